@@ -124,7 +124,10 @@ def token_keys(lengths: Sequence[int]) -> list[Tensor]:
 
 
 class RouterStore:
-    """The old policy's routers by token: the experts that each used, and their log-probabilities."""
+    """The old policy's routers by token: the experts that each used, and their log-probabilities.
+
+    Row 0 of what it holds takes what is written for padding; the token with key k is row k + 1.
+    """
 
     def __init__(self, num_tokens: int, num_routers: int, word: torch.dtype) -> None:
         self.num_tokens = num_tokens
@@ -133,6 +136,7 @@ class RouterStore:
         where they were replayed. Filled with `RouterTap(agreement=True)`."""
         self._word = word
         self._routers: list[StoredRouterLogProbs | None] = [None] * num_routers
+        self._put: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
@@ -147,24 +151,44 @@ class RouterStore:
         """Keep what a router of this rank did with the tokens `keys` [R]; -1 is no token."""
         found = store_router_log_probs(ids, log_probs, num_experts=num_experts, word=self._word)
         stored = self._routers[router]
-        if stored is None:
-            # One more row than tokens takes what is written for padding.
-            words = found.words.new_full((self.num_tokens + 1, ids.shape[1]), found.no_route)
+        missing = self.num_tokens + 1 - (0 if stored is None else len(stored.words))
+        if stored is None or missing:  # at first, and where another pass of the same rollout brings more tokens
+            rest = found.words.new_full((missing, ids.shape[1]), found.no_route)
+            words = rest if stored is None else torch.cat([stored.words, rest])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
-        stored.words[_row(keys, self.num_tokens)] = found.words
-        stored.words[-1] = stored.no_route
+        stored.words[keys + 1] = found.words
+        stored.words[0] = stored.no_route
+        if router == 0:  # the others get the same rows
+            self._put.append(keys)
+
+    def share(self, group: "dist.ProcessGroup | None") -> None:
+        """Give every rank of the group what the others have put since the last time; a collective.
+
+        Of ranks that hold equally many rows each of the same micro-batches: packed otherwise, a token may be another's.
+        """
+        put, self._put = self._put, []
+        if group is None or dist.get_world_size(group) == 1 or not put:
+            return
+        mine = torch.cat(put)
+        everyones = _gathered(mine, group) + 1
+        for stored in filter(None, self._routers):
+            # Bytes, since gloo and NCCL know no 16-bit integers.
+            words = _gathered(stored.words[mine + 1].view(torch.uint8), group)
+            stored.words[everyones] = words.view(stored.words.dtype)
 
     def of(self, router: int, keys: Tensor) -> StoredRouterLogProbs:
         """Return what is stored of the tokens `keys` [R]; no route where it is nothing."""
         stored = self._routers[router]
         require(stored is not None, f"the old pass has not run router {router}.")
         assert stored is not None
-        words = stored.words[_row(keys, self.num_tokens).to(stored.words.device)]
+        words = stored.words[keys.to(stored.words.device) + 1]
         return StoredRouterLogProbs(words=words, num_experts=stored.num_experts)
 
 
-def _row(keys: Tensor, num_tokens: int) -> Tensor:
-    return torch.where(keys >= 0, keys, num_tokens)
+def _gathered(rows: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, rows.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 class UpdatePass:
@@ -173,7 +197,7 @@ class UpdatePass:
     def __init__(self, store: RouterStore, device: torch.device) -> None:
         self.store = store
         self.sums = torch.zeros(2, store.num_tokens + 1, device=device)
-        """|delta| and the number of experts, by token; the last column takes what is written for padding."""
+        """|delta| and the number of experts, of the token with key k in column k + 1; column 0 takes padding."""
         self.agreement: Tensor | None = None
         """[T] the share of the old policy's experts that the router now likes best, mean over this rank's routers."""
         self._layers: dict[int, Tensor] = {}
@@ -186,7 +210,7 @@ class UpdatePass:
         new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
         sums = layer_sums(new, stored.log_probs.to(new), stored.valid, torch.float32)
         # index_add, not assignment: each layer adds to what those before it left.
-        self.sums.index_add_(1, _row(keys, self.store.num_tokens), sums)
+        self.sums.index_add_(1, keys + 1, sums)
         self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
         return stored.expert_ids
 
@@ -204,8 +228,7 @@ class UpdatePass:
         under sequence parallelism, the context-parallel group where the loss has whole sequences, and pipeline stages
         where they do not travel; a collective, with the same keys on every rank.
         """
-        rows = _row(keys, self.store.num_tokens).reshape(-1).to(self.sums.device)
-        sums = self.sums[:, rows]
+        sums = self.sums[:, keys.reshape(-1).to(self.sums.device) + 1]
         sums = sums if sum_over_ranks is None else sum_over_ranks(sums)
         asked = keys.reshape(-1).to(sums.device) >= 0
         found = shift_of(sums * asked, self._layers, floor=floor, noise=noise)
@@ -232,6 +255,7 @@ class RouterTap:
         word: torch.dtype = torch.int16,
         agreement: bool = False,
         pipeline: "dist.ProcessGroup | None" = None,
+        split: "dist.ProcessGroup | None" = None,
     ) -> None:
         """Find the routers, in the order of `modules()`.
 
@@ -239,14 +263,17 @@ class RouterTap:
         what the old pass stores: 16 bits, or torch.int32 for log-probabilities exact to 1e-6. `agreement`: measure,
         in both passes, how many of the experts the router itself would choose; one top-k per router and forward.
         `pipeline`: a group of this pipeline's stages, in order, that nothing else uses (`group_like`): the sums then
-        travel from stage to stage behind each chunk's forward. `model` is the list of this stage's chunks.
+        travel from stage to stage behind each chunk's forward. `model` is the list of this stage's chunks. `split`: the
+        ranks that hold parts of one micro-batch (tensor and context parallelism): each gets what all of them stored.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
         found = [(module, kind) for _, module in modules for kind in ROUTER_KINDS if kind.matches(module)]
         known = {id(module) for module, _ in found}
         _refuse_strange_routers(modules, known)
-        require(bool(found), f"no router of a known kind ({', '.join(ROUTER_KINDS.names)}) in the model.")
+        # A stage of dense layers hands on what the stages before it summed.
+        known_kinds = ", ".join(ROUTER_KINDS.names)
+        require(bool(found) or pipeline is not None, f"no router of a known kind ({known_kinds}) in the model.")
         for module, kind in found:
             named = kind.score_function(module)
             require(
@@ -254,7 +281,7 @@ class RouterTap:
                 f"{type(module).__name__} scores its logits by {named!r}, which is not read; these are: "
                 f"{', '.join(_READ_AS)}.",
             )
-        self._routers, self._chunks, self._pipeline = found, chunks, pipeline
+        self._routers, self._chunks, self._pipeline, self._split = found, chunks, pipeline, split
         self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
 
     def __len__(self) -> int:
@@ -262,9 +289,13 @@ class RouterTap:
         return len(self._routers)
 
     @contextmanager
-    def old_pass(self, num_tokens: int) -> Iterator[RouterStore]:
-        """Store the experts that each token uses, and their log-probabilities; `num_tokens`: T, above every key."""
-        store = RouterStore(num_tokens, len(self), self._word)
+    def old_pass(self, num_tokens: int, store: RouterStore | None = None) -> Iterator[RouterStore]:
+        """Store the experts that each token uses, and their log-probabilities; `num_tokens`: T, above every key.
+
+        `store`: what an earlier pass over other tokens of the rollout stored, to go on with.
+        """
+        store = store or RouterStore(num_tokens, len(self), self._word)
+        store.num_tokens = num_tokens
 
         def keep(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             store.put(router, keys, ids, self._log_probs(logits, ids, score_function=score_function), logits.shape[1])
@@ -272,11 +303,12 @@ class RouterTap:
 
         with self._hooked(keep):
             yield store
+        store.share(self._split)
 
     @contextmanager
     def update_pass(self, store: RouterStore) -> Iterator[UpdatePass]:
         """Compare each token with what is stored of it; one `with` per optimizer update."""
-        update = UpdatePass(store, next(self._routers[0][0].parameters()).device)
+        update = UpdatePass(store, next(self._chunks[0].parameters()).device)
 
         def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             self._agree(update, keys, logits, update.add(router, keys, logits, self._log_probs, score_function))
@@ -284,13 +316,33 @@ class RouterTap:
         with self._hooked(compare), self._travelling(update):
             yield update
 
+    @contextmanager
+    def told(self, rows: Sequence[Tensor]) -> Iterator[None]:
+        """Set `rows` before each forward of a chunk: the keys of the micro-batches that come, in their order."""
+        micro_batches = [iter(rows) for _ in self._chunks]
+
+        def tell(chunk: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self.rows = next(micro_batches[chunk])
+
+            return hook
+
+        handles = [chunk.register_forward_pre_hook(tell(number)) for number, chunk in enumerate(self._chunks)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _agree(self, where: RouterStore | UpdatePass, keys: Tensor, logits: Tensor, ids: Tensor) -> None:
         """Add a router's share of agreement at its tokens."""
         if not self._agreement:
             return
         store = where if isinstance(where, RouterStore) else where.store
         if where.agreement is None:
-            where.agreement = torch.zeros(store.num_tokens, device=logits.device)
+            where.agreement = torch.zeros(0, device=logits.device)
+        missing = store.num_tokens - len(where.agreement)
+        where.agreement = nn.functional.pad(where.agreement, (0, missing)) if missing else where.agreement
         own = logits.topk(ids.shape[1], dim=1).indices
         share = router_agreement(ids[:, None], own[:, None]) / len(self)
         where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
@@ -363,7 +415,7 @@ class RouterTap:
                 if torch._C._current_graph_task_id() != -1:
                     return
                 assert self.rows is not None
-                rows = _row(self.rows.reshape(-1), update.store.num_tokens).to(update.sums.device)
+                rows = self.rows.reshape(-1).to(update.sums.device) + 1
                 if not first:
                     before = torch.empty_like(update.sums[:, rows])
                     dist.recv(before, src=ranks[me - 1], group=group)
