@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from moe_rl.frameworks.ranks import (
     require_same_on_all_ranks,
     unbalanced,
 )
+from moe_rl.frameworks.router_shift import MicroBatchKeys, RouterShiftRun
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.megatron import Balancer, RoutingRecorder, attach
 from moe_rl.megatron.router_watch import RouterWatch
@@ -76,6 +78,8 @@ class MegatronRun:
         self.settings = settings
         self.last_metrics: dict[str, float] = {}
         """Of the last pass; empty where it had no plan."""
+        self.router_shift: RouterShiftRun | None = None
+        """Given by the adapter where gamma was asked for."""
         self._chunks = chunks
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
@@ -108,6 +112,8 @@ class MegatronRun:
         """
         models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         balancer = None
+        if not settings.balances:
+            return cls(framework, models, balancer, settings)
 
         def looked_at() -> str:
             version = framework.check()
@@ -148,11 +154,21 @@ class MegatronRun:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""
         self._recorder = RoutingRecorder(self._chunks, path)
 
-    def around(self, call: Callable[[], Any], known: Mapping[str, Any], *, forward_only: bool) -> Any:
+    def around(
+        self,
+        call: Callable[[], Any],
+        known: Mapping[str, Any],
+        *,
+        forward_only: bool,
+        keys: Sequence[MicroBatchKeys] | None = None,
+    ) -> Any:
         """Return what `call`, a `forward_backward_func` call, returned; `last_metrics` are those of the pass.
 
-        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan.
+        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan. `keys` of
+        the micro-batches are for the router shift, where there is one.
         """
+        if self.router_shift is not None and keys is not None:
+            call = partial(self.router_shift.around, call, keys, forward_only=forward_only)
         planned = self.balancer if known else None
         self.last_metrics = {}
         if planned is not None:
@@ -168,6 +184,8 @@ class MegatronRun:
             self.last_metrics = planned.end_pass().as_dict()
         if self._watch is not None:
             self.last_metrics |= self._watch.end_pass()
+        if self.router_shift is not None and not forward_only:
+            self.last_metrics |= self.router_shift.metrics()
         if self.settings.prometheus:
             publish(self.last_metrics, self.settings.prometheus)
         return result

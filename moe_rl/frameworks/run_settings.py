@@ -8,6 +8,7 @@ MOE_RL_PLANS=/shared/plans      read the plans that a driver wrote there (slime)
 MOE_RL_CHECK=1                  compare replayed routes with the routers' own choice, on a sample: metrics r3/*
 MOE_RL_TELEMETRY=1              metrics of the experts' loads: moe_rl/expert_*, moe_rl/dead_experts, ...
 MOE_RL_PROMETHEUS=9400          also serve all metrics to Prometheus, at this port plus the rank on its host
+MOE_RL_ROUTER_SHIFT=0.8         weigh tokens by the router shift, this being its floor; alone it balances nothing
 MOE_RL_STRICT=1                 stop where the run cannot be balanced, instead of going on without
 
 A name or a value that is wrong raises `InvalidInputError` when the settings are read, not at the first step.
@@ -15,7 +16,7 @@ A name or a value that is wrong raises `InvalidInputError` when the settings are
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -51,9 +52,16 @@ class Settings:
     """Fields of `balancer` that somebody set; of the others the run chooses nodes, slots and reorders by itself."""
     strict: bool = False
     """Raise where the run cannot be balanced; else it goes on without, after one warning."""
+    router_shift: float = 0.0
+    """Floor of the router-shift weight gamma; 0: the loss has none."""
+    balances: bool = True
+    """False where the router shift is all that was asked for."""
 
 
-RUN_FIELDS = {"record": str, "plans": str, "strict": bool, "check": bool, "telemetry": bool, "prometheus": int}
+RUN_FIELDS: dict[str, type] = {
+    **{"record": str, "plans": str, "strict": bool, "check": bool, "telemetry": bool, "prometheus": int},
+    "router_shift": float,
+}
 FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 
@@ -78,6 +86,8 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     own = {name: block[name] for name in RUN_FIELDS if block.get(name) is not None}
     for name, value in own.items():
         require_kind(name, value, RUN_FIELDS[name])
+    floor = own.get("router_shift", 0.0)
+    require(0.0 <= floor < 1.0, f"router_shift is the floor of gamma, from 0 (off) to below 1, got {floor}.")
     run: dict[str, Any] = {
         name: Path(value) if isinstance(value, str) else value for name, value in own.items() if value != ""
     }
@@ -89,13 +99,13 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None) -> Settings | None:
-    """Return the settings of `MOE_RL` and `MOE_RL_*`; None where neither MOE_RL nor MOE_RL_CONFIG is set.
+    """Return the settings of `MOE_RL` and `MOE_RL_*`; None without MOE_RL, MOE_RL_CONFIG and MOE_RL_ROUTER_SHIFT.
 
     Values are read as YAML: 2 is a number, true a truth value, {theta: 0.1} a mapping.
     """
     given = os.environ if environment is None else environment
     config = given.get(f"{PREFIX}CONFIG")
-    if not given.get(SWITCH) and not config:
+    if not (given.get(SWITCH) or config or given.get(f"{PREFIX}ROUTER_SHIFT")):
         return None
     block = _block_of_file(Path(config)) if config else {}
     known = {*get_type_hints(BalancerConfig), *RUN_FIELDS}
@@ -111,7 +121,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     if given.get(SWITCH):
         require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
         block["policy"] = given[SWITCH]
-    return settings_from_mapping(block)
+    return replace(settings_from_mapping(block), balances=bool(given.get(SWITCH) or config))
 
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

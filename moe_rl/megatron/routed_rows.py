@@ -97,7 +97,7 @@ def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> 
     Sequence i is tokens `boundaries[i]` .. `boundaries[i + 1] - 1`; `side_by_side` says that rows are [S, B], which
     needs sequences of one length, and else that one sequence follows the other.
     """
-    pieces = [_zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
+    pieces = [zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
     held = np.stack(pieces, axis=1).ravel() if side_by_side else np.concatenate([np.zeros(0, np.int64), *pieces])
     batch = len(pieces) if side_by_side else 1
     require(
@@ -138,7 +138,7 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     return routes
 
 
-def _zigzag(positions: Ints, where: RowSlice) -> Ints:
+def zigzag(positions: Ints, where: RowSlice) -> Ints:
     """Return the positions of one sequence that a context-parallel rank holds, in its order."""
     if where.cp_size == 1:
         return positions

@@ -28,7 +28,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
 from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan, save_plan
@@ -62,6 +62,10 @@ class Worker:
     where not all of it is known: experts stay at home then."""
     options_of_others: tuple[str, ...] = ()
     """Options of the framework under which more reads or writes weights than `readers`: experts stay at home then."""
+    router_shift: Any = None
+    """`moe_rl.frameworks.router_shift.RouterShiftRun` after the first call, where gamma was asked for."""
+    model: str = "actor"
+    """Whose weights are in the parameters: actor, old_actor, ref or teacher."""
 
     def init(self, args: Any) -> None:
         """Read the settings and take note of Megatron's schedule; called when Megatron has its groups.
@@ -83,6 +87,8 @@ class Worker:
         if not hasattr(original, "__wrapped__"):
             model.get_forward_backward_func = functools.wraps(original)(lambda: self.planned(original()))
             actor.reload_process_groups = functools.wraps(reload)(lambda *given: self.reloaded(reload, *given))
+            if self.settings.router_shift:
+                when_imported(f"{name}.utils.tensor_backper", self.note_models)
             for path, weights_only in self.readers.items():
                 module, _, attributes = path.partition(":")
                 guard = functools.partial(self.guard, attributes.split("."), weights_only=weights_only)
@@ -101,20 +107,59 @@ class Worker:
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
 
-    def tokens_ahead(self, data: Any, count: int) -> dict[str, Any]:
-        """Return what `begin_pass` is given where nothing is replayed: which tokens come, or how many micro-batches."""
-        from moe_rl.megatron import RowSlice
-
+    def tokens_ahead(self, data: Any, count: int) -> list[list[Any]] | None:
+        """Return the token ids of the sequences in every micro-batch that comes; None where they are not known."""
         first = data[0] if isinstance(data, Sequence) else data
         option = functools.partial(getattr, self.args)
         indices = getattr(first, "micro_batch_indices", None)
         packed = option("qkv_format", "thd") == "thd" and not option("allgather_cp", False)
         if indices is None or not packed:
-            return {"num_micro_batches": count}
+            return None
         tokens = first.rollout_data["tokens"]
-        coming = [[tokens[index] for index in batch] for batch in indices[first.offset : first.offset + count]]
-        multiple = option("data_pad_size_multiplier", 128)
-        return {"tokens": [held_rows(each, multiple, RowSlice.current()) for each in coming]}
+        return [[tokens[index] for index in batch] for batch in indices[first.offset : first.offset + count]]
+
+    def rows(self, of_token: Sequence[Any]) -> NDArray[np.int64]:
+        """Return [N] what is said of every token of packed sequences, in the order of this rank's rows."""
+        from moe_rl.megatron import RowSlice
+
+        return packed_part(of_token, getattr(self.args, "data_pad_size_multiplier", 128), RowSlice.current())
+
+    def held(self, sequences: Sequence[Any]) -> HeldRows:
+        """Return of which sequence each of this rank's rows is."""
+        return HeldRows.of_tokens(sequences, self.rows([np.full(len(each), i) for i, each in enumerate(sequences)]))
+
+    def note_models(self, copies: Any) -> None:
+        """Note whose weights slime puts into the parameters; `copies` is its module `utils.tensor_backper`."""
+
+        def noting(restore: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(restore)
+            def restored(backups: Any, tag: str) -> Any:
+                self.model = tag
+                return restore(backups, tag)
+
+            return restored
+
+        for kind in vars(copies).values():
+            if isinstance(kind, type) and issubclass(kind, copies.TensorBackuper):
+                kind.restore = noting(kind.restore)
+
+    def keys_ahead(self, kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the keys of the micro-batches of a call; None where gamma was not asked for, or of another model."""
+        import torch
+
+        from moe_rl.frameworks.router_shift import RouterShiftRun
+
+        forward_only = bool(kwargs.get("forward_only", False))
+        floor = 0.0 if self.settings is None else self.settings.router_shift
+        if not floor or (forward_only and not self.model.endswith("actor")):
+            return None
+        if self.router_shift is None:
+            self.router_shift = RouterShiftRun(list(kwargs["model"]), floor=floor)
+        coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
+        if coming is None:
+            raise InvalidInputError("the router shift needs --qkv-format thd, without --allgather-cp.")
+        found = [self.router_shift.keys(each, forward_only=forward_only) for each in coming]
+        return [(each, torch.from_numpy(self.rows(each))) for each in found]
 
     def reloaded(self, reload: Callable[..., Any], *given: Any) -> Any:
         """Reload the process groups that a colocated rollout has destroyed, ours among them, and connect ours."""
@@ -146,17 +191,24 @@ class Worker:
         @functools.wraps(function)
         def planned(**kwargs: Any) -> Any:
             run, settings, step = self.run, self.settings, self.step
-            if run is None or settings is None:
+            if settings is None:
                 return function(**kwargs)
             forward_only = bool(kwargs.get("forward_only", False))
+            call, keys = functools.partial(function, **kwargs), self.keys_ahead(kwargs)
+            if run is None:
+                return call() if keys is None else self.router_shift.around(call, keys, forward_only=forward_only)
+            run.router_shift = self.router_shift
             known: dict[str, Any] = {}
             if run.balancer is not None and not forward_only and settings.plans is not None and step is not None:
                 known = {"plan": load_plan(plan_path(settings.plans, *step))}
             elif run.balancer is not None and (not forward_only or self.stage() == "replay_forward"):
                 known = _from_lists(run, kwargs)
             if run.balancer is not None and not known:
-                known = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-            result = run.around(lambda: function(**kwargs), known, forward_only=forward_only)
+                coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
+                known = {"num_micro_batches": kwargs["num_microbatches"]}
+                if coming is not None:
+                    known = {"tokens": [self.held(each) for each in coming]}
+            result = run.around(call, known, keys=keys, forward_only=forward_only)
             if run.last_metrics:
                 logger.info("moe_rl: %s", run.last_metrics)
             return result
@@ -192,17 +244,20 @@ def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {} if routes is None else {"routes": routes}
 
 
-def held_rows(sequences: Sequence[Any], multiple: int, where: Any) -> HeldRows:
-    """Return the rows that a rank at `where` (`moe_rl.megatron.RowSlice`) holds of packed sequences of token ids.
+def packed_part(of_token: Sequence[Any], multiple: int, where: Any) -> NDArray[np.int64]:
+    """Return [N] what is said of every token of packed sequences, of the rows that a rank at `where` holds.
 
     Under context parallelism every sequence is filled up to 2 x CP equal chunks, of which a rank has two. What is left
-    of the packed rows is filled up to a multiple of `multiple` x TP.
+    of the packed rows is filled up to a multiple of `multiple` x TP. Rows that fill up say -1.
     """
-    chunks = 2 * where.cp_size
-    lengths = [len(each) if where.cp_size == 1 else 2 * -(-len(each) // chunks) for each in sequences]
-    rows = np.repeat(np.arange(len(lengths)), lengths)
+    from moe_rl.megatron.routed_rows import zigzag
+
+    chunks = 2 * where.cp_size if where.cp_size > 1 else 1
+    parts = [zigzag(np.pad(each, (0, -len(each) % chunks), constant_values=-1), where) for each in of_token]
+    rows = np.concatenate([np.zeros(0, np.int64), *parts])
     filled = np.pad(rows, (0, -len(rows) % (multiple * where.tp_size)), constant_values=-1)
-    return HeldRows.of_tokens(sequences, filled.reshape(where.tp_size, -1)[where.tp_rank])
+    mine: NDArray[np.int64] = filled.reshape(where.tp_size, -1)[where.tp_rank]
+    return mine
 
 
 def next_routes(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.router_shift import READING, RouterShiftRun
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import OBJECTIVES, Objective
@@ -43,8 +44,8 @@ def policy_loss_function(
 
     Reads `moe_rl_objective`, `moe_rl_objective_options` and `moe_rl_rollout_correction` of `args`, and slime's
     `eps_clip`, `eps_clip_high`, `eps_clip_c`, `use_rollout_logprobs`, `entropy_coef`, `use_kl_loss`, `kl_loss_coef`,
-    `kl_loss_type`, `use_unbiased_kl`. gamma enters as `batch["router_shift_ratio"]`, one tensor per sample at its
-    response tokens, this rank's part.
+    `kl_loss_type`, `use_unbiased_kl`. gamma enters with MOE_RL_ROUTER_SHIFT, or as
+    `batch["router_shift_ratio"]`, one tensor per sample at its response tokens, this rank's part.
     """
     framework = _framework()
     total, response = batch["total_lengths"], batch["response_lengths"]
@@ -69,7 +70,7 @@ def policy_loss_function(
     assert log_prob is not None
     assert old_log_prob is not None
     mask, cu_seqlens = torch.cat(list(batch["loss_masks"])), _starts(response)
-    weights, correction = None, getattr(args, "moe_rl_rollout_correction", None)
+    weights, correction, shift = None, getattr(args, "moe_rl_rollout_correction", None), READING.get()
     metrics: dict[str, Tensor] = {}
     if correction is not None:
         if rollout is None:
@@ -85,7 +86,7 @@ def policy_loss_function(
             response_mask=mask,
             rollout_is_weights=weights,
             rollout_log_prob=rollout,
-            router_shift_ratio=whole(batch.get("router_shift_ratio")),
+            router_shift_ratio=whole(batch.get("router_shift_ratio")) if shift is None else _gamma(shift, response),
             cu_seqlens=cu_seqlens,
             context_parallel=_WHOLE,
         ),
@@ -132,6 +133,12 @@ def objective_of(args: Any) -> Objective:
         exact=("ppo", "grpo", "cispo"),
         flag="--eps-clip*",
     )
+
+
+def _gamma(shift: RouterShiftRun, response_lengths: Sequence[int]) -> Tensor:
+    """[T] gamma at the response tokens of whole samples; the row of a token is that of the one before."""
+    keys = zip(shift.coming(), response_lengths, strict=True)
+    return shift.of(torch.cat([each[len(each) - 1 - count : -1] for each, count in keys])).ratio
 
 
 def tis_function(

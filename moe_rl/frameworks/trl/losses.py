@@ -6,6 +6,7 @@ Generation, rewards, advantages, the reference KL (`beta`) and vLLM's importance
 of its `loss_type`. Source: TRL 1.16.0, trl/trainer/grpo_trainer.py, `_compute_loss`.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,13 +15,20 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import Objective, make_objective
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
+from moe_rl.importance.router_tap import RouterStore, RouterTap
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import as_floats, bounded_exp, working_dtype
+
+WORD = torch.int16
+"""What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory."""
+KEYS = "router_shift_keys"
+"""In TRL's batches: [B, prompt + completion] where the old policy's routers are kept of each token, -1 on padding."""
 
 
 def policy_loss_trainer(
@@ -32,24 +40,67 @@ def policy_loss_trainer(
 ) -> Any:
     """Return a subclass of `trl.GRPOTrainer` whose policy term is `objective` with its `options`.
 
-    `gamma`: called with the current log-probabilities [B, S] of the completion, returns the router shift there
-    (`RouterTap`; its rows at the tokens that predict them). TRL's `epsilon`, `epsilon_high` and `delta` act where the
+    With MOE_RL_ROUTER_SHIFT=0.8 in the environment the routers are read in TRL's own pass of old log-probabilities and
+    in every update, and gamma, at least 0.8, weighs the loss; a batch of which TRL makes no such pass is trained on
+    once, by the weights that it would be compared with. Or `gamma`: called with the current log-probabilities [B, S] of
+    the completion, returns the router shift there. TRL's `epsilon`, `epsilon_high` and `delta` act where the
     objective has them. What else belongs to TRL's own policy term (`importance_sampling_level`,
     `off_policy_mask_threshold`, `top_entropy_quantile`) is the objective's to say: where it is set, the trainer is not
     made, as where entropy or auxiliary losses are on.
     """
     base: Any = importlib.import_module("trl").GRPOTrainer
     rule = make_objective(objective, options)
+    settings = settings_from_environment()
+    floor = 0.0 if settings is None else settings.router_shift
 
     class PolicyLossTrainer(base):  # type: ignore[misc]  # TRL has no types here
         """`GRPOTrainer` with another policy term."""
 
+        _tap: RouterTap | None = None
+        _read: tuple[RouterStore, Tensor] | None = None
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             objective_of(self, rule, options)
+            self._tap = RouterTap(self.accelerator.unwrap_model(self.model), word=WORD) if floor else None
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            self._read = None
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            return output if self._read is None else output | {KEYS: self._read[1]}
+
+        def _get_per_token_logps_and_entropies(
+            self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            call = functools.partial(
+                super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask, *args, **kwargs
+            )
+            # The first pass without gradient after generation is the old policy's, a later one the reference's.
+            if self._tap is None or self._read is not None or torch.is_grad_enabled() or not self.model.training:
+                return call()
+            real = attention_mask.bool()
+            keys = torch.where(real, real.flatten().cumsum(0).view_as(real) - 1, -1)
+            batches = keys.split(kwargs.get("batch_size") or len(keys))
+            with self._tap.old_pass(int(real.sum())) as store, self._tap.told(batches):
+                self._read = store, keys
+                return call()
 
         def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            return _loss(self, model, inputs, objective_of(self, rule, options), gamma, router_shift)
+            if not floor or KEYS not in inputs:
+                return _loss(self, model, inputs, objective_of(self, rule, options), gamma, router_shift)
+            assert self._tap is not None
+            assert self._read is not None
+            keys, metrics = inputs[KEYS], self._metrics["train"]
+            predicting = keys[:, -1 - inputs["completion_ids"].shape[1] : -1]
+            with self._tap.update_pass(self._read[0]) as update, self._tap.told([keys]):
+
+                def read(_: Tensor) -> Tensor:
+                    shift = update.finish(predicting, floor=floor)
+                    for name, value in as_floats(shift.metrics).items():
+                        metrics[name].append(value)
+                    return shift.ratio
+
+                return _loss(self, model, inputs, objective_of(self, rule, options), read, router_shift)
 
     return PolicyLossTrainer
 

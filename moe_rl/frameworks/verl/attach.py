@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from moe_rl.balancing.heard import HeldRows
+from moe_rl.core.errors import require
 from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.frameworks.post_import import when_imported
 from moe_rl.frameworks.routes import of_moe_layers
@@ -40,6 +41,7 @@ def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
         (module, "get_forward_backward_func"): _planned_schedules,
         (engine_class, "_build_optimizer"): functools.partial(_attaching, settings=settings),
         (engine_class, "forward_backward_batch"): _reporting,
+        (module.MegatronEngineWithLMHead, "postprocess_micro_batch_func"): _weighing,
         (engine_class, "to"): functools.partial(_moving, module=module),
         (engine_class, "get_per_tensor_param"): _canonical_export,
         (engine_class, "get_per_tensor_param_shard"): _canonical_export,
@@ -72,6 +74,7 @@ def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[
 
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
         from moe_rl.frameworks.megatron_run import MegatronRun
+        from moe_rl.frameworks.router_shift import RouterShiftRun
 
         optimizer = original(self, *args, **kwargs)
         if optimizer is not None and not getattr(self, "is_value_model", False):
@@ -79,10 +82,14 @@ def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[
             refusal = (
                 "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
             )
-            RUNS[self.module[0]] = (
-                self,
-                MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True),
-            )
+            run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
+            if settings.router_shift:
+                FRAMEWORK.check()
+                for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
+                    found = getattr(self.engine_config, name, wanted)
+                    require(found == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
+                run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
+            RUNS[self.module[0]] = self, run
         return optimizer
 
     return built
@@ -95,21 +102,34 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[[
         @functools.wraps(function)
         def planned(**kwargs: Any) -> Any:
             engine, run = RUNS.get(kwargs["model"][0], (None, None))
-            if run is None or run.balancer is None:
+            if run is None or (run.balancer is None and run.router_shift is None):
                 return function(**kwargs)
             micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-            known: dict[str, Any] = {}
-            if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
-                known["routes"] = [_rows(batch, engine, run.balancer.model) for batch in micro_batches]
-            if engine.engine_config.use_remove_padding:
-                known["tokens"] = [_held(batch, engine) for batch in micro_batches]
-            elif not known:  # padded rows, whose order is not read here
-                known["num_micro_batches"] = len(micro_batches)
-            return run.around(lambda: function(**kwargs), known, forward_only=kwargs["forward_only"])
+            known = {} if run.balancer is None else _known(micro_batches, engine, run.balancer.model)
+            shift, forward_only = run.router_shift, kwargs["forward_only"]
+            keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
+            return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
 
         return planned
 
     return get
+
+
+def _known(micro_batches: list[Any], engine: Any, model: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
+        known["routes"] = [_rows(batch, engine, model) for batch in micro_batches]
+    if engine.engine_config.use_remove_padding:
+        known["tokens"] = [_held(batch, engine) for batch in micro_batches]
+    elif not known:  # padded rows, whose order is not read here
+        known["num_micro_batches"] = len(micro_batches)
+    return known
+
+
+def _keys(micro_batch: Any, engine: Any, shift: Any, *, forward_only: bool) -> Any:
+    """Return what the router shift knows the tokens of each sequence by, and this rank's rows."""
+    keys = shift.keys(micro_batch["input_ids"].unbind(), forward_only=forward_only)
+    return keys, _packed([each + 1 for each in keys], micro_batch, engine) - 1
 
 
 def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
@@ -175,6 +195,25 @@ def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return reported
+
+
+def _weighing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have gamma at hand for the loss of a micro-batch, whose forward has run."""
+
+    def weighed(self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        from moe_rl.frameworks.verl.losses import GAMMA
+
+        run = _run_of(self)
+        if run is not None and run.router_shift is not None and not forward_only:
+            # verl's function takes the token before each of the response, and fills up with zeros.
+            keys = torch.cat(run.router_shift.coming()).to(data["input_ids"].device)
+            GAMMA.set(run.router_shift.of(no_padding_2_padding(keys + 1, data) - 1).ratio)
+        return original(self, output, data, forward_only, *args, **kwargs)
+
+    return weighed
 
 
 def _moving(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ verl/workers/utils/losses.py; verl/trainer/ppo/rollout_corr_helper.py.
 
 import functools
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ _GENERIC = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 widths of a sequence's ratio: 0.2 would clip nothing."""
 _ONE_WAY = ("gmpo", "sapo")
 """verl aggregates these as seq-mean-token-mean, whatever it is asked for."""
+
+
+GAMMA: ContextVar[Tensor] = ContextVar("GAMMA")
+"""[B, S] the router shift of the micro-batch whose loss is computed, in verl's padded layout (MOE_RL_ROUTER_SHIFT)."""
 
 
 def policy_losses(
@@ -187,9 +192,14 @@ def objective_of(entry: Objective, config: Any, options: Mapping[str, Any]) -> O
     return entry.from_settings({name: value for name, value in found.items() if value is not None}, options)
 
 
-def checked_settings(config: Any) -> None:
+def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     """Raise where the actor config asks for one of our losses with settings that it refuses: before any rollout."""
     mode = str(getattr(getattr(config, "policy_loss", None), "loss_mode", ""))
+    require(
+        mode.startswith(PREFIX) or not router_shift,
+        f"MOE_RL_ROUTER_SHIFT weighs losses of moe_rl, and policy_loss.loss_mode is {mode}: take one that begins with "
+        f"{PREFIX}, such as {PREFIX}ppo for vanilla.",
+    )
     if mode.startswith(PREFIX):
         require(f"{mode}" in policy_losses(), f"verl cannot feed {mode}: it hands over no rollout log-probabilities.")
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})

@@ -18,9 +18,10 @@ from moe_rl.frameworks.run_settings import settings_from_environment, variables
 
 def _register_policy_losses(core_algos: ModuleType) -> None:
     """Offer every objective as `actor.policy_loss.loss_mode=moe_rl_<objective>`."""
-    from moe_rl.frameworks.verl.losses import policy_losses
+    from moe_rl.frameworks.verl.losses import GAMMA, policy_losses
 
-    for name, loss in policy_losses().items():
+    gamma = (lambda _: GAMMA.get()) if _settings is not None and _settings.router_shift else None
+    for name, loss in policy_losses(gamma=gamma).items():
         core_algos.register_policy_loss(name)(loss)
 
 
@@ -58,12 +59,12 @@ def _check_settings(actor: ModuleType) -> None:
     @functools.wraps(made)
     def checked(self: Any) -> None:
         made(self)
-        checked_settings(self)
+        checked_settings(self, router_shift=bool(_settings and _settings.router_shift))
 
     actor.ActorConfig.__post_init__ = checked
 
 
-def _refuse_other_engines(actor: ModuleType, *, strict: bool) -> None:
+def _refuse_other_engines(actor: ModuleType, *, strict: bool, router_shift: bool) -> None:
     """Say that another engine is not balanced where verl makes its actor config: before workers start."""
     made = actor.ActorConfig.__post_init__
 
@@ -71,8 +72,9 @@ def _refuse_other_engines(actor: ModuleType, *, strict: bool) -> None:
     def checked(self: Any) -> None:
         made(self)
         if "megatron" not in self.strategy:
-            sentence = f"actor.strategy is {self.strategy}, and MOE_RL balances verl's Megatron engine alone."
-            unbalanced("verl", InvalidInputError(sentence), strict=strict)
+            wanted = "MOE_RL_ROUTER_SHIFT reads" if router_shift else "MOE_RL balances"
+            sentence = f"actor.strategy is {self.strategy}, and {wanted} verl's Megatron engine alone."
+            unbalanced("verl", InvalidInputError(sentence), strict=strict or router_shift)
 
     actor.ActorConfig.__post_init__ = checked
 
@@ -89,5 +91,8 @@ if _settings is not None:
     from moe_rl.frameworks.verl.attach import install_when_imported
 
     install_when_imported(_settings)
-    when_imported("verl.workers.config.actor", functools.partial(_refuse_other_engines, strict=_settings.strict))
+    refuse = functools.partial(
+        _refuse_other_engines, strict=_settings.strict, router_shift=bool(_settings.router_shift)
+    )
+    when_imported("verl.workers.config.actor", refuse)
     when_imported("verl.trainer.constants_ppo", _pass_settings_on)
