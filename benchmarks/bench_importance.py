@@ -4,6 +4,7 @@
     python benchmarks/bench_importance.py --json          one JSON document
     python benchmarks/bench_importance.py --storage-bias  gamma with no true shift, by storage type
     python benchmarks/bench_importance.py --against-plain policy_loss over the plain formula, as ratios within one run
+    python benchmarks/bench_importance.py --router-tap    passes in which routers are read, over plain ones, likewise
     pytest benchmarks/bench_importance.py                 the same cases under pytest-benchmark
 
 Cases run on `--device` (default: cuda if there is one, else cpu), with one CPU thread unless `--threads` says
@@ -16,11 +17,16 @@ given back first), elsewhere absent. An objective's case is the loss and its gra
 formula of `benchmarks/plain_objectives.py`, which checks no input, after comparing their losses, gradients and metrics.
 Both sides take turns; the figures are ratios of their fastest rounds in CPU time, since what disturbs a shared machine
 only ever adds: one where nobody makes metrics, one where both report theirs as numbers.
+
+`--router-tap` runs 1,024 tokens (unless `--tokens` says otherwise) through Transformers' Qwen3-MoE: 4 layers as wide as
+1,024, 64 experts as wide as 512 each, top-8. One figure is of the old log-probabilities' forward, one of an update's
+forward and backward with its gamma.
 """
 
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import math
 import platform
@@ -40,6 +46,7 @@ from moe_rl.importance import (
     OBJECTIVES,
     PolicyLossInputs,
     RouterShiftAccumulator,
+    RouterTap,
     as_floats,
     policy_loss,
     rollout_correction,
@@ -201,6 +208,51 @@ def against_plain(tokens: int, device: str, rounds: int, names: Sequence[str] = 
     return found
 
 
+def router_tap(tokens: int, device: str, rounds: int) -> dict[str, float]:
+    """Fastest round of a pass whose routers are read over that of the plain pass, taking turns, by pass."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": 1024, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": 64},
+        **{"num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).to(device)
+    ids, keys = torch.randint(1024, (1, tokens), device=device), torch.arange(tokens, device=device)
+    tap = RouterTap(model)
+    with torch.no_grad(), tap.old_pass(tokens) as store, tap.told([keys]):
+        model(ids)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(ids)
+
+    def forward_read() -> None:
+        with tap.old_pass(tokens), tap.told([keys]):
+            forward()
+
+    def update() -> None:
+        model(ids).logits.logsumexp(dim=-1).sum().backward()
+
+    def update_read() -> None:
+        with tap.update_pass(store) as reading, tap.told([keys]):
+            update()
+        as_floats(reading.finish(keys).metrics)
+
+    on_gpu = device.startswith("cuda")
+    clock = time.perf_counter if on_gpu else time.process_time
+    fastest: dict[Callable[[], None], float] = dict.fromkeys((forward, forward_read, update, update_read), math.inf)
+    for _ in range(rounds):
+        for side in fastest:
+            start = clock()
+            side()
+            if on_gpu:
+                torch.cuda.synchronize()
+            fastest[side] = min(fastest[side], clock() - start)
+    return {
+        "old log-probabilities": fastest[forward_read] / fastest[forward],
+        "update": fastest[update_read] / fastest[update],
+    }
+
+
 class PeakMemory:
     """Peak memory between `start` and `extra_mib`, above what was held at `start`."""
 
@@ -334,6 +386,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--storage-bias", action="store_true")
     parser.add_argument("--against-plain", action="store_true")
+    parser.add_argument("--router-tap", action="store_true")
     parser.add_argument("--objectives", nargs="*", default=[], help="of --against-plain; default: all")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int)
@@ -351,6 +404,10 @@ def main() -> None:
             args.tokens or 65_536, args.device, args.rounds or 100, args.objectives
         ).items():
             print(f"{name:30s} {ratio.loss:6.2f} {ratio.metrics:12.2f}", flush=True)
+        return
+    if args.router_tap:
+        for name, over_plain in router_tap(args.tokens or 1024, args.device, args.rounds or 10).items():
+            print(f"{name:30s} {over_plain:6.3f} of the plain pass")
         return
     rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)
     if args.json:

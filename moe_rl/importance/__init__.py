@@ -43,7 +43,7 @@ from moe_rl.importance.router_shift import (
     router_shift_ratio,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
-from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, token_keys
+from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, rollout_router_shift, token_keys
 from moe_rl.importance.sequences import turn_ids
 from moe_rl.importance.staleness import BehaviorFilter
 from moe_rl.importance.tensors import Metrics, as_floats
@@ -58,7 +58,8 @@ __all__ = [
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
     "turn_ids", "BehaviorFilter", "router_shift_ratio", "RouterShiftAccumulator",
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
-    "token_keys", "store_router_log_probs", "StoredRouterLogProbs", "group_normalized_advantages",
+    "rollout_router_shift", "token_keys", "store_router_log_probs", "StoredRouterLogProbs",
+    "group_normalized_advantages",
     "rloo_advantages", "optimal_baseline_advantages", "reinforce_plus_plus_advantages", "value_loss", "gae",
     "vapo_gae", "gdpo_advantages", "pass_at_k_advantages", "optimal_token_baseline_advantages",
     "kl_estimate", "binary_kl", "router_agreement",

@@ -11,9 +11,8 @@ paper leaves open: the floor (gamma_min), the treatment of sigmoid routers, and 
 the ratio clip (`RouterShiftUse`). The mean runs over all layers
 *before* the exponential; a product of per-layer ratios is a different, much smaller number and is not offered.
 
-Rollout engines return expert ids but no router probabilities, so gamma compares the trainer's old and current
-policies. It cannot be computed between rollout and trainer, and not in bypass mode, which has no old forward
-pass.
+gamma compares the trainer's old and current policies; in bypass mode, without an old forward pass, there is none.
+Between rollout engine and trainer there is one where the engine returns combine weights (`rollout_router_shift`).
 
 T tokens, L layers, K experts per token, E experts.
 """

@@ -1,7 +1,8 @@
 """Compact storage of what the router shift needs from the old policy: expert ids and their log-probabilities.
 
 An expert and its log-probability share one word: the id in the high bits, as many as the number of experts asks for,
-and -log p on an even grid over [0, 16] in the others (what lies beyond is read as 16: a probability of 1e-7).
+and log p on an even grid from 2 down to -16 in the others (what lies beyond is read as -16: a probability of 1e-7).
+Scores of sqrtsoftplus are no probabilities: they pass 1, and e^2 at a logit of 55.
 16-bit words take 2 K bytes per token and layer, 768 B for 48 layers x top-8, ids included.
 
 A grid this coarse costs nothing as long as both sides are rounded to it (`rounded`). A router that has not moved then
@@ -19,8 +20,8 @@ from torch import Tensor
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.tensors import working_dtype
 
-LOWEST = -16.0
-"""Log-probabilities below are read as this one."""
+HIGHEST, LOWEST = 2.0, -16.0
+"""Log-probabilities above and below are read as these."""
 
 _LEAST_BITS = 6
 """Bits of a word that the log-probability needs at least: a step of a quarter."""
@@ -44,7 +45,7 @@ class StoredRouterLogProbs:
     def log_probs(self) -> Tensor:
         """[T, K] float32; NaN where there is no route."""
         codes, _ = self._unpacked()
-        return (codes * self.step).to(torch.float32).neg().masked_fill(codes == self._last_code, torch.nan)
+        return self._values(codes).masked_fill(codes == self._last_code, torch.nan)
 
     @property
     def valid(self) -> Tensor:
@@ -59,7 +60,7 @@ class StoredRouterLogProbs:
     @property
     def step(self) -> float:
         """Distance of two neighbors on the grid."""
-        return -LOWEST / (self._last_code - 1)
+        return (HIGHEST - LOWEST) / (self._last_code - 1)
 
     @property
     def no_route(self) -> int:
@@ -69,7 +70,7 @@ class StoredRouterLogProbs:
     @torch.no_grad()
     def rounded(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities [T, K] on this grid, float32: what a new router's are compared as."""
-        return self._codes(log_probs).to(torch.float32) * -self.step
+        return self._values(self._codes(log_probs))
 
     @property
     def _last_code(self) -> int:
@@ -77,8 +78,11 @@ class StoredRouterLogProbs:
         return (1 << _code_bits(self.num_experts, self.words.dtype)) - 1
 
     def _codes(self, log_probs: Tensor) -> Tensor:
-        wide = log_probs.to(torch.float64).clamp(min=LOWEST, max=0.0)
-        return (wide / -self.step).round().to(torch.int64)
+        wide = log_probs.to(torch.float64).clamp(min=LOWEST, max=HIGHEST)
+        return ((HIGHEST - wide) / self.step).round().to(torch.int64)
+
+    def _values(self, codes: Tensor) -> Tensor:
+        return (HIGHEST - codes.to(torch.float64) * self.step).to(torch.float32)
 
     def _unpacked(self) -> tuple[Tensor, Tensor]:
         """Return the codes and the ids, both int64."""
@@ -93,7 +97,7 @@ def store_router_log_probs(
 ) -> StoredRouterLogProbs:
     """Pack one layer's ids and log-probabilities, both [T, K]; ids below 0, and NaN, mean no route.
 
-    `word`: torch.int16 (steps of 1/32 for 128 experts, 1/8 for 512), or torch.int32, whose steps are below 1e-5 up to
+    `word`: torch.int16 (steps of 1/28 for 128 experts, 1/7 for 512), or torch.int32, whose steps are below 1e-5 up to
     1,024 experts.
     """
     if word not in (torch.int16, torch.int32):
@@ -118,5 +122,5 @@ def store_router_log_probs(
 
 def _code_bits(num_experts: int, word: torch.dtype) -> int:
     """Bits of a word that are left for the log-probability."""
-    # 128 experts take 7 of 16 bits: 9 are left, 510 steps of 1/32.
+    # 128 experts take 7 of 16 bits: 9 are left, 510 steps of 1/28.
     return torch.iinfo(word).bits - (num_experts - 1).bit_length()

@@ -241,6 +241,38 @@ class UpdatePass:
         )
 
 
+@torch.no_grad()
+def rollout_router_shift(
+    store: RouterStore,
+    expert_ids: Tensor,
+    combine_weights: Tensor,
+    *,
+    floor: float = DEFAULT_FLOOR,
+    noise: float | Tensor = 0.0,
+    sum_over_ranks: SumReducer | None = None,
+) -> RouterShift:
+    """Return gamma between the rollout engine and the trainer's old pass, [T].
+
+    `expert_ids` and `combine_weights`, both [T, L, K], are what the engine returns for the tokens with keys 0 .. T - 1
+    and this rank's L routers; -1 is no route. Engines weigh the K chosen experts against each other and scale them, so
+    both sides are divided by their sum over K; a layer where the trainer used other experts does not count. Raises
+    `InvalidInputError` for a store of 16-bit words: its grid cannot be laid over the engine's weights, and would read
+    as a shift of 0.008 where nothing has moved.
+    """
+    sums, layers = torch.zeros(2, len(expert_ids), device=combine_weights.device), {}
+    for router in range(expert_ids.shape[1]):
+        stored = store.of(router, torch.arange(len(expert_ids)))
+        require(stored.words.dtype == torch.int32, "the gamma of a rollout needs a store of torch.int32 words.")
+        ours, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
+        theirs, their_order = expert_ids[:, router].sort(dim=1)
+        new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)
+        old = combine_weights[:, router].gather(1, their_order).float().log().log_softmax(dim=1)
+        same = (ours == theirs).all(dim=1) & (theirs >= 0).all(dim=1)
+        of_layer = layer_sums(new, old, same, torch.float32)
+        sums, layers[router] = sums + of_layer, of_layer.sum(dim=1)
+    return shift_of(sums if sum_over_ranks is None else sum_over_ranks(sums), layers, floor=floor, noise=noise)
+
+
 class RouterTap:
     """Reads the routers of a model (or of a pipeline stage's chunks) during its forward passes."""
 

@@ -1,15 +1,17 @@
 """RouterTap against a brute-force recomputation from all logits: Transformers' routers and megatron-core's."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.importance import RouterTap, as_floats, router_log_probs
+from moe_rl.importance import RouterTap, as_floats, rollout_router_shift, router_log_probs
 from moe_rl.importance.router_tap import ROUTER_KINDS
 
 pytestmark = pytest.mark.lengthy
@@ -162,6 +164,104 @@ def test_what_is_stored_and_how_an_unmoved_router_looks() -> None:
     assert torch.equal(shift.ratio, torch.ones(B, S))
     for agreement in (store.agreement, update.agreement):
         torch.testing.assert_close(agreement, torch.ones(B * S))
+
+
+def test_an_engines_combine_weights_give_a_gamma_of_the_rollout() -> None:
+    """The engine chooses, weighs and orders as the router does; its weights are scaled, as DeepSeek's are."""
+    model = built("Qwen3Moe").eval()
+    tokens = torch.arange(B * S).reshape(B, S)
+    of_engine: list[tuple[Tensor, Tensor]] = []
+    routers = [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
+    handles = [router.register_forward_hook(lambda _, __, output: of_engine.append(output[1:])) for router in routers]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    weights, ids = (torch.stack(each, dim=1) for each in zip(*of_engine, strict=True))
+    tap = RouterTap(model, word=torch.int32)
+
+    def read() -> Tensor:
+        tap.rows = tokens
+        with torch.no_grad(), tap.old_pass(B * S) as store:
+            model(tokens)
+        return rollout_router_shift(store, ids, 2.5 * weights, floor=0.0).ratio
+
+    torch.testing.assert_close(read(), torch.ones(B * S), rtol=0.0, atol=1e-6)
+    before = everything(model, [tokens], "Qwen3Moe")[0]
+    drifted(model)
+    after = everything(model, [tokens], "Qwen3Moe")[0]
+    total, count = torch.zeros(B * S, dtype=torch.float64), torch.zeros(B * S)
+    for (old, used), (new, now) in zip(before, after, strict=True):
+        logs = [each.gather(1, used).log_softmax(dim=1) for each in (old, new)]
+        same = (used.sort(dim=1).values == now.sort(dim=1).values).all(dim=1)
+        total += (logs[1] - logs[0]).abs().sum(dim=1) * same
+        count += 2 * same
+    moved = read()
+    torch.testing.assert_close(moved.double(), torch.exp(-total / count.clamp(min=1)), rtol=0.0, atol=1e-6)
+    assert float(moved.max()) < 1.0
+    with torch.no_grad(), RouterTap(model).old_pass(B * S) as short:
+        pass
+    with pytest.raises(InvalidInputError, match="the old pass has not run router 0"):
+        rollout_router_shift(short, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "scores"),
+    [
+        ("llama4", "Llama4Router", "sigmoid"),
+        ("gemma4", "Gemma4TextRouter", "softmax"),
+        ("deepseek_v4", "DeepseekV4TopKRouter", "sqrtsoftplus"),
+    ],
+)
+def test_routers_of_other_interfaces_equal_the_brute_force(module: str, name: str, scores: str) -> None:
+    """Transformers' classes of routers whose models are too large to build here."""
+    pytest.importorskip("transformers")
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    config = SimpleNamespace(
+        **{"hidden_size": 16, "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "top_k_experts": 2},
+        **{"rms_norm_eps": 1e-6, "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 2.5},
+    )
+    torch.manual_seed(0)
+    routers, hidden = nn.ModuleList([kind(config) for _ in range(2)]), torch.randn(5, 16)
+    for parameter in routers.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    tap, keys = RouterTap(routers, word=torch.int32), torch.arange(5)
+
+    def logits(router: nn.Module) -> Tensor:
+        if name == "Gemma4TextRouter":
+            return router.proj(router.norm(hidden) * router.scale * router.scalar_root_size).double()
+        return nn.functional.linear(hidden, router.weight).double()
+
+    tap.rows = keys
+    with torch.no_grad(), tap.old_pass(5) as store:
+        before = [(logits(router), output) for router in routers for output in [router(hidden)]]
+    drifted(routers)
+    tap.rows = keys
+    with torch.no_grad(), tap.update_pass(store) as update:
+        after = [(logits(router), output) for router in routers for output in [router(hidden)]]
+    if name == "Llama4Router":
+        before = [(x, (x.topk(2, dim=1).indices,)) for x, _ in before]
+    expected = brute_force([(x, output[-1]) for x, output in before], [(x, None) for x, _ in after], scores)
+    assert float(expected.max()) < 0.9999
+    torch.testing.assert_close(update.finish(keys, floor=0.0).ratio.double(), expected, rtol=0.0, atol=1e-6)
+
+
+def test_a_second_old_pass_adds_tokens_to_the_store() -> None:
+    routers = nn.ModuleList([ExampleTopKRouter() for _ in range(2)])
+    tap, hidden, store = RouterTap(routers, word=torch.int32, agreement=True), torch.randn(9, 16), None
+    for stop in (4, 9):
+        tap.rows = torch.arange(0 if stop == 4 else 4, stop)
+        with torch.no_grad(), tap.old_pass(stop, store) as store:
+            for router in routers:
+                router(hidden[tap.rows])
+    order = torch.randperm(9)
+    with torch.no_grad(), tap.told([order[:5], order[5:]]), tap.update_pass(store) as update:
+        for rows in (order[:5], order[5:]):
+            tap.rows = rows
+            for router in routers:
+                router(hidden[rows])
+    assert as_floats(update.finish(torch.arange(9)).metrics)["router_corr/gamma_min"] >= 1.0 - 1e-6
+    torch.testing.assert_close(store.agreement, torch.ones(9))
 
 
 class ExampleTopKRouter(nn.Module):

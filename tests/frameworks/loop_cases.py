@@ -11,20 +11,25 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))  # the tiny model that Megatron's own tests train
+import tap_cases
 import tiny_gpt
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import Settings, forward_backward
+from moe_rl.frameworks import router_shift as shifts
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl, routes_of_padded, routes_of_skyrl
 from moe_rl.frameworks.megatron.contract import FRAMEWORK
 from moe_rl.frameworks.megatron_run import MegatronRun
 from moe_rl.frameworks.miles import attach as miles
 from moe_rl.frameworks.slime import attach as slime
+from moe_rl.importance import all_reduce_sum
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.routed_rows import RowSlice
@@ -81,6 +86,53 @@ def wrapped_schedule() -> dict[str, Any]:
             balanced = trained(run, schedule)
             results[name] = {"plain": plain, "balanced": balanced, "metrics": metrics, "seen": seen}
     return results
+
+
+def router_shift() -> dict[str, Any]:
+    """Two stages whose activations are recomputed; gamma is read in the loop's own calls of the schedule."""
+    with patch.object(shifts, "WORD", torch.int32), tiny_gpt.parallel(1, pipeline=2):
+        run = tiny_gpt.build(**tap_cases.FULL_RECOMPUTE)
+        shift, routes, forwards = shifts.RouterShiftRun(run.models, floor=1e-6), batches(0), [0]
+        kept: dict[int, torch.Tensor] = {}
+
+        def keys_of(micro_batches: list[Any], forward_only: bool) -> list[Any]:
+            keys = [shift.keys(list(tokens), forward_only=forward_only) for _, tokens in micro_batches]
+            rows = [torch.stack([each[:-1] for each in of_batch], dim=1).flatten() for of_batch in keys]
+            kept.update(zip((number for number, _ in micro_batches), rows, strict=True))
+            return list(zip(keys, rows, strict=True))
+
+        def passed(*, forward_only: bool) -> list[torch.Tensor]:
+            schedule = shift.reading(get_forward_backward_func(), keys_of)
+            with patch.object(tiny_gpt, "get_forward_backward_func", lambda: schedule):
+                tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+            last = not forward_only and parallel_state.is_pipeline_last_stage()
+            return [shift.of(kept[number]).ratio for number in range(MICRO_BATCHES)] if last else []
+
+        run.models[0].register_forward_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
+        passed(forward_only=True)
+        taken = dict(kept)
+        passed(forward_only=True)  # a reference model's: it leaves the store as it is
+        again = max(int(rows.max()) for rows in kept.values())
+        unmoved = passed(forward_only=False)
+        own = forwards[0]
+        before = tap_cases.every_router(run, routes)
+        tap_cases.drift(run.gpt)
+        after = tap_cases.every_router(run, routes)
+        moved = passed(forward_only=False)
+        stages = all_reduce_sum(parallel_state.get_pipeline_model_parallel_group())
+        expected = [tap_cases.by_brute_force(before, after, m, stages) for m in range(MICRO_BATCHES)]
+        with pytest.raises(InvalidInputError) as raised:
+            shift.keys([torch.arange(3)], forward_only=False)
+        return {
+            "last": bool(moved),
+            "unmoved": min((float(each.min()) for each in unmoved), default=1.0),
+            "difference": max((float((a - b).abs().max()) for a, b in zip(moved, expected, strict=False)), default=0.0),
+            "largest": max(float(each.max()) for each in expected),
+            "passes": own / MICRO_BATCHES,
+            "keys": [sum(len(rows) for rows in taken.values()), again],
+            "bytes": shift.num_bytes,
+            "said": str(raised.value),
+        }
 
 
 def layouts() -> dict[str, Any]:

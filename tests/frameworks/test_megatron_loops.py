@@ -58,6 +58,20 @@ def test_micro_batches_that_are_looked_at_again_are_never_held_together() -> Non
         run(data_iterator=data, num_microbatches=7)
 
 
+@loop_case("router_shift")
+def test_a_loop_reads_the_router_shift_in_its_own_passes(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["unmoved"] >= 1.0 - 1e-6
+        assert rank["difference"] <= 1e-6
+        assert rank["largest"] < 0.999, "the routers have not moved"
+        assert rank["passes"] == 3, "of the log-probs, of a reference and an update: none was added"
+        assert rank["keys"] == [4 * 2 * 16, -1]
+        # One of two layers; 17 tokens of a sequence have places, and one row takes padding; top-2, in 32-bit words.
+        assert rank["bytes"] == (4 * 2 * 17 + 1) * 2 * 4
+        assert "a sequence was in none" in rank["said"]
+    assert [rank["last"] for rank in outcome] == [False, True]
+
+
 @loop_case("layouts")
 def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -> None:
     for rank in outcome:

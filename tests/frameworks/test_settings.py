@@ -62,6 +62,15 @@ def test_what_a_driver_hands_on_is_what_is_read() -> None:
     assert settings_from_environment(variables(given)) == settings_from_environment(given)
 
 
+def test_the_router_shift_alone_balances_nothing() -> None:
+    alone = settings_from_environment({"MOE_RL_ROUTER_SHIFT": "0.8"})
+    both = settings_from_environment({"MOE_RL_ROUTER_SHIFT": "0.8", "MOE_RL": "static"})
+    assert alone is not None
+    assert both is not None
+    assert (alone.router_shift, alone.balances) == (0.8, False)
+    assert (both.router_shift, both.balances) == (0.8, True)
+
+
 def test_nothing_set_is_off() -> None:
     assert settings_from_environment({}) is None
     assert settings_from_environment({"MOE_RL": "", "MOE_RL_STRICT": "1"}) is None
@@ -81,6 +90,7 @@ def test_nothing_set_is_off() -> None:
         ({"MOE_RL": "ultraep", "MOE_RL_STRICT": "yes please"}, "MOE_RL_STRICT: must be 0 or 1, got 'yes please'"),
         ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
         ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY are one"),
+        ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "router_shift is the floor of gamma, from 0 (off) to below 1, got 1.5"),
         ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml cannot be read"),
     ],
 )

@@ -1,9 +1,7 @@
 """RouterTap on whole models in Megatron's schedules against a brute-force recomputation, run on every rank."""
 
-import contextlib
-import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tiny_gpt
@@ -63,19 +61,19 @@ def compared(layout: dict[str, int], replay: Callable[[Any, Tensor], None] = rep
             tap = RouterTap(run.models, word=torch.int32, pipeline=group_like(stages))
             rows = SEQUENCE * tiny_gpt.BATCH // parallel_state.get_context_parallel_world_size()
             keys = torch.randperm(MICRO_BATCHES * rows, generator=torch.Generator().manual_seed(3)).view(-1, rows)
-            with tap.old_pass(keys.numel()) as old, telling(tap, run, keys):
+            with tap.old_pass(keys.numel()) as old, tap.told(list(keys)):
                 tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             over = all_reduce_sum(parallel_state.get_tensor_model_parallel_group())
-            with tap.update_pass(old) as update, telling(tap, run, keys):
+            with tap.update_pass(old) as update, tap.told(list(keys)):
                 tiny_gpt.forward_backward(run, 0, routes)
             unmoved = min(float(update.finish(each, sum_over_ranks=over).ratio.min()) for each in keys)
             before = every_router(run, routes)
             for model in run.models:
                 drift(tiny_gpt.gpt_of(model))
             after = every_router(run, routes)
-            with tap.update_pass(old) as update, telling(tap, run, keys):
+            with tap.update_pass(old) as update, tap.told(list(keys)):
                 tiny_gpt.forward_backward(run, 0, routes)
-            with tap.update_pass(old) as again, telling(tap, run, keys):
+            with tap.update_pass(old) as again, tap.told(list(keys)):
                 tiny_gpt.forward_backward(run, 0, routes)  # no update in between
             # Of the last stage alone: the sums of the others have travelled.
             part = parallel_state.get_tensor_model_parallel_rank() if run.config.sequence_parallel else 0
@@ -94,26 +92,6 @@ def compared(layout: dict[str, int], replay: Callable[[Any, Tensor], None] = rep
             }
     finally:
         tiny_gpt.replay = replay_all
-
-
-@contextlib.contextmanager
-def telling(tap: RouterTap, run: tiny_gpt.Run, keys: Tensor) -> Iterator[None]:
-    """Say before each chunk's forward which tokens its micro-batch holds."""
-    numbers = [itertools.count() for _ in run.models]
-
-    def tell(chunk: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:
-                tap.rows = keys[next(numbers[chunk])]
-
-        return hook
-
-    handles = [model.register_forward_pre_hook(tell(chunk)) for chunk, model in enumerate(run.models)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def every_router(run: tiny_gpt.Run, routes: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:

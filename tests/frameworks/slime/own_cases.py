@@ -9,7 +9,8 @@ import os
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -31,7 +32,9 @@ from rollout_cases import like_some
 
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.miles import attach as miles
+from moe_rl.frameworks.router_shift import READING
 from moe_rl.frameworks.slime import attach as slime
+from moe_rl.frameworks.slime.losses import _gamma as shift_of_micro_batch
 
 ROLLOUTS, SAMPLES, UPDATES, LEARNING_RATE = 3, 16, 2, 1e-5
 TOLD = {
@@ -89,6 +92,7 @@ class Loop:
             self.backups.backup(tag)
         self.curve = tiny_gpt.history()
         self.metrics: list[dict[str, float]] = []
+        self.gamma: list[list[float]] = []
         self.layers = [layer.mlp.router for layer in self.run.gpt.decoder.layers]
         for router in self.layers if replays else ():
             router.routing_replay = replay_class(package)()
@@ -118,7 +122,7 @@ class Loop:
             self.curve["loss"].append(self.call(data, count, "replay_backward", forward_only=False))
             self.curve["grad_norm"].append(float(self.run.optimizer.step()[1]))
             if worker is not None:
-                self.metrics.append(dict(worker.run.last_metrics))
+                self.metrics.append(dict(worker.run.last_metrics) | {"micro_batches": count})
         self.backups.backup("actor")
 
     def forward_only(self, data: Any, count: int, stage: str) -> None:
@@ -163,6 +167,9 @@ class Loop:
         out = model(tokens, positions, mask[None, None], labels=tokens.roll(-1, 1))
 
         def summed(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            if shift := READING.get():
+                gamma = shift_of_micro_batch(shift, [len(each) // 2 for each in sequences])
+                self.gamma.append([float(gamma.min()), float(gamma.max())])
             loss = losses.float().sum() / 100
             return loss, {"loss": loss.detach().clone()}
 
@@ -245,7 +252,7 @@ def modules_of(package: str) -> Iterator[tuple[str, Any]]:
     yield f"{utils}.actor", actor
 
 
-def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
+def whole_loop(package: str, worker: Any, *, replays: bool, told: Mapping[str, str] = TOLD) -> dict[str, Any]:
     source = Path(os.environ.get("MOE_RL_SOURCES", ""), package)
     if not (source / package).is_dir():
         return {"not_run": f"MOE_RL_SOURCES names no folder with a checkout of {package} (it is on no registry)"}
@@ -279,7 +286,7 @@ def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
     with patch.dict(sys.modules, dict(modules_of(package))), version, patch.object(torch, "empty_like", pageable):
         model = sys.modules[f"{package}.backends.megatron_utils.model"]
         copies, sent = [], []
-        with tiny_gpt.parallel(dist.get_world_size()), patch.dict(os.environ, TOLD):
+        with tiny_gpt.parallel(dist.get_world_size()), patch.dict(os.environ, told):
             for name in ("plain", "balanced"):
                 if name == "balanced":
                     worker.init(ARGS)
@@ -292,6 +299,7 @@ def whole_loop(package: str, worker: Any, *, replays: bool) -> dict[str, Any]:
             balancer = worker.run.balancer
             away = balancer.placement.home_rank != balancer.megatron_placement.home_rank
             found |= {"metrics": loop.metrics, "moved": int(away.sum()), "wrappers": len(all_groups(groups))}
+            found["gamma"] = loop.gamma
     pairs = [(value, copies[1][key]) for key, value in copies[0].items()]
     found["sent"] = [len(each) for each in sent]
     found["apart"], found["sent_apart"] = (
@@ -320,3 +328,13 @@ def miles_without_replay() -> dict[str, Any]:
 
 def miles_with_replay() -> dict[str, Any]:
     return whole_loop("miles", miles.WORKER, replays=True)
+
+
+def slime_with_router_shift() -> dict[str, Any]:
+    worker = replace(slime.WORKER, settings=None, run=None, step=None)
+    return whole_loop("slime", worker, replays=True, told=TOLD | {"MOE_RL_ROUTER_SHIFT": "0.001"})
+
+
+def miles_with_router_shift() -> dict[str, Any]:
+    worker = replace(miles.WORKER, settings=None, run=None, step=None)
+    return whole_loop("miles", worker, replays=False, told=TOLD | {"MOE_RL_ROUTER_SHIFT": "0.001"})

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from curves import FP32_LIMIT, relative_difference
 
-CASES = ("slime_without_replay", "slime_with_replay", "miles_without_replay", "miles_with_replay")
+SHIFTED = ("slime_with_router_shift", "miles_with_router_shift")
+CASES = (*SHIFTED, "slime_without_replay", "slime_with_replay", "miles_without_replay", "miles_with_replay")
 
 
 @pytest.mark.framework
@@ -30,6 +31,14 @@ def test_three_steps_with_groups_destroyed_in_between_train_the_same(case: str, 
         assert rank["sent"][0] == rank["sent"][1] > 0
         # The balancer comes with the first update: it has heard no log-prob pass before.
         heard = rank["metrics"] if "with_replay" in case else rank["metrics"][2:]
+        assert bool(rank["gamma"]) == (case in SHIFTED)
+        for step, metrics in enumerate(rank["metrics"] if case in SHIFTED else ()):
+            # A reference's pass came before the actor's, and lies elsewhere after the first rollout.
+            gamma, rank["gamma"] = rank["gamma"][: metrics["micro_batches"]], rank["gamma"][metrics["micro_batches"] :]
+            moved = step % 2 == 1
+            assert min(least for least, _ in gamma) == 1.0 or moved, "the weights are those of the log-prob pass"
+            assert max(most for _, most in gamma) <= 1.0
+            assert metrics["router_corr/gamma_mean"] < 1.0 or not moved
         for metrics in heard:
             assert metrics["moe_rl/known_share"] == 1
             assert metrics["moe_rl/fallback"] == 0

@@ -78,7 +78,7 @@ def test_two_shuffled_updates_of_every_batch_read_the_gamma_of_a_brute_force(
             per_device_train_batch_size=4,
             max_completion_length=8,
             learning_rate=1e-2,
-            gradient_checkpointing=True,
+            activation_checkpointing=True,
             use_cpu=True,
             bf16=False,
             report_to=[],
