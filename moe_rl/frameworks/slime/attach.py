@@ -139,8 +139,9 @@ class Worker:
 
             return restored
 
-        for kind in vars(copies).values():
-            if isinstance(kind, type) and issubclass(kind, copies.TensorBackuper):
+        kinds: list[Any] = [each for each in vars(copies).values() if isinstance(each, type)]
+        for kind in kinds:
+            if issubclass(kind, copies.TensorBackuper):
                 kind.restore = noting(kind.restore)
 
     def keys_ahead(self, kwargs: Mapping[str, Any]) -> list[Any] | None:
