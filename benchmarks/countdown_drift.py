@@ -306,8 +306,14 @@ def verdicts(runs: Sequence[Run]) -> str:
 def picture(runs: Sequence[Run]) -> Markup:
     """Draw the lift of every arm with its interval, and every seed as a dot, a panel per regime."""
     left, panel, row, top = 130, 210, 26, 66
-    lows = [run.lift for run in runs]
-    low, high = min(lows), max(lows)
+    shown = {
+        (regime, arm): [run.lift for run in runs if (run.regime, run.arm) == (regime, arm)]
+        for regime in REGIMES
+        for arm in ARMS
+    }
+    found = {case: Interval.of(lifts) for case, lifts in shown.items() if len(lifts) > 1}
+    ends = [end for each in found.values() for end in (each.mean - each.half, each.mean + each.half)]
+    low, high = (extreme([0.0, *ends, *(run.lift for run in runs)]) for extreme in (min, max))
     svg = Svg(
         height=top + row * len(ARMS) + 44,
         width=left + panel * len(REGIMES) + 10,
@@ -319,24 +325,22 @@ def picture(runs: Sequence[Run]) -> Markup:
         start = left + column * panel
 
         def at(lift: float, start: int = start) -> float:
-            lift = min(max(lift, low), high)
             return start + (lift - low) / ((high - low) or 1.0) * (panel - 40)
 
         svg.text(start, top - 10, regime)
         svg.line(at(0.0), top, at(0.0), top + row * len(ARMS), css="axis")
-        for tick in {round(low, 1), 0.0, round(high, 1)}:
+        for tick in [step / 10 for step in range(-20, 21, 4) if low <= step / 10 <= high]:
             svg.text(at(tick), top + row * len(ARMS) + 18, f"{tick:+.1f}", anchor="middle", css="tick")
         for line, arm in enumerate(ARMS):
             y = top + row * (line + 0.5)
             if column == 0:
                 svg.text(left - 14, y + 4, arm, anchor="end")
-            lifts = [run.lift for run in runs if (run.regime, run.arm) == (regime, arm)]
-            for lift in lifts:
+            for lift in shown[regime, arm]:
                 svg.raw(f'<circle cx="{at(lift):.1f}" cy="{y:.1f}" r="2.4" fill="{SERIES[0]}" fill-opacity="0.45"/>')
-            if len(lifts) > 1:
-                found = Interval.of(lifts)
-                svg.line(at(found.mean - found.half), y, at(found.mean + found.half), y, css="axis")
-                svg.line(at(found.mean), y - 7, at(found.mean), y + 7, css="axis")
+            if (regime, arm) in found:
+                one = found[regime, arm]
+                svg.line(at(one.mean - one.half), y, at(one.mean + one.half), y, css="axis")
+                svg.line(at(one.mean), y - 7, at(one.mean), y + 7, css="axis")
     return standalone(svg.markup())
 
 

@@ -1,6 +1,6 @@
 """Record what frameworks' own loss functions give on one small batch: `losses.json`.
 
-    python -m tests.frameworks.record_losses            # needs verl, trl, areal (pip install --no-deps is enough)
+    python tests/frameworks/record_losses.py            # needs verl, trl, areal (pip install --no-deps is enough)
     python -m tests.frameworks.record_losses skyrl      # of a checkout in the folder MOE_RL_SOURCES
 
 Writes loss and gradient of every case into `losses.json`, beside the cases that are there already. slime, miles,
@@ -242,14 +242,14 @@ def areal_cases() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Replace the cases of the frameworks that are asked for (all installed ones)."""
-    from tests.frameworks import own_losses
-
     known = {"verl": verl_cases, "trl": trl_cases, "areal": areal_cases}
     document = json.loads(FILE.read_text()) if FILE.exists() else {"cases": []}
     for framework in sys.argv[1:] or known:
         if framework in known:
             found = known[framework]()
         else:
+            from tests.frameworks import own_losses  # a package of verl's environment is called tests, too
+
             found = own_losses.cases(framework, Path(os.environ["MOE_RL_SOURCES"]))
             document["how"][f"{framework}, defaults"] = own_losses.COMMITS[framework]
         again = {(each["framework"], each["setting"]) for each in found}
