@@ -314,7 +314,7 @@ def _our_trl(setting: str, objective: str) -> Loss:
         finally:
             if missing:
                 del sys.modules["trl"]
-        return value, {}
+        return value, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
     return loss
 
@@ -390,6 +390,8 @@ EXPLAINED: dict[tuple[str, str], tuple[str, Loss | None]] = {
 }  # fmt: skip
 """Where ours differs: why, and the settings under which it does not (of slime and miles `test_slime` has them)."""
 NAMES = {
+    ("trl", "vespo"): "TRL's own `vespo/phi_seq_mean` is not logged",
+    ("areal", "default"): "AReaL's `stats_tracker` gets none: `log` does, under our names",
     ("verl", "kl_cov/default"): "verl's `actor/ppo_kl` is the mean of abs(d) there, ours of -d as everywhere",
     ("miles", "grpo/default"): "miles' own `ess_ratio` and `train_rollout_kl` are not logged",
     ("miles", "gspo/default"): "miles' own `ess_ratio` and `train_rollout_kl` are not logged",
@@ -422,13 +424,10 @@ class Contract:
         found = "equal" if self.equal else f"loss {self.loss:+.1e}, gradient {self.gradient:.0%}"
         kinds = {kind: [n for n, k in self.logged if k == kind] for kind in ("differs", "absent")}
         numbers = [f"{kind}: {', '.join(f'`{n}`' for n in names)}" for kind, names in kinds.items() if names]
-        why = EXPLAINED.get((self.framework, f"{self.mode}/default"), ("",))[0]
-        found += f": {why}" if why else ""
-        if note := NAMES.get((self.framework, f"{self.mode}/default")):
-            numbers = [note]
-        if not self.logged:
-            numbers = ["not recorded"]
-        elif self.ours.startswith("objective"):
+        cases = [(self.framework, mode) for mode in (self.mode, f"{self.mode}/default")]
+        found += "".join(f": {EXPLAINED[case][0]}" for case in cases if case in EXPLAINED)
+        numbers = [NAMES[case] for case in cases if case in NAMES] or numbers
+        if self.ours.startswith("objective"):
             numbers = ["no entry"]
         return f"| {self.framework} | `{self.mode}` | {self.ours} | {found} | {'; '.join(numbers) or 'equal'} |"
 

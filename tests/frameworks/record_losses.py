@@ -194,7 +194,9 @@ def trl_cases() -> list[dict[str, Any]]:
     for setting in TRL:
         trainer, inputs, log_prob = trl_stand_in(setting)
         trainer.get_gamma_weights = GRPOTrainer.get_gamma_weights
-        found.append(case("trl", setting, GRPOTrainer._compute_loss(trainer, None, inputs), log_prob))
+        loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+        logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        found.append(case("trl", setting, loss, log_prob) | {"logged": logged})
     return found
 
 

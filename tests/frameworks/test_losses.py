@@ -184,6 +184,9 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer, inputs, log_prob = record.trl_stand_in(setting)
         loss = trl.policy_loss_trainer(**options)._compute_loss(trainer, None, inputs)
         holds("trl", setting, loss, log_prob)
+        for name, value in RECORDED["trl", setting]["logged"].items():
+            if name != "vespo/phi_seq_mean":
+                assert trainer._metrics["train"][name] == [pytest.approx(value, abs=TOLERANCE)], (setting, name)
     trainer, inputs, _ = record.trl_stand_in("grpo")
     trainer.off_policy_mask_threshold = 0.1
     with pytest.raises(InvalidInputError, match="off_policy_mask_threshold belongs to TRL's own policy term"):

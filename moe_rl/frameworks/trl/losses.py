@@ -19,7 +19,7 @@ from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import Objective, make_objective
-from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
+from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyTokenLoss, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.router_tap import RouterStore, RouterTap
 from moe_rl.importance.sequences import SequenceLayout
@@ -176,9 +176,29 @@ def _loss(
         metrics["kl"] = layout.token_mean(kl, tokens.mask)
     metrics["entropy"] = layout.token_mean(entropy, tokens.mask)
     mode = "train" if trainer.model.training else "eval"
-    for name, value in as_floats(metrics).items():
+    for name, value in (as_floats(metrics) | _clip_ratios(trainer, rule, tokens, advantages)).items():
         trainer._metrics[mode][name].append(value)
     return _divided(trainer, loss, tokens.mask, inputs, mode)
+
+
+def _clip_ratios(trainer: Any, rule: Objective, tokens: PolicyTokenLoss, advantages: Tensor) -> dict[str, float]:
+    """Return TRL's names of what the clip took, over all ranks' tokens, or sequences where the ratio is theirs."""
+    if rule.widths == "none":
+        return {}
+    clipped, mask = tokens.clipped, tokens.mask
+    marks = torch.stack([clipped & (advantages < 0), clipped & (advantages > 0), clipped]).to(tokens.loss.dtype)
+    per_sequence = marks.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+    values, count = (per_sequence, mask.shape[0]) if rule.ratio_level == "sequence" else (marks, mask.sum())
+    sums = torch.cat(
+        [values.flatten(1).sum(dim=1), torch.as_tensor(count, dtype=marks.dtype, device=mask.device)[None]]
+    )
+    totals = trainer.accelerator.reduce(sums, reduction="sum")
+    low, high, region = (totals[:3] / totals[3].clamp(min=1.0)).tolist()
+    if rule.name == "cispo":
+        return {"cispo_clip_ratio": high}
+    every = trainer.accelerator.gather(per_sequence[:2].T.contiguous())
+    found = {"low_mean": low, "high_mean": high, "region_mean": region, "low_min": float(every[:, 0].min())}
+    return {f"clip_ratio/{name}": value for name, value in (found | {"high_max": float(every[:, 1].max())}).items()}
 
 
 def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any], mode: str) -> Tensor:
