@@ -24,7 +24,7 @@ from emulator import mutants
 from emulator.cases import Check, chosen_checks, quick_checks
 from emulator.faults import Fault
 from emulator.launch import emulated
-from emulator.schedules import Schedule, schedules
+from emulator.schedules import ORDERS, Schedule, schedules
 
 LEAST_DEAD = 0.98
 _WORK: list[tuple[int, Check]] = []
@@ -44,9 +44,6 @@ def outcome(arch: int, check: Check, schedule: Schedule) -> tuple[str, dict[str,
     return "", run.ptx
 
 
-ORDERS = 4
-"""Schedules of launches in which nothing is asynchronous: their results depend on an order of warps only where they
-race, and clocks find a race in every order."""
 _ASYNCHRONOUS = re.compile(r"cp\.async|wgmma|tcgen05|mbarrier")
 
 

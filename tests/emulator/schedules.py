@@ -8,6 +8,9 @@ from typing import Any
 
 ALL = 64
 """More warps than a CTA has."""
+ORDERS = 4
+"""Schedules of launches in which nothing is asynchronous: their results depend on an order of warps only where they
+race, and clocks find a race in every order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
