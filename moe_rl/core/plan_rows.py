@@ -83,6 +83,7 @@ class PlacedRows:
     def sum(self, home_values: Floats, away_values: Floats) -> Floats:
         """Return [C, X] sums over experts of values given like `home` and `away`."""
         num_layers, num_experts = self.place_of_home.shape
+        # A matrix product per layer, [M, E] x [E, X], in place of a scatter over all C x E values.
         at_home = (self.place_of_home[:, :, None] == np.arange(self.num_places)).astype(np.float64)
         by_layer = home_values.reshape(-1, num_layers, num_experts).transpose(1, 0, 2)
         sums: Floats = np.matmul(by_layer, at_home).transpose(1, 0, 2).reshape(-1, self.num_places)
@@ -94,12 +95,14 @@ class PlacedRows:
 
         `picked` [C, E] is the probability that a token picks each expert, wherever it is served.
         """
+        # A cell without tokens has no rows either: its log-probabilities are 0.
         some = np.maximum(tokens, 1.0)
         home, away = self.home / some[:, None], self.away / some[self.cell]
         if limit is None:
             return self.sum(log_stay(home), log_stay(away))
         group = limit.group_of_expert(picked.shape[1])
         drawn, _ = limit.group_shares(picked)
+        # Inside a group choices are independent again: count by (place, group) first.
         within = replace(
             self,
             place_of_home=self.place_of_home * limit.num_groups + group,
@@ -148,6 +151,7 @@ class Replicas:
         leaves = place != place_of_rank[self.home_rank]
         home = per_expert.astype(np.float64)
         np.subtract.at(home, (self.cell[leaves], self.expert[leaves]), self.taken[leaves])
+        # Two replicas of one expert on one node are one triple there: a token visits the node once for both.
         triples = (self.cell[leaves] * num_places + place[leaves]) * num_experts + self.expert[leaves]
         distinct, which = np.unique(triples, return_inverse=True)
         cell, place = np.divmod(distinct // num_experts, num_places)
@@ -178,6 +182,7 @@ class Replicas:
     def buffers(self, num_cells: int, topology: ClusterTopology) -> float:
         """Return the expert buffers that the fullest rank needs: shared by all layers, two for each across nodes."""
         node = topology.node_of_rank
+        # A copy across nodes arrives while the layer before still runs on the other half: two buffers.
         weight = np.where(node[self.rank] != node[self.home_rank], 2.0, 1.0) * self.copied
         return float(_scatter(self.cell, self.rank, weight, (num_cells, topology.ep_size)).max(initial=0.0))
 

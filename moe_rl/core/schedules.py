@@ -35,6 +35,7 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
         sorted(((value, 1, index, (index,)) for value, index in ascending[first : first + together]), reverse=True)
         for first in range(0, len(ascending), together)
     ]
+    # The two states that differ most inside are merged, large against small, until one is left.
     heap = [(*_priority(sets, parts), sets) for sets in states]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -73,6 +74,7 @@ def verl_layout(
     """
     _check_budget(lengths, token_budget)
     tokens = [int(length) for length in lengths]
+    # Missing sequences are padded with work 0, and dropped again below.
     work = [VERL_TOKEN_WORK * length + length**2 for length in tokens] + [0] * (-len(tokens) % num_dp_ranks)
     ranks = []
     for part in karmarkar_karp(work, num_dp_ranks, equal_size=True):
@@ -110,6 +112,7 @@ def slime_layout(
     bins: list[list[int]] = []
     held: list[int] = []
     for sample, length in enumerate(tokens):
+        # First fit: the first micro-batch with room, of any rank.
         place = next((index for index, used in enumerate(held) if used + length <= token_budget), None)
         if place is None:
             bins.append([sample])

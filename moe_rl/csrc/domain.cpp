@@ -21,19 +21,10 @@ constexpr std::size_t MANY = 16; // receivers from which their scores are worth 
 // What it is worth to put `quota` rows of a rank with so much `excess` into a hole.
 template <Method METHOD>
 [[gnu::always_inline]] inline std::int64_t score_of(std::int64_t quota, std::int64_t hole, std::int64_t excess) {
-    if constexpr (METHOD == Method::ALIAS_USEFUL)
+    if constexpr (METHOD == Method::USEFUL)
         return 1000 * std::min(quota, excess) + (quota == hole ? hole : 0);
-    else if constexpr (METHOD == Method::ALIAS_EXACT)
-        return quota == hole ? WHOLE + hole : quota;
     else
-        return quota + (quota == excess ? WHOLE / 16 - hole : 0) + (quota == hole ? WHOLE : 0);
-}
-
-// Rows that go into a hole where ranks have one slot.
-template <Method METHOD>
-[[gnu::always_inline]] inline std::int64_t fill_of(std::int64_t available, std::int64_t hole, std::int64_t excess) {
-    const std::int64_t quota = std::min(available, hole);
-    return METHOD == Method::ALIAS_CAPPED ? std::min(quota, excess) : quota;
+        return quota == hole ? WHOLE + hole : quota;
 }
 
 template <Method METHOD>
@@ -41,22 +32,17 @@ template <Method METHOD>
                                                          std::int64_t available, std::int64_t excess) {
     std::int64_t highest = -1;
     for (std::size_t i = 0; i < count; ++i)
-        highest = std::max(highest,
-                           score_of<METHOD>(fill_of<METHOD>(available, holes[i], excess), holes[i], excess));
+        highest = std::max(highest, score_of<METHOD>(std::min(available, holes[i]), holes[i], excess));
     return highest;
 }
 
 MOE_RL_VECTOR_CLONES std::int64_t highest_useful(const std::int64_t *holes, std::size_t count, std::int64_t available,
                                                  std::int64_t excess) {
-    return highest_score<Method::ALIAS_USEFUL>(holes, count, available, excess);
+    return highest_score<Method::USEFUL>(holes, count, available, excess);
 }
 MOE_RL_VECTOR_CLONES std::int64_t highest_exact(const std::int64_t *holes, std::size_t count, std::int64_t available,
                                                 std::int64_t excess) {
-    return highest_score<Method::ALIAS_EXACT>(holes, count, available, excess);
-}
-MOE_RL_VECTOR_CLONES std::int64_t highest_capped(const std::int64_t *holes, std::size_t count, std::int64_t available,
-                                                 std::int64_t excess) {
-    return highest_score<Method::ALIAS_CAPPED>(holes, count, available, excess);
+    return highest_score<Method::EXACT>(holes, count, available, excess);
 }
 
 } // namespace
@@ -105,7 +91,7 @@ std::int64_t Domain::lower_bound(const Limits &limits) const {
     // A rank can hold its own rows and at most R foreign experts, each no larger than the largest one there is: with
     // ranks of 100 and 0 rows, experts of at most 30 and R = 1, the second rank can take over 30, so that no target
     // below 70 can be met although the mean is 50. Finding that here is cheap; every target that the search need not
-    // try saves up to five greedy runs.
+    // try saves two greedy runs.
     std::int64_t low = (total_ + ranks_ - 1) / ranks_, high = std::max(low, highest_);
     while (low < high) {
         const std::int64_t target = low + (high - low) / 2;
@@ -166,56 +152,10 @@ bool Domain::lost(int rank, Goal &goal) const {
     return goal.may_lose < 0;
 }
 
-// Ranks above the target, the highest first, give their excess: largest experts first, so that few experts are cut, and
-// to the receiver with most room, so that pieces are large. The load of a receiver never passes the target, so a rank
-// that was served stays served and one pass over the donors decides.
-template <bool BEST_FIT> bool Domain::quota(Goal goal) {
-    const std::int64_t target = goal.target;
-    for (const int donor : donors_) {
-        std::int64_t need = home_load_[donor] - target;
-        if (need <= 0)
-            break;
-        for (int item = first_[donor]; item < first_[donor + 1] && need > 0; ++item) {
-            while (need > 0 && left_[item] > 1) { // one row stays at home, as in the published planner
-                const std::int64_t want = std::min(need, left_[item] - 1);
-                int widest = -1, tightest = -1;
-                std::int64_t most = 0, least = WHOLE;
-                for (int rank = 0; rank < ranks_; ++rank) {
-                    const std::int64_t slack = slots_[rank] > 0 ? target - load_[rank] : 0; // of a donor: below 0
-                    if (slack > most && !holds(item, rank)) {
-                        most = slack;
-                        widest = rank;
-                    }
-                    if (BEST_FIT && slack >= want && slack < least && !holds(item, rank)) {
-                        least = slack;
-                        tightest = rank;
-                    }
-                }
-                const int receiver = BEST_FIT && tightest >= 0 ? tightest : widest;
-                if (receiver < 0)
-                    break;
-                const std::int64_t quota = std::min(want, target - load_[receiver]);
-                if (quota < 1)
-                    break;
-                if (moves_.size() + 1 >= goal.fewer_than)
-                    return false;
-                move(item, receiver, quota);
-                if (lost(receiver, goal))
-                    return false;
-                need -= quota;
-            }
-        }
-        if (need > 0)
-            return false;
-    }
-    return true;
-}
-
 // The busiest rank fills one receiver after another until none is above the target. A receiver may be filled beyond
 // what the donor had to give (up to the target), since a slot that is used up half full is lost. What is scored:
-// ALIAS_USEFUL takes the piece that removes most excess, and among equal ones a full hole; ALIAS_EXACT full holes
-// first, deepest first; ALIAS_CAPPED never gives more than the excess and prefers to be done with a donor in the
-// tightest hole that holds it. Terminates: every move uses a slot.
+// USEFUL takes the piece that removes most excess, and among equal ones a full hole; EXACT full holes first, deepest
+// first. Terminates: every move uses a slot.
 template <Method METHOD> bool Domain::alias(Goal goal) {
     const std::int64_t target = goal.target;
     receivers_.clear();
@@ -240,12 +180,10 @@ template <Method METHOD> bool Domain::alias(Goal goal) {
             if (available < 1)
                 continue;
             if (many) {
-                const auto highest = METHOD == Method::ALIAS_USEFUL  ? highest_useful
-                                     : METHOD == Method::ALIAS_EXACT ? highest_exact
-                                                                     : highest_capped;
+                const auto highest = METHOD == Method::USEFUL ? highest_useful : highest_exact;
                 const std::int64_t score = highest(holes_.data(), holes_.size(), available, excess);
                 for (std::size_t i = 0; score > best.score; ++i) {
-                    const std::int64_t quota = fill_of<METHOD>(available, holes_[i], excess);
+                    const std::int64_t quota = std::min(available, holes_[i]);
                     if (score_of<METHOD>(quota, holes_[i], excess) == score)
                         best = {score, quota, item, receivers_[i]};
                 }
@@ -253,8 +191,8 @@ template <Method METHOD> bool Domain::alias(Goal goal) {
             }
             for (std::size_t i = 0; i < receivers_.size(); ++i) {
                 const int rank = receivers_[i];
-                std::int64_t quota = fill_of<METHOD>(available, holes_[i], excess);
-                if (METHOD == Method::ALIAS_USEFUL && slots_[rank] > 1)
+                std::int64_t quota = std::min(available, holes_[i]);
+                if (METHOD == Method::USEFUL && slots_[rank] > 1)
                     quota = std::min(quota, excess);
                 const std::int64_t score = score_of<METHOD>(quota, holes_[i], excess);
                 if (score > best.score && quota > 0 && !holds(item, rank))
@@ -364,18 +302,7 @@ int Domain::item_for(int donor, int receiver, std::int64_t hole) const {
 bool Domain::attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than) {
     start(limits.slots);
     const Goal goal{target, target * ranks_ - total_, fewer_than};
-    switch (method) {
-    case Method::QUOTA:
-        return quota<false>(goal);
-    case Method::BEST_FIT:
-        return quota<true>(goal);
-    case Method::ALIAS_USEFUL:
-        return alias<Method::ALIAS_USEFUL>(goal);
-    case Method::ALIAS_EXACT:
-        return alias<Method::ALIAS_EXACT>(goal);
-    default:
-        return alias<Method::ALIAS_CAPPED>(goal);
-    }
+    return method == Method::USEFUL ? alias<Method::USEFUL>(goal) : alias<Method::EXACT>(goal);
 }
 
 void Domain::take(std::vector<Copy> &copies) const {

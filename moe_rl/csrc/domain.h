@@ -1,14 +1,18 @@
 // Replication inside one domain (a node): which experts get an instance on which rank, and how many rows it takes.
 //
 // The problem: ranks with home experts and rows on them; every rank may take R foreign experts; no rank may compute
-// more than a target of rows. Each *method* below is a greedy test of one target; the portfolio takes the best of them.
+// more than a target of rows. Each *method* below is a greedy test of one target; the first that meets it counts.
 // Home experts never move, and a foreign instance is never exported again, so a plan has at most ranks * R copies.
 //
-// Why several methods: three ranks of 70, 70 and 40 rows, one slot each, mean 60. QUOTA lets the first rank give its
-// excess of 10 to the third, whose only slot is then gone; the second finds nobody with room and a slot, and the target
-// 60 fails. An alias chain fills the hole of the third rank at once: it takes 20 from the first, which falls to 50 and
-// is now itself a receiver; the second gives it 10. All have 60. On the other hand a chain needs one copy for each rank
-// that it fills, and where the holes are many and the excess is in one place QUOTA ends with fewer.
+// A method fills one hole after another from the busiest rank, also beyond that rank's excess: three ranks of 70, 70 and
+// 40 rows, one slot each, mean 60. If the first gave only its excess of 10 to the third, whose one slot is then gone, the
+// second would find nobody with room and a slot. So the third takes 20 at once from the first, which falls to 50 and is
+// now itself a receiver; the second gives it 10. All have 60.
+//
+// Two methods, because the second saves 4 % of the copies (11.2 against 11.7 per layer, development trace, EP16). Where
+// both fail a search goes back and forth: without it the worst of 100 small cases is 1.5 % above the optimum, with it
+// 0.03 %. Three more methods (each rank gives its excess to the widest or the tightest hole; holes are filled up to the
+// excess alone) changed nothing of that, and no step by more than 0.04 %.
 //
 // planner/reference.py is the same idea with one method, to read first.
 #pragma once
@@ -26,13 +30,10 @@ struct Copy {
 };
 
 enum class Method {
-    QUOTA,      // donors give their excess to the largest slack (UltraEP: Dots-Infra/UltraEP:csrc/kernels/placement.cu)
-    BEST_FIT,   // as QUOTA, but what fits whole goes to the smallest slack that holds it
-    ALIAS_USEFUL, // alias chain: fill a receiver even beyond the donor's excess; most useful relief first
-    ALIAS_EXACT,  // alias chain: exact fills first, largest hole first
-    ALIAS_CAPPED, // never gives more than the excess; finishes donors in tight holes
+    USEFUL, // most useful relief first
+    EXACT,  // exact fills first, largest hole first
 };
-inline constexpr int NUM_METHODS = 5;
+inline constexpr int NUM_METHODS = 2;
 
 struct Limits {
     int slots = 1;                // R
@@ -85,7 +86,6 @@ class Domain {
     void take(std::vector<Copy> &copies) const;
     bool lost(int rank, Goal &goal) const;
     void update_receiver(int rank, std::int64_t target);
-    template <bool BEST_FIT> bool quota(Goal goal);
     template <Method METHOD> bool alias(Goal goal);
     bool backtrack(std::int64_t target, int &nodes_left);
     int item_for(int donor, int receiver, std::int64_t hole) const;

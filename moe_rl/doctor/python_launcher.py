@@ -97,6 +97,7 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
         if isinstance(value, ast.Dict):
             yield from _settings(value, key, path)
             continue
+        # A call inside a value has keywords of its own: they are no keys of this one.
         yield from _settings(value, "", path)
         where = Where(path=path, line=value.lineno)
         try:
@@ -125,6 +126,7 @@ def _defaults(tree: ast.AST) -> dict[str, object]:
     fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {
         field.target.id: field.value.value
+        # Of fields with one name the first counts, as in the class that stands first.
         for field in reversed(fields)
         if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Constant)
     }

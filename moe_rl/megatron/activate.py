@@ -110,6 +110,7 @@ def deactivate(states: Sequence[LayerState]) -> None:
 def home_table(placement: ExpertPlacement, layer: int, device: torch.device) -> SlotTable | None:
     """Return the table over home slots of one layer; None where every expert is where Megatron put it."""
     experts = home_experts(placement)[layer]
+    # Without a table the layer runs Megatron's own path: not one operation more.
     if np.array_equal(experts, np.arange(placement.num_experts)):
         return None
     return SlotTable.of_homes(experts, device=device)
@@ -157,6 +158,7 @@ class LayerPlans:
                 plan.replicated.start_push()
             self._prefetch(micro_batch, self.of_chunk[: self.position][::-1])
 
+        # Nothing would be pushed in backward: no node in the autograd graph either.
         if self.plan(micro_batch) is None and self._across(micro_batch, self.of_chunk[: self.position]) is None:
             return output
         return call_in_backward(start, output)

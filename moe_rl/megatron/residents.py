@@ -64,6 +64,7 @@ class LayerResidents:
         """Note that the gradients of a micro-batch are complete; start to bring the pass's home after its last one."""
         if self.cell is None:
             return None
+        # Before the last micro-batch gradients gather at the copy: one return per step, not one per micro-batch.
         self.owed = micro_batch != self.last_micro_batch
         return None if self.owed else self.transport.start_return(self.cell, self.experts)
 
@@ -109,6 +110,7 @@ class ResidentCopies:
         if placement is not self._placement:
             self._follow(placement)
         same = self._pushed is not None and torch.equal(self._checksums(), self._pushed)
+        # One rank whose weights changed makes all push: a push takes both ends.
         keeps = self._groups.all_true(same)
         for layer in self.layers.values():
             transport = layer.transport

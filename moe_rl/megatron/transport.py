@@ -104,6 +104,7 @@ class Transport:
 
     def start_push(self, cell: ReplicaCell, bank: int, experts: Experts) -> None:
         """Start to fill a bank with the cell's weights, unless it holds them; `wait_for_push` before use."""
+        # A recomputation asks for what its forward pushed: mostly it is still there.
         if bank not in cell.banks or self.buffers.held[bank] == cell.key:
             return
         self.wait_for_push(bank)
@@ -120,6 +121,7 @@ class Transport:
             else:
                 views = self.buffers.weights_of(self.buffers.row(copy.host_slot, cell.half))
                 operations += [self._operation(dist.irecv, view, copy.home_rank) for view in views]
+        # One batch per bank and in the order of the copies: NCCL pairs sends and receives by their order.
         self._arriving[bank] = dist.batch_isend_irecv(operations) if operations else []
 
     def wait_for_push(self, bank: int) -> None:
@@ -137,6 +139,7 @@ class Transport:
         """
         for bank in (IN_NODE, *cell.banks):
             self.wait_for_push(bank)
+            # Gradients arrive where weights were, so these are lost on every rank of the group alike.
             self.buffers.held[bank] = None
         returning = GradientReturn(cell=cell, experts=experts)
         if cell.rounds:
@@ -150,6 +153,7 @@ class Transport:
         if returning is None:
             return
         for number in range(returning.cell.rounds):
+            # Round 0 is under way since `start_return`.
             if number:
                 self._start_round(returning, number)
             for work in returning.works:

@@ -33,6 +33,7 @@ def replica_plan(
     `cell` [N] is (g * M + m) * L + l. Inside a cell replicas stand by ascending slot.
     """
     load = problem.load
+    # One order of replicas whatever found them: the hash of a plan depends on it.
     order = np.lexsort((physical_id, cell))
     cells = load.num_ep_groups * load.num_micro_batches * load.num_layers
     counts = np.bincount(cell, minlength=cells)
@@ -68,6 +69,7 @@ def copies_in_slots(
     order = np.argsort(cell * load.ep_size + rank, kind="stable")
     key = (cell * load.ep_size + rank)[order]
     slot = np.empty(len(cell), np.int64)
+    # Position inside each run of equal (cell, rank) keys.
     slot[order] = np.arange(len(cell)) - np.searchsorted(key, key)
     source_quota = proportional_source_quotas(
         load.pairs.reshape(-1, load.ep_size, load.num_experts),

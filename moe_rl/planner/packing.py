@@ -58,6 +58,7 @@ def layouts_of_lengths(
     ranks, step, work_s = given.num_dp_ranks, cost.multiple_of, cost.sequence_s.sum(axis=0)
     if len(tokens) < ranks * step or not work_s.any():
         return {}
+    # Whole numbers: sums do not depend on their order, so every rank makes the same layout.
     work = np.rint(work_s * (RESOLUTION / work_s.sum())).astype(np.int64)
     fewest = -(-max(1, -(-int(tokens.sum()) // (budget * ranks))) // step) * step
     counts = range(fewest, min(len(tokens) // ranks, fewest + TRIED_COUNTS * step) + 1, step)
@@ -74,6 +75,7 @@ def layouts_of_lengths(
     layouts = {}
     for name, count, place in found:
         held = np.bincount(place, weights=tokens, minlength=count * ranks)
+        # Karmarkar-Karp knows no token budget, and an empty cell would leave a rank out of a collective.
         if held.min() > 0 and held.max() <= budget:
             layouts[f"{name}, {count} micro-batches"] = _layout(given, place, count)
     return layouts
@@ -82,6 +84,7 @@ def layouts_of_lengths(
 def _by_work(work: NDArray[np.int64], ranks: int, count: int) -> NDArray[np.int32]:
     """Return [S] places of cells of about equal work, micro-batch by micro-batch those with most of it."""
     parts = karmarkar_karp(work.tolist(), count * ranks)
+    # Neighbors in this order share a micro-batch: heavy cells wait for heavy ones.
     parts.sort(key=lambda part: -int(work[part].sum()))
     place = np.empty(len(work), np.int32)
     for index, part in enumerate(parts):

@@ -95,6 +95,7 @@ def replicate_by_quota(loads: Ints, *, slots: int, tolerance: float, min_tokens:
     """
     num_problems, ranks, _ = loads.shape
     rank_load = loads.sum(axis=2)
+    # No target below the mean can be met; the busiest rank as it is needs no copy.
     low = -(-rank_load.sum(axis=1) // ranks)
     high = rank_load.max(axis=1)
     close = np.maximum(1, np.floor(tolerance * low).astype(np.int64))
@@ -114,6 +115,7 @@ def replicate_by_quota(loads: Ints, *, slots: int, tolerance: float, min_tokens:
 def _attempt(loads: Ints, target: Ints, *, slots: int, min_tokens: int) -> tuple[NDArray[np.bool_], NodeReplicas]:
     """Try to bring every rank to `target` [B] at most; return where that worked, and the slots."""
     greedy = _Greedy(loads, target, slots)
+    # Where all the room together is too small no order of giving helps.
     active = np.flatnonzero(greedy.excess.sum(axis=1) <= greedy.slack.sum(axis=1))
     while len(active):
         active = greedy.step(active, min_tokens)
@@ -162,6 +164,7 @@ class _Greedy:
         receiver = room.argmax(axis=1)
         has_room = room[np.arange(len(active)), receiver]
         amount = np.minimum(np.minimum(self.need[active], self.available[active]), has_room)
+        # A short piece is worth a slot only where it ends the excess of its donor.
         gives = (amount > 0) & ((amount >= min_tokens) | (amount == self.need[active]))
         at, to, amount = active[gives], receiver[gives], amount[gives]
         slot = self.found.donor.shape[2] - self.free[at, to]
@@ -186,4 +189,5 @@ class _Greedy:
 
     def _take_up_expert(self, at: Ints) -> None:
         self.expert[at] = self.largest_first[at, self.donor[at], self.position[at]]
+        # One pair stays at home, as in the published kernel.
         self.available[at] = np.maximum(self.loads[at, self.donor[at], self.expert[at]] - 1, 0)

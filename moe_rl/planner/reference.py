@@ -33,7 +33,7 @@ is needed for the same rank. What one swap of homes does, on two nodes of one ra
 ([0, 2], 21)
 
 What the C++ core (`csrc/`) does beyond this: it packs sequences into micro-batches that complement each other, anneals
-instead of descending, tries five ways to fill the slots and backtracks where they fail, weighs every copy by its time,
+instead of descending, tries two ways to fill the slots and backtracks where they fail, weighs every copy by its time,
 and prefetches copies from other nodes. Where neither packing nor other nodes come into it, its imbalance is at most 2 %
 lower (`tests/planner/test_reference.py`).
 

@@ -77,6 +77,7 @@ def codebook_from_bytes(data: bytes, shape: "SetShape") -> Codebook:
         plain = reader.decompress(data, limit)
     except zlib.error:
         plain = b""
+    # `decompress` stops at `limit`: a small bomb cannot take gigabytes.
     whole = reader.eof and not reader.unused_data and len(plain) >= 2 * count
     sizes = struct.unpack_from(f"<{count}H", plain) if whole else ()
     whole = whole and len(plain) == 2 * count + sum(5 * size + 1 for size in sizes)
@@ -149,6 +150,7 @@ def learn(numbers: NDArray[np.uint64], escape_bits: int) -> tuple[Codes, int]:
     """Return codes for the sets that come often among `numbers` [n], and the bits that all n then take."""
     found, counts = np.unique(numbers, return_counts=True)
     often = np.flatnonzero(counts >= MIN_COUNT)
+    # 2^13 codes of 14 bits fill half of Kraft's sum: likely sets can have shorter ones.
     room = (1 << MAX_CODE_BITS) // 2
     if len(often) > room:
         often = np.sort(often[np.argsort(-counts[often], kind="stable")[:room]])

@@ -54,6 +54,7 @@ def slime_rows(
     """
     sequences = [[_rows(number, 0, count - 1), _filler(1)] for number, count in enumerate(tokens)]
     multiple = rank.tp_size * pad_multiplier
+    # Every rank of the context-parallel group runs all rows in order and keeps one even share.
     if allgather_cp:
         rows = [span for spans in sequences for span in spans]
         rows = _padded_to(rows, _padded(_count(rows), rank.cp_size * multiple))
@@ -111,6 +112,7 @@ def read_rows(
             )
             routes[span.sequence].read(slice(span.first, span.first + span.rows), layers, place)
         elif round_robin:
+            # Row r, layer l, choice k goes to expert ((r L + l) K + k) mod E: no expert gets all of the padding.
             ordinal = np.arange(span.first, span.first + span.rows)[:, None] * num_layers + np.asarray(layers)
             place[:] = (ordinal[:, :, None] * top_k + np.arange(top_k)) % round_robin
         begin += span.rows
@@ -156,5 +158,6 @@ def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:
         return spans
     pieces = 2 * rank.cp_size
     size = _padded(_count(spans), max(align, pieces)) // pieces if align > 1 else -(-_count(spans) // pieces)
+    # Attention is causal: piece 0 is the cheapest and piece 2 CP - 1 the dearest, so each rank gets one of both ends.
     spans = _padded_to(spans, size * pieces)
     return _share(spans, rank.cp_rank, pieces) + _share(spans, pieces - 1 - rank.cp_rank, pieces)

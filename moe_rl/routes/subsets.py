@@ -53,6 +53,7 @@ class Numbering:
         sizes = sizes + self.low
         members = np.zeros((len(numbers), self.high), np.int64)
         for place in range(self.high, 0, -1):
+            # The largest c with C(c, j) <= what is left: its digit in the combinatorial number system.
             item = np.searchsorted(self.choose[place], left, side="right") - 1
             item = np.where(sizes >= place, item, 0)
             members[:, place - 1] = item
@@ -67,6 +68,7 @@ def numbering(num_items: int, low: int, high: int) -> Numbering:
     first = [0]
     for size in range(low, high + 1):
         first.append(first[-1] + comb(num_items, size))
+    # 256 choose 8 has 49 bits; 512 choose 10 (Qwen3-Next) has 69 and needs Python's integers.
     dtype: Any = np.uint64 if first[-1].bit_length() < 63 else object
     return Numbering(low=low, high=high, choose=np.array(table, dtype), first=np.array(first, dtype))
 
@@ -121,6 +123,7 @@ def index_fields(total: int) -> IndexFields | None:
     for low in range(max(0, bits - 8), bits + 1):
         radix = ((total - 1) >> low) + 1
         group = 1
+        # 3 digits of base 5 take 7 bits, 2.33 each; alone they take 3.
         while radix <= MAX_RADIX and (word := radix**group - 1).bit_length() <= MAX_WORD_BITS and group <= 64:
             cost = (low + word.bit_length() / group, group, low, radix)
             best = cost if best is None else min(best, cost)

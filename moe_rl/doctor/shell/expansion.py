@@ -60,6 +60,7 @@ class Expansion:
         open_field: Text | None = None
         for part in raw.parts:
             pieces = self._part(part, raw.line)
+            # Only what is expanded without quotes is split at blanks; text of the script never is.
             if part.kind != "text" and not part.quoted and not QUOTED_DEFAULT.search(part.text):
                 pieces = [piece for each in pieces for piece in split(each)]
             for index, piece in enumerate(pieces):
@@ -68,6 +69,7 @@ class Expansion:
                     open_field = None
                 open_field = piece if open_field is None else glued(open_field, piece)
         fields += [open_field] if open_field is not None else []
+        # "${ARGS[@]}" of an empty array is no word at all, "$EMPTY" is an empty one.
         vanishes = any(part.kind == "variable" and is_list(part) for part in raw.parts)
         return [] if vanishes and [(each.text, each.missing) for each in fields] == [("", ())] else fields
 
@@ -125,6 +127,7 @@ class Expansion:
         operator = next((each for each in DEFAULTS if operation.startswith(each)), "")
         if operator:
             unset = empty if operator.startswith(":") else value is None
+            # `+` gives its word where the variable is set, all others where it is not.
             if unset == (operator[-1] == "+"):
                 return [] if unset else value or []
             if operator[-1] == "?":

@@ -117,6 +117,7 @@ class Shell(Expansion):
                 self.printed.append(UNKNOWN)
             return None
         enough = command.kind == "||"
+        # `a || b` with a true, `a && b` with a false: b never runs.
         if result is enough:
             return result
         done = self._run_one(right)
@@ -167,7 +168,9 @@ class Shell(Expansion):
 
     def _for(self, command: Command) -> bool | None:
         (body,) = command.bodies
+        # Words of a `for` are expanded once, before the body changes a variable of theirs.
         for word in [each for raw in command.words for each in self.expand(raw)]:
+            # One unknown word, such as $(ls), may stand for none or for many: the body runs once or never.
             if word.missing:
                 return self._any_of([body, ()])
             self.variables[command.text] = word
@@ -177,6 +180,7 @@ class Shell(Expansion):
     def _loop(self, condition: Body, body: Body, *, until: bool = False, at_most: int = MAX_STEPS) -> bool | None:
         for _ in range(at_most):
             holds = self.run(condition)
+            # Nobody knows how often: what the body changes is unknown afterwards.
             if holds is None:
                 return self._any_of([body, ()])
             if holds is until:
@@ -204,6 +208,7 @@ class Shell(Expansion):
             return True
         if name == "false":
             return False
+        # `A=1 python train.py`: A is set for this command alone.
         own = dict(self._environment())
         for assignment in command.assignments:
             value = self.value(assignment)
@@ -249,6 +254,7 @@ class Shell(Expansion):
     def _call(self, name: str, arguments: list[Text]) -> bool | None:
         if self.depth > MAX_DEPTH:
             raise InvalidInputError(f"{self.path}: the function {name} calls itself for ever.")
+        # $1, $2 and $@ are the function's own and come back behind it; all other variables are global.
         positional = {key: value for key, value in self.variables.items() if key.isdigit() or key == "@"}
         self.variables["@"] = arguments
         for index, argument in enumerate(arguments, start=1):
@@ -292,6 +298,7 @@ class Shell(Expansion):
 
     def substituted(self, text: str, line: int) -> Text:
         """Return what `$( )` prints, where that follows from the script."""
+        # A subshell: what it sets does not come back.
         child = Shell(path=self.path, variables=dict(self.variables), functions=self.functions, printed=[])
         child.depth = self.depth
         child.run(parse(text, line=line, where=str(self.path)))

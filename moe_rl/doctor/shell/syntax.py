@@ -133,6 +133,7 @@ class Parser:
         self.take(BLANKS)
         while found := self.take(SEPARATOR):
             while found == "\n" and self.here_documents and not self.at_end:
+                # The text of a here-document is skipped: it is input of a program, not of this run.
                 if self.take(r"[^\n]*\n?").strip() == self.here_documents[0]:
                     self.here_documents.pop(0)
             self.take(BLANKS)
@@ -209,6 +210,7 @@ class Parser:
             else:
                 words.append(self.word())
             self.redirections()
+            # `name()`: only behind the first word can a bracket start a function.
             if len(words) == 1 and not assignments and self.text.startswith("(", self.position):
                 return self.function(words[0])
         if not words and not assignments:
@@ -318,6 +320,7 @@ class Parser:
             if plain := self.take(PLAIN) or self.take(WORD_END):
                 parts.append(Part("text", plain, False))
             elif self.take(r"\\"):
+                # A backslash at the end of a line: the command goes on in the next one.
                 if (escaped := self.advance(1)) == "\n":
                     break
                 parts.append(Part("text", escaped, True))
@@ -342,6 +345,7 @@ class Parser:
         while not self.at_end:
             if end and self.take(end):
                 return parts
+            # Inside double quotes a backslash is one except before these five.
             if escaped := self.take(r"\\[\n$`\"\\]"):
                 parts.append(Part("text", escaped[1], True))
             elif self.text[self.position] in "$`":
