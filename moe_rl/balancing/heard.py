@@ -188,6 +188,8 @@ class KnownRoutes:
     """[l, E] pairs that the next update will have, of one in the log-prob pass, as weights change."""
     drifted: NDArray[np.float64] | None = None
     """[l, E] the same of the last update; None before the rollout's first."""
+    change: NDArray[np.float64] | float = 1.0
+    """[l, E] by how much the drift has grown in the last update, as a factor."""
     updated: bool = True
     """Whether an update came after the last log-prob pass, so that the next one is of another rollout."""
 
@@ -203,8 +205,12 @@ class KnownRoutes:
             if foretold is not None and foretold.known and self.sequences:
                 # One pair more on both sides: an expert that is hardly met says nothing.
                 now = self.drift * (found.pairs.sum(axis=0) + 1) / (foretold.pairs.sum(axis=0) + 1)
-                # Half of the last change once more: where 11 % of choices flip, 4.0 % of the pairs miss and not 5.6 %.
-                self.drift = now if self.drifted is None else now * np.sqrt(now / self.drifted)
+                # Weights go on as they went: where 11 % of choices flip, the fourth update's imbalance is 1.10 and not
+                # 1.12. The first update's are those of the log-prob pass, so that it is the rollout before that says
+                # how fast they change; half of that makes 1.02 of 1.12 in the second update.
+                if self.drifted is not None:
+                    self.change = now / self.drifted
+                self.drift = now * (np.sqrt(self.change) if self.drifted is None else self.change)
                 self.drifted = now
         else:
             if self.updated:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
+from moe_rl.balancing.heard import HeardMicroBatch, HeldRows, KnownRoutes, RouteCounter
 from moe_rl.core.errors import InvalidInputError
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2
@@ -103,6 +103,26 @@ def test_drift_scales_what_was_foretold_to_what_came(rng: np.random.Generator) -
     known.learn(heard([found[1:]], as_map=True), update=False)
     np.testing.assert_array_equal(known.expected([held_of(found[1:])]).pairs[0], counted(found[1:]))
     assert known.expected([held_of(found[:1])]).known == 0, "the rollout before is forgotten"
+
+
+def test_a_change_goes_on_as_it_went_and_half_as_fast_in_the_next_rollout() -> None:
+    """Of 2,000 tokens expert 5 takes 100, and twice as many after every update."""
+    tokens = np.arange(2000)
+    drawn = np.zeros((len(HeldRows.of_tokens([tokens]).drawn), SHAPE[0], SHAPE[2]), np.int16)
+
+    def of(pairs: int) -> list[HeardMicroBatch]:
+        counts = np.zeros((2, SHAPE[0], SHAPE[1]), np.int32)
+        counts[0, :, 0], counts[0, :, 5] = 2000 * SHAPE[2] - pairs, pairs
+        return [HeardMicroBatch(held=HeldRows.of_tokens([tokens]), counts=counts, drawn=drawn)]
+
+    known = KnownRoutes(SHAPE)
+    for rollout in range(2):
+        known.learn(of(100), update=False)
+        for update, pairs in enumerate([100, 200, 400]):
+            foretold = known.expected([HeldRows.of_tokens([tokens])])
+            expected = {(0, 1): 100, (1, 1): 141}.get((rollout, update), pairs)
+            assert foretold.pairs[0, 0, 5] == pytest.approx(expected, rel=0.02)
+            known.learn(of(pairs), foretold=foretold, update=True)
 
 
 def test_a_part_of_a_sequence_is_a_part_of_its_counts(rng: np.random.Generator) -> None:
