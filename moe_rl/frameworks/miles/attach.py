@@ -10,19 +10,15 @@ Its replay lists are slime's; which stage they are in, its own manager says
 from importlib import import_module
 
 from moe_rl.frameworks.miles.contract import FRAMEWORK
-from moe_rl.frameworks.slime.attach import ACTOR, BACKUPS, Worker
+from moe_rl.frameworks.slime.attach import READERS, Worker
 
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from_distributed"
-READERS = {
-    f"{ACTOR}:save": False,
-    f"{ACTOR}:load_checkpoint": True,
+OWN_READERS = {
     "backends.megatron_utils.hf_export:save_hf_model": True,
-    f"{BACKUPS}.backup": True,
-    f"{BACKUPS}.restore": True,
     f"{UPDATES}.mixin:DistBucketedWeightUpdateMixin.update_weights": True,
     f"{UPDATES}.delta:UpdateWeightFromDiskDelta.update_weights": True,
 }
-"""As in slime (radixark/miles:miles/backends/megatron_utils)."""
+"""Beside those that slime has, too (radixark/miles:miles/backends/megatron_utils)."""
 OTHERS = ("rematerialize_param_from_master_weight", "lora_rank", "lora_adapter_path", "multi_lora", "indep_dp")
 """Weights come from the optimizer's, adapters are sent while the model sleeps, a cell that died gets copies."""
 
@@ -32,5 +28,5 @@ def _stage() -> str:
     return stage
 
 
-WORKER = Worker(framework=FRAMEWORK, stage=_stage, readers=READERS, options_of_others=OTHERS)
+WORKER = Worker(framework=FRAMEWORK, stage=_stage, readers=READERS | OWN_READERS, options_of_others=OTHERS)
 init, before_train_step = WORKER.init, WORKER.before_train_step

@@ -90,8 +90,8 @@ class Worker:
             if self.settings.router_shift:
                 when_imported(f"{name}.utils.tensor_backper", self.note_models)
             for path, weights_only in self.readers.items():
-                module, _, attributes = path.partition(":")
-                guard = functools.partial(self.guard, attributes.split("."), weights_only=weights_only)
+                module, _, attribute = path.partition(":")
+                guard = functools.partial(self.guard, attribute, weights_only=weights_only)
                 when_imported(f"{name}.{module}", guard)
 
     def before_train_step(
@@ -169,14 +169,11 @@ class Worker:
             self.run.rebuild_groups()
         return result
 
-    def guard(self, attributes: Sequence[str], module: ModuleType, *, weights_only: bool) -> None:
-        """Put `at_home` around an attribute of a module, or of an attribute of it."""
-        *owners, last = attributes
-        owner: Any = functools.reduce(getattr, owners, module)
-        setattr(owner, last, self.at_home(getattr(owner, last), weights_only=weights_only))
-
-    def at_home(self, function: Callable[..., Any], *, weights_only: bool) -> Callable[..., Any]:
-        """Return what reads or writes weights with every expert where Megatron put it meanwhile."""
+    def guard(self, attribute: str, module: ModuleType, *, weights_only: bool) -> None:
+        """Let a function of a module, or a method of a class of it, see every expert where Megatron put it."""
+        of_class, _, name = attribute.rpartition(".")
+        owner: Any = getattr(module, of_class) if of_class else module
+        function = getattr(owner, name)
 
         @functools.wraps(function)
         def at_home(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +181,7 @@ class Worker:
             with nullcontext() if balancer is None else balancer.canonical(weights_only=weights_only):
                 return function(*args, **kwargs)
 
-        return at_home
+        setattr(owner, name, at_home)
 
     def planned(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return Megatron's schedule function with training and replayed log-prob calls planned."""
@@ -221,17 +218,21 @@ ACTOR, BACKUPS = "backends.megatron_utils.actor", "utils.tensor_backper:_TensorB
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from"
 READERS = {
     f"{ACTOR}:save": False,
-    f"{ACTOR}:save_hf_model_to_path": True,
     f"{ACTOR}:load_checkpoint": True,
     f"{BACKUPS}.backup": True,
     f"{BACKUPS}.restore": True,
+}
+"""Of slime and miles. A colocated engine gets the weights from the copy on the host that `backup` makes, others from
+the model itself; `restore` puts other models' weights in their place (THUDM/slime:slime/backends/megatron_utils)."""
+OWN_READERS = {
+    f"{ACTOR}:save_hf_model_to_path": True,
     f"{UPDATES}_distributed:UpdateWeightFromDistributed.update_weights": True,
     f"{UPDATES}_disk:UpdateWeightFromDisk.update_weights": True,
     f"{UPDATES}_disk_delta:UpdateWeightFromDiskDelta.update_weights": True,
 }
-"""A colocated engine gets the weights from the copy on the host that `backup` makes, others from the model itself;
-`restore` puts other models' weights in their place (THUDM/slime:slime/backends/megatron_utils)."""
-WORKER = Worker(framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"), readers=READERS)
+WORKER = Worker(
+    framework=FRAMEWORK, stage=lambda: os.environ.get("ROUTING_REPLAY_STAGE"), readers=READERS | OWN_READERS
+)
 init, before_train_step = WORKER.init, WORKER.before_train_step
 
 
