@@ -49,6 +49,9 @@ class PassMetrics:
     """Seconds from the start of planning to its end, beside what ran."""
     plan_wait_s: float
     """Seconds that `begin_pass` waited for it."""
+    plan_cpu_s: float = 0.0
+    """Seconds that this rank computed until it had the plan that `begin_pass` waits for; the rest of the wait is for
+    other ranks, the network, and a core."""
     reordered_bytes: int = 0
     """Weight and optimizer bytes that this rank received before the pass, because experts got other homes."""
     reorder_s: float = 0.0
@@ -68,6 +71,7 @@ class PassMetrics:
             "moe_rl/returned_bytes": float(self.returned_bytes),
             "moe_rl/plan_time_s": self.plan_time_s,
             "moe_rl/plan_wait_s": self.plan_wait_s,
+            "moe_rl/plan_cpu_s": self.plan_cpu_s,
             "moe_rl/fallback": float(self.misfit is not None),
             "moe_rl/reordered_bytes": float(self.reordered_bytes),
             "moe_rl/reorder_s": self.reorder_s,

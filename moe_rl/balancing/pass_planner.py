@@ -11,6 +11,7 @@ G EP groups, M micro-batches, L MoE layers of the model, l of them of this pipel
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class PlannedPass:
     counted: RankRows | None = None
     """What this rank told of its rows; None where it told nothing."""
     plan_time_s: float = 0.0
+    plan_cpu_s: float = 0.0
+    """What of it this rank computed, tables included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +233,8 @@ class PassPlanner:
             shares = self._shares(lambda: self._share(request, load, mine, given))
         whole = given or self._joined(request, shares, nothing)
         here = given or self._given_here(whole)
-        _, filled = self.exchange.together(lambda: None, lambda _: np.packbits(_filled(here.replicas)))
-        anywhere = np.bitwise_or.reduce([each for of_group in filled for each in of_group])
+        filled = self.exchange.gather_over_groups(np.packbits(_filled(here.replicas)))
+        anywhere = np.bitwise_or.reduce(filled)
         predicted, static = (
             np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request)]
             if shares
@@ -300,9 +303,6 @@ class PassPlanner:
         narrowed = narrow(rows.pairs, max(one.most for of_group in told_by for one in of_group))
         mine, num_micro_batches = len(parts[exchange.rank]), len(rows.rows)
         shape = (num_micro_batches, mine, self.model.num_experts)
-        counted = exchange.scatter(
-            [np.ascontiguousarray(narrowed[:, part]) for part in parts], shapes=[shape] * exchange.size
-        )
         drawable = np.stack([one.drawable for one in facts])
         of_parts = exchange.gather_parts(rows.drawn(drawable, exchange.rank))
         drawn = np.concatenate(
@@ -311,10 +311,19 @@ class PassPlanner:
         held = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
             -1, exchange.size
         )
-        sent = exchange.scatter(
-            [np.ascontiguousarray(drawn[:, part]) for part in parts],
-            shapes=[(int(count), mine, top_k) for count in held.sum(axis=0)],
+        begin = math.prod(shape) * narrowed.itemsize // 2  # of drawn rows, among the uint16 of a rank
+        drawn_by = held.sum(axis=0).tolist()
+        received = exchange.scatter(
+            [
+                np.concatenate(
+                    [np.ascontiguousarray(narrowed[:, part]).view(np.uint16).ravel(), drawn[:, part].ravel()]
+                )
+                for part in parts
+            ],
+            shapes=[(begin + count * mine * top_k,) for count in drawn_by],
         )
+        counted = [each[:begin].view(narrowed.dtype).reshape(shape) for each in received]
+        sent = [each[begin:].reshape(count, mine, top_k) for each, count in zip(received, drawn_by, strict=True)]
         by_source = [np.split(routes, np.cumsum(held[:, source])[:-1]) for source, routes in enumerate(sent)]
         of_cells = [[of_source[cell] for of_source in by_source] for cell in range(num_micro_batches)]
         own = np.stack(counted, axis=2), np.stack([one.rows for one in facts], axis=1), of_cells

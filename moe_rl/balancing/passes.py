@@ -121,6 +121,8 @@ class PassCycle(ABC, Generic[Tables]):
         """The loads of the last pass in which routers were heard."""
         self._proposed: Future[PlannedPass] | None = None
         """Homes and copies that stay, for the rollout whose log-prob pass has run, or like the last update."""
+        self._reasons: dict[str, str] = {}
+        """Notes of the plan by which experts have moved last, by how they begin."""
         self._reordered = 0, 0.0
         """Bytes that this rank received before the pass that is under way, and seconds."""
         self._log_probs = False
@@ -336,7 +338,7 @@ class PassCycle(ABC, Generic[Tables]):
         self._listen(prepared.counter)
         for clock in self._clocks:
             clock.reset()
-        self._say(planned.plan.notes)
+        self._say(self._notes(planned.plan))
         self._running = RunningPass(
             planned=planned,
             forward_only=prepared.forward_only,
@@ -368,12 +370,13 @@ class PassCycle(ABC, Generic[Tables]):
             source="plan" if planned.counted is None else planned.counted.source,
             known_share=1.0 if planned.counted is None else planned.counted.known,
             misfit=planned.misfit,
-            notes=planned.plan.notes,
+            notes=self._notes(planned.plan),
             predicted_rows=None if planned.misfit else planned.predicted_rows,
             static_rows=planned.static_rows,
             replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
             plan_time_s=planned.plan_time_s,
             plan_wait_s=running.plan_wait_s,
+            plan_cpu_s=planned.plan_cpu_s,
             reordered_bytes=self._reordered[0],
             reorder_s=self._reordered[1],
             **self._ran(running),
@@ -403,8 +406,9 @@ class PassCycle(ABC, Generic[Tables]):
         if proposed is None:
             return
         started = time.perf_counter()
-        placement = proposed.result().plan.placement
-        received = self.reorder(self._of_all_stages(placement))
+        plan = proposed.result().plan
+        self._reasons = {note.partition(":")[0]: note for note in plan.notes}
+        received = self.reorder(self._of_all_stages(plan.placement))
         self._reordered = received, time.perf_counter() - started
 
     def _learn(self, running: RunningPass, counter: RouteCounter, foretold: RankRows | None) -> Future[RankRows]:
@@ -430,6 +434,7 @@ class PassCycle(ABC, Generic[Tables]):
         """Plan a pass and build its tables; runs on the thread, on all ranks alike, and raises on all of them."""
         if before is not None:
             before.result()  # where the part before failed, other ranks may not come here
+        started = time.thread_time()
         planned = self._planner.plan_pass(request, read)
         if last is not None and last.plan is request.plan and planned.misfit is None:
             planned = replace(
@@ -439,13 +444,17 @@ class PassCycle(ABC, Generic[Tables]):
                 plan_time_s=last.plan_time_s,
             )
         tables, _ = self._planner.exchange.together(lambda: self._tables(planned, routes), lambda _: None)
-        return planned, tables
+        return replace(planned, plan_cpu_s=time.thread_time() - started), tables
 
     def _say_source(self, source: Source) -> None:
         """Say on one rank by what updates are planned, where that is another thing than before."""
         if dist.get_rank() == 0 and source != self._source:
             logger.info("moe_rl: updates are planned from %s.", SOURCES[source])
         self._source = source
+
+    def _notes(self, plan: Plan) -> tuple[str, ...]:
+        """Return the notes of a pass; of copies that stay, what the plan says that was free to choose them."""
+        return tuple(self._reasons.get(note.partition(":")[0], note) for note in plan.notes)
 
     def _say(self, notes: tuple[str, ...]) -> None:
         """Warn once, on one rank, of each lever that plans make no use of."""

@@ -59,6 +59,8 @@ def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
     another kind than the parameter's.
     """
     policy = POLICIES[name]
+    if not parameters:
+        return policy()
     known = policy_parameters(name)
     for parameter in parameters:
         if not known:
