@@ -124,6 +124,7 @@ TRL: dict[str, dict[str, Any]] = {
     "kl": {"loss_type": "grpo", "beta": 0.1},
     "unbiased_kl": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
     "vllm": {"loss_type": "grpo", "use_vllm": True},
+    "moe": {"loss_type": "grpo", "aux": 0.7},
     "dapo/default": {"loss_type": "dapo"},
     "dr_grpo/default": {"loss_type": "dr_grpo"},
 }
@@ -160,14 +161,21 @@ def trl_stand_in(setting: str) -> tuple[SimpleNamespace, dict[str, Any], Tensor]
         vllm_importance_sampling_mode="token_truncate",
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
-        aux_loss_enabled=False,
+        aux_loss_enabled="aux" in options,
+        router_aux_loss_coef=0.001,
         _entropy_bonus_enabled=False,
         max_completion_length=8,
         current_gradient_accumulation_steps=2,
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, gather_for_metrics=lambda x: x
+        ),
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *a, **k: (log_prob, torch.zeros_like(log_prob).detach(), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            log_prob,
+            torch.zeros_like(log_prob).detach(),
+            torch.tensor(options["aux"]) if "aux" in options else None,
+        ),
     )
     rows, width = b["response_mask"].shape
     inputs = {

@@ -78,7 +78,7 @@ def test_slimes_widths_act_on_its_own_objectives() -> None:
     [
         ({"importance_sampling_level": "sequence"}, "ppo", r"'sequence' does not act on 'ppo'"),
         ({"epsilon_high": 0.28}, "sapo", r"epsilon_high or delta 0.28 does not act on 'sapo'"),
-        ({"aux_loss_enabled": True}, "ppo", r"not part of this trainer"),
+        ({"_entropy_bonus_enabled": True}, "ppo", r"not part of this trainer"),
         ({"top_entropy_quantile": 0.2}, "ppo", r"top_entropy_quantile belongs to TRL's own"),
     ],
 )

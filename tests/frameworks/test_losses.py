@@ -177,7 +177,7 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         "cispo": {"objective": "cispo"},
         "sapo": {"objective": "sapo"},
         "vespo": {"objective": "vespo"},
-        **{name: {"objective": "ppo"} for name in ("kl", "unbiased_kl", "vllm")},
+        **{name: {"objective": "ppo"} for name in ("kl", "unbiased_kl", "vllm", "moe")},
     }
     assert set(ours) == set(settings("trl"))
     for setting, options in ours.items():

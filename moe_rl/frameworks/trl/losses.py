@@ -46,7 +46,7 @@ def policy_loss_trainer(
     the completion, returns the router shift there. TRL's `epsilon`, `epsilon_high` and `delta` act where the
     objective has them. What else belongs to TRL's own policy term (`importance_sampling_level`,
     `off_policy_mask_threshold`, `top_entropy_quantile`) is the objective's to say: where it is set, the trainer is not
-    made, as where entropy or auxiliary losses are on.
+    made, as where the entropy bonus is on.
     """
     base: Any = importlib.import_module("trl").GRPOTrainer
     rule = make_objective(objective, options)
@@ -109,10 +109,7 @@ def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> O
     """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
     for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
         require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
-    for name in ("_entropy_bonus_enabled", "aux_loss_enabled"):
-        require(
-            not getattr(trainer, name, False), "the entropy bonus and the auxiliary loss are not part of this trainer."
-        )
+    require(not getattr(trainer, "_entropy_bonus_enabled", False), "the entropy bonus is not part of this trainer.")
     level = trainer.importance_sampling_level
     require(
         level == "token" or rule.ratio_level == level,
@@ -134,12 +131,13 @@ def _loss(
 ) -> Tensor:
     completion = inputs["completion_ids"]
     mask = inputs["completion_mask"] if "tool_mask" not in inputs else inputs["completion_mask"] * inputs["tool_mask"]
-    log_prob, entropy, _ = trainer._get_per_token_logps_and_entropies(
+    log_prob, entropy, auxiliary = trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([inputs["prompt_ids"], completion], dim=1),
         torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
         completion.shape[1],
         compute_entropy=True,
+        compute_aux_loss=trainer.aux_loss_enabled,
     )
     old = inputs.get("old_per_token_logps")
     old = log_prob.detach() if old is None else old
@@ -178,7 +176,13 @@ def _loss(
     mode = "train" if trainer.model.training else "eval"
     for name, value in (as_floats(metrics) | _clip_ratios(trainer, rule, tokens, advantages)).items():
         trainer._metrics[mode][name].append(value)
-    return _divided(trainer, loss, tokens.mask, inputs, mode)
+    divided = _divided(trainer, loss, tokens.mask, inputs, mode)
+    if not trainer.aux_loss_enabled:
+        return divided
+    trainer._metrics[mode]["aux_loss"].append(trainer.accelerator.gather_for_metrics(auxiliary).mean().item())
+    steps = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    balance: Tensor = trainer.router_aux_loss_coef * auxiliary / steps
+    return divided + balance
 
 
 def _clip_ratios(trainer: Any, rule: Objective, tokens: PolicyTokenLoss, advantages: Tensor) -> dict[str, float]:
