@@ -9,15 +9,9 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from moe_rl.report.colors import part_color
 from moe_rl.report.heatmap import png_data_uri
 from moe_rl.report.svg import Svg
-from moe_rl.report.units import decimals
 
-SHADE = 0.55
-"""Opacity of the largest value: figures stay readable on it, on white and on black."""
-WITH_NUMBERS = 40.0
-"""Least width of a cell with a number in it."""
 MAP_WIDTH = 460
 """Two maps stand side by side."""
 WORDS = 68
@@ -53,29 +47,6 @@ def layer_map(
     svg.text(left + width / 2, height - 6, said, anchor="middle", css="label")
     middle = max(above + (bottom - above) / 2, WORDS / 2)
     svg.text(13, middle, "MoE layer", anchor="middle", css="label", turn=True)
-    return svg.markup()
-
-
-def node_matrix(values: Sequence[Sequence[float]], *, label: str, top: float) -> Markup:
-    """Draw values [N, N] from each node (down) to each other one (across), shaded up to `top`."""
-    nodes, left, above, below = len(values), 52, 24, 8
-    side = min(64.0, (MAP_WIDTH - left - 10) / nodes)
-    svg = Svg(height=above + nodes * min(side, 44.0) + below, width=MAP_WIDTH, label=label)
-    high, places = min(side, 44.0), decimals(top, 3)
-    for source, row in enumerate(values):
-        y = above + source * high
-        if source in whole_ticks(nodes):
-            svg.text(left - 6, y + high / 2 + 4, f"node {source}", anchor="end", css="tick")
-            svg.text(left + (source + 0.5) * side, above - 7, source, anchor="middle", css="tick")
-        for target, value in enumerate(row):
-            x, tip = left + target * side, f"node {source} to node {target}: {value:,.1f} copies"
-            shade = SHADE * value / top if top > 0 else 0.0
-            svg.raw(
-                f'<rect class="cell" x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{high:.1f}" '
-                f'fill="{part_color("all_to_all")}" fill-opacity="{shade:.3f}"><title>{tip}</title></rect>'
-            )
-            if side >= WITH_NUMBERS and source != target:
-                svg.text(x + side / 2, y + high / 2 + 4, f"{value:,.{places}f}", anchor="middle")
     return svg.markup()
 
 

@@ -13,7 +13,6 @@ from markupsafe import Markup
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
-from moe_rl.report.charts import node_matrix
 from moe_rl.report.colors import BASELINE_COLOR, part_color, policy_colors
 from moe_rl.report.columns import Column, chosen_columns, columns
 from moe_rl.report.headline import headline
@@ -49,7 +48,6 @@ def render_html(report: ReportData) -> str:
             map_data=[kind.data() for kind in kinds],
             style=asset("style.css"),
             script=asset("script.js"),
-            traffic=_traffic(report),
             **_bars(report, rows),
         )
     )
@@ -90,24 +88,6 @@ def render_notebook(report: ReportData) -> str:
             parts=_legend([row.breakdown_s or {} for row in timed]),
         )
     )
-
-
-def _traffic(report: ReportData) -> list[dict[str, Any]]:
-    """Return copies of tokens between nodes before and after, on a common scale; nothing where no token crosses one."""
-    shown = [row for row in report.before_and_after if row.node_to_node_copies]
-    # One scale for both pictures: the shades must compare.
-    top = max((copies for row in shown for line in row.node_to_node_copies or () for copies in line), default=0.0)
-    return [
-        {
-            "name": row.policy,
-            "total": row.inter_node_copies_per_token,
-            "svg": node_matrix(
-                row.node_to_node_copies or (), label=f"Copies of tokens from node to node: {row.policy}", top=top
-            ),
-        }
-        for row in shown
-        if top > 0
-    ]
 
 
 def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]:

@@ -22,14 +22,12 @@ LITTLE_TIME = 0.03
 """Waiting below this share of the step is inside the model's error: what is left is work."""
 LITTLE_LOAD = 0.02
 """Imbalance below this counts as balanced."""
-PUBLISHED = {"static": 1.5, "eplb-oracle": 1.15}
-"""Lower ends of the published speed-ups over these policies, on the same loads (arXiv:2605.08639, arXiv:2606.04101)."""
 WORDS = read_words("sentences.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Why the best policy is not faster, and whether this trace can show published gains."""
+    """Why the best policy is not faster."""
 
     policy: str
     verdict: str
@@ -57,7 +55,7 @@ def limits(report: ReportData) -> Limits | None:
         verdict = _verdict(seconds, verdict)
     elif best.imbalance - 1.0 < LITTLE_LOAD:
         verdict = "balanced"
-    sentences = (*_explained(verdict, best, bounds, seconds), *_between_nodes(report), *_published(report))
+    sentences = (*_explained(verdict, best, bounds, seconds), *_between_nodes(report))
     return Limits(policy=best.policy, verdict=verdict, seconds=seconds, sentences=sentences)
 
 
@@ -125,32 +123,3 @@ def _between_nodes(report: ReportData) -> list[str]:
     if node < LITTLE_LOAD:
         return []
     return [WORDS["between_nodes"].format(excess=static.imbalance - 1.0, node=node)]
-
-
-def _published(report: ReportData) -> list[str]:
-    """Say whether the gains that papers report can appear on this trace in this setting."""
-    static, forced = report.baseline, report.yardstick("forced_balance")
-    if not report.timed or static is None or forced is None or not (forced.step_time_s and static.step_time_s):
-        return []
-    ceiling = _against(report, forced.step_time_s)
-    reached = _against(report, report.best.step_time_s or forced.step_time_s)
-    kind, faster = "impossible", ceiling
-    if _as_published(reached):
-        kind, faster = "reached", reached
-    elif _as_published(ceiling):
-        kind = "possible"
-    said = " and ".join(f"{speedup:.2f}x as fast as {name}" for name, speedup in faster.items())
-    return [WORDS["published"][kind].format(best=report.best, faster=said)]
-
-
-def _against(report: ReportData, seconds: float) -> dict[str, float]:
-    """Return how much faster a step of `seconds` is than those of the policies that papers compare with."""
-    return {
-        policy.policy: policy.step_time_s / seconds
-        for policy in report.policies
-        if policy.policy in PUBLISHED and policy.step_time_s
-    }
-
-
-def _as_published(speedups: Mapping[str, float]) -> bool:
-    return all(speedup >= PUBLISHED[name] for name, speedup in speedups.items())

@@ -3,14 +3,12 @@
 import base64
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
 from report_samples import BOUNDS, SETTING, TRACE, forecast, prediction, printed, report, untimed
 
-from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.html import render_html
 from moe_rl.report.limits import limits
 
@@ -129,20 +127,3 @@ def test_the_page_and_the_terminal_say_what_limits_the_step() -> None:
     bare = render_html(report())
     assert "What limits you" not in bare
     assert "Memory against the GPU" not in bare
-
-
-def test_the_page_shows_what_travels_between_nodes_where_something_does() -> None:
-    def sending(policy: str, copies: float) -> StepPrediction:
-        return replace(
-            prediction(policy, 7.0, load=1.1),
-            node_to_node_copies=[[0.0, copies], [copies, 0.0]],
-            inter_node_copies_per_token=0.25,
-        )
-
-    page = render_html(report(sending("static", 900.0), sending("moe-rl", 450.0)))
-    assert page.count("<figure") == 6
-    assert page.count(">900<") == page.count(">450<") == 2
-    assert "0.25 other nodes per token and layer" in page
-    assert Page(page).open == []
-    assert "from node to node" not in render_html(report(sending("static", 0.0), sending("moe-rl", 0.0)))
-    assert "from node to node" not in render_html(report())

@@ -12,11 +12,10 @@ from report_samples import BOUNDS, forecast, prediction
 
 from benchmarks.make_tables import wait_bars
 from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars
-from moe_rl.report.charts import MAP_WIDTH, layer_map, node_matrix
+from moe_rl.report.charts import layer_map
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.svg import DARK, LIGHT, WIDTH, standalone
-from moe_rl.report.units import decimals
 
 
 def decoded_png(uri: str) -> tuple[np.ndarray, np.ndarray]:
@@ -150,19 +149,3 @@ def test_bars_of_the_excess_are_as_long_as_what_is_left() -> None:
     widths = [width for _, width, _ in bars_of(str(excess_bars(policies, BOUNDS)))]
     assert sum(widths[:2]) == pytest.approx(WIDTH - LEFT - RIGHT, abs=0.1)
     assert sum(widths[2:]) == pytest.approx((WIDTH - LEFT - RIGHT) / 12, abs=0.1)
-
-
-@pytest.mark.parametrize("nodes", [2, 4, 32])
-def test_a_matrix_of_nodes_is_shaded_by_its_values(nodes: int) -> None:
-    values = [[0.0 if a == b else float(a * nodes + b) for b in range(nodes)] for a in range(nodes)]
-    top = values[-1][-2]
-    svg = str(node_matrix(values, label="x", top=top))
-    shades = [float(shade) for shade in re.findall(r'class="cell"[^>]*fill-opacity="([\d.]+)"', svg)]
-    assert shades == pytest.approx([0.55 * value / top for row in values for value in row], abs=1e-3)
-    rights = [
-        float(x) + float(width)
-        for x, width in re.findall(r'class="cell" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', svg)
-    ]
-    assert max(rights) <= MAP_WIDTH
-    assert (f">{top:.{decimals(top, 3)}f}<" in svg) == (nodes <= 4)
-    assert f"node {nodes - 1} to node 0:" in svg
