@@ -1,7 +1,6 @@
 """`moe-rl trace info | validate | convert | synth`."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -182,7 +181,7 @@ def _write_pieces(
 
     def generated() -> Iterator[RoutingTrace]:
         yield first
-        for piece in _ahead(pieces):
+        for piece in pieces:
             advance("generating", int(piece.step[0]), num_steps)
             yield piece
 
@@ -196,15 +195,6 @@ def _write_pieces(
         overwrite=overwrite,
     )
     return written.manifest
-
-
-def _ahead(pieces: Iterator[RoutingTrace]) -> Iterator[RoutingTrace]:
-    """Yield the same, each piece made while the one before it is used."""
-    with ThreadPoolExecutor(max_workers=1) as maker:
-        upcoming = maker.submit(next, pieces, None)
-        while (piece := upcoming.result()) is not None:
-            upcoming = maker.submit(next, pieces, None)
-            yield piece
 
 
 def _written(name: str, value: object) -> str:

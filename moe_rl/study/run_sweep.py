@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from moe_rl.study.options import AUTO, SimulationOptions
 from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
 from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
-from moe_rl.study.sweep_file import SweepFile, open_sweep
+from moe_rl.study.sweep_file import open_sweep
 from moe_rl.study.sweep_grid import Grid
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
@@ -49,7 +48,8 @@ def run_sweep(
     with open_sweep(out, _settings(trace, options, grid)) as file:
         if file.dropped:
             tell(f"note: the last line of {out} was incomplete; its point is simulated again.")
-        _simulate_points(trace, grid, file, executor, progress, command, tell)
+        task = _PointTask(trace, grid, command)
+        file.complete(grid.points, task, executor, name=describe, progress=progress, tell=tell)
         return _sweep(grid, [file.line(point) or {} for point in grid.points])
 
 
@@ -82,46 +82,6 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
     if "model" not in grid.values and options.model != FROM_TRACE:
         settings["model"] = asdict(load_model(options.model).spec)
     return settings
-
-
-def _simulate_points(
-    trace: TraceLike,
-    grid: Grid,
-    file: SweepFile,
-    executor: Executor,
-    progress: Progress,
-    command: str,
-    tell: Callable[[str], None],
-) -> None:
-    """Simulate what is missing; lines are written in the grid's order, or as they are when the sweep is stopped."""
-    total = len(grid.points)
-    missing = [index for index, point in enumerate(grid.points) if file.line(point) is None]
-    if len(missing) < total:
-        tell(f"{total - len(missing)} of {total} points are in {file.path} already")
-    order = iter(missing)
-    following = next(order, None)
-    finished: dict[int, dict[str, object]] = {}
-    progress(f"{len(missing)} points", total - len(missing), total)
-    try:
-        with closing(executor.run(_PointTask(trace, grid, command), missing)) as results:
-            for done, (index, figures) in enumerate(results, start=1):
-                finished[index] = figures
-                while following in finished:
-                    file.append(grid.points[following], finished.pop(following))
-                    following = next(order, None)
-                progress(describe(grid.points[index]), total - len(missing) + done, total)
-    except KeyboardInterrupt:
-        _keep(file, grid, finished)
-        tell(f"stopped with {file.num_lines} points in {file.path}: the same command goes on")
-        raise
-    except Exception:
-        _keep(file, grid, finished)
-        raise
-
-
-def _keep(file: SweepFile, grid: Grid, finished: Mapping[int, dict[str, object]]) -> None:
-    for index in sorted(finished):
-        file.append(grid.points[index], finished[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ balancer comes close to. Ratios to forced balance say nothing between shapes; to
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +114,7 @@ class ShapeTask:
     buffers: int = 0
     """Experts of other ranks for which a rank keeps room."""
 
-    def __call__(self, index: int) -> list[dict[str, Any]]:
+    def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
         shape = self.shapes[index]
         longest, given = int(self.lengths.max()), self.micro_batch_tokens
@@ -126,7 +124,7 @@ class ShapeTask:
             if setting is None:
                 break  # larger micro-batches do not fit either
             found.append(asdict(self.priced(shape, setting, budget)))
-        return found
+        return {"found": found}
 
     def _topology(self, shape: Shape) -> ClusterTopology:
         ranks = self.gpus // shape.pipeline_model_parallel_size
@@ -242,15 +240,10 @@ def tune(
         "options": options.model_dump(),
     }
     with tempfile.TemporaryDirectory() as folder, open_sweep(out or Path(folder, "tune.jsonl"), settings) as file:
-        missing = [index for index, shape in enumerate(shapes) if file.line(asdict(shape)) is None]
-        if len(missing) < len(shapes):
-            tell(f"{len(shapes) - len(missing)} of {len(shapes)} shapes are in {file.path} already")
-        progress(f"{len(missing)} parallel layouts", len(shapes) - len(missing), len(shapes))
-        with closing(executor.run(task, missing)) as results:
-            for done, (index, found) in enumerate(results, start=len(shapes) - len(missing) + 1):
-                file.append(asdict(shapes[index]), {"found": found})
-                progress(f"EP{shapes[index].expert_model_parallel_size}", done, len(shapes))
-        lines = [file.line(asdict(shape)) or {} for shape in shapes]
+        points = [asdict(shape) for shape in shapes]
+        named = "EP{expert_model_parallel_size}".format_map
+        file.complete(points, task, executor, name=named, progress=progress, tell=tell)
+        lines = [file.line(point) or {} for point in points]
     rows = [TunedSetting(**row) for line in lines for row in line["found"]]
     if not rows:
         raise InvalidInputError(

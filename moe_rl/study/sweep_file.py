@@ -1,21 +1,23 @@
-"""The file of `moe-rl sweep`: one JSON line per finished point, appended whole, so that a killed sweep can go on."""
+"""The file of `moe-rl sweep` and `moe-rl tune`: a JSON line per finished point, appended whole, to be gone on with."""
 
 import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.report.sweep import Value
+from moe_rl.study.executors import Executor, Task
 
 SCHEMA = "moe_rl.sweep/1"
 
 Point = Mapping[str, Value]
+Progress = Callable[[str, int, int], None]
 Line = dict[str, Any]
 
 
@@ -54,6 +56,42 @@ class SweepFile:
             os.ftruncate(self.descriptor, size)
             raise
         self.finished[_key(point)] = json.loads(content)
+
+    def complete(
+        self,
+        points: Sequence[Point],
+        task: Task,
+        executor: Executor,
+        *,
+        name: Callable[[Point], str],
+        progress: Progress,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Run the task of every point that is not in the file; it gets the point's index and returns its figures.
+
+        Lines are written in the order of the points, or as they are when the run is stopped.
+        """
+        missing = [index for index, point in enumerate(points) if self.line(point) is None]
+        before, total = len(points) - len(missing), len(points)
+        if before:
+            tell(f"{before} of {total} points are in {self.path} already")
+        progress(f"{len(missing)} points", before, total)
+        waiting, arrived = iter(missing), dict[int, Mapping[str, object]]()
+        following = next(waiting, None)
+        try:
+            with closing(executor.run(task, missing)) as results:
+                for done, (index, figures) in enumerate(results, start=before + 1):
+                    arrived[index] = figures
+                    while following in arrived:
+                        self.append(points[following], arrived.pop(following))
+                        following = next(waiting, None)
+                    progress(name(points[index]), done, total)
+        except BaseException as error:
+            for index in sorted(arrived):
+                self.append(points[index], arrived[index])
+            if isinstance(error, KeyboardInterrupt):
+                tell(f"stopped with {self.num_lines} points in {self.path}: the same command goes on")
+            raise
 
 
 @contextmanager

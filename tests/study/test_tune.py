@@ -83,7 +83,7 @@ def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
     page = files["trade.html"].read_text()
     assert f"<h1>{best.name} trains" in page
     assert best.lines("verl") in page.replace("&#39;", "'")
-    assert "shapes are in" in again.err
+    assert "points are in" in again.err
     assert again.out == ran.out
 
 
