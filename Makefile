@@ -195,7 +195,7 @@ lock: $(VENV)/.lint $(VENV)/.docs $(VENV)/.examples
 	$(PIP) "moe-rl[browser]"
 	$(BIN)/python -m pip freeze --quiet --disable-pip-version-check --exclude-editable > requirements.lock
 
-tables: $(VENV)/.test
+tables: $(VENV)/.examples
 	PYTHONPATH=. $(BIN)/python benchmarks/make_tables.py
 
 docs: $(VENV)/.docs

@@ -391,10 +391,27 @@ def draw(name: str) -> None:
         (PICTURES / f"{name}-{scheme}.svg").write_text(standalone(drawing, colors) + "\n")
 
 
+def run_notebook() -> None:
+    """Run the notebook of examples/ and keep what it shows."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    path = ROOT / "examples" / "simulate_my_trace.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(notebook, timeout=400, resources={"metadata": {"path": folder}}, record_timing=False).execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if len(output.get("data", {})) > 1:
+                del output["data"]["text/plain"]  # the page or picture says the same, without paths of this machine
+    path.write_text(nbformat.writes(notebook) + "\n")
+
+
 def main() -> None:
     """Rewrite the documents in place, and the pictures that they show."""
     for name in DRAWN:
         draw(name)
+    run_notebook()
     for document in DOCUMENTS:
         document.write_text(BLOCK.sub(renewed, document.read_text()))
 
