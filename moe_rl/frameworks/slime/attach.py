@@ -72,7 +72,8 @@ class Worker:
 
         Settings that our loss would not honor are refused here, before any rollout.
         """
-        if str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses."):
+        ours = str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses.")
+        if ours:
             from moe_rl.frameworks.slime.losses import objective_of
 
             objective_of(args)
@@ -81,6 +82,10 @@ class Worker:
         if self.settings is None:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
             return
+        if self.settings.router_shift:
+            require(ours, "MOE_RL_ROUTER_SHIFT weighs the loss of moe_rl.frameworks.slime.losses: choose it.")
+            no_pass = getattr(args, "use_rollout_logprobs", False)
+            require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs leaves out.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
         original, reload = model.get_forward_backward_func, actor.reload_process_groups

@@ -286,10 +286,12 @@ def whole_loop(package: str, worker: Any, *, replays: bool, told: Mapping[str, s
     with patch.dict(sys.modules, dict(modules_of(package))), version, patch.object(torch, "empty_like", pageable):
         model = sys.modules[f"{package}.backends.megatron_utils.model"]
         copies, sent = [], []
+        loss = "moe_rl.frameworks.slime.losses.policy_loss_function"
+        args = Namespace(**vars(ARGS), **({"custom_loss_function_path": loss} if told != TOLD else {}))
         with tiny_gpt.parallel(dist.get_world_size()), patch.dict(os.environ, told):
             for name in ("plain", "balanced"):
                 if name == "balanced":
-                    worker.init(ARGS)
+                    worker.init(args)
                 loop = Loop(package, model, replays=replays)
                 for number in range(ROLLOUTS):
                     loop.rollout(number, worker if name == "balanced" else None)
