@@ -69,7 +69,8 @@ class RouterShiftRun:
         `InvalidInputError` where an update brings a sequence that no forward-only pass had.
         """
         if forward_only and self._updated:
-            self._first, self._num_tokens, self._store, self._updated = {}, 0, None, False
+            self._first, self._num_tokens, self._updated = {}, 0, False
+            self._store = self._update = None
         found = []
         for key, tokens in zip(HeldRows.of_tokens(sequences).keys.tolist(), sequences, strict=False):
             first = self._first.get(key)
@@ -122,10 +123,13 @@ class RouterShiftRun:
     def metrics(self) -> dict[str, float]:
         """Return `router_corr/*` of the tokens of the last update at which gamma was read; a collective there.
 
-        Raises `InvalidInputError` where more than 1 % of them have no route in the old pass or this one.
+        With the bytes of the store of this rank. Raises `InvalidInputError` where more than 1 % of the tokens have no
+        route in the old pass or this one.
         """
         asked, self._asked = self._asked, []
-        return as_floats(self.of(torch.cat(asked)).metrics) if asked else {}
+        if not asked:
+            return {}
+        return as_floats(self.of(torch.cat(asked)).metrics) | {"router_corr/store_bytes": float(self.num_bytes)}
 
     def reading(
         self, function: Callable[..., Any], keys_of: Callable[[list[Any], bool], Sequence[MicroBatchKeys]]

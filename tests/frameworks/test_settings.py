@@ -1,7 +1,11 @@
 """Keywords, a YAML block and variables give one configuration; whatever is wrong is said when they are read."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +73,26 @@ def test_the_router_shift_alone_balances_nothing() -> None:
     assert both is not None
     assert (alone.router_shift, alone.balances) == (0.8, False)
     assert (both.router_shift, both.balances) == (0.8, True)
+
+
+def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout() -> None:
+    pytest.importorskip("torch")
+    from moe_rl.frameworks.slime.attach import WORKER
+    from moe_rl.frameworks.verl.losses import checked_settings
+
+    config = SimpleNamespace(policy_loss=SimpleNamespace(loss_mode="vanilla"))
+    checked_settings(config)
+    with pytest.raises(InvalidInputError, match="loss_mode is vanilla: take one that begins with moe_rl_"):
+        checked_settings(config, router_shift=True)
+    for args, sentence in (
+        ({}, "weighs the loss of moe_rl.frameworks.slime.losses"),
+        (
+            {"custom_loss_function_path": "moe_rl.frameworks.slime.losses.policy_loss_function"},
+            "needs the pass that --use-rollout-logprobs leaves out",
+        ),
+    ):
+        with patch.dict(os.environ, {"MOE_RL_ROUTER_SHIFT": "0.8"}), pytest.raises(InvalidInputError, match=sentence):
+            replace(WORKER).init(SimpleNamespace(use_rollout_logprobs=True, **args))
 
 
 def test_nothing_set_is_off() -> None:

@@ -65,9 +65,10 @@ def policy_loss_trainer(
             self._tap = RouterTap(self.accelerator.unwrap_model(self.model), word=WORD) if floor else None
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            self._read = None
+            training = self.model.training  # an evaluation may come between two updates of one batch
+            self._read = None if training else self._read
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-            return output if self._read is None else output | {KEYS: self._read[1]}
+            return output | {KEYS: self._read[1]} if training and self._read is not None else output
 
         def _get_per_token_logps_and_entropies(
             self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
