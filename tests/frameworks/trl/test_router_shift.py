@@ -79,6 +79,7 @@ def test_two_shuffled_updates_of_every_batch_read_the_gamma_of_a_brute_force(
             max_completion_length=8,
             learning_rate=1e-2,
             activation_checkpointing=True,
+            router_aux_loss_coef=0.0,
             use_cpu=True,
             bf16=False,
             report_to=[],
