@@ -25,6 +25,7 @@ from moe_rl.core.capacity import overflow_sentence
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron import flex
 from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.entry import hook_entry
 from moe_rl.megatron.expert_state import ExpertOptimizerState
@@ -151,14 +152,18 @@ class Balancer(PassCycle[PassTables]):
         rows = planned.predicted_rows
         told = planned.counted
         mine = told is not None and told.known == 1.0 and told.complete and told.source == "routes"
-        all_told = bool(np.min(self._gathered(np.array([int(mine)]))))
+        largest = 0 if told is None else int(told.rows.max(initial=0))
+        everyone = np.array(self._gathered(np.array([int(mine), largest])))
+        all_told, most_tokens = bool(everyone[:, 0].min()), int(everyone[:, 1].max())
         known = all_told and planned.misfit is None and rows is not None and rows.size
         if not known and self._says_dynamic:
             logger.warning("moe_rl: static_rows: not all routes of this pass are known, so it takes rows as they come.")
         self._says_dynamic &= bool(known)
         most = int(rows.max()) if known and rows is not None else None
+        if most_tokens > self._states[0].most_tokens:
+            flex.forget_room(self._states[0].slot_dispatcher)
         for state in self._states:
-            state.capacity_rows = most
+            state.capacity_rows, state.most_tokens = most, max(state.most_tokens, most_tokens)
             state.sent.clear()
 
     def end_pass(self) -> PassMetrics:

@@ -28,15 +28,22 @@ def over_slots(dispatcher: Any) -> None:
         return
     if manager.capacity_factor is None:
         manager.capacity_factor = math.inf
-    if _is_hybrid(manager):
+    forget_room(dispatcher)
+
+
+def forget_room(dispatcher: Any) -> None:
+    """Let HybridEP's next dispatch allocate its buffer anew; call it on all ranks, between passes."""
+    manager = getattr(dispatcher, "_comm_manager", None)
+    if manager is not None and _is_hybrid(manager):
         _fused_a2a().reset_hybrid_ep_buffer()
 
 
-def make_room(dispatcher: Any, rows: torch.Tensor) -> None:
-    """Allocate HybridEP's buffer for `rows` [N, H] and all slots of `dispatcher`, if nobody has one yet.
+def make_room(dispatcher: Any, rows: torch.Tensor, tokens: int) -> None:
+    """Allocate HybridEP's buffer for `rows` [N, H], or `tokens` if they are more, and all slots of `dispatcher`, if
+    nobody has one yet.
 
-    Megatron's first dispatch would allocate it for the experts of a layer without replicas, and the first with replicas
-    anew, between the forward and the backward of others.
+    Megatron's first dispatch would allocate it for the experts of a layer without replicas and for the tokens of its
+    micro-batch, and the first with more of either anew, between the forward and the backward of others.
     """
     manager = getattr(dispatcher, "_comm_manager", None)
     if manager is None or not _is_hybrid(manager) or _fused_a2a()._hybrid_ep_buffer is not None:
@@ -49,7 +56,9 @@ def make_room(dispatcher: Any, rows: torch.Tensor) -> None:
         for name in names
         if name in known and hasattr(manager.config, option)
     }
-    allocate(manager.group, rows.shape[-1], rows.shape[-2], manager.num_local_experts, fp8_dispatch=False, **options)
+    most = max(rows.shape[-2], tokens)
+    most += -most % getattr(_fused_a2a(), "HYBRIDEP_TOKEN_ALIGNMENT", 1)
+    allocate(manager.group, rows.shape[-1], most, manager.num_local_experts, fp8_dispatch=False, **options)
 
 
 def limit_rows(dispatcher: Any, rows: int | None) -> None:

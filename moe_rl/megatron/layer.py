@@ -76,6 +76,8 @@ class LayerState:
     """Micro-batch -> token-expert pairs that this rank computed."""
     capacity_rows: int | None = None
     """Rows of the experts' buffer in this pass; None: as many as come."""
+    most_tokens: int = 0
+    """Tokens that a rank of the EP group dispatches at most, as far as passes foretold."""
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     """Micro-batch -> [P] token-expert pairs that this rank sends to each rank, on the device, in such a pass."""
     index: int = 0
@@ -157,7 +159,7 @@ class ElasticMoELayer(MoELayer):
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Dispatch as Megatron does, under a named range."""
         if self._elastic is not None:
-            flex.make_room(self._elastic.slot_dispatcher, hidden_states)
+            flex.make_room(self._elastic.slot_dispatcher, hidden_states, self._elastic.most_tokens)
             if self._elastic.overlapped and self._elastic.current is not None:
                 self._elastic.current.replicated.start_push()
         with self._range("dispatch"):

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import deep_ep
 import tiny_gpt
 import torch
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from reorder_cases import random_placement
 from replica_cases import occurring
 from torch.overrides import TorchFunctionMode
@@ -141,6 +141,25 @@ def recomputed() -> dict[str, Any]:
 
 def hybridep() -> dict[str, Any]:
     return as_dropless(**HYBRID) if has_static_budget() else {}
+
+
+def growing_micro_batches() -> dict[str, Any]:
+    """Micro-batches of 4 and 8 tokens per sequence, then of 4 and 16: the buffer of a pass is made for the larger."""
+    found: dict[str, Any] = {"reallocations": []}
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        for name, config in (("dropless", DROPLESS), ("static", replace(DROPLESS, static_rows=True))):
+            run, curve = tiny_gpt.build(**WIDTH, **HYBRID), tiny_gpt.history()
+            balancer = attach(run.models, run.optimizer, config)
+            for step, lengths in enumerate(((4, 8), (4, 16))):
+                every = zip(occurring(step, count=2), lengths, strict=True)
+                routes = [rows[: length * tiny_gpt.BATCH] for rows, length in every]
+                balancer.begin_pass(routes)
+                tiny_gpt.update(run, step, routes, curve)
+                balancer.end_pass()
+                if name == "static":
+                    found["reallocations"].append(fused_a2a._hybrid_ep_buffer.reallocations)
+            found[name] = curve
+    return found
 
 
 def a_recorded_layer() -> dict[str, Any]:

@@ -27,6 +27,13 @@ def test_losses_and_norms_are_those_of_the_dropless_run_to_the_bit(case: str, ou
             assert static["moe_rl/replicas"] > 0
 
 
+@static_case("growing_micro_batches")
+def test_a_dispatch_buffer_is_made_for_the_largest_micro_batch_of_a_pass(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["reallocations"] == [0, 0]
+        assert rank["static"] == rank["dropless"]
+
+
 @static_case("a_recorded_layer")
 def test_a_recorded_layer_never_waits_and_keeps_its_shapes(outcome: list[Any]) -> None:
     for rank in outcome:
