@@ -53,6 +53,11 @@ FRAMEWORKS = {
     "NeMo-RL": {"train/gen_kl_error": 0.5, "train/grad_norm": 99.0, "train/approx_entropy": 0.01},
     "prime-rl": {"mismatch_kl/all/mean": 0.5, "optim/grad_norm": 99.0, "entropy/all/mean": 0.01},
     "AReaL": {"ppo_actor/approx_kl/avg": 0.5, "ppo_actor/clip_ratio/avg": 0.5},
+    "SkyRL": {
+        "policy/loss_metrics/clip_ratio": 0.5,
+        "policy/policy_entropy": 0.01,
+        "policy/rollout_train_logprobs_abs_diff_mean": 0.5,
+    },
     "TRL": {"clip_ratio/region_mean": 0.5, "grad_norm": 99.0, "entropy": 0.01},
 }
 
