@@ -84,9 +84,10 @@ def of_specialized(work: list[tuple[int, Any]]) -> list[int]:
 
 
 REDUNDANT = (
-    ("no wait", "at = [col, start]", "Triton lets the loading warps of a cluster meet before each multicast, after "
-     "both have waited for `empty`, which is as much as `both_empty` says"),
-    ("no wait", "acquire.cluster", "that meeting itself: `both_empty` says as much"),
+    ("no wait", "acquire.cluster", "Triton lets the loading warps of a cluster meet before each multicast, after both "
+     "have waited for `both_empty`, which says as much"),
+    ("no fence", "warpgroup_mma", "TMA alone writes the operands"),
+    ("no fence", "async_load", "TMA alone writes and products alone read what a copy overwrites"),
     ("no barrier", "", "one warp alone touches shared memory since the barrier before, or until the next one"),
     ("no fence", "tcgen05_mma_scaled", "the warps that write scales have fenced themselves"),
 )  # fmt: skip
