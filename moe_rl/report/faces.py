@@ -80,7 +80,7 @@ class Sweep(SweepData):
     def save(self, path: Path | str) -> None:
         """Draw the sweep: a page (`.html`) or `.svg`; `.png` and `.pdf` need the extra `plot`."""
         drawn = {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES if kind != ".html"}
-        _save(path, drawn | {".html": self._page})
+        _save(path, {".html": self._page, **drawn})
 
     def _page(self) -> bytes:
         return render_picture("moe_rl sweep", self.finding, sweep_panels(self), self.table(PAGE_COLUMNS))
