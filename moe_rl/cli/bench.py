@@ -50,12 +50,22 @@ def planner(
     trace: Annotated[
         Path | None, typer.Option(help="GPT-OSS-20B routing (.npz) for section trace; left out when absent.")
     ] = None,
+    board: Annotated[
+        list[Path] | None, typer.Option(help="Score a plan file on frozen splits beside the shipped policies instead.")
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures; - for standard output.")] = None,
 ) -> None:
     """Compare quality and time of every policy on real, synthetic and Qwen3-shaped loads.
 
-    Needs a checkout: the cases are those of benchmarks/bench_planner.py.
+    Needs a checkout: the cases are those of benchmarks/bench_planner.py, the splits those of benchmarks/board.py.
     """
+    if board:
+        judge = _benchmark("board")
+        check_outputs({"--json": json_path}, inputs=board)
+        scores = judge.board(tuple(board))
+        deliver({}, json.dumps(scores, indent=1) + "\n", json_path)
+        say(judge.as_text(scores))
+        return
     benchmark = _benchmark("bench_planner")
     known = benchmark.ALL_SECTIONS
     chosen = [section.strip() for section in sections.split(",")] if sections else list(known)
