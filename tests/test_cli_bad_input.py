@@ -433,6 +433,7 @@ def test_a_plan_does_not_overwrite_its_trace(tmp_path: Path, trace: Path) -> Non
     assert "would overwrite the input" in said
 
 
+@pytest.mark.lengthy
 def test_the_installed_command_ends_with_code_2_and_leaves_old_outputs_alone(tmp_path: Path, trace: Path) -> None:
     old = tmp_path / "a.json"
     old.write_text("old")

@@ -180,6 +180,7 @@ def test_an_unknown_cluster_is_refused_with_the_nearest(tmp_path: Path, csv: Pat
     assert "Did you mean 'h100'" in ran.err
 
 
+@pytest.mark.lengthy
 def test_without_scipy_the_command_says_what_to_install(tmp_path: Path, csv: Path) -> None:
     """scipy is an extra: an interpreter that cannot import it, as on a machine with the core dependencies only."""
     code = (

@@ -24,6 +24,7 @@ def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[by
     return subprocess.run(command, capture_output=True, check=False, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
 
 
+@pytest.mark.lengthy
 def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / (os.fsdecode(UNPRINTABLE) + ".npz"))
     page, figures = tmp_path / "a.html", tmp_path / "a.json"
@@ -48,6 +49,7 @@ def test_the_name_of_a_model_cannot_steer_the_terminal(tmp_path: Path) -> None:
         assert r"red\x1b[31m\nsecond line" in ran.out
 
 
+@pytest.mark.lengthy
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     arguments = " ".join(map(str, ("simulate", trace, *BATCH, "--policy", "static")))
@@ -120,6 +122,7 @@ def test_a_trace_is_not_converted_into_itself(tmp_path: Path) -> None:
         assert snapshot(tmp_path) == before
 
 
+@pytest.mark.lengthy
 def test_a_train_dump_gives_the_recorded_layout(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     samples = [

@@ -104,6 +104,7 @@ def planned_on(trace: RoutingTrace, **given: Any) -> Any:
     return plan_rollout_map(TraceInMemory.take(trace), "sglang", options)
 
 
+@pytest.mark.lengthy
 def test_it_is_scored_on_what_it_was_not_planned_on() -> None:
     two_steps = planned_on(traced(2, steps=3))
     assert (two_steps.facts["planned_on"], two_steps.facts["scored_on"]) == ("step 1", "step 2")

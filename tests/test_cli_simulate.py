@@ -49,6 +49,7 @@ def numbers_in(value: object) -> list[object]:
     return [value]
 
 
+@pytest.mark.lengthy
 def test_the_json_document_follows_its_schema(tmp_path: Path, trace: Path) -> None:
     document = simulated(tmp_path, trace, *BATCH)
     assert document["schema"] == "moe_rl.simulate/1"
@@ -86,6 +87,7 @@ def test_the_json_document_follows_its_schema(tmp_path: Path, trace: Path) -> No
     assert len(document["policies"]["static"]["imbalance_by_micro_batch"]) == setting["num_micro_batches"]
 
 
+@pytest.mark.lengthy
 def test_what_is_not_computed_is_absent_and_never_null(tmp_path: Path, trace: Path) -> None:
     for objective in ("time", "imbalance"):
         document = simulated(tmp_path, trace, *BATCH, "--objective", objective)
@@ -105,6 +107,7 @@ def test_parts_of_the_step_add_up_and_ratios_agree_with_times(tmp_path: Path, tr
         assert figures["fraction_of_ideal"] <= 1.0 + 1e-12
 
 
+@pytest.mark.lengthy
 def test_the_same_command_gives_the_same_figures(tmp_path: Path, trace: Path) -> None:
     documents = [simulated(tmp_path, trace, *BATCH) for _ in range(2)]
     for document in documents:
@@ -144,6 +147,7 @@ def test_scaling_to_the_recorded_size_changes_no_imbalance(tmp_path: Path, trace
         assert scaled["policies"][policy]["imbalance"] == recorded["policies"][policy]["imbalance"]
 
 
+@pytest.mark.lengthy
 def test_every_constant_in_the_json_has_its_source(tmp_path: Path, trace: Path) -> None:
     constants = simulated(tmp_path, trace, *BATCH)["setting"]["constants"]
     assert constants["rdma_gb_per_s"]["value"] == 43.0
@@ -164,6 +168,7 @@ SETTINGS = [path for path in sorted((CONFIGS / "experiments").glob("*.yaml")) if
 """Experiments of the simulator; the others are training runs."""
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
 def test_every_shipped_experiment_is_a_valid_setting(tmp_path: Path, trace: Path, path: Path) -> None:
     content = yaml.safe_load(path.read_text())
@@ -212,6 +217,7 @@ def test_unpriced_recomputation_is_mentioned(tmp_path: Path, trace: Path) -> Non
     assert "recomputation of shared_experts is not priced." in document["notes"]
 
 
+@pytest.mark.lengthy
 def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refused(tmp_path: Path, trace: Path) -> None:
     alone = (*BATCH, "--policy", "static")
     assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
@@ -266,6 +272,7 @@ def test_nothing_is_left_beside_the_outputs(tmp_path: Path, trace: Path) -> None
     assert set(snapshot(tmp_path)) == {"good.npz", "a.json", "a.html"}
 
 
+@pytest.mark.lengthy
 def test_the_timeline_is_a_chrome_trace_of_every_policy(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "t.json"
     options = ("--policy", "static,moe-rl", "--trace-out", out, "--trace-micro-batches", 2)
@@ -284,6 +291,7 @@ def test_a_timeline_without_times_is_refused(tmp_path: Path, trace: Path) -> Non
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.lengthy
 def test_visits_are_counted_where_routes_are_known(tmp_path: Path, trace: Path) -> None:
     counts = tmp_path / "c.moetrace"
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
@@ -314,6 +322,7 @@ def test_a_counts_only_trace_is_simulated_as_its_routes_are(tmp_path: Path, trac
     assert from_counts["static"]["imbalance"] == from_routes["static"]["imbalance"]
 
 
+@pytest.mark.lengthy
 def test_the_whole_run_loads_no_torch(tmp_path: Path, trace: Path) -> None:
     code = (
         "import sys\nfrom moe_rl.cli import main\n"
@@ -412,6 +421,7 @@ def test_the_sensitivity_of_times_needs_times(tmp_path: Path, trace: Path) -> No
     assert "--sensitivity ranks times" in ran.err
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("ep_size", "static", "oracle", "ultraep", "relibra"),
     [
@@ -433,6 +443,7 @@ def test_the_development_trace_gives_the_published_imbalance(
     assert document["setting"]["num_micro_batches"] * 2048 >= document["trace"]["num_tokens"]
 
 
+@pytest.mark.lengthy
 def test_the_demo_shows_the_bundled_trace(tmp_path: Path) -> None:
     if not list((CONFIGS / "traces").glob("*.moetrace")):
         pytest.skip("no trace is bundled in this checkout")

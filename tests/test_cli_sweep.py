@@ -43,6 +43,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 # --- what a sweep computes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_every_combination_is_simulated_once_and_equals_simulate(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "s.jsonl"
     ran = sweep(trace, *GRID, "--out", out)
@@ -62,6 +63,7 @@ def test_every_combination_is_simulated_once_and_equals_simulate(tmp_path: Path,
     assert set(lines[0]["policies"]) == {"static", "eplb-oracle", "moe-rl"}
 
 
+@pytest.mark.lengthy
 def test_the_table_has_a_line_per_point(tmp_path: Path, trace: Path) -> None:
     ran = sweep(trace, *GRID, "--out", tmp_path / "s.jsonl")
     cells = [line.split() for line in ran.out.splitlines()]
@@ -163,6 +165,7 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path: Path, trace: Pa
     assert len(points) == len(set(points)) == 50
 
 
+@pytest.mark.lengthy
 def test_a_finished_sweep_only_draws(tmp_path: Path, trace: Path) -> None:
     out, plot = tmp_path / "s.jsonl", tmp_path / "s.svg"
     first = sweep(trace, *GRID, "--out", out, "--plot", plot)
@@ -174,6 +177,7 @@ def test_a_finished_sweep_only_draws(tmp_path: Path, trace: Path) -> None:
     assert plot.read_bytes() == picture
 
 
+@pytest.mark.lengthy
 def test_an_incomplete_last_line_is_simulated_again(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "s.jsonl"
     sweep(trace, *GRID, "--out", out)
@@ -186,6 +190,7 @@ def test_an_incomplete_last_line_is_simulated_again(tmp_path: Path, trace: Path)
     assert [line["point"] for line in lines_of(out)] == [json.loads(line)["point"] for line in whole.splitlines()]
 
 
+@pytest.mark.lengthy
 def test_values_may_be_added_and_left_out(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "s.jsonl"
     sweep(trace, "--sweep", "ep=2", "--sweep", "replica_slots=0,1", "--out", out)
@@ -196,6 +201,7 @@ def test_values_may_be_added_and_left_out(tmp_path: Path, trace: Path) -> None:
     assert len(lines_of(out)) == 4
 
 
+@pytest.mark.lengthy
 def test_the_trace_may_move(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "s.jsonl"
     sweep(trace, *GRID, "--out", out)
@@ -203,6 +209,7 @@ def test_the_trace_may_move(tmp_path: Path, trace: Path) -> None:
     assert "4 of 4 points are in" in sweep(moved, *GRID, "--out", out).err
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("grid", "setting", "sentence"),
     [

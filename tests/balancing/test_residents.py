@@ -19,6 +19,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import COPIES, PLACEMENT, Levers
 
 
+@pytest.mark.lengthy
 @settings(max_examples=30)
 @given(data=st.data(), resident_slots=st.integers(1, 2), objective=st.sampled_from(["imbalance", "time"]))
 def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resident_slots: int, objective: str) -> None:

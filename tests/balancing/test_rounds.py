@@ -21,6 +21,7 @@ def received(before: np.ndarray, after: np.ndarray, ep_size: int) -> np.ndarray:
     return (before != after).reshape(len(before), ep_size, -1).sum(axis=(0, 2))
 
 
+@pytest.mark.lengthy
 @given(
     seed=st.integers(0, 2**16),
     num_layers=st.integers(1, 4),

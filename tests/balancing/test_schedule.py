@@ -149,6 +149,7 @@ def test_ids_that_no_expert_has_are_refused() -> None:
             count_routes([ids], num_layers=1, num_experts=8)
 
 
+@pytest.mark.lengthy
 def test_a_driver_plans_without_torch_and_megatron() -> None:
     code = (
         "import sys; from moe_rl.megatron import plan_from_schedule, cluster_topology, BalancerConfig; "

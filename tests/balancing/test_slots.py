@@ -32,6 +32,7 @@ def random_ids(rng: np.random.Generator, num_tokens: int, num_experts: int, top_
     return ids
 
 
+@pytest.mark.lengthy
 @settings(max_examples=40)
 @given(data=st.data())
 def test_the_table_agrees_with_the_slot_map_of_core(data: st.DataObject) -> None:

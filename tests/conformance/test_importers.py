@@ -32,6 +32,7 @@ def test_an_importer_declares_itself_and_has_a_producer(importer: Importer) -> N
     assert importer.name in map(format_of, SAVERS), "write a producer in tests/replay and a saver in rollouts.py"
 
 
+@pytest.mark.lengthy
 @every_saver
 @given(rollout=rollouts())
 @settings(max_examples=25)

@@ -23,6 +23,7 @@ REGISTRY = POLICIES
 every_policy = pytest.mark.parametrize("name", POLICIES.names)
 
 
+@pytest.mark.lengthy
 @every_policy
 @settings(max_examples=12)
 @given(problem=problems())

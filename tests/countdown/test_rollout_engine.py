@@ -136,6 +136,7 @@ def test_the_engine_refuses_what_it_cannot_sample(engine: RolloutEngine) -> None
         RolloutEngine(model_config(num_experts=300), max_response_tokens=4)
 
 
+@pytest.mark.lengthy
 def test_problems_of_several_lengths_get_the_answers_that_they_get_alone(engine: RolloutEngine) -> None:
     mixed = draw_problems(CountdownSpec(extra_numbers=2), "train", 0, range(16))
     assert len({len(problem.prompt) for problem in mixed}) == 3

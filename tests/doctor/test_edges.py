@@ -366,6 +366,7 @@ def test_layer_patterns_are_read_as_megatron_reads_them(text: object, expected: 
     assert layer_pattern(text) == expected
 
 
+@pytest.mark.lengthy
 def test_the_command_loads_no_gpu_stack(tmp_path: Path) -> None:
     code = (
         "import sys\nsys.argv = ['moe-rl', 'doctor', *sys.argv[1:]]\nfrom moe_rl.cli import main\n"

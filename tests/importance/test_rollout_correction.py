@@ -301,6 +301,7 @@ def random_batch(lengths: list[int], seed: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.lengthy
 @settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),

@@ -9,6 +9,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.registry import POLICIES
 
 
+@pytest.mark.lengthy
 def test_every_policy_gets_a_row_whose_figures_are_consistent(rng: np.random.Generator) -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
     load = load_of(random_pairs(rng, (1, 4, 3, 4, 16), most=2000), 2)

@@ -15,6 +15,7 @@ IN_NODE = ("static", "ultraep", "relibra")
 """Policies whose replicas stay in their home's node."""
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", POLICIES.names)
 @settings(max_examples=10)
 @given(problem=problems(objective="imbalance"))

@@ -57,6 +57,7 @@ def dev_problem(path: Path, ep_size: int) -> PlanProblem:
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_baseline_has_its_figure(dev_trace_path: Path, name: str, ep_size: int) -> None:
@@ -65,6 +66,7 @@ def test_a_baseline_has_its_figure(dev_trace_path: Path, name: str, ep_size: int
     assert found == pytest.approx(EXPECTED[name][EP_SIZES.index(ep_size)], abs=TOLERANCE)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_relibra_is_as_strong_as_published(dev_trace_path: Path, ep_size: int) -> None:
     problem = dev_problem(dev_trace_path, ep_size)

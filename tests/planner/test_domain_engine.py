@@ -72,6 +72,7 @@ def test_too_few_slots_are_said_with_the_worst_cell() -> None:
     assert imbalance(rank_load(make_planner("moonep").plan(problem), problem.load)) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.lengthy
 @needs_core
 @settings(max_examples=25, deadline=None)
 @given(problem=problems(), engine=st.sampled_from(list(ENGINES)), residents=st.integers(0, 1))

@@ -19,6 +19,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner import PlanProblem, make_planner
 
 
+@pytest.mark.lengthy
 @settings(max_examples=100)
 @given(problem=problems())
 def test_no_micro_batch_is_worse_than_under_eplb_on_the_same_history(problem: PlanProblem) -> None:

@@ -124,6 +124,7 @@ def check_never_worse(seed: int, topology: ClusterTopology) -> None:
     assert own <= predicted_cost(static, problem) * (1 + 1e-9)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**40), topology=topologies())
 def test_a_plan_is_never_worse_than_static_and_costs_what_it_says(seed: int, topology: ClusterTopology) -> None:

@@ -101,6 +101,7 @@ def test_it_has_its_figure_on_real_routing(
     assert score(problem, MoeRlPlanner().plan(problem)) <= at_most
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("ep_size", "at_most", "copies"), [(16, 1.003, 1.0), (32, 1.017, 2.0)])
 def test_few_cross_node_copies_remove_most_of_the_rest(
     dev_trace_path: Path, ep_size: int, at_most: float, copies: float

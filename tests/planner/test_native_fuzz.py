@@ -159,6 +159,7 @@ def fuzz(cases: int, first_seed: int) -> None:
         seed += 1
 
 
+@pytest.mark.lengthy
 def test_random_cells_get_plans_that_keep_every_promise() -> None:
     fuzz(FUZZ_CASES, first_seed=0)
 
@@ -211,6 +212,7 @@ def check_gaps(seeds: range) -> None:
     assert max(gaps) <= 1e-2
 
 
+@pytest.mark.lengthy
 def test_replicas_are_near_the_integer_programming_optimum() -> None:
     check_gaps(range(25))
 

@@ -38,6 +38,7 @@ def test_the_worked_examples_are_true() -> None:
     assert failed == 0
 
 
+@pytest.mark.lengthy
 @settings(max_examples=100)
 @given(problem=problems())
 def test_every_plan_is_valid_names_its_planner_and_is_never_worse_than_doing_nothing(problem: PlanProblem) -> None:
@@ -52,6 +53,7 @@ def test_every_plan_is_valid_names_its_planner_and_is_never_worse_than_doing_not
         assert rank_load(plan, problem.load).max(axis=3).sum() <= rank_load(static, problem.load).max(axis=3).sum()
 
 
+@pytest.mark.lengthy
 def test_the_same_problem_gets_the_same_plan(rng: np.random.Generator) -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
     problem = problem_of(load_of(random_pairs(rng, (1, 3, 2, 8, 16), most=500), 2), topology)
@@ -81,6 +83,7 @@ def suite_problem(seed: int) -> PlanProblem:
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("parameters", [{"reorder": False}, {}], ids=["replicate", "reorder"])
 @pytest.mark.parametrize("seed", range(16))
@@ -95,6 +98,7 @@ def test_it_is_nearly_as_good_as_the_core(parameters: dict[str, bool], seed: int
     assert found <= QUALITY * best
 
 
+@pytest.mark.lengthy
 @settings(max_examples=60)
 @given(seed=seeds, slots=st.integers(1, 2))
 def test_levelling_is_near_the_integer_programming_optimum(seed: int, slots: int) -> None:

@@ -29,6 +29,7 @@ def test_reordering_evens_out_nodes_where_replicas_cannot() -> None:
     assert imbalance(reordered) == 1.0
 
 
+@pytest.mark.lengthy
 def test_under_time_experts_go_to_the_node_that_sends_them_most() -> None:
     """Each node's sources choose four experts of even load, every other one: loads are even wherever they sit."""
     pairs = np.zeros((1, 2, 1, 4, 8), np.int32)
@@ -43,6 +44,7 @@ def test_under_time_experts_go_to_the_node_that_sends_them_most() -> None:
     assert (home["imbalance"][0] // 2).tolist() == [0] * 4 + [1] * 4
 
 
+@pytest.mark.lengthy
 def test_under_time_few_tokens_are_not_worth_a_move() -> None:
     load = load_of(one_hot_node(), 2)
     plans = [

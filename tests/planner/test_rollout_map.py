@@ -24,6 +24,7 @@ def busiest(slots: np.ndarray, load: np.ndarray, ranks: int) -> np.ndarray:
     return np.asarray(smooth_max(at, POWER).sum(axis=0))
 
 
+@pytest.mark.lengthy
 @given(seed=st.integers(0, 30), more=st.integers(0, 3))
 def test_swaps_never_make_the_packing_by_totals_worse(seed: int, more: int) -> None:
     rng = np.random.default_rng(seed)

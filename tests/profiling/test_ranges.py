@@ -39,6 +39,7 @@ def test_ranges_do_nothing_until_enabled() -> None:
         pass
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("asked", "enabled"), [("1", "True"), ("0", "False")])
 def test_a_variable_of_the_environment_switches_ranges_on(asked: str, enabled: str) -> None:
     pytest.importorskip("nvtx")

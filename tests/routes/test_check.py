@@ -15,6 +15,7 @@ def mate_of(other):
     return CheckedSequence(routes=other.other, num_tokens=len(other.other) + 1, reference=other.other)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeded_faults_are_named(family):
     rng = np.random.default_rng(11)

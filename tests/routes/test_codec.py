@@ -35,6 +35,7 @@ def written(routes, experts, **options):
     return sink.getvalue()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("draw", [random_routes, skewed_routes])
 def test_the_same_sets_come_out_and_the_plain_codec_writes_the_same_bytes(model, draw, monkeypatch):

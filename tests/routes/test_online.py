@@ -16,6 +16,7 @@ IN_PLACE = [
 ]  # a running step has a row for every token
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_routes_raise_no_alarm_and_wrong_ones_do(family):
     rng = np.random.default_rng(21)

@@ -80,6 +80,7 @@ def tokens_of_source(
     return np.array([row for row in mine if trace.valid[row]], int)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=40)
 @given(traced_steps())
 def test_counted_visits_are_those_of_every_token(
@@ -256,6 +257,7 @@ def test_real_routing_is_near_independent(dev_trace_path: Path) -> None:
     assert -0.15 < difference.nic_rows < 0.0
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("dispatcher", ["deepep", "alltoall"])
 @settings(max_examples=30)
 @given(case=traced_steps())

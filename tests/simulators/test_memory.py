@@ -31,6 +31,7 @@ def routed(result: PolicyResult) -> int:
     return result.memory.parts_bytes["routed_rows"]
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_the_parts_add_up_and_imbalance_never_saves_memory(case: StepCase) -> None:
     result = case.simulate()
@@ -41,6 +42,7 @@ def test_the_parts_add_up_and_imbalance_never_saves_memory(case: StepCase) -> No
         assert memory.peak_bytes >= result.ideal.memory.peak_bytes
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_recomputing_more_never_needs_more(case: StepCase) -> None:
     peaks = [

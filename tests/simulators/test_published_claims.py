@@ -84,6 +84,7 @@ def predictions(
     return {name: policy.prediction for name, policy in result.policies.items()}
 
 
+@pytest.mark.lengthy
 def test_the_ranking_does_not_hang_on_a_constant() -> None:
     """relibra before eplb-oracle before static, with every constant 30 % lower and higher."""
     setting = StepSetting(sequence_length=8192)

@@ -73,6 +73,7 @@ CASES = [pytest.param(row, id=row.name) for row in ROWS]
 CASES += [pytest.param(row, id=row.name, marks=pytest.mark.slow) for row in MORE_ROWS]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("row", CASES)
 def test_the_study_is_reproduced(row: Row) -> None:
     imbalance, seconds = study(row)

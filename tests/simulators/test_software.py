@@ -92,6 +92,7 @@ def test_a_layer_takes_the_larger_of_host_and_gpu() -> None:
     assert fast.step_time_s == pytest.approx(free.step_time_s, rel=1e-6)
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_host_time_shortens_no_policy_and_leaves_the_bound_a_bound(case: StepCase) -> None:
     hosted = replace(case.topology, hardware=replace(case.topology.hardware, host_layer_ms=50.0))
@@ -183,6 +184,7 @@ def test_rows_may_say_graphs_in_a_phrase_and_nothing_in_their_name() -> None:
         WholeRun.of({k: v for k, v in ROW.items() if k != "ep_size"}, lambda name: load_model(name).spec, load_cluster)
 
 
+@pytest.mark.lengthy
 def test_the_fit_stays_where_the_runs_are_met_and_moves_where_they_are_not() -> None:
     runs = [run_of(), run_of(cuda_graph="partial"), run_of(cluster="h100", ep_size=8)]
     met = [replace(run, tokens_per_s=run.predicted().tokens_per_s_per_gpu) for run in runs]
@@ -193,6 +195,7 @@ def test_the_fit_stays_where_the_runs_are_met_and_moves_where_they_are_not() -> 
     assert fitting.fit(slower, fitting.SHIPPED) == found
 
 
+@pytest.mark.lengthy
 def test_published_configurations_that_ran_are_forecast_to_fit() -> None:
     found = memory_forecasts(PUBLISHED, model_named=lambda name: load_model(name).spec, cluster_named=load_cluster)
     assert len(found) > 40

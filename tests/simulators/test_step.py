@@ -37,6 +37,7 @@ def uniform_load(topology: ClusterTopology, *, experts: int, per_expert: int, mi
     return StepLoad(pairs=np.full(shape, per_expert, np.int32), tokens=tokens, top_k=2)
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_no_policy_beats_the_lower_bound(case: StepCase) -> None:
     times = case.times()
@@ -44,6 +45,7 @@ def test_no_policy_beats_the_lower_bound(case: StepCase) -> None:
         assert times["ideal"] <= time * SMALL, name
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_the_parts_add_up_to_the_step(case: StepCase) -> None:
     result = case.simulate()
@@ -61,6 +63,7 @@ def test_the_parts_add_up_to_the_step(case: StepCase) -> None:
         assert parts["pipeline_bubble"] == pytest.approx(waiting / max(1, (one.micro_batch_s[one.group] > 0).sum()))
 
 
+@pytest.mark.lengthy
 @given(cases(), st.sampled_from(FASTER + WIDER))
 def test_more_rate_never_costs_time(case: StepCase, constant: str) -> None:
     slow = case.times()
@@ -69,6 +72,7 @@ def test_more_rate_never_costs_time(case: StepCase, constant: str) -> None:
         assert time <= slow[name] * SMALL, (name, constant)
 
 
+@pytest.mark.lengthy
 @given(cases(), seeds)
 def test_fewer_tokens_never_cost_time(case: StepCase, seed: int) -> None:
     """Every source rank loses a share of its tokens, some all of them.
@@ -334,6 +338,7 @@ def test_one_rank_sends_nothing() -> None:
         assert parts["expert_gemm"] > 0.0
 
 
+@pytest.mark.lengthy
 @settings(max_examples=15)
 @given(cases())
 def test_recomputing_and_log_probs_add_their_passes(case: StepCase) -> None:

@@ -14,6 +14,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.simulators.movement import STEP_PARTS
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_doubling_the_micro_batches_doubles_the_time(case: StepCase) -> None:
     setting = replace(case.setting, pipeline_model_parallel_size=1, num_virtual_stages=1, overlap_all_to_all=False)
@@ -41,6 +42,7 @@ def test_doubling_the_micro_batches_doubles_the_time(case: StepCase) -> None:
         assert again.prediction.imbalance == pytest.approx(result.prediction.imbalance)
 
 
+@pytest.mark.lengthy
 @given(cases(), seeds)
 def test_renaming_experts_changes_nothing(case: StepCase, seed: int) -> None:
     """Expert e becomes name[l, e], in the loads and in the plan; Megatron's own placement is not compared."""
@@ -55,6 +57,7 @@ def test_renaming_experts_changes_nothing(case: StepCase, seed: int) -> None:
         assert after[policy] == pytest.approx(before[policy], rel=1e-9)
 
 
+@pytest.mark.lengthy
 @given(cases(), seeds)
 def test_renaming_ranks_within_a_node_changes_nothing(case: StepCase, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -34,6 +34,7 @@ def plain(case: StepCase) -> StepCase:
     )
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_the_timeline_ends_when_the_simulator_says(case: StepCase) -> None:
     case = plain(case)
@@ -45,6 +46,7 @@ def test_the_timeline_ends_when_the_simulator_says(case: StepCase) -> None:
             assert end == pytest.approx(result.policies[policy].micro_batch_s[group].sum(), rel=1e-9)
 
 
+@pytest.mark.lengthy
 @given(cases())
 def test_a_rank_does_one_thing_at_a_time_and_never_rests_unseen(case: StepCase) -> None:
     case = plain(case)

@@ -54,6 +54,7 @@ def figures(report: Any) -> dict[str, Any]:
 # --- one report ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_python_and_the_command_line_report_the_same(tmp_path: Path, path: Path) -> None:
     report = moe_rl.simulate(path, policy=POLICIES, sensitivity=True, **SMALL)
     written = tmp_path / "a.json"
@@ -157,6 +158,7 @@ def test_plans_are_saved_and_loaded(tmp_path: Path, path: Path) -> None:
         moe_rl.save_plan(alone, tmp_path / "step.txt")
 
 
+@pytest.mark.lengthy
 def test_a_sweep_is_its_points(tmp_path: Path, path: Path) -> None:
     values = {"expert_model_parallel_size": [2, 4], "replica_slots": (0, 1)}
     options = {"num_experts": 8, "ep_group_tokens": 200, "policy": POLICIES}
@@ -295,6 +297,7 @@ def loaded_by(code: str) -> set[str]:
     return set(ran.stdout.split())
 
 
+@pytest.mark.lengthy
 def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> None:
     assert loaded_by("import moe_rl; dir(moe_rl)") == set()
     assert loaded_by("import moe_rl; moe_rl.simulate") == {"numpy", "pydantic", "moe_rl.study"}
@@ -304,6 +307,7 @@ def test_importing_the_package_loads_nothing_and_the_library_no_terminal() -> No
         assert all(hasattr(module, name) for name in module.__all__)
 
 
+@pytest.mark.lengthy
 def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

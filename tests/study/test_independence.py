@@ -26,6 +26,7 @@ def figures(trace: RoutingTrace, policy: str, **options: Any) -> dict[str, Any]:
     return {name: {k: v for k, v in one.items() if k != "plan_time_s"} for name, one in policies.items()}
 
 
+@pytest.mark.lengthy
 def test_other_policies_and_sensitivity_change_no_policy(trace: RoutingTrace) -> None:
     together = figures(trace, ",".join(POLICIES))
     assert figures(trace, ",".join(POLICIES), sensitivity=True) == together
@@ -38,6 +39,7 @@ def test_threads_change_no_plan(trace: RoutingTrace) -> None:
     assert one == three
 
 
+@pytest.mark.lengthy
 def test_processes_change_no_point(trace: RoutingTrace, tmp_path: Path) -> None:
     grid = {"expert_model_parallel_size": [4, 8], "cuda_graph_impl": ["none", "full_iteration"]}
     options = {"micro_batch_tokens": 512, "policy": "moe-rl,eplb-oracle"}

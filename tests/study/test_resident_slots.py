@@ -87,6 +87,7 @@ def test_where_not_even_the_step_without_copies_fits_none_is_taken(path: Path, t
     assert any("without any the forecast peak is" in note for note in report.cautions)
 
 
+@pytest.mark.lengthy
 def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
     number = moe_rl.simulate(path, resident_slots="auto", **SMALL).setting["resident_slots"]
     made = moe_rl.plan(path, resident_slots="auto", **SMALL | {"policy": ["moe-rl"]})

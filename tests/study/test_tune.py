@@ -31,6 +31,7 @@ def long_tail() -> Tuned:
     return product.tune(**LONG_TAIL, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, jobs=1)
 
 
+@pytest.mark.lengthy
 def test_the_group_of_one_node_is_best_and_a_larger_one_says_why_not(long_tail: Tuned) -> None:
     """EP8 is a node: beyond it the all-to-all goes through NICs; below it less memory is left for micro-batches."""
     sizes = list(long_tail.first_of("expert_model_parallel_size"))
@@ -40,6 +41,7 @@ def test_the_group_of_one_node_is_best_and_a_larger_one_says_why_not(long_tail: 
     assert "all to all takes" in said
 
 
+@pytest.mark.lengthy
 def test_settings_are_in_order_and_their_parts_add_up(long_tail: Tuned) -> None:
     speeds = [row.tokens_per_s_per_gpu for row in long_tail.settings]
     slower = [speed for speed in speeds if speed < (1 - ALIKE) * max(speeds)]
@@ -69,6 +71,7 @@ def test_every_shape_fills_the_gpus_and_its_nodes() -> None:
         assert shape.num_virtual_stages == 1 or shape.pipeline_model_parallel_size > 1
 
 
+@pytest.mark.lengthy
 def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("found.jsonl", "found.json", "trade.svg", "trade.html")}
     asked = ("tune", *SMALL, "--jobs", 1, "--out", files["found.jsonl"])
