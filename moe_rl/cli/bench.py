@@ -61,7 +61,7 @@ def planner(
     """
     if board:
         judge = _benchmark("board")
-        check_outputs({"--json": json_path}, inputs=board)
+        check_outputs({"--json": json_path}, inputs=tuple(board))
         scores = judge.board(tuple(board))
         deliver({}, json.dumps(scores, indent=1) + "\n", json_path)
         say(judge.as_text(scores))
