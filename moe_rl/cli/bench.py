@@ -64,7 +64,8 @@ def planner(
         check_outputs({"--json": json_path}, inputs=tuple(board))
         scores = judge.board(tuple(board))
         deliver({}, json.dumps(scores, indent=1) + "\n", json_path)
-        say(judge.as_text(scores))
+        for line in judge.as_text(scores).splitlines():
+            say(line)
         return
     benchmark = _benchmark("bench_planner")
     known = benchmark.ALL_SECTIONS
