@@ -4,7 +4,7 @@
     python benchmarks/bench_importance.py --json          one JSON document
     python benchmarks/bench_importance.py --storage-bias  gamma with no true shift, by storage type
     python benchmarks/bench_importance.py --against-plain policy_loss over the plain formula, as ratios within one run
-    python benchmarks/bench_importance.py --router-tap    passes in which routers are read, over plain ones, likewise
+    python benchmarks/bench_importance.py --router-tap    share of a pass that reading the routers takes
     pytest benchmarks/bench_importance.py                 the same cases under pytest-benchmark
 
 Cases run on `--device` (default: cuda if there is one, else cpu), with one CPU thread unless `--threads` says
@@ -209,7 +209,7 @@ def against_plain(tokens: int, device: str, rounds: int, names: Sequence[str] = 
 
 
 def router_tap(tokens: int, device: str, rounds: int) -> dict[str, float]:
-    """Fastest round of a pass whose routers are read over that of the plain pass, taking turns, by pass."""
+    """Time that reading the routers takes, over that of the rest of the pass, by pass."""
     transformers = importlib.import_module("transformers")
     config = transformers.Qwen3MoeConfig(
         **{"vocab_size": 1024, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": 64},
@@ -221,36 +221,46 @@ def router_tap(tokens: int, device: str, rounds: int) -> dict[str, float]:
     with torch.no_grad(), tap.old_pass(tokens) as store, tap.told([keys]):
         model(ids)
 
+    on_gpu = device.startswith("cuda")
+    clock, spent, hook_of = time.perf_counter if on_gpu else time.process_time, [0.0], tap._hook
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return clock()
+
+    def timed(*how: Any) -> Callable[..., None]:
+        hook = hook_of(*how)
+
+        def run(*args: Any) -> None:
+            start = now()
+            hook(*args)
+            spent[0] += now() - start
+
+        return run
+
+    tap._hook = timed  # type: ignore[method-assign]
+
     def forward() -> None:
-        with torch.no_grad():
+        with torch.no_grad(), tap.old_pass(tokens), tap.told([keys]):
             model(ids)
 
-    def forward_read() -> None:
-        with tap.old_pass(tokens), tap.told([keys]):
-            forward()
-
     def update() -> None:
-        model(ids).logits.logsumexp(dim=-1).sum().backward()
-
-    def update_read() -> None:
         with tap.update_pass(store) as reading, tap.told([keys]):
-            update()
+            logits = model(ids).logits
+        start = now()
         as_floats(reading.finish(keys).metrics)
+        spent[0] += now() - start
+        logits.logsumexp(dim=-1).sum().backward()
 
-    on_gpu = device.startswith("cuda")
-    clock = time.perf_counter if on_gpu else time.process_time
-    fastest: dict[Callable[[], None], float] = dict.fromkeys((forward, forward_read, update, update_read), math.inf)
-    for _ in range(rounds):
-        for side in fastest:
-            start = clock()
-            side()
-            if on_gpu:
-                torch.cuda.synchronize()
-            fastest[side] = min(fastest[side], clock() - start)
-    return {
-        "old log-probabilities": fastest[forward_read] / fastest[forward],
-        "update": fastest[update_read] / fastest[update],
-    }
+    shares = {}
+    for name, one in {"old log-probabilities": forward, "update": update}.items():
+        one()
+        spent[0], start = 0.0, now()
+        for _ in range(rounds):
+            one()
+        shares[name] = spent[0] / (now() - start - spent[0])
+    return shares
 
 
 class PeakMemory:
@@ -406,8 +416,8 @@ def main() -> None:
             print(f"{name:30s} {ratio.loss:6.2f} {ratio.metrics:12.2f}", flush=True)
         return
     if args.router_tap:
-        for name, over_plain in router_tap(args.tokens or 1024, args.device, args.rounds or 10).items():
-            print(f"{name:30s} {over_plain:6.3f} of the plain pass")
+        for name, share in router_tap(args.tokens or 1024, args.device, args.rounds or 10).items():
+            print(f"{name:30s} {share:7.2%} of the rest of the pass")
         return
     rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)
     if args.json:
