@@ -16,6 +16,7 @@ pytestmark = pytest.mark.framework
 EXAMPLE = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")  # TRL asks Transformers so
 def test_two_shuffled_updates_of_every_batch_read_the_gamma_of_a_brute_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
