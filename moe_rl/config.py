@@ -80,6 +80,8 @@ class ModelFile(_Strict):
     shared_expert_ffn_hidden_size: Count = SourcedInt(value=0)
     dense_ffn_hidden_size: Count = SourcedInt(value=0)
     latent_cache_width: Count = SourcedInt(value=0)
+    latent_rotary_width: Count = SourcedInt(value=0)
+    latent_query_width: Count = SourcedInt(value=0)
     sliding_window: Count = SourcedInt(value=0)
     num_sliding_window_layers: Count = SourcedInt(value=0)
     num_attention_heads: Count

@@ -45,11 +45,6 @@ SPARSE_NOTE = (
     "not at all"
 )
 
-MLA_NOTE = (
-    "num_query_groups: assumed: latent attention (MLA) has no query groups; one group of kv_channels prices its shared "
-    "low-rank keys and values closest to its real projections"
-)
-
 
 def _every_layer(_: Config, num_layers: int) -> list[int]:
     return list(range(num_layers))
@@ -155,8 +150,10 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
-        num_query_groups=1 if latent else int(config.get("num_key_value_heads") or heads),
+        num_query_groups=heads if latent else int(config.get("num_key_value_heads") or heads),
         kv_channels=int(head_dim or values["hidden_size"] // heads),
+        latent_rotary_width=int(config.get("qk_rope_head_dim") or 0) if latent else 0,
+        latent_query_width=int(config.get("q_lora_rank") or 0) if latent else 0,
         latent_cache_width=int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
         activation={"gpt_oss": "swiglu_oai", HYBRID: "relu2"}.get(family, "swiglu"),
         num_expert_groups=int(config.get("n_group") or 1),
@@ -168,7 +165,7 @@ def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[
         **values,
     )
     linear_note = HYBRID_NOTE if family == HYBRID else LINEAR_NOTE
-    return spec, (MLA_NOTE,) * latent + (linear_note,) * bool(linear) + (SPARSE_NOTE,) * bool(sparse)
+    return spec, (linear_note,) * bool(linear) + (SPARSE_NOTE,) * bool(sparse)
 
 
 def _linear_layers(config: Config, num_layers: int) -> int:

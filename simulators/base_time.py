@@ -28,8 +28,13 @@ MLA_UP_PROJECTION = 0.23
 DeepSeek-V3 and Kimi-K2."""
 LAYER_NORM_PASSES = 8.0
 """Hidden-size elements that the module `layernorm` reads and writes again."""
-NARROW_HEAD = 1.3
-"""Core attention of heads of 64 channels against 128, per floating-point operation; assumed."""
+NARROW_HEAD = (1.6, 1.35)
+"""Core attention of heads of 64 channels against 128, per floating-point operation, forward and backward: cuDNN 9.19 on
+H200 and GB200 (NVIDIA/cudnn-frontend@afa9f7c:benchmark/sdpa_benchmark_training/results, gpt-oss and Llama)."""
+EDGE_TOKENS = 750
+"""Keys that core attention loses per query to the edges of its tiles and to GPUs that it does not fill: of the rate at
+32768 tokens, cuDNN reaches 0.75 to 0.86 at 4096 and 0.57 to 0.70 at 2048 in the same tables, FlashAttention-3 0.94 and
+0.85 on a full H100 (arXiv 2407.08608)."""
 LOSS_BYTES = (6.0, 8.0)
 """Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed."""
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
@@ -189,7 +194,7 @@ def _ring_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSett
     """
     slices = setting.tensor_model_parallel_size * setting.context_parallel_size
     rate = hardware.nvlink_p2p_gb_per_s if slices <= hardware.ranks_per_node else hardware.rdma_gb_per_s
-    sent = (setting.context_parallel_size - 1) * BF16_BYTES * 2 * model.num_query_groups * model.kv_channels
+    sent = (setting.context_parallel_size - 1) * BF16_BYTES * model.key_value_channels
     return sent / (rate * 1e9)
 
 
@@ -216,7 +221,7 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph == "full_iteration":
         return 0.0
-    left = software.partial_graph_share if setting.cuda_graph == "partial" else 1.0
+    left = software.launched(setting.cuda_graph)
     wider = 1.0 + software.host_per_tensor_rank * (setting.tensor_model_parallel_size - 1)
     layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
     if moe_layer and not setting.fused_grouped_mlp:
@@ -229,24 +234,27 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
-    queries = model.num_attention_heads * model.kv_channels
-    keys_and_values = 2 * model.num_query_groups * model.kv_channels
-    linear_flops = 2.0 * model.hidden_size * (2 * queries + keys_and_values) * (2.0 if backward else 1.0)
-    moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * (queries + keys_and_values)
-    core_flops = 2.0 * queries * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
+    outputs = model.num_attention_heads * model.kv_channels
+    linear_s = sum(
+        (4.0 if backward else 2.0) * columns * depth / _linear_flops_per_s(hardware, setting, columns, depth)
+        for columns, depth in model.attention_products
+    )
+    handled = model.query_channels + model.key_value_channels
+    moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
+    core_flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
     core_tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
     if model.kv_channels < 128:
-        core_flops *= NARROW_HEAD
+        core_flops *= NARROW_HEAD[backward]
     if backward and "core_attn" in setting.recompute_modules:
         core_flops += core_flops / BACKWARD_ATTENTION_FLOPS
     if backward and "mla_up_proj" in setting.recompute_modules:
-        linear_flops *= 1.0 + MLA_UP_PROJECTION / 2.0
+        linear_s *= 1.0 + MLA_UP_PROJECTION / 2.0
     if backward and "layernorm" in setting.recompute_modules:
         moved += LAYER_NORM_PASSES * model.hidden_size
+    core = core_flops / (core_tflops * 1e12)
     return LinearTime(
-        per_token=linear_flops / _linear_flops_per_s(hardware, setting, queries, model.hidden_size)
-        + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
-        per_square=core_flops / (core_tflops * 1e12),
+        per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9) + EDGE_TOKENS * core,
+        per_square=core,
     )
 
 

@@ -8,9 +8,8 @@ def flops_per_token(model: MoeModelSpec, sequence_length: float) -> float:
 
     Recomputation does not count (model FLOPs, as in NVIDIA/Megatron-LM:megatron/training/training.py).
     """
-    queries = model.num_attention_heads * model.kv_channels
-    keys_and_values = 2 * model.num_query_groups * model.kv_channels
-    attention = 2.0 * model.hidden_size * (2 * queries + keys_and_values) + 2.0 * sequence_length * queries
+    core = model.query_channels + model.num_attention_heads * model.kv_channels
+    attention = 2.0 * model.attention_params + sequence_length * core
     per_width = 2.0 * model.num_expert_matrices * model.hidden_size
     moe = model.top_k * model.moe_ffn_hidden_size + model.shared_expert_ffn_hidden_size
     dense_layers = model.num_layers - model.num_moe_layers

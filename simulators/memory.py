@@ -210,14 +210,11 @@ def _resident_slots(placement: ExpertPlacement | None) -> int:
 
 def dense_params(model: MoeModelSpec) -> float:
     """Return parameters of all layers outside routed experts and embeddings."""
-    queries = model.num_attention_heads * model.kv_channels
-    keys_and_values = 2 * model.num_query_groups * model.kv_channels
-    attention = model.hidden_size * (2 * queries + keys_and_values)
     per_width = model.num_expert_matrices * model.hidden_size
     moe = per_width * model.shared_expert_ffn_hidden_size + model.hidden_size * model.num_experts
     dense_layers = model.num_layers - model.num_moe_layers
     return float(
-        model.num_layers * attention
+        model.num_layers * model.attention_params
         + model.num_moe_layers * moe
         + dense_layers * per_width * model.dense_ffn_hidden_size
     )
@@ -229,8 +226,7 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     The residual, inputs and outputs of two norms, queries, keys, values and attention's output; under recomputation of
     the MoE layer its shared experts are computed again as well. In FP8 the inputs of the projections take one byte.
     """
-    hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
-    keys_and_values = 2 * model.num_query_groups * model.kv_channels
+    hidden, outputs = model.hidden_size, model.num_attention_heads * model.kv_channels
     product = 1 if setting.precision == "fp8" else BF16_BYTES
     gone, again = setting.offload_modules, setting.recompute_modules
     shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
@@ -239,8 +235,8 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     if "layernorm" not in again:
         kept += BF16_BYTES * hidden + ("qkv_linear" not in gone) * product * hidden
     if "mla_up_proj" not in again and "core_attn" not in gone:
-        kept += BF16_BYTES * (queries + keys_and_values)
-    return kept + ("attn_proj" not in gone) * product * queries
+        kept += BF16_BYTES * (model.query_channels + model.key_value_channels)
+    return kept + ("attn_proj" not in gone) * product * outputs
 
 
 def in_flight(setting: StepSetting, stage: int) -> float:

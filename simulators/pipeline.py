@@ -65,8 +65,7 @@ def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
     window = 0.0 if virtual == 1 else stage_s
-    graph = {"none": 1.0, "partial": setting.software.partial_graph_share, "full_iteration": 0.0}[setting.cuda_graph]
-    host = 1e-3 * hardware.host_chunk_ms * graph * virtual * directions / 2
+    host = 1e-3 * hardware.host_chunk_ms * setting.software.launched(setting.cuda_graph) * virtual * directions / 2
     sent = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate
     return max(0.0, sent - window) + host
 

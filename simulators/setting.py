@@ -23,8 +23,8 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 """Single modules that backward computes again (`--recompute-modules`)."""
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`)."""
-CUDA_GRAPHS = ("none", "partial", "full_iteration")
-"""What is launched as CUDA graphs: nothing; attention, router and preprocessing (`--cuda-graph-scope`); everything."""
+CUDA_GRAPHS = ("none", "router", "partial", "full_iteration")
+"""What graphs launch (`--cuda-graph-scope`): nothing; router and preprocessing; attention, too; everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -355,7 +355,7 @@ def test_layers_of_linear_attention_are_priced_as_a_window_and_said_so(tmp_path:
             {"model_type": "kimi_k2", "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
              "hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432, "n_shared_experts": 1,
              "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 512, "v_head_dim": 128, "n_group": 1,
-             "qk_rope_head_dim": 64,
+             "qk_rope_head_dim": 64, "q_lora_rank": 1536,
              "topk_group": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840},
         ),
         (
@@ -380,11 +380,17 @@ def test_a_named_model_has_the_shape_that_the_keys_of_its_own_config_give(
     assert replace(load_model(str(write_config(tmp_path, content))).spec, name=named.name) == named
 
 
-def test_latent_attention_is_reported_as_an_assumption(tmp_path: Path) -> None:
+def test_latent_attention_has_the_projections_of_its_own_config(tmp_path: Path) -> None:
     content = TINY | {"model_type": "kimi_k2"} | FAMILY_CONFIGS["deepseek_v3"]
     loaded = load_model(str(write_config(tmp_path, content)))
-    assert (loaded.spec.num_query_groups, loaded.spec.kv_channels) == (1, 24)
-    assert "latent attention" in loaded.assumptions[0]
+    assert (loaded.spec.num_query_groups, loaded.spec.kv_channels) == (loaded.spec.num_attention_heads, 24)
+    assert loaded.assumptions == ()
+    deepseek = load_model("deepseek-v3").spec  # q_a, q_b, kv_a, kv_b, o
+    low, heads = (1536, 512 + 64), 128
+    assert deepseek.attention_params == (
+        7168 * low[0] + low[0] * heads * 192 + 7168 * low[1] + 512 * heads * 256 + heads * 128 * 7168
+    )
+    assert deepseek.key_value_channels == heads * (192 + 128)
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3", "glm-4.5-air"])
@@ -480,6 +486,7 @@ def test_sparse_attention_is_priced_as_a_window_and_said_so(tmp_path: Path) -> N
         "n_group": 8,
         "topk_group": 4,
         "num_attention_heads": 128,
+        "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,

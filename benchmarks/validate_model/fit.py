@@ -53,17 +53,23 @@ class FittedConstant:
 
 
 CONSTANTS: Mapping[str, FittedConstant] = {
-    "expert GEMM on Hopper": FittedConstant(first=800.0, fields=("gemm_tflops",), clusters=HOPPER, caution=6.0),
-    "expert GEMM on Blackwell": FittedConstant(first=2100.0, fields=("gemm_tflops",), clusters=BLACKWELL, at="gb200"),
+    "GEMM on Hopper": FittedConstant(
+        first=800.0, fields=("gemm_tflops", "attention_linear_tflops"), clusters=HOPPER, caution=6.0
+    ),
+    "GEMM on Blackwell": FittedConstant(
+        first=2100.0, fields=("gemm_tflops", "attention_linear_tflops"), clusters=BLACKWELL, at="gb200"
+    ),
     "projections": FittedConstant(first=600.0, fields=("attention_linear_tflops",)),
-    "core attention": FittedConstant(first=556.0, fields=("attention_forward_tflops", "attention_backward_tflops")),
+    "core attention": FittedConstant(
+        first=616.0, fields=("attention_forward_tflops", "attention_backward_tflops"), caution=4.0
+    ),
     "GEMM half width": FittedConstant(first=900.0, fields=("gemm_half_width",)),
     "unaligned GEMM": FittedConstant(first=0.8, fields=("gemm_unaligned",)),
     "FP8 on Hopper": FittedConstant(first=1.3, fields=("fp8_speedup",), clusters=HOPPER, caution=4.0),
     "FP8 on Blackwell": FittedConstant(first=1.6, fields=("fp8_speedup",), clusters=BLACKWELL, at="gb200"),
     "Blackwell Ultra": FittedConstant(
         first=2200.0,
-        fields=("gemm_tflops", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
+        fields=("gemm_tflops", "attention_linear_tflops"),
         clusters=ULTRA,
         at="gb300",
         caution=3.0,
@@ -81,7 +87,7 @@ CONSTANTS: Mapping[str, FittedConstant] = {
     "host per TP rank": FittedConstant(first=0.15, fields=("host_per_tensor_rank",)),
     "host in FP8": FittedConstant(first=1.0, fields=("host_fp8",)),
     "left by overlap": FittedConstant(first=0.4, fields=("overlap_left",)),
-    "clamped activation": FittedConstant(first=50.0, fields=("clamped_activation_bytes",)),
+    "clamped activation": FittedConstant(first=62.0, fields=("clamped_activation_bytes",)),
     "fused grouped MLP": FittedConstant(first=0.6, fields=("fused_mlp_share",)),
 }
 
@@ -216,7 +222,6 @@ def ratio_errors(runs: Sequence[WholeRun], errors: Floats) -> dict[tuple[str, st
 
 
 def _flattened(residuals: Floats) -> Floats:
-    """Return residuals whose squares grow only linearly beyond `NOISE`."""
-    scaled = residuals / NOISE
-    flattened: Floats = NOISE * np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0))
+    """Return residuals whose squares hardly grow beyond `NOISE` (Cauchy's loss)."""
+    flattened: Floats = NOISE * np.sign(residuals) * np.sqrt(np.log1p((residuals / NOISE) ** 2))
     return flattened

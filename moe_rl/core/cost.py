@@ -39,23 +39,24 @@ ANY_TIME_S = 1e9
 class SoftwareCosts:
     """What the training software adds, on any cluster; fitted once on published runs (`benchmarks/validate_model`)."""
 
-    partial_graph_share: float = 0.43
+    partial_graph_share: float = 0.468
     """Share of a layer's host time that CUDA graphs of attention and router leave."""
-    host_per_tensor_rank: float = 0.143
+    host_per_tensor_rank: float = 0.169
     """Growth of a layer's host time with every further tensor-parallel rank."""
-    host_fp8: float = 1.41
+    host_fp8: float = 1.11
     """Growth of an expert's host time in FP8: casts and scales are launches, too."""
     host_recompute_ms: float = 0.7
     """Host time of recomputing one module of one layer: the mean over Moonlight's sweep (data/memory_peaks.yaml)."""
-    overlap_left: float = 0.35
+    overlap_left: float = 0.335
     """Share of the shorter of computation and all-to-all that overlap of two micro-batches does not hide."""
     overlap_host: float = 0.5
     """Growth of a layer's host time under that overlap, which launches a layer in pieces on two streams. Two steps of
     Qwen3-235B on 64 B200 without graphs became faster without overlap: 17.2 -> 16.0 s in BF16, 20.1 -> 16.9 s in MXFP8
     (NVIDIA-NeMo/Megatron-Bridge pull request 1760)."""
-    clamped_activation_bytes: float = 59.4
-    """Bytes per expert width and row of gpt-oss's clamped activation with biases: a chain of elementwise kernels."""
-    fused_mlp_share: float = 0.438
+    clamped_activation_bytes: float = 67.3
+    """Bytes per expert width and row of gpt-oss's clamped activation with biases, a chain of elementwise kernels: 34 by
+    counting megatron-core's, and 28 per hidden element, of which it has as many, for the output's bias."""
+    fused_mlp_share: float = 0.467
     """Share of activation and cast bytes that a fused grouped MLP still moves."""
     plan_ms: float = 0.0
     """Time on a layer's way until copies can start, where they are planned at dispatch; 0 where routes are known before
@@ -67,6 +68,14 @@ class SoftwareCosts:
     def __post_init__(self) -> None:
         for item in fields(self):
             require(getattr(self, item.name) >= 0, f"software: {item.name} must not be negative.")
+
+    def launched(self, cuda_graph: str) -> float:
+        """Return the share of a layer's launches that `cuda_graph`, one of `simulators.setting.CUDA_GRAPHS`, leaves.
+
+        Of the launches that graphs of attention and router spare, half are taken as the router's.
+        """
+        partial = self.partial_graph_share
+        return {"none": 1.0, "router": (1.0 + partial) / 2.0, "partial": partial, "full_iteration": 0.0}[cuda_graph]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

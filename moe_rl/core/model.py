@@ -67,6 +67,10 @@ class MoeModelSpec:
     latent_cache_width: int = 0
     """Elements of a token's latent cache in a layer (MLA: low-rank keys and values, and the rotary key); 0: keys and
     values of every query group are cached."""
+    latent_rotary_width: int = 0
+    """Channels of a head's queries and keys beside `kv_channels`, as latent attention has them."""
+    latent_query_width: int = 0
+    """Width of latent attention's low-rank queries; 0: they are projected at once."""
     sliding_window: int = 0
     """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
     num_sliding_window_layers: int = 0
@@ -116,6 +120,31 @@ class MoeModelSpec:
     def num_expert_matrices(self) -> int:
         """Matrices of `hidden_size x moe_ffn_hidden_size` in one expert: gate, up and down, or up and down."""
         return 3 if self.activation.startswith("swiglu") else 2
+
+    @property
+    def query_channels(self) -> int:
+        """Elements of a token's queries in a layer."""
+        return self.num_attention_heads * (self.kv_channels + self.latent_rotary_width)
+
+    @property
+    def key_value_channels(self) -> int:
+        """Elements of a token's keys and values in a layer; training expands those of latent attention."""
+        return self.num_query_groups * (2 * self.kv_channels + self.latent_rotary_width)
+
+    @property
+    def attention_products(self) -> tuple[tuple[int, int], ...]:
+        """Columns and depth of the projections of a layer's attention, the output's last."""
+        hidden, outputs, queries = self.hidden_size, self.num_attention_heads * self.kv_channels, self.query_channels
+        low, cached = self.latent_query_width, self.latent_cache_width
+        if not cached:
+            return (queries + self.key_value_channels, hidden), (hidden, outputs)
+        projected = ((low, hidden), (queries, low)) if low else ((queries, hidden),)
+        return *projected, (cached, hidden), (2 * outputs, cached - self.latent_rotary_width), (hidden, outputs)
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of a layer's attention projections."""
+        return sum(columns * depth for columns, depth in self.attention_products)
 
     @property
     def expert_params(self) -> int:

@@ -48,6 +48,8 @@ def _options(settings: RunSettings) -> dict[str, Any]:
         scope = settings.option("cuda_graph_scope")
         whole = scope is not None and "full_iteration" in str(scope.value)
         found["cuda_graph_impl"] = "full_iteration" if whole else settings.cuda_graph_impl.value
+        if scope is not None and not whole:
+            found["cuda_graph_scope"] = scope.value
     offload = settings.optimizer_cpu_offload
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")

@@ -223,6 +223,9 @@ class SimulationOptions(TraceOptions):
     cuda_graph_impl: Annotated[
         str | None, option(STEP, f"{', '.join(GRAPHS)}; none is assumed without it: the host launches every kernel.")
     ] = None
+    cuda_graph_scope: Annotated[Names, option(STEP, "What graphs hold; without attn its kernels are launched.")] = [
+        "attn", "moe_router", "moe_preprocess",
+    ]  # fmt: skip
     use_transformer_engine_op_fuser: Annotated[bool, option(STEP, "One kernel for an expert's MLP (with FP8).")] = False
     mtp_num_layers: Annotated[int, option(STEP, "Layers of multi-token prediction.")] = 0
     grad_reduce_in_bf16: Annotated[bool, option(STEP, "Keep and reduce gradients in BF16.")] = False
@@ -383,13 +386,14 @@ class SimulationOptions(TraceOptions):
     def step_setting(self) -> StepSetting:
         """Return the simulator's setting."""
         alike = {name: getattr(self, name) for name in SAME_IN_STEP}
+        graph = GRAPHS[self.cuda_graph_impl or "none"]
         return StepSetting(
             **alike,
             dispatcher="alltoall" if self.moe_token_dispatcher_type == "alltoall" else self.moe_flex_dispatcher_backend,
             recompute=self.recompute,
             num_virtual_stages=self.num_virtual_stages_per_pipeline_rank,
             precision="bf16" if self.fp8_format is None else "fp8",
-            cuda_graph=GRAPHS[self.cuda_graph_impl or "none"],
+            cuda_graph="router" if graph == "partial" and "attn" not in self.cuda_graph_scope else graph,
             fused_grouped_mlp=self.use_transformer_engine_op_fuser,
             recompute_modules=self._priced_modules(),
             grad_reduce_in_fp32=not self.grad_reduce_in_bf16,

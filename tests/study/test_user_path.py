@@ -22,13 +22,17 @@ def options_of(setting: StepSetting) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall" if setting.dispatcher == "alltoall" else "flex",
         "num_virtual_stages_per_pipeline_rank": setting.num_virtual_stages,
         "fp8_format": "e4m3" if setting.precision == "fp8" else None,
-        "cuda_graph_impl": {"partial": "transformer_engine"}.get(setting.cuda_graph, setting.cuda_graph),
+        "cuda_graph_impl": {"partial": "transformer_engine", "router": "transformer_engine"}.get(
+            setting.cuda_graph, setting.cuda_graph
+        ),
         "use_transformer_engine_op_fuser": setting.fused_grouped_mlp,
         "overlap_moe_expert_parallel_comm": setting.overlap_all_to_all,
         "moe_shared_expert_overlap": setting.overlap_shared_experts,
         "grad_reduce_in_bf16": not setting.grad_reduce_in_fp32,
         "offload_modules": list(setting.offload_modules),
     }
+    if setting.cuda_graph == "router":
+        given["cuda_graph_scope"] = ["moe_router", "moe_preprocess"]
     if setting.dispatcher != "alltoall":
         given["moe_flex_dispatcher_backend"] = setting.dispatcher
     if setting.recompute == "full":
