@@ -34,9 +34,9 @@ LIMITED = {
     "megatron-moe-layer-memory": 0.10,
     "hybridep-all-to-all": 0.12,
     "whole-runs": 0.06,
-    "whole-runs-cluster-held-out": 0.15,
-    "whole-runs-model-held-out": 0.15,
-    "whole-runs-setting-held-out": 0.15,
+    "whole-runs-cluster-held-out": 0.09,
+    "whole-runs-model-held-out": 0.09,
+    "whole-runs-setting-held-out": 0.09,
     "llep-layer-gains": 0.15,
 }
 
@@ -63,17 +63,14 @@ def test_sets_without_a_limit_are_shown_and_neither_pass_nor_fail(results: dict[
 
 
 def test_whole_runs_are_met_by_most_and_the_worst_is_not_hidden(results: dict[str, ValidationResult]) -> None:
-    """Half of the runs within 4 %; two rows whose own next releases contradict them stay in and stay far off."""
+    """Half of the runs within 4 %; one row whose own next release contradicts it stays in and stays far off."""
     shown = results["whole-runs"]
     assert next(iter(results)).endswith("held-out")  # what was not fitted is said first
     signs = [point.error > 0 for point in results["llep-layer-gains"].points]
     assert 2 <= sum(signs) <= len(signs) - 2
     assert shown.median_error <= 0.04
     far = [point.name for point in shown.points if abs(point.error) > 0.3]
-    assert far == [
-        "GPT OSS 120B 64 GB200 MXFP8 EP64 PP1 VP1 TP1 MBS4 (26.06.01)",
-        "Qwen3_30B_a3B 16 H100 FP8-CS EP8 PP2 VP24 TP1 MBS2 (25.11)",
-    ]
+    assert far == ["GPT OSS 120B 64 GB200 MXFP8 EP64 PP1 VP1 TP1 MBS4 (26.06.01)"]
 
 
 @pytest.mark.parametrize(
