@@ -31,10 +31,6 @@ LAYER_NORM_PASSES = 8.0
 NARROW_HEAD = (1.6, 1.35)
 """Core attention of heads of 64 channels against 128, per floating-point operation, forward and backward: cuDNN 9.19 on
 H200 and GB200 (NVIDIA/cudnn-frontend@afa9f7c:benchmark/sdpa_benchmark_training/results, gpt-oss and Llama)."""
-EDGE_TOKENS = 750
-"""Keys that core attention loses per query to the edges of its tiles and to GPUs that it does not fill: of the rate at
-32768 tokens, cuDNN reaches 0.75 to 0.86 at 4096 and 0.57 to 0.70 at 2048 in the same tables, FlashAttention-3 0.94 and
-0.85 on a full H100 (arXiv 2407.08608)."""
 LOSS_BYTES = (6.0, 8.0)
 """Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed."""
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
@@ -251,10 +247,9 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
         linear_s *= 1.0 + MLA_UP_PROJECTION / 2.0
     if backward and "layernorm" in setting.recompute_modules:
         moved += LAYER_NORM_PASSES * model.hidden_size
-    core = core_flops / (core_tflops * 1e12)
     return LinearTime(
-        per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9) + EDGE_TOKENS * core,
-        per_square=core,
+        per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
+        per_square=core_flops / (core_tflops * 1e12),
     )
 
 
