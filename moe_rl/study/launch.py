@@ -1,5 +1,6 @@
 """Options of a simulation from the launch script or configuration of a run, read as the doctor reads them."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,11 @@ def _options(settings: RunSettings) -> dict[str, Any]:
             found["recompute_modules"] = list(settings.recompute_modules.value)
     if settings.cuda_graph_impl is not None:
         scope = settings.option("cuda_graph_scope")
-        whole = scope is not None and "full_iteration" in str(scope.value)
+        held = [] if scope is None else re.findall(r"\w+", str(scope.value))
+        whole = "full_iteration" in held
         found["cuda_graph_impl"] = "full_iteration" if whole else settings.cuda_graph_impl.value
-        if scope is not None and not whole:
-            found["cuda_graph_scope"] = scope.value
+        if held and not whole:
+            found["cuda_graph_scope"] = held
     offload = settings.optimizer_cpu_offload
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")

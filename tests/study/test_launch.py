@@ -7,6 +7,7 @@ import pytest
 from cli_runner import moe_rl, write_npz
 
 from moe_rl.study.launch import launch_options
+from moe_rl.study.options import SimulationOptions
 
 SCRIPT = """
 torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --num-layers 3 --num-experts 8 --moe-router-topk 2 \\
@@ -39,6 +40,13 @@ def test_a_script_says_what_its_step_is(script: Path) -> None:
     assert {name: found[name] for name in EXPECTED} == EXPECTED
     assert found["cuda_graph_impl"] == "transformer_engine"
     assert "run.sh (megatron): expert_model_parallel_size 4" in said[0]
+
+
+@pytest.mark.parametrize(("held", "graph"), [("attn moe_router moe_preprocess", "partial"), ("moe_router", "router")])
+def test_a_graph_without_attention_is_told_by_its_scope(script: Path, held: str, graph: str) -> None:
+    script.write_text(SCRIPT.format(graphs=f"transformer_engine --cuda-graph-scope {held}"))
+    stated = SimulationOptions(**launch_options([script])[0])
+    assert stated.step_setting().cuda_graph == graph
 
 
 def test_a_graph_of_the_whole_iteration_is_told_by_its_scope(script: Path) -> None:
