@@ -1,6 +1,7 @@
 """What the training software adds to a step: host time, graphs, fused kernels, recomputation, uneven stages."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -66,7 +67,7 @@ def test_more_host_time_never_helps(setting: StepSetting, constant: str) -> None
 def test_graphs_never_hurt_and_a_graph_of_everything_leaves_no_host_time(setting: StepSetting) -> None:
     none, router, partial, whole = (balanced(replace(setting, cuda_graph=graph)) for graph in CUDA_GRAPHS)
     times = [step.step_time_s for step in (none, router, partial, whole)]
-    assert all(more * NEAR >= less for more, less in zip(times, times[1:], strict=False))
+    assert all(more * NEAR >= less for more, less in pairwise(times))
     assert whole.breakdown_s["host"] == 0.0
 
 
