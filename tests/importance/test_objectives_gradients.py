@@ -9,6 +9,7 @@ from moe_rl.importance import OBJECTIVES, PolicyLossInputs, RouterShiftUse, poli
 NAMES = sorted(OBJECTIVES.names)
 SCORE_FUNCTION = {
     "cispo",
+    "scale_rl",
     "dppo_tv",
     "dppo_kl",
     "reinforce",
