@@ -93,7 +93,10 @@ def run(line: str, folder: Path) -> None:
     assert ran.returncode in allowed, f"{line}\n{ran.stdout}{ran.stderr}"
 
 
-PASTED = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PASTED = [
+    ROOT / "README.md", ROOT / "docs" / "questions.md", ROOT / "docs" / "importance.md",
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+]  # fmt: skip
 """Pages of which a newcomer pastes every block."""
 
 
