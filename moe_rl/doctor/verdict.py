@@ -56,11 +56,17 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
     ranks = settings.expert_model_parallel_size
     if ranks is not None and ranks.value == 1:
         yield f"every rank holds all experts: {ranks}."
-    if _adapts_experts(settings) and settings.value_of("moe_grouped_gemm"):
+    adapts = _adapts_experts(settings) and settings.framework not in ONE_ADAPTER
+    if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
-            f"{settings.lora} puts adapters around the experts' linears of TEGroupedMLP; attach balances those of "
+            f"{settings.lora} gives every expert of TEGroupedMLP an adapter of its own; attach balances these in "
             "SequentialMLP alone (moe_grouped_gemm off)."
         )
+
+
+ONE_ADAPTER = ("verl", "nemo_rl")
+"""Frameworks that leave share_expert_adapters at Megatron-Bridge's default, True
+(NVIDIA-NeMo/Megatron-Bridge:src/megatron/bridge/peft/lora.py)."""
 
 
 def _adapts_experts(settings: RunSettings) -> bool:
@@ -77,7 +83,7 @@ def _not_read(run: ReadRun) -> Iterator[str]:
         yield f"{run.undecided[option]}: what it is decides whether attach accepts the run."
     grouped = run.settings.value_of("moe_grouped_gemm")
     if "lora" in run.undecided and grouped:
-        yield f"{run.undecided['lora']}: adapters around experts' linears of TEGroupedMLP are refused."
+        yield f"{run.undecided['lora']}: adapters of single experts of TEGroupedMLP are refused."
     if _adapts_experts(run.settings) and grouped is None:
         yield f"{run.settings.lora} trains adapters: moe_grouped_gemm decides whether attach accepts them."
     if not Case(settings=run.settings).is_moe:
@@ -97,6 +103,8 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
 def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield under which conditions the run attaches."""
     yield from run.conditions
+    if _adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
+        yield f"{run.settings.lora}: attach takes one adapter for all experts of TEGroupedMLP, alike on all ranks."
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."

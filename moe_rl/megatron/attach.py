@@ -7,12 +7,14 @@ metrics = balancer.end_pass()
 """
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
@@ -58,6 +60,8 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     found, experts = agreed(lambda: _looked_at(chunks, config))
+    shared = gathered(_digest_of_shared(found, experts), parallel_state.get_expert_model_parallel_group())
+    agreed(lambda: require(len(set(shared)) == 1, "ranks of an EP group hold different adapters of all experts."))
     layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in found])
     # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
     groups = ExpertGroups.current()
@@ -113,6 +117,16 @@ def _looked_at(
             view.require_float32_gradients()
     share_replica_codes(views)
     return found, views
+
+
+def _digest_of_shared(found: Sequence[tuple[torch.nn.Module, MoELayer]], experts: Sequence[Experts]) -> str:
+    """Return a digest of parameters that are no single expert's: of adapters around grouped linears."""
+    digest = hashlib.sha256()
+    for (_, layer), view in zip(found, experts, strict=True):
+        own = {id(each) for slot in range(view.num_local_experts) for each in view.parameters_of(slot)}
+        for each in (one for one in layer.experts.parameters() if id(one) not in own):
+            digest.update(each.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _built(

@@ -65,13 +65,13 @@ def test_what_attach_refuses_is_named_with_its_place(tmp_path: Path, change: str
             "verl.sh",
             f"python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer {OVERRIDES} "
             "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.model.lora.rank=32\n",
-            "does not attach",
+            "attaches, but",
         ),
         (
             "nemo.yaml",
             "policy: {model_name: Qwen/Qwen3-30B-A3B, megatron_cfg: {enabled: true, expert_model_parallel_size: 8, "
             "peft: {enabled: true}}}\ngrpo: {}\n",
-            "does not attach",
+            "attaches, but",
         ),
     ],
 )

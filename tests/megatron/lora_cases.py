@@ -1,5 +1,6 @@
 """Cases of test_lora.py: experts whose base weights are frozen under adapters, as LoRA builds them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import replica_cases
@@ -50,12 +51,19 @@ def gradients(run: tiny_gpt.Run) -> dict[str, torch.Tensor]:
 
 
 def compared(
-    linears: tuple[str, ...], *, reorder: bool = False, config: BalancerConfig = CONFIG, **changes: Any
+    linears: tuple[str, ...],
+    *,
+    reorder: bool = False,
+    config: BalancerConfig = CONFIG,
+    adapt: Callable[[Any, tuple[str, ...]], None] = adapted,
+    spec: Callable[[Any], Any] | None = None,
+    **changes: Any,
 ) -> Any:
     """Train plain and balanced; return curves, gradients of the last step, bytes and what the frozen weights hold."""
+    layers = [] if spec is None else [spec]
 
     def build() -> tiny_gpt.Run:
-        return tiny_gpt.build(adapt=lambda gpt: adapted(gpt, linears), **changes)
+        return tiny_gpt.build(*layers, adapt=lambda gpt: adapt(gpt, linears), **changes)
 
     with tiny_gpt.parallel(2):
         plain = build()

@@ -36,6 +36,35 @@ def test_adapters_train_as_without_replicas(case: str, outcome: list[Any]) -> No
         assert all(rank["apart"] <= 1e-3 for rank in outcome), "Adam divides by a small root: weights, not gradients"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        lora_case(name, "lora_standin_cases", launch="standins")
+        for name in (
+            "one_adapter_of_grouped_linears",
+            "one_adapter_reordered_with_overlap",
+            "one_adapter_recomputed_with_residents",
+        )
+    ],
+)
+def test_one_adapter_of_all_experts_trains_as_without_replicas(case: str, outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
+        assert all(apart <= FP32_LIMIT * norm for apart, norm in rank["gradients"].values())
+        assert any("experts" in name for name in rank["gradients"]) or "reordered" in case
+        assert rank["frozen_have_gradients"] == []
+        assert rank["sizes"]["gradients"] == 0, "the adapter is on every rank: nothing comes home"
+        assert all(each["moe_rl/misplaced_share"] == 0 for each in rank["metrics"])
+        assert sum(each["moe_rl/pushed_bytes"] for each in rank["metrics"]) > 0
+        if "reordered" in case:
+            assert rank["apart"] <= 1e-3
+
+
+@pytest.mark.multi_rank(world_size=2, case="lora_standin_cases.adapters_of_ranks", launch="standins")
+def test_adapters_that_differ_between_ranks_are_refused(outcome: list[str]) -> None:
+    assert all("different adapters of all experts" in said for said in outcome)
+
+
 @pytest.mark.multi_rank(world_size=2, case="lora_cases.lost_gradients")
 def test_lost_gradients_of_adapters_are_visible_to_the_comparison(outcome: list[Any]) -> None:
     apart = [distance / norm for rank in outcome for distance, norm in rank["gradients"].values()]

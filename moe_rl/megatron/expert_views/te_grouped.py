@@ -3,7 +3,8 @@
 Home slots run through the model's own module, so that its FP8 state, its recipe and the codes of weights that it keeps
 from one micro-batch to the next stay what they are, checkpoints included: state is per GEMM, and a module of more GEMMs
 would have another. Replica slots run through a second module of the same class with one GEMM per slot. It owns no
-memory: its parameters lie on the meta device, and every call gets the rows of the replica buffers in their place. Codes
+memory: its parameters lie on the meta device, and every call gets the rows of the replica buffers in their place. An
+adapter around a grouped linear (LoRA), one for all experts, is the same module around both. Codes
 of replicas are made in every call, since the next micro-batch brings other experts; in FP8 TransformerEngine keeps
 these codes for backward, and not the buffers. A rank without rows in replica slots calls the first module alone.
 """
@@ -16,7 +17,7 @@ import torch
 from torch.func import functional_call
 
 from moe_rl.core.errors import require
-from moe_rl.megatron.expert_views.main_grad import fused_operands, fuses
+from moe_rl.megatron.expert_views.main_grad import MATRIX_AXES, fused_operands, fuses
 from moe_rl.megatron.experts import ComputingView, Experts, Gradients, Weights, filled_slots
 
 
@@ -31,14 +32,11 @@ class TEGroupedExperts(ComputingView):
         self._copies: Any = None
         self.num_local_experts = int(module.num_local_experts)
         kinds = ("bias", "weight") if module.config.add_bias_linear else ("weight",)
-        for name in ("linear_fc1", "linear_fc2"):
-            linear = getattr(module, name)
-            require(
-                hasattr(linear, "weight0"),
-                f"{name} of TEGroupedMLP is a {type(linear).__name__}: linears with adapters (LoRA) around them are "
-                "supported in SequentialMLP alone, with moe_grouped_gemm off.",
-            )
-        self._names = [f"{linear}.{kind}" for linear in ("linear_fc1", "linear_fc2") for kind in kinds]
+        self._names = [
+            f"{name}.{_path(getattr(module, name), name)}{kind}"
+            for name in ("linear_fc1", "linear_fc2")
+            for kind in kinds
+        ]
 
     @classmethod
     def own_compute(cls, module: Any, *, spare_slots: int) -> Experts:
@@ -101,14 +99,32 @@ def _without_memory(module: Any, num_gemms: int) -> Any:
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp = module.ep_group, module.tp_group
     activation = module.activation_func
+    wrappers = {name: getattr(module, name) for name in ("linear_fc1", "linear_fc2")}
+    paths = {name: _path(wrapper, name).rstrip(".") for name, wrapper in wrappers.items()}
     submodules = MLPSubmodules(
-        linear_fc1=type(module.linear_fc1),
-        linear_fc2=type(module.linear_fc2),
+        **{name: type(wrapper.get_submodule(paths[name])) for name, wrapper in wrappers.items()},
         activation_func=type(activation) if isinstance(activation, torch.nn.Module) else None,
     )
     copies = type(module)(num_gemms, config, submodules, pg_collection=groups)
     require(
         all(parameter.is_meta for parameter in copies.parameters()),
-        f"{type(module.linear_fc1).__name__} ignores init_model_with_meta_device: copies would take memory twice.",
+        f"{submodules.linear_fc1.__name__} ignores init_model_with_meta_device: copies would take memory twice.",
     )
+    for name, path in paths.items():
+        if path:  # the same adapter around other weights
+            around = copy.copy(wrappers[name])
+            around._modules = {**around._modules, path: getattr(copies, name)}
+            setattr(copies, name, around)
     return copies
+
+
+def _path(linear: Any, name: str) -> str:
+    """Return where the grouped linear is in what may be an adapter around it: "", or its name there and a dot."""
+    paths = [f"{path}." if path else "" for path, each in linear.named_modules() if hasattr(each, "weight0")]
+    matrices = all(parameter.dim() <= MATRIX_AXES for parameter in linear.parameters())
+    require(
+        len(paths) == 1 and paths[0].count(".") <= 1 and matrices,
+        f"{name} of TEGroupedMLP is a {type(linear).__name__}: adapters (LoRA) are supported that are one for all "
+        "experts; with one for every expert switch moe_grouped_gemm off.",
+    )
+    return paths[0]
