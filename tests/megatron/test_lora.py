@@ -50,14 +50,11 @@ def test_adapters_train_as_without_replicas(case: str, outcome: list[Any]) -> No
 def test_one_adapter_of_all_experts_trains_as_without_replicas(case: str, outcome: list[Any]) -> None:
     for rank in outcome:
         assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
-        assert all(apart <= FP32_LIMIT * norm for apart, norm in rank["gradients"].values())
-        assert any("experts" in name for name in rank["gradients"]) or "reordered" in case
+        assert rank["apart"] <= 1e-3, "weights and not gradients, of which every rank holds a part of the sum"
         assert rank["frozen_have_gradients"] == []
         assert rank["sizes"]["gradients"] == 0, "the adapter is on every rank: nothing comes home"
         assert all(each["moe_rl/misplaced_share"] == 0 for each in rank["metrics"])
         assert sum(each["moe_rl/pushed_bytes"] for each in rank["metrics"]) > 0
-        if "reordered" in case:
-            assert rank["apart"] <= 1e-3
 
 
 @pytest.mark.multi_rank(world_size=2, case="lora_standin_cases.adapters_of_ranks", launch="standins")
