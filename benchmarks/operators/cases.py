@@ -10,12 +10,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moe_rl.config import bundled_traces
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader
 
-BUNDLED_TRACE = bundled_traces()["countdown-grpo"]
+BUNDLED_TRACE = Path(__file__).resolve().parents[2] / "configs" / "traces" / "countdown-grpo.moetrace"
 GPU_TOKENS, CPU_TOKENS = 4096, 48
 """Tokens of each rank where a benchmark does not say."""
 

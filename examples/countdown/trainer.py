@@ -235,7 +235,8 @@ class Trainer:
         for one in passes:
             metrics |= one.as_dict()
             metrics["time/plan_s"] = metrics.pop("moe_rl/plan_time_s")
-            metrics["time/plan_wait_s"] = metrics.pop("moe_rl/plan_wait_s")
+            for name in ("plan_wait_s", "plan_cpu_s"):
+                metrics[f"time/{name}"] = metrics.pop(f"moe_rl/{name}")
             for name in ("moe_rl/pushed_bytes", "moe_rl/returned_bytes"):
                 metrics[name] = self._sum(metrics[name])
         return metrics

@@ -68,11 +68,11 @@ def run(traces: list[RoutingTrace], *, history_steps: int = 4) -> tuple[list[flo
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_stationary_trace_settles(seed: int) -> None:
-    moved, _ = run(steps_of(seed, 8))
-    assert moved[0] > SETTLED
-    assert np.mean(moved[3:]) < SETTLED
+def test_a_stationary_trace_settles() -> None:
+    """Over a dozen traces: a late move that pays for itself may come in any single one."""
+    moved = np.array([run(steps_of(seed, 8))[0] for seed in range(12)])
+    assert (moved[:, 0] > SETTLED).all()
+    assert moved[:, 3:].mean() < SETTLED
 
 
 @pytest.mark.lengthy
