@@ -5,7 +5,7 @@
     python benchmarks/countdown_drift.py --results-only
 
 A run that was ended half-way goes on at its last checkpoint, a complete one is not repeated. Every run is a fork of
-this process, on one core. Results: benchmarks/results/cpu/countdown_drift.json and .svg, and a block of the page.
+this process, on one core. Results: benchmarks/results/cpu/countdown_drift.json, docs/pictures/countdown-drift.svg and a block of the page.
 """
 
 import argparse
@@ -359,7 +359,7 @@ def write_results(runs: Sequence[Run]) -> None:
     head = json.dumps(document, indent=1).removesuffix("\n}")
     lines = ",\n".join(json.dumps(run.as_json()) for run in runs)
     STEM.with_suffix(".json").write_text(f'{head},\n "runs": [\n{lines}\n]}}\n', encoding="utf-8")
-    STEM.with_suffix(".svg").write_text(picture(runs) + "\n", encoding="utf-8")
+    (ROOT / "docs" / "pictures" / "countdown-drift.svg").write_text(picture(runs) + "\n", encoding="utf-8")
     before, _, rest = PAGE.read_text("utf-8").partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}{block(runs)}{MARKS[1]}{after}", encoding="utf-8")

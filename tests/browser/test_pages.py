@@ -140,7 +140,7 @@ def test_a_map_says_its_values_under_the_pointer(opened: Open, name: str) -> Non
         assert tip.is_hidden()
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PAGES[:3])  # the others show theirs as text
 def test_wide_tables_scroll_on_a_narrow_screen(opened: Open, name: str) -> None:
     with opened(name, width=500) as page:
         unfold(page)
