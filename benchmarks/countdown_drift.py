@@ -5,7 +5,8 @@
     python benchmarks/countdown_drift.py --results-only
 
 A run that was ended half-way goes on at its last checkpoint, a complete one is not repeated. Every run is a fork of
-this process, on one core. Results: benchmarks/results/cpu/countdown_drift.json, docs/pictures/countdown-drift.svg and a block of the page.
+this process, on one core. Results: benchmarks/results/cpu/countdown_drift.json, docs/pictures/countdown-drift.svg and a
+block of the page.
 """
 
 import argparse
