@@ -41,6 +41,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.hardware import record_hardware
 from benchmarks.plain_objectives import PLAIN, with_metrics, without_metrics
 from moe_rl.importance import (
     OBJECTIVES,
@@ -54,7 +55,6 @@ from moe_rl.importance import (
     router_shift_ratio,
     store_router_log_probs,
 )
-from moe_rl.profiling import record_hardware
 
 TOKENS, ROW, LAYERS, TOP_K, EXPERTS = 1_000_000, 4096, 48, 8, 128
 MIB = 2**20

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from moe_rl.profiling import record_hardware
+from benchmarks.hardware import record_hardware
 
 FOLDER = Path(__file__).resolve().parent
 MODEL_FOLDER = FOLDER.parent / "tests" / "megatron"

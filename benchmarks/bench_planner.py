@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
+from benchmarks.hardware import record_hardware
 from benchmarks.planner_rows import PolicyRow, measure_policies, policy_table
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import layer_cost_params
@@ -44,7 +45,6 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout
-from moe_rl.profiling import record_hardware
 from moe_rl.replay.sequences import count_sequences
 from moe_rl.simulators.synthetic import PRESET_A, PRESET_B, SequenceModel, synthetic_trace
 

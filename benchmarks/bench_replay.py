@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.hardware import record_hardware
 from benchmarks.memory import peak_resident_bytes
 from moe_rl.config import load_cluster
 from moe_rl.core.layout import BatchLayout
@@ -35,7 +36,6 @@ from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.profiling import record_hardware
 from moe_rl.replay import TraceReader
 from moe_rl.replay.convert import convert_trace
 from moe_rl.replay.importers import ImportOptions

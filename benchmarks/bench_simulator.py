@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
+from benchmarks.hardware import record_hardware
 from benchmarks.memory import peak_resident_bytes
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.layout import BatchLayout
@@ -27,7 +28,6 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.profiling import record_hardware
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting

@@ -50,6 +50,7 @@ from benchmarks.gpu_report import (
     verdict,
     write_results,
 )
+from benchmarks.hardware import record_hardware
 from benchmarks.kernels.cast_suite import cast_problems
 from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.prediction import Model
@@ -65,8 +66,7 @@ from benchmarks.operators.harness import (
     only_timed,
     run_problem,
 )
-from moe_rl.profiling import record_hardware
-from moe_rl.profiling.roofline import Roofline, measure_roofline
+from benchmarks.operators.roofline import Roofline, measure_roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, NUMERICS_S, COMPILE_S = 510.0, 200.0, 120.0

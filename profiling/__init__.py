@@ -6,8 +6,7 @@
     rows = derive_measurements(attributed, split, shape).rows
     hardware = calibrate(rows, load_cluster("h100"), ["gemm_tflops"], source="our cluster").hardware
 
-`ranges` names the parts of a step for NVTX and torch.profiler. Imported as `moe_rl.profiling`, without torch; what
-times calls on a GPU, and so needs torch, is in `moe_rl.profiling.timer` and `moe_rl.profiling.roofline`.
+`ranges` names the parts of a step for NVTX and torch.profiler. Imported as `moe_rl.profiling`, without torch.
 """
 
 from moe_rl.profiling import ranges
@@ -16,7 +15,6 @@ from moe_rl.profiling.busy_time import BusyTime, busy_time
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate, predict_seconds
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
-from moe_rl.profiling.hardware import record_hardware
 from moe_rl.profiling.kernel_classes import classify_kernel
 from moe_rl.profiling.measurements import Measurement, measurements_csv, read_measurements
 from moe_rl.profiling.recorded_measurements import DerivedMeasurements, RecordedShape, derive_measurements
@@ -27,6 +25,6 @@ __all__ = [
     "CONSTANTS", "AttributedWork", "BusyTime", "CalibrationResult", "ComparedPart", "DerivedMeasurements",
     "Measurement", "ProfiledRun", "RecordedShape", "WaitSplit", "attribute", "busy_time",
     "calibrate", "classify_kernel", "compare", "derive_measurements", "measured_parts", "measurements_csv",
-    "predict_seconds", "ranges", "read_measurements", "read_recording", "read_recordings", "record_hardware",
+    "predict_seconds", "ranges", "read_measurements", "read_recording", "read_recordings",
     "seconds_by_category", "split_waiting",
 ]  # fmt: skip

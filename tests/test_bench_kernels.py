@@ -23,10 +23,10 @@ from benchmarks.kernels.prediction import Model, Shares
 from benchmarks.kernels.specialized_suite import proven
 from benchmarks.operators import cases, harness
 from benchmarks.operators.gemm_suites import ALL_SUITES
+from benchmarks.operators.roofline import Roofline, Work
 from moe_rl.config import load_model
 from moe_rl.kernels.gemm.proven import proven_on
 from moe_rl.kernels.gemm.tiling import GemmProblem, candidates
-from moe_rl.profiling.roofline import Roofline, Work
 
 pytestmark = pytest.mark.triton
 

@@ -65,8 +65,6 @@ NEEDS_TORCH = {
     "moe_rl.balancing.slots",
     "moe_rl.balancing.triton_slots",
     "moe_rl.replay.hf_recorder",
-    "moe_rl.profiling.roofline",
-    "moe_rl.profiling.timer",
 }
 """Work on torch modules, collectives or tensors: imported by name only, never by their package."""
 HEAVY = {"torch", "triton", "megatron", "transformers", "deepspeed", "transformer_engine", "nvtx"}

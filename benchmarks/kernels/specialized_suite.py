@@ -15,6 +15,7 @@ import torch
 from benchmarks.operators.cases import Case
 from benchmarks.operators.harness import Problem, Row, Tensors
 from benchmarks.operators.kernel_suites import random
+from benchmarks.operators.roofline import Work
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.proven import ProvenTile
@@ -31,7 +32,6 @@ from moe_rl.kernels.gemm.tiling import (
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
-from moe_rl.profiling.roofline import Work
 
 GPU_REPEATS, CPU_REPEATS = 1000, 2
 PLAIN = "triton:plain"

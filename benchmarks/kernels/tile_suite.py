@@ -12,6 +12,7 @@ from benchmarks.operators.cases import Case
 from benchmarks.operators.gemm_suites import is_supported, wgrad_limit, wgrad_operands
 from benchmarks.operators.harness import Problem, Tensors
 from benchmarks.operators.kernel_suites import random
+from benchmarks.operators.roofline import Work
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
@@ -26,7 +27,6 @@ from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, GemmConfig, GemmProblem, Op, Scaling, candidates
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize
-from moe_rl.profiling.roofline import Work
 
 OPERATORS = {"forward": GROUPED_GEMM, "dgrad": GROUPED_GEMM_DGRAD, "wgrad": GROUPED_GEMM_WGRAD}
 OPS: Mapping[Scaling, tuple[Op, ...]] = {

@@ -17,6 +17,7 @@ from benchmarks.operators.cases import Case
 from benchmarks.operators.harness import Problem, Tensors
 from benchmarks.operators.kernel_suites import SUITES, Batch, Builder, random, uniform
 from benchmarks.operators.numerics import FP8_SUM
+from benchmarks.operators.roofline import Work
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
@@ -43,7 +44,6 @@ from moe_rl.kernels.recipes import BF16, FP8_BLOCK, RECIPES, ExpertMatrix, Recip
 from moe_rl.kernels.registry import BackendUnavailableError, backend_beside
 from moe_rl.kernels.tiles.op import TileMap, tile_map
 from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
-from moe_rl.profiling.roofline import Work
 
 BF16_ROUNDING = 2.0**-8 + 1e-5
 FP8_NOISE = 2.0**-3

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.operators.cases import Case
 from benchmarks.operators.numerics import LIMIT, compare
+from benchmarks.operators.roofline import Roofline, Work, gb_per_s, tflops
+from benchmarks.operators.timer import time_call
 from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend
 from moe_rl.kernels.types import FP8_DTYPE
-from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, tflops
-from moe_rl.profiling.timer import time_call
 
 POISON_BYTES = 2**30
 OURS = "triton"

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.operators.cases import Case
 from benchmarks.operators.harness import Problem, Tensors, as_values
+from benchmarks.operators.roofline import Work
 from moe_rl.kernels.expert_bias import reference as bias_reference
 from moe_rl.kernels.expert_bias.op import EXPERT_BIAS_BACKWARD
 from moe_rl.kernels.glu import reference as swiglu_reference
@@ -52,7 +53,6 @@ from moe_rl.kernels.router_logprobs import reference as logprobs_reference
 from moe_rl.kernels.router_logprobs.op import GATHER_LOGPROBS, GATHER_LOGPROBS_BACKWARD, gather_logprobs
 from moe_rl.kernels.tiles.op import TILE_MAP, tile_map
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
-from moe_rl.profiling.roofline import Work
 
 Builder = Callable[[Case, str], Iterator[Problem]]
 ONE_CODE_STEP = 2.0**-3

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.hardware import record_hardware
 from benchmarks.operators.cases import (
     BUNDLED_TRACE,
     CPU_TOKENS,
@@ -34,10 +35,9 @@ from benchmarks.operators.harness import (
     only_timed,
     run_problem,
 )
+from benchmarks.operators.roofline import measure_roofline
 from moe_rl.core.errors import require, require_known
 from moe_rl.kernels import BACKENDS
-from moe_rl.profiling.hardware import record_hardware
-from moe_rl.profiling.roofline import measure_roofline
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 Name = TypeVar("Name", bound=str)

@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from moe_rl.profiling.hardware import parse_gpu_query, record_hardware
+from benchmarks.hardware import parse_gpu_query, record_hardware
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the roofline is measured with torch")
 
+from benchmarks.operators.roofline import Roofline, Work, gb_per_s, measure_roofline, tflops
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.profiling.roofline import Roofline, Work, gb_per_s, measure_roofline, tflops
 
 MEASURED = Roofline(device="test", fill_gb_per_s=3000.0, copy_gb_per_s=4000.0, bf16_tflops=500.0, fp8_tflops=1000.0)
 

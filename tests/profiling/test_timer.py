@@ -6,8 +6,8 @@ pytest.importorskip("torch", reason="the timer needs torch")
 
 import torch
 
+from benchmarks.operators.timer import METHODS, Timing, time_call
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.profiling.timer import METHODS, Timing, time_call
 
 
 def test_percentiles_are_those_of_the_samples() -> None:

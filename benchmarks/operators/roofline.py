@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from benchmarks.operators.timer import Method, time_call
 from moe_rl.core.errors import require
-from moe_rl.profiling.timer import Method, time_call
 
 Precision = Literal["bf16", "fp8"]
 CPU_BYTES, GPU_BYTES = 2**24, 2**31
