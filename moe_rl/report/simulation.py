@@ -113,7 +113,7 @@ class ReportData:
     """`moe-rl` with the sequences where the framework has them, where it packs."""
     speedups: tuple[float, ...] = ()
     """Of the best policy over static placement, then the ends of the interval that the trace leaves open: of traces of
-    as many sequences 92 to 97 of 100 lead there."""
+    as many sequences at least 95 of 100 lead there."""
     rl_speedup: float | None = None
     """Of the best policy over static placement in a whole step of RL, as far as it is known."""
     cautions: tuple[str, ...] = ()
