@@ -29,12 +29,12 @@ from markupsafe import Markup
 from examples.countdown.config import CountdownGrpoConfig, load_config
 from examples.countdown.metrics import read_metrics
 from examples.countdown.run import run_forked
-from moe_rl.config import read_yaml
 from moe_rl.core.errors import require
 from moe_rl.doctor.advisor import Advice, advise
 from moe_rl.doctor.advisor import in_danger as danger
 from moe_rl.report.colors import SERIES
 from moe_rl.report.svg import Svg, standalone
+from moe_rl.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "countdown" / "drift.yaml"

@@ -44,8 +44,8 @@ from markupsafe import Markup
 from examples.countdown.config import CountdownGrpoConfig, load_config
 from examples.countdown.metrics import METRICS_FILE, read_metrics
 from examples.countdown.run import RunFailedError, run
-from moe_rl.config import read_yaml
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "countdown" / "grpo.yaml"

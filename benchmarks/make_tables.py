@@ -34,7 +34,8 @@ from moe_rl.report.maps import rank_maps
 from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
 from moe_rl.report.sweep_chart import sweep_panels
-from moe_rl.study.options import Shown
+from moe_rl.study.options import SHOWN
+from moe_rl.yaml_files import with_names
 from tests.frameworks import own_losses, record_losses
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,10 +208,13 @@ def options_table(name: str) -> str:
     """Return one row of Markdown per option of a schema: its flag, the field's type and default, what it does."""
     lines = ["", "| option | in Python | default | what |", "|---|---|---|---|"]
     for field, info in resolve_name(name).model_fields.items():
-        shown = next(item for item in info.metadata if isinstance(item, Shown))
-        flags = ", ".join(f"`{flag}`" for flag in shown.names or (f"--{field.replace('_', '-')}",))
-        default = "" if info.default is None else f"`{info.default!r}`"
-        lines.append(f"| {flags} | `{field}` | {default} | {shown.help.replace('|', BAR_IN_TABLE)} |")
+        flags, value = (
+            ", ".join(f"`{flag}`" for flag in SHOWN[field].flags),
+            info.get_default(call_default_factory=True),
+        )
+        default = "" if value is None else f"`{value!r}`"
+        said = with_names(SHOWN[field].told).replace("|", BAR_IN_TABLE)
+        lines.append(f"| {flags} | `{field}` | {default} | {said} |")
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 

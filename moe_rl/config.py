@@ -5,26 +5,21 @@ from; one that nobody has measured says "assumed: ...". An unknown key is an err
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import MAY_BE_UNKNOWN, HardwareSpec
 from moe_rl.huggingface import read_hugging_face_config
-
-Schema = TypeVar("Schema", bound=BaseModel)
+from moe_rl.yaml_files import FROM_TRACE, checked, checked_yaml, read_yaml
 
 CONFIGS = Path(__file__).parent / "configs"
-FROM_TRACE = "from-trace"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where PyYAML has it: h100.yaml takes 0.8 ms instead of 7."""
-
 ASSUMED_SHAPE: Mapping[str, int] = {
     "hidden_size": 2048,
     "moe_ffn_hidden_size": 768,
@@ -245,7 +240,7 @@ def model_from_trace(
     shape: dict[str, Any] = {**ASSUMED_SHAPE, **{key: value for key, value in given.items() if key in ASSUMED_SHAPE}}
     assumed = tuple(sorted(set(ASSUMED_SHAPE) - set(given)))
     spec = MoeModelSpec(
-        name=name or "from-trace",
+        name=name or FROM_TRACE,
         num_layers=max(moe_layer_ids) + 1,
         moe_layer_ids=moe_layer_ids,
         num_experts=num_experts,
@@ -286,68 +281,6 @@ def override_model(model: LoadedModel, given: Mapping[str, int]) -> LoadedModel:
         spec=replace(model.spec, **values),
         assumptions=(*model.assumptions, f"set by options: {said}"),
     )
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise a sentence where the file is missing or is not a mapping."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
-    except FileNotFoundError:
-        raise InvalidInputError(f"there is no file {path}.") from None
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
-    require(isinstance(content, dict), f"{path} must hold a mapping of keys to values.")
-    return dict(content)
-
-
-def checked_yaml(path: Path, schema: type[Schema]) -> Schema:
-    """Return the file's content as `schema`; raise one sentence that names the file, the key and the nearest key."""
-    return checked(read_yaml(path), schema, where=str(path))
-
-
-def checked(
-    content: Mapping[str, Any],
-    schema: type[Schema],
-    *,
-    where: str = "",
-    spelled: Callable[[str], str] = "key {!r}".format,
-) -> Schema:
-    """Return `content` as `schema`, or raise one sentence about its first wrong key, `spelled` so, or value."""
-    try:
-        return schema.model_validate(content)
-    except ValidationError as error:
-        sentence = _sentence(error, schema, spelled)
-        raise InvalidInputError(f"{where}: {sentence}" if where else sentence) from error
-
-
-def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
-    if first["type"] == "missing":
-        return f"{spelled(key)} is missing."
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    if first["type"] == "value_error" and not key:
-        return message if message.endswith("?") else f"{message}."
-    if first["type"] == "value_error":
-        return f"{spelled(key)}: {message} (got {first['input']!r})."
-    return f"{spelled(key)} must be {wanted(first)}, got {first['input']!r}."
-
-
-WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}
-"""What a value of a kind is called in sentences."""
-
-
-def wanted(problem: Mapping[str, Any]) -> str:
-    """Return in words what a value should have been, from an item of pydantic's `ValidationError.errors()`."""
-    if problem["type"] == "greater_than_equal":
-        return f"at least {problem['ctx']['ge']}"
-    message = str(problem["msg"]).removeprefix("Input should be ")
-    return WANTED.get(str(problem["type"]).partition("_")[0], message)
 
 
 def _is_path(name: str) -> bool:

@@ -3,17 +3,26 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cli_runner import moe_rl, routes, write_npz
 
-from moe_rl.cli.commands import COMMANDS
+from moe_rl.cli.commands import COMMANDS, command_named
+from moe_rl.cli.help import WORDS
+from moe_rl.core.cost import REPLICA_CONTENTION
+from moe_rl.core.reduce import Filler
+from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.base import OBJECTIVES, OURS
+from moe_rl.planner.domain_engine import ENGINES
 from moe_rl.replay import TraceReader, TraceWriter
-from moe_rl.study.options import SimulationOptions
-from moe_rl.study.rl_options import RlStepOptions
+from moe_rl.simulators.rl_step import FITTED, PRECISIONS
+from moe_rl.simulators.setting import OFFLOAD_MODULES
+from moe_rl.study.options import GRAPHS, SHOWN, SimulationOptions
+from moe_rl.study.rl_options import RlStepOptions, TuneOptions
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 SCREEN = 48
@@ -133,3 +142,42 @@ def test_lengths_weighted_by_tokens_are_called_so(tmp_path: Path) -> None:
     assert f"sequences of {weighted} tokens (weighted by tokens; plain mean 60)" in " ".join(ran.out.split())
     alike = moe_rl("simulate", tmp_path / "t.moetrace", *BATCH, "--policy", "static", "--seq-length", 400)
     assert "sequences of 400 tokens," in " ".join(alike.out.split())
+
+
+def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
+    """Help is printed without numpy, so options.yaml has the words of tables that live elsewhere."""
+    known: dict[str, Iterable[str]] = {
+        "objective": OBJECTIVES,
+        "domain_balance": (OURS, *ENGINES),
+        "layout": FRAMEWORK_LAYOUTS,
+        "filler": Filler,
+        "cuda_graph_impl": GRAPHS,
+        "rollout_precision": PRECISIONS,
+    }
+    assert {name: list(SHOWN[name].choices) for name in known} == {name: list(words) for name, words in known.items()}
+    assert all(module in SHOWN["offload_modules"].help for module in OFFLOAD_MODULES)
+    assert SimulationOptions().replica_exposed == REPLICA_CONTENTION
+    assert RlStepOptions().framework_share == FITTED["framework_share"]
+    assert set(SHOWN) == set(RlStepOptions.model_fields) | set(TuneOptions.model_fields)
+
+
+def test_every_parameter_of_every_command_says_what_it_is() -> None:
+    for name in COMMANDS:
+        group = command_named(name)
+        for command in getattr(group, "commands", {name: group}).values():
+            assert not [param.name for param in command.params if param.name != "help" and not param.help], name
+    assert (
+        not {*WORDS}
+        - {"every command", "bench kernels"}
+        - {
+            f"{name} {sub}" if hasattr(command_named(name), "commands") else name
+            for name in COMMANDS
+            for sub in getattr(command_named(name), "commands", {"": None})
+        }
+    )
+
+
+def test_help_of_a_simulation_loads_no_numpy() -> None:
+    code = "import sys; from moe_rl.cli import main\ntry: main()\nfinally: sys.exit('numpy' in sys.modules)"
+    for command in ("simulate", "sweep", "tune", "demo"):
+        subprocess.run([sys.executable, "-c", code, command, "--help"], capture_output=True, check=True)

@@ -17,11 +17,12 @@ ADAPTERS = {"balancing", "megatron", "report", "doctor"}
 ALLOWED = {
     "core": set(),
     **{library: {"core"} for library in LIBRARIES},
-    **{adapter: {"core"} | LIBRARIES | {"config"} for adapter in ADAPTERS},
-    "config": {"core", "huggingface"},
+    "yaml_files": {"core"},
+    **{adapter: {"core"} | LIBRARIES | {"config", "yaml_files"} for adapter in ADAPTERS},
+    "config": {"core", "huggingface", "yaml_files"},
     "huggingface": {"core"},
-    "study": {"core", "config", "report"} | LIBRARIES,
-    **{top: {"core", "config", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli")},
+    "study": {"core", "config", "yaml_files", "report"} | LIBRARIES,
+    **{top: {"core", "config", "yaml_files", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli")},
 }
 """What each part of moe_rl may import of the others; `cli` may also use `frameworks`."""
 ALLOWED["replay"] |= {"routes"}

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from benchmarks.validate_model.compare import PUBLISHED, memory_forecasts, validate
 from benchmarks.validate_model.result import ValidationResult
-from moe_rl.cli.console import AsJson, print_json, progress_bar, results
+from moe_rl.cli.console import print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.terminal import figures_table
+from moe_rl.report.tables import figures_table
 
 FAILED = 1
 
@@ -29,7 +29,7 @@ def validate_model(
     memory: Annotated[
         bool, typer.Option("--memory", help="List the forecast peak of every published configuration that ran instead.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict published measurements and say how far off the cost model is, fitted sets marked.
 

@@ -11,13 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from examples.countdown.problems import CountdownSpec
 from examples.countdown.warm_start import WarmStart, WrongAnswers
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.config import checked, load_cluster, read_yaml
+from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.importance.aggregate import LOSS_AGG_MODES
 from moe_rl.importance.objectives import make_objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.router_shift import DEFAULT_FLOOR, RouterShiftUse
 from moe_rl.planner.registry import POLICIES, make_planner
+from moe_rl.yaml_files import checked, read_yaml
 
 # YAML 1.1 reads 1e-4 as a word: a word that is a number is taken as one.
 Number = Annotated[float, Field(strict=False)]

@@ -18,7 +18,8 @@ from moe_rl.report.curves import Axes, Line, line_chart, line_sample
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, environment, policy_rows
 from moe_rl.report.simulation import ReportData
-from moe_rl.report.terminal import MAX_WIDTH, figures_table
+from moe_rl.report.tables import figures_table
+from moe_rl.report.terminal import MAX_WIDTH
 
 ENDS = 5
 """Steps that a figure of the beginning or the end of a run is the mean of."""

@@ -2,16 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from moe_rl.cli.console import AsJson, print_json, results
+from moe_rl.cli.console import print_json, results
 
 
 def advise(
-    metrics: Annotated[Path, typer.Argument(help="metrics.jsonl of a run: one JSON object per step.")],
-    as_json: AsJson = False,
+    metrics: Path,
+    as_json: bool = False,
 ) -> None:
     """Say which correction to switch on or off, from what a run has logged: each with its number, rule and source.
 

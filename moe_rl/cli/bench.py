@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from moe_rl.cli.console import command_line, deliver, say
-from moe_rl.cli.help import plain_app
+from moe_rl.cli.help import TwoLevelCommand, command, plain_app, worded
 from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
 
@@ -42,18 +42,12 @@ def _bench(context: typer.Context) -> None:
         _show(_run(run.select(device=device, models="tiny", routings="uniform"), device, PRESET_BUDGET_S))
 
 
-@app.command()
+@command(app, "bench planner")
 def planner(
-    sections: Annotated[
-        str | None, typer.Option(help="Comma-separated: trace, synthetic, time, perturbed, speed; by default all.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="GPT-OSS-20B routing (.npz) for section trace; left out when absent.")
-    ] = None,
-    board: Annotated[
-        list[Path] | None, typer.Option(help="Score a plan file on frozen splits beside the shipped policies instead.")
-    ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures; - for standard output.")] = None,
+    sections: str | None = None,
+    trace: Path | None = None,
+    board: list[Path] | None = None,
+    json_path: Path | None = None,
 ) -> None:
     """Compare quality and time of every policy on real, synthetic and Qwen3-shaped loads.
 
@@ -90,40 +84,16 @@ def _benchmark(name: str) -> ModuleType:
 def _kernels(suite: str, summary: str) -> None:
     """Add the command that times one suite of kernels."""
 
-    @app.command(suite, help=f"{summary} Every result is checked first. Needs a checkout.")
-    def command(
-        model: Annotated[
-            str | None,
-            typer.Option(
-                help="Comma-separated: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, gpt-oss-120b, tiny, tiny-oai; by "
-                "default all real ones on a GPU, the tiny ones on a CPU."
-            ),
-        ] = None,
-        routing: Annotated[
-            str | None, typer.Option(help="Comma-separated: uniform, zipf, hot, hot-last, trace, even; by default all.")
-        ] = None,
-        of_pass: Annotated[
-            str | None,
-            typer.Option(
-                "--pass", help="Comma-separated: forward, backward, dgrad, wgrad, end-to-end; by default all."
-            ),
-        ] = None,
-        provider: Annotated[
-            str | None,
-            typer.Option(
-                help="Comma-separated backends: reference, torch, triton, deepgemm, te, those of other packages; by "
-                "default all that are here."
-            ),
-        ] = None,
-        tokens: Annotated[int | None, typer.Option(help="Tokens of each rank; by default 4096 on a GPU.")] = None,
-        trace: Annotated[
-            Path | None, typer.Option(help="Routing trace (.moetrace) for routing trace, instead of the bundled one.")
-        ] = None,
-        device: Annotated[str, typer.Option(help="cuda, or cpu: reference and torch by the wall clock.")] = "cuda",
-        budget_s: Annotated[float, typer.Option(help="Seconds of samples per row.")] = 0.3,
-        json_path: Annotated[
-            Path | None, typer.Option("--json", help="Write the document; - for standard output.")
-        ] = None,
+    def time_suite(
+        model: str | None = None,
+        routing: str | None = None,
+        of_pass: str | None = None,
+        provider: str | None = None,
+        tokens: int | None = None,
+        trace: Path | None = None,
+        device: str = "cuda",
+        budget_s: float = 0.3,
+        json_path: Path | None = None,
     ) -> None:
         run = _operators(f" {suite}")
         run.require_device(device)
@@ -135,6 +105,9 @@ def _kernels(suite: str, summary: str) -> None:
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
         document = _run(selection, device, budget_s)
         _show(document, json_path)
+
+    said = f"{summary} Every result is checked first. Needs a checkout."
+    app.command(suite, cls=TwoLevelCommand, help=said)(worded("bench kernels", time_suite))
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:

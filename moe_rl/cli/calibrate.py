@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from moe_rl.cli.console import AsJson, print_json, progress_bar, results, say
+from moe_rl.cli.console import print_json, progress_bar, results, say
 from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
@@ -20,21 +18,11 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def calibrate_cluster(
-    measurements: Annotated[
-        list[Path],
-        typer.Argument(
-            help="CSV files of measurements, as moe-rl profile writes them, or YAML files of whole steps.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Cluster file to write (.yaml), for --cluster.", show_default=False)
-    ],
-    constants: Annotated[
-        str, typer.Option(help=f"Constants to fit, comma-separated: {', '.join(CONSTANTS)}.", show_default=False)
-    ],
-    cluster: Annotated[str, typer.Option(help="Cluster to start from; constants that are not fitted keep its values.")],
-    as_json: AsJson = False,
+    measurements: list[Path],
+    out: Path,
+    constants: str,
+    cluster: str,
+    as_json: bool = False,
 ) -> None:
     """Fit constants of a cluster to measurements, say how far off the fit is, and write a cluster file.
 
@@ -110,7 +98,7 @@ def _known(figures: dict[str, object]) -> dict[str, object]:
 
 
 def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
-    from moe_rl.report.terminal import figures_table
+    from moe_rl.report.tables import figures_table
 
     constants = figures_table("constant", cluster, "fitted", "change", "standard error", gap=2)
     for item in result.constants:

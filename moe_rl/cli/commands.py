@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from moe_rl.cli.help import TwoLevelCommand, WholeLines, plain_app, unwrapped
+from moe_rl.cli.help import TwoLevelCommand, WholeLines, plain_app, unwrapped, worded
 from moe_rl.version import __version__
 
 COMMANDS = {
@@ -37,7 +37,7 @@ def command_named(name: str) -> Any:
     if isinstance(command, typer.Typer):
         return get_command(command)
     alone = plain_app()
-    alone.command(name, cls=TwoLevelCommand, help=unwrapped(command), short_help=said)(command)
+    alone.command(name, cls=TwoLevelCommand, help=unwrapped(command), short_help=said)(worded(name, command))
     return get_command(alone)
 
 

@@ -6,15 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from moe_rl.core.outputs import encodable, printable, write_outputs
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Advance = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""

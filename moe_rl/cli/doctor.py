@@ -1,41 +1,22 @@
 """`moe-rl doctor`: the traps of a run's arguments and of the installation."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import AsJson, print_json, results
+from moe_rl.cli.console import print_json, results
 from moe_rl.cli.doctor_table import print_diagnosis
 from moe_rl.doctor import examine, interpret, probe, read_run
-from moe_rl.doctor.readers import READERS
 
 UNHEALTHY = 1
 
 
 def doctor(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Files of one run: launch script, list of arguments, Megatron's argument dump (a log), or YAML. "
-            "None: the installation alone.",
-            show_default=False,
-        ),
-    ] = None,
-    framework: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(sorted(READERS.names))}; recognized from the files by default. Without files: whether "
-            "the adapter to that framework (transformers and trl too) fits what is installed, and what to write."
-        ),
-    ] = None,
-    attach: Annotated[
-        bool, typer.Option("--attach", help="Treat anything that attach() would refuse as an error.")
-    ] = False,
-    environment: Annotated[
-        bool, typer.Option("--environment/--no-environment", help="Look at what is installed here as well.")
-    ] = True,
-    as_json: AsJson = False,
+    files: list[Path] | None = None,
+    framework: str | None = None,
+    attach: bool = False,
+    environment: bool = True,
+    as_json: bool = False,
 ) -> None:
     """Look for the traps of MoE RL in a run's arguments, and in the installation: each with why, and what to do.
 

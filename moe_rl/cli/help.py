@@ -1,12 +1,15 @@
-"""Help on two levels: `--help` shows the options that most users need, `--help-all` all of them; and refusals."""
+"""What commands say of themselves. `--help` shows the options that most users need, `--help-all` all; and refusals."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+
+from moe_rl.yaml_files import NAMES, read_yaml, with_names
 
 HELP_ALL = "moe_rl.help_all"
 """Key of a command's context that is true under `--help-all`."""
@@ -44,15 +47,61 @@ class TwoLevelCommand(TyperCommand):
 
             shown_panels = (None, COMMON)
         panels: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        params: list[Any] = self.get_params(ctx)
+        for param in params:
             panel = getattr(param, "rich_help_panel", None)
-            record = param.get_help_record(ctx)
-            if record and (shown_panels is None or panel in shown_panels):
+            if shown_panels is not None and panel not in shown_panels:
+                continue
+            param.help = with_names(param.help or "")  # here alone: the registries behind some names load numpy
+            if record := param.get_help_record(ctx):
                 kind = "Arguments" if param.param_type_name == "argument" else "Options"
                 panels.setdefault(panel or kind, []).append(record)
         for name, records in panels.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete as ever; a shell that shows helps does not wait for the registries."""
+        params: list[Any] = self.params
+        for param in params:
+            param.help = NAMES.sub("...", getattr(param, "help", None) or "")
+        return super().shell_complete(ctx, incomplete)
+
+
+WORDS: Mapping[str, Mapping[str, Any]] = read_yaml(Path(__file__).with_name("options.yaml"))
+
+
+def worded(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Give the parameters of the command `name` what options.yaml says of them, and return the function."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [_worded(each, WORDS.get(name, {})) for each in signature.parameters.values()]
+    # typer reads it through inspect; mypy knows no such attribute of a function
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def _worded(parameter: inspect.Parameter, of_command: Mapping[str, Any]) -> inspect.Parameter:
+    words: dict[str, Any] = {}
+    for said in (WORDS["every command"].get(parameter.name, {}), of_command.get(parameter.name, {})):
+        words |= {"help": said} if isinstance(said, str) else said
+    if not words or get_origin(parameter.annotation) is Annotated:
+        return parameter
+    made: Any = typer.Argument if words.pop("argument", False) else typer.Option
+    flags = words.pop("flags", [f"--{parameter.name.replace('_', '-')}"])
+    words["rich_help_panel"] = words.pop("panel", None)
+    words["show_default"] = parameter.default not in (parameter.empty, None, "")
+    info = made(*(flags if made is typer.Option else ()), **words)
+    return parameter.replace(annotation=Annotated[parameter.annotation, info])
+
+
+def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function to a group as its command `name`, which options.yaml knows with the group's name before it."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        app.command(name.rpartition(" ")[2], cls=TwoLevelCommand, **settings)(worded(name, function))
+        return function
+
+    return decorate
 
 
 def unwrapped(command: Callable[..., None]) -> str:
@@ -73,7 +122,7 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     """Return the sentence for arguments that the parser refuses; empty where it has printed the help instead."""
     from pydantic import ValidationError  # a command that is understood does not wait for these
 
-    from moe_rl.config import wanted
+    from moe_rl.yaml_files import wanted
 
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]

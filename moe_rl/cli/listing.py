@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moe_rl.cli.console import AsJson, print_json, results
-from moe_rl.config import CONFIGS, cluster_names, load_cluster, load_model, model_names
-from moe_rl.report.terminal import figures_table
+from moe_rl.cli.console import print_json, results
+from moe_rl.report.tables import figures_table
 
 Rows = Sequence[dict[str, Any]]
 
 
-def models(as_json: AsJson = False) -> None:
+def models(as_json: bool = False) -> None:
     """List the models that --model takes by name; it also takes any config.json of Hugging Face or a folder with one.
 
     Every number and its source: the files of configs/models.
     """
+    from moe_rl.config import CONFIGS, load_model, model_names
+
     rows = []
     for name in model_names():
         loaded = load_model(name)
@@ -36,11 +37,13 @@ def models(as_json: AsJson = False) -> None:
     _print(rows, as_json, f"assumed: numbers without a source of their own; files: {CONFIGS / 'models'}")
 
 
-def clusters(as_json: AsJson = False) -> None:
+def clusters(as_json: bool = False) -> None:
     """List the clusters that --cluster takes by name; it also takes a YAML file, as `moe-rl calibrate` writes one.
 
     Rates are achieved ones. Every constant and its source: the files of configs/clusters.
     """
+    from moe_rl.config import CONFIGS, cluster_names, load_cluster
+
     rows = []
     for name in cluster_names():
         cluster = load_cluster(name)
@@ -61,9 +64,8 @@ def clusters(as_json: AsJson = False) -> None:
     _print(rows, as_json, f"assumed: constants that nobody measured there; files: {CONFIGS / 'clusters'}")
 
 
-def policies(as_json: AsJson = False) -> None:
+def policies(as_json: bool = False) -> None:
     """List the policies that --policy takes, those of other packages included, and the parameters of each."""
-    # Planners are read here alone: models and clusters are listed without them.
     from moe_rl.planner.registry import POLICIES
 
     rows: list[dict[str, Any]] = [

@@ -8,31 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from moe_rl.cli.console import say
 from moe_rl.cli.help import print_all
-from moe_rl.study.executors import EXECUTORS
-from moe_rl.study.options import COMMON, Options, Shown, SimulationOptions, merge_options
-
-WHERE = "Where it runs"
-ExecutorName = Annotated[
-    str,
-    typer.Option("--executor", help=f"{' or '.join(EXECUTORS)}: a Ray cluster does the work.", rich_help_panel=WHERE),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--ray-address",
-        help="Of the Ray cluster; by default this machine's, or one that is started.",
-        rich_help_panel=WHERE,
-    ),
-]
-TracePath = Annotated[
-    Path,
-    typer.Argument(
-        help="Trace directory, a file of any known format, or countdown-grpo (bundled).", show_default=False
-    ),
-]
+from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOptions, merge_options
 
 
 def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -45,8 +25,8 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
         of_a_run = [LAUNCH, _help_all(schema)] if issubclass(schema, SimulationOptions) else []
-        fields = sorted(schema.model_fields.items(), key=lambda item: _shown(item[1]).panel != COMMON)
-        added = [_parameter(name, field) for name, field in fields]
+        fields = sorted(schema.model_fields.items(), key=lambda item: SHOWN[item[0]].panel != COMMON)
+        added = [_parameter(SHOWN[name], field) for name, field in fields]
 
         @functools.wraps(command)
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
@@ -62,21 +42,17 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-def _keyword(name: str, kind: Any, info: Any, default: object = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+def _keyword(name: str, kind: Any, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-CONFIG = _keyword("config", Path | None, typer.Option(help="YAML file with these options; the command line wins."))
-LAUNCH = _keyword(
-    "launch",
-    list[Path] | None,
-    typer.Option(metavar="<path>", help="Launch script or configuration of the run; other options win over it."),
-)
+CONFIG, LAUNCH = _keyword("config", Path | None), _keyword("launch", list[Path] | None)
 
 
 def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
     said = f"Show all {len(schema.model_fields)} options of the setting."
-    return _keyword("help_all", bool, typer.Option("--help-all", is_eager=True, callback=print_all, help=said), False)
+    asked = typer.Option("--help-all", is_eager=True, callback=print_all, help=said)
+    return _keyword("help_all", Annotated[bool, asked], False)
 
 
 def _launched(files: list[Path]) -> dict[str, Any]:
@@ -89,28 +65,20 @@ def _launched(files: list[Path]) -> dict[str, Any]:
     return found
 
 
-def _shown(field: FieldInfo) -> Shown:
-    return next(item for item in field.metadata if isinstance(item, Shown))
-
-
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    shown = _shown(field)
-    dashed = name.replace("_", "-")
+def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
+    flag, *short = shown.flags
     # What is on unless said otherwise needs a way to turn it off.
-    flag = f"--{dashed}/--no-{dashed}" if field.default is True else f"--{dashed}"
+    flag += flag.replace("--", "/--no-") if field.default is True else ""
     kind: Any = field.annotation
     if kind not in (bool, int, float, str, int | None, float | None, str | None):
         kind = str  # lists are given comma-separated
-    default = _joined(field.default)
-    told = default in (None, "", False) or default is True or "by default" in shown.help
+    default = ",".join(field.default) if isinstance(field.default, list) else field.default
+    told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown.help
     info = typer.Option(
-        *(shown.names or (flag,)),
-        help=shown.help if told else f"{shown.help} Default: {default}.",
+        flag,
+        *short,
+        help=shown.told if told else f"{shown.told} Default: {default}.",
         rich_help_panel=shown.panel,
         show_default=False,
     )
-    return _keyword(name, kind | None, info)
-
-
-def _joined(given: object) -> object:
-    return ",".join(str(part) for part in given) if isinstance(given, list) else given
+    return _keyword(shown.name, Annotated[kind | None, info])

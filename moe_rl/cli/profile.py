@@ -2,59 +2,33 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from moe_rl.cli.console import AsJson, print_json, progress_bar, results, say
+from moe_rl.cli.console import print_json, progress_bar, results, say
 from moe_rl.cli.profile_tables import print_profile
 from moe_rl.config import load_model
-from moe_rl.core.errors import require, require_known
+from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
 from moe_rl.study.compare_recording import AttributedStep, attribute_recording
-from moe_rl.study.options import DISPATCHERS
+from moe_rl.study.options import SHOWN
 from moe_rl.study.read_predicted import PredictedStep, read_prediction
-
-MEASURED = "For --measurements"
 
 
 def profile(
-    traces: Annotated[
-        list[Path],
-        typer.Argument(help="One recording per rank: torch.profiler .json(.gz), or nsys .sqlite.", show_default=False),
-    ],
-    predicted: Annotated[
-        Path | None, typer.Option(help="File of moe-rl simulate --json, to compare the recording with.")
-    ] = None,
-    policy_name: Annotated[
-        str | None, typer.Option(help="The policy that was running, for --predicted.", show_default=False)
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps in a recording; by default what torch.profiler marked.", min=1)
-    ] = None,
-    as_json: AsJson = False,
-    measurements: Annotated[
-        Path | None, typer.Option(help="Write rows for moe-rl calibrate (.csv).", rich_help_panel=MEASURED)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model that ran.", rich_help_panel=MEASURED)] = None,
-    expert_model_parallel_size: Annotated[
-        int | None,
-        typer.Option("--expert-model-parallel-size", "--ep", help="Ranks of the EP group.", rich_help_panel=MEASURED),
-    ] = None,
-    ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", rich_help_panel=MEASURED)] = 8,
-    tokens_per_rank: Annotated[
-        int | None, typer.Option(help="Tokens per rank and micro-batch.", rich_help_panel=MEASURED)
-    ] = None,
-    moe_token_dispatcher_type: Annotated[
-        str, typer.Option(help=f"{' or '.join(DISPATCHERS)}.", rich_help_panel=MEASURED)
-    ] = "flex",
-    group: Annotated[
-        str | None,
-        typer.Option(help="What calibrate holds out together; by default the model.", rich_help_panel=MEASURED),
-    ] = None,
+    traces: list[Path],
+    predicted: Path | None = None,
+    policy_name: str | None = None,
+    steps: int | None = None,
+    as_json: bool = False,
+    measurements: Path | None = None,
+    model: str | None = None,
+    expert_model_parallel_size: int | None = None,
+    ranks_per_node: int = 8,
+    tokens_per_rank: int | None = None,
+    moe_token_dispatcher_type: str = "flex",
+    group: str | None = None,
 ) -> None:
     """Say where the time of a recorded training step went, rank by rank.
 
@@ -114,7 +88,7 @@ def _shape(
     given = {"--model": model, "--expert-model-parallel-size": ep_size, "--tokens-per-rank": tokens}
     absent = [name for name, value in given.items() if value is None]
     require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
-    require_known(dispatcher, DISPATCHERS, f"--moe-token-dispatcher-type {dispatcher!r} is unknown.")
+    SHOWN["moe_token_dispatcher_type"].check(dispatcher)
     spec = load_model(str(model)).spec
     return RecordedShape(
         model=spec,

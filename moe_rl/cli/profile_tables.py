@@ -8,7 +8,7 @@ from rich.text import Text
 
 from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
-from moe_rl.report.terminal import figures_table
+from moe_rl.report.tables import figures_table
 from moe_rl.report.units import decimals, time_unit
 from moe_rl.study.compare_recording import AttributedStep
 from moe_rl.study.read_predicted import PredictedStep

@@ -1,16 +1,14 @@
 """`moe-rl replay check`."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from moe_rl.cli.console import AsJson, print_json, progress_bar
-from moe_rl.cli.help import plain_app
-from moe_rl.cli.options import TracePath, with_options
+from moe_rl.cli.console import print_json, progress_bar
+from moe_rl.cli.help import command, plain_app
+from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.study.options import TraceOptions
-from moe_rl.study.replay_check import check_recorded
 
 app = plain_app(help="Check the routes that a trainer replays.", no_args_is_help=True)
 SHOWN = 20
@@ -21,25 +19,22 @@ def _group() -> None:
     pass
 
 
-@app.command()
+@command(app, "replay check")
 @with_options(TraceOptions)
 def check(
-    routes: TracePath,
+    routes: Path,
     options: TraceOptions,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face model, or a trace of the trainer's own choices; without, fewer faults show."),
-    ] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Token ids as JSON lines, for a model as reference.")] = None,
-    policy_versions: Annotated[
-        str | None, typer.Option(help="Versions whose routes may be replayed, such as 6:8; others are a fault.")
-    ] = None,
-    as_json: AsJson = False,
+    reference: Path | None = None,
+    tokens: Path | None = None,
+    policy_versions: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Name what is wrong with routes: shifted, truncated, another layer's or sequence's, ...; exit code 1 if anything.
 
     Example: moe-rl replay check rollout.pt --num-experts 128 --reference trainer.moetrace
     """
+    from moe_rl.study.replay_check import check_recorded
+
     with progress_bar() as advance:
         advance("checking", 0, 1)
         found = check_recorded(

@@ -2,41 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from markupsafe import Markup
 from rich.table import Table
 
-from moe_rl.cli.console import AsJson, command_line, print_json, progress_bar, results, say
+from moe_rl.cli.console import command_line, print_json, progress_bar, results, say
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import standalone
 from moe_rl.report.units import decimals
-from moe_rl.simulators.rl_step import RlStep
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.rl_options import RlStepOptions
+
+if TYPE_CHECKING:
+    from moe_rl.simulators.rl_step import RlStep
 
 
 @with_options(RlStepOptions)
 def rl_step(
     options: RlStepOptions,
-    trace: Annotated[
-        Path | None, typer.Argument(help="Trace; without it --num-samples and lengths.", show_default=False)
-    ] = None,
-    sweep: Annotated[
-        str, typer.Option(help="Values of one option of the RL step: staleness=0,1,2.", show_default=False)
-    ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw who works when: a page (.html) or .svg.")] = None,
-    to_json: AsJson = False,
+    trace: Path | None = None,
+    sweep: str = "",
+    plot: Path | None = None,
+    to_json: bool = False,
 ) -> None:
     """Predict rollout, reward, log-probabilities, reference, update and weight sync of a step, policy by policy.
 
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16
     """
+    from moe_rl.report.rl_timeline import rl_timeline
     from moe_rl.study.rl_passes import as_json, rl_notes, swept_steps, training_passes
 
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
@@ -63,7 +60,7 @@ def rl_step(
         say(f"wrote {plot}")
 
 
-def _page(steps: Mapping[str, RlStep], drawing: Markup, notes: Sequence[str]) -> bytes:
+def _page(steps: "Mapping[str, RlStep]", drawing: Markup, notes: Sequence[str]) -> bytes:
     from moe_rl.report.faces import PAGE_COLUMNS, printed
     from moe_rl.report.html import render_picture
 
@@ -76,9 +73,9 @@ def _page(steps: Mapping[str, RlStep], drawing: Markup, notes: Sequence[str]) ->
     return render_picture("moe_rl rl-step", title, drawing, table, notes=notes)
 
 
-def _table(title: str, steps: Mapping[str, RlStep]) -> Table:
+def _table(title: str, steps: "Mapping[str, RlStep]") -> Table:
     """Return a row per part and a column per policy."""
-    from moe_rl.report.terminal import figures_table
+    from moe_rl.report.tables import figures_table
 
     static = steps["static"]
     table = figures_table(title, *steps)

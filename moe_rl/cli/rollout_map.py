@@ -8,7 +8,7 @@ from rich.console import Console
 from moe_rl.cli.console import command_line, deliver, progress_bar, say
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
-from moe_rl.report.terminal import figures_table
+from moe_rl.report.tables import figures_table
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions

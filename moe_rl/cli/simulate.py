@@ -2,71 +2,41 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from moe_rl.cli.console import command_line, deliver, progress_bar, results, say
-from moe_rl.cli.options import TracePath, with_options
-from moe_rl.cli.train_demo import train_demo
-from moe_rl.config import CONFIGS, bundled_traces
+from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
-from moe_rl.rollout_engines import ROLLOUT_ENGINES
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import SimulationOptions, merge_options
 
-DEMO_SETTING = CONFIGS / "experiments" / "demo.yaml"
 
-MORE = "More outputs"
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON; - for standard output.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page to send to a colleague.")]
-
-ColumnNames = Annotated[
-    str | None,
-    typer.Option("--columns", metavar="<names>", help="Columns of the table, comma-separated as in --json, or all."),
-]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Print every sentence: what limits the step, and what is assumed.")
-]
-
-
-@with_options(SimulationOptions)
-def simulate(
-    trace: TracePath,
+def simulate_trace(
+    trace: Path,
     options: SimulationOptions,
-    json_path: JsonFile = None,
-    html: HtmlFile = None,
-    trace_out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write simulated micro-batches as a Chrome trace (.json) for Perfetto.", rich_help_panel=MORE
-        ),
-    ] = None,
-    trace_micro_batches: Annotated[
-        int, typer.Option(help="Micro-batches in --trace-out.", min=1, rich_help_panel=MORE)
-    ] = 1,
-    columns: ColumnNames = None,
-    explain: Explain = False,
-    sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Say where constants that are 30 % off change the ranking.")
-    ] = False,
-    expert_map: Annotated[
-        Path | None,
-        typer.Option(
-            help="Score a rollout engine's expert map on decode batches of the trace instead.", rich_help_panel=MORE
-        ),
-    ] = None,
+    json_path: Path | None = None,
+    html: Path | None = None,
+    trace_out: Path | None = None,
+    trace_micro_batches: int = 1,
+    columns: str | None = None,
+    explain: bool = False,
+    sensitivity: bool = False,
+    expert_map: Path | None = None,
 ) -> None:
     """Predict what every balancing policy brings on a recorded routing trace.
 
     Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16 --micro-batch-tokens 8192
     """
+    from moe_rl.cli.rollout_map import score_map_file
+    from moe_rl.report.columns import check_columns
+    from moe_rl.report.html import render_html
+    from moe_rl.report.terminal import print_report
+    from moe_rl.study.chrome_timeline import chrome_trace
+    from moe_rl.study.resident_slots import open_scenario
+    from moe_rl.study.rl_passes import predict_with_rl
+
     if expert_map is not None:
         others = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
-        from moe_rl.cli.rollout_map import score_map_file
-
         refused = [name for name, value in others.items() if value]
         require(not refused, f"--expert-map has no {', '.join(refused)}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
@@ -75,75 +45,6 @@ def simulate(
         options.require_times("--trace-out draws times")
     if sensitivity:
         options.require_times("--sensitivity ranks times")
-    _simulate(
-        trace,
-        options,
-        json_path=json_path,
-        html=html,
-        trace_out=trace_out,
-        trace_micro_batches=trace_micro_batches,
-        columns=columns,
-        explain=explain,
-        sensitivity=sensitivity,
-    )
-
-
-def demo(
-    json_path: JsonFile = None,
-    html: HtmlFile = None,
-    columns: ColumnNames = None,
-    explain: Explain = False,
-    tokens_per_rank: Annotated[int | None, typer.Option(help="Scale the loads to this many tokens per rank.")] = None,
-    expert_model_parallel_size: Annotated[
-        int | None, typer.Option("--expert-model-parallel-size", "--ep", help="Ranks of the EP group.")
-    ] = None,
-    cluster: Annotated[str | None, typer.Option(help="Name of a cluster.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Policies, comma-separated.")] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Do a whole small RL run first (minutes on two cores) and report on it.")
-    ] = False,
-) -> None:
-    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
-
-    With --train the trace is that of a GRPO run made now: examples/countdown/demo.yaml.
-    """
-    if train:
-        others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
-        refused = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
-        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
-        train_demo(html, command=command_line())
-        return
-    given = {
-        "tokens_per_rank": tokens_per_rank,
-        "expert_model_parallel_size": expert_model_parallel_size,
-        "cluster": cluster,
-        "policy": policy,
-    }
-    options = merge_options(SimulationOptions, given, DEMO_SETTING)
-    _simulate(
-        bundled_traces()["countdown-grpo"], options, json_path=json_path, html=html, columns=columns, explain=explain
-    )
-
-
-def _simulate(
-    trace: Path,
-    options: SimulationOptions,
-    *,
-    json_path: Path | None,
-    html: Path | None,
-    columns: str | None,
-    explain: bool,
-    trace_out: Path | None = None,
-    trace_micro_batches: int = 1,
-    sensitivity: bool = False,
-) -> None:
-    from moe_rl.report.columns import check_columns
-    from moe_rl.report.html import render_html
-    from moe_rl.report.terminal import print_report
-    from moe_rl.study.chrome_timeline import chrome_trace
-    from moe_rl.study.resident_slots import open_scenario
-    from moe_rl.study.rl_passes import predict_with_rl
-
     names = tuple(name.strip().replace("-", "_") for name in columns.split(",")) if columns is not None else ()
     check_columns(names)
     check_outputs({"--json": json_path, "--html": html, "--trace-out": trace_out}, inputs=(trace,))
@@ -160,23 +61,51 @@ def _simulate(
     deliver(files, report.json(), json_path, show)
 
 
+simulate = with_options(SimulationOptions)(simulate_trace)
+
+
+def demo(
+    json_path: Path | None = None,
+    html: Path | None = None,
+    columns: str | None = None,
+    explain: bool = False,
+    tokens_per_rank: int | None = None,
+    expert_model_parallel_size: int | None = None,
+    cluster: str | None = None,
+    policy: str | None = None,
+    train: bool = False,
+) -> None:
+    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
+
+    With --train the trace is that of a GRPO run made now: examples/countdown/demo.yaml.
+    """
+    from moe_rl.cli.train_demo import train_demo
+    from moe_rl.config import CONFIGS, bundled_traces
+
+    if train:
+        others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
+        refused = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
+        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
+        train_demo(html, command=command_line())
+        return
+    given = {
+        "tokens_per_rank": tokens_per_rank,
+        "expert_model_parallel_size": expert_model_parallel_size,
+        "cluster": cluster,
+        "policy": policy,
+    }
+    options = merge_options(SimulationOptions, given, CONFIGS / "experiments" / "demo.yaml")
+    simulate_trace(bundled_traces()["countdown-grpo"], options, json_path, html, columns=columns, explain=explain)
+
+
 @with_options(SimulationOptions)
 def plan(
-    trace: TracePath,
+    trace: Path,
     options: SimulationOptions,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Plan file to write (.npz), or the engine's.", show_default=False)
-    ],
-    export: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Write the expert map that a rollout engine loads at start: {', '.join(ROLLOUT_ENGINES.names)}."
-        ),
-    ] = None,
-    json_path: JsonFile = None,
-    capacity: Annotated[
-        bool, typer.Option("--capacity", help="Say how many rows a rank can get at most, for static buffers.")
-    ] = False,
+    out: Path,
+    export: str | None = None,
+    json_path: Path | None = None,
+    capacity: bool = False,
 ) -> None:
     """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
 

@@ -1,12 +1,9 @@
 """`moe-rl sweep`: simulate a trace over a grid of settings, to be stopped and resumed."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from moe_rl.cli.console import command_line, progress_bar, results, say
-from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, TracePath, with_options
+from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.study.executors import executor_named
@@ -15,26 +12,14 @@ from moe_rl.study.options import SimulationOptions
 
 @with_options(SimulationOptions)
 def sweep(
-    trace: TracePath,
+    trace: Path,
     options: SimulationOptions,
-    swept: Annotated[
-        list[str],
-        typer.Option(
-            "--sweep",
-            metavar="<option=values>",
-            help="E.g. ep=8,16,32; repeat it for a second option: every combination is simulated.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File of finished points (.jsonl).", show_default=False)],
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the speed-up: a page (.html) or .svg; .png and .pdf need the extra plot.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Points at once; by default one per core.", rich_help_panel=WHERE)
-    ] = None,
-    executor: ExecutorName = "local",
-    ray_address: RayAddress = None,
+    swept: list[str],
+    out: Path,
+    plot: Path | None = None,
+    jobs: int | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
 ) -> None:
     """Simulate every combination of some options, with a line of JSON for each point that is done.
 

@@ -2,34 +2,33 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, AsJson, print_json, progress_bar, results, say
-from moe_rl.cli.help import plain_app
-from moe_rl.cli.options import TracePath, with_options
+from moe_rl.cli.console import Advance, print_json, progress_bar, results, say
+from moe_rl.cli.help import command, plain_app
+from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.outputs import printable
-from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import Manifest, convert_trace, write_trace
 from moe_rl.report.units import format_bytes, listed
-from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.options import TraceOptions, parse_value
-from moe_rl.study.traces import describe_trace, open_for_model, options_of_model, routes_of_a_step, size_of
+
+if TYPE_CHECKING:
+    from moe_rl.core.trace import RoutingTrace
+    from moe_rl.replay import Manifest
 
 app = plain_app(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
 
-TargetPath = Annotated[Path, typer.Argument(help="Trace directory to write (*.moetrace).", show_default=False)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the trace that is there.")]
 
-
-@app.command()
+@command(app, "trace info")
 @with_options(TraceOptions)
-def info(trace: TracePath, options: TraceOptions, as_json: AsJson = False) -> None:
+def info(trace: Path, options: TraceOptions, as_json: bool = False) -> None:
     """Say what a trace holds: model shape, steps, sequences, tokens, size."""
+    from moe_rl.study.traces import describe_trace, open_for_model
+
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
         source = open_for_model(trace, options, None)
@@ -45,10 +44,12 @@ def info(trace: TracePath, options: TraceOptions, as_json: AsJson = False) -> No
         say(f"note: {warning}")
 
 
-@app.command()
+@command(app, "trace validate")
 @with_options(TraceOptions)
-def validate(trace: TracePath, options: TraceOptions) -> None:
+def validate(trace: Path, options: TraceOptions) -> None:
     """Read every row and stop at the first damage: checksums, ids out of range or twice, layers not captured."""
+    from moe_rl.study.traces import open_for_model
+
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
         source = open_for_model(trace, options, None)
@@ -61,31 +62,23 @@ def validate(trace: TracePath, options: TraceOptions) -> None:
     )
 
 
-@app.command()
+@command(app, "trace convert")
 @with_options(TraceOptions)
 def convert(
-    trace: TracePath,
-    target: TargetPath,
+    trace: Path,
+    target: Path,
     options: TraceOptions,
-    steps: Annotated[str | None, typer.Option(help="Steps to take, such as 1,11,21; default: all.")] = None,
-    routes_only: Annotated[
-        bool,
-        typer.Option("--routes-only", help="Leave out policy versions and router log-probabilities: a third is left."),
-    ] = False,
-    counts_only: Annotated[
-        bool, typer.Option("--counts-only", help="Keep token counts per sequence instead of routes: much smaller.")
-    ] = False,
-    coded: Annotated[
-        bool,
-        typer.Option("--coded", help="Store routes coded: a fifth to a third of the bytes, ids of a row ascending."),
-    ] = False,
-    overwrite: Overwrite = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model of the trace, kept there; one of `moe-rl models` says how many experts it has."),
-    ] = None,
+    steps: str | None = None,
+    routes_only: bool = False,
+    counts_only: bool = False,
+    coded: bool = False,
+    overwrite: bool = False,
+    model: str | None = None,
 ) -> None:
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
+    from moe_rl.replay import convert_trace
+    from moe_rl.study.traces import open_for_model, options_of_model, size_of
+
     options = options_of_model(trace, options, model)
     with progress_bar() as advance, collected_notes() as warnings:
         advance("reading the trace", 0, 1)
@@ -115,24 +108,22 @@ def _steps(given: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-@app.command()
+@command(app, "trace synth")
 def synth(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SYNTHETIC.names)}.", show_default=False)],
-    target: TargetPath,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", help="Option of the generator, e.g. num_steps=4; repeat for more.")
-    ] = None,
-    num_layers: Annotated[int | None, typer.Option(help="MoE layers.")] = None,
-    num_experts: Annotated[int | None, typer.Option(help="Experts per MoE layer.")] = None,
-    moe_router_topk: Annotated[int | None, typer.Option(help="Experts per token.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal traces.")] = None,
-    like_trace: Annotated[
-        Path | None,
-        typer.Option("--like", metavar="<path>", help="Let experts meet in tokens as often as in this trace."),
-    ] = None,
-    overwrite: Overwrite = False,
+    name: str,
+    target: Path,
+    option: list[str] | None = None,
+    num_layers: int | None = None,
+    num_experts: int | None = None,
+    moe_router_topk: int | None = None,
+    seed: int | None = None,
+    like_trace: Path | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Generate a synthetic trace: sequence-correlated presets, or GRPO groups."""
+    from moe_rl.simulators.registry import SYNTHETIC
+    from moe_rl.study.traces import routes_of_a_step, size_of
+
     given: dict[str, Any] = {
         "num_layers": num_layers,
         "num_experts": num_experts,
@@ -168,18 +159,20 @@ def synth(
 
 
 def _write_pieces(
-    pieces: Iterator[RoutingTrace],
+    pieces: "Iterator[RoutingTrace]",
     target: Path,
     num_steps: int,
     origin: dict[str, int | float | str | bool],
     advance: Advance,
     *,
     overwrite: bool,
-) -> Manifest:
+) -> "Manifest":
+    from moe_rl.replay import write_trace
+
     advance("generating", 0, num_steps)
     first = next(pieces)
 
-    def generated() -> Iterator[RoutingTrace]:
+    def generated() -> "Iterator[RoutingTrace]":
         yield first
         for piece in pieces:
             advance("generating", int(piece.step[0]), num_steps)

@@ -2,12 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from moe_rl.cli.console import progress_bar, results, say
-from moe_rl.cli.options import WHERE, ExecutorName, RayAddress, with_options
+from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.study.executors import executor_named
@@ -17,19 +14,13 @@ from moe_rl.study.rl_options import TuneOptions
 @with_options(TuneOptions)
 def tune(
     options: TuneOptions,
-    trace: Annotated[
-        Path | None, typer.Argument(help="Trace whose lengths are tuned for; without one, options describe them.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File of priced layouts (.jsonl), to resume.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all settings as JSON.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw tokens/s/GPU against peak memory: a page (.html) or .svg.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Layouts at once; by default one per core.", rich_help_panel=WHERE)
-    ] = None,
-    executor: ExecutorName = "local",
-    ray_address: RayAddress = None,
+    trace: Path | None = None,
+    out: Path | None = None,
+    json_path: Path | None = None,
+    plot: Path | None = None,
+    jobs: int | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
 ) -> None:
     """Search the parallel layout, micro-batch and recomputation that train most tokens per second on --gpus GPUs.
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from moe_rl.config import load_model, model_names
 from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.doctor.sources import Entry, RawRun
 from moe_rl.doctor.yaml_entries import value_of_word
@@ -170,6 +169,8 @@ def last_value(raw: RawRun, key: str) -> object:
 
 def with_model(known: Known, raw: RawRun, key: str) -> Known:
     """Add the experts and layers of the model that `key` names, where moe_rl knows it; what the files say wins."""
+    from moe_rl.config import load_model, model_names  # numpy, which no help of a command waits for
+
     entry = last_entry(raw, key)
     if entry is None or entry.missing or not isinstance(entry.value, str):
         return known

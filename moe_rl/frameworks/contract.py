@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import read_yaml
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.yaml_files import read_yaml
 
 logger = logging.getLogger("moe_rl.frameworks")
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,7 @@ from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
+from moe_rl.report.tables import figures_table
 from moe_rl.report.units import counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
@@ -22,14 +22,6 @@ SLOTS = ("cross_node_slots", "resident_slots")
 """Slots of which a setting has none unless it says so."""
 NARROW, LINES = 80, 6
 """Columns below which what is left out takes two lines; lines of sentences below the table."""
-
-
-def figures_table(*headings: str, gap: int = 1) -> Table:
-    """Return an empty table: words under the first heading, figures under the others, `gap` blanks between."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="right" if index else "left")
-    return table
 
 
 def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
+from moe_rl.config import load_cluster, load_model, override_model
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
@@ -18,12 +18,13 @@ from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.rl_step import RlStep, rl_step
 from moe_rl.simulators.rl_update import UpdateBatch
-from moe_rl.study.options import Names, merge_options
+from moe_rl.study.options import SHOWN, Names, merge_options
 from moe_rl.study.plan_and_price import plans_beside_static, predict, pricing_of
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
 from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.study.traces import TraceLike
+from moe_rl.yaml_files import FROM_TRACE
 
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
 """Parts of an update that every mini-batch has again."""
@@ -61,7 +62,6 @@ class TrainingPasses:
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
     options.require_times("a step of RL is time")
-    require(options.mini_batches >= 1, f"--mini-batches must be at least 1, got {options.mini_batches}.")
     require(
         not options.forward_only and not options.log_prob_passes,
         "--forward-only and --log-prob-passes describe a single pass: a step of RL has its own passes.",
@@ -206,8 +206,7 @@ def swept_steps(
         return {(): passes.steps(options)}
     name, equals, first = sweep[0].partition("=")
     field = name.lstrip("-").replace("-", "_")
-    known = RlStepOptions.model_fields
-    swept = field in known and any(getattr(item, "panel", None) == RL for item in known[field].metadata)
+    swept = field in RlStepOptions.model_fields and SHOWN[field].panel == RL
     require(bool(equals) and swept, f"--sweep {sweep[0]!r} must read NAME=VALUE,VALUE with an option of the RL step.")
     given = options.model_dump(exclude_unset=True)
     points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in (first, *sweep[1:])}

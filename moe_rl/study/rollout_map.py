@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import FROM_TRACE, load_cluster
+from moe_rl.config import load_cluster
 from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.expert_map import ExpertMap
@@ -27,6 +27,7 @@ from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
 from moe_rl.study.traces import TraceLike
 from moe_rl.version import __version__
+from moe_rl.yaml_files import FROM_TRACE
 
 SCHEMA = "moe_rl.rollout-map/1"
 REQUESTS_PER_RANK = 32

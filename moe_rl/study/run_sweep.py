@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_rl.config import FROM_TRACE, load_cluster, load_model
+from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import SweptPoint, describe
@@ -20,6 +20,7 @@ from moe_rl.study.sweep_file import open_sweep
 from moe_rl.study.sweep_grid import Grid
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
+from moe_rl.yaml_files import FROM_TRACE
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 
 from moe_rl.config import (
-    FROM_TRACE,
     LoadedModel,
     cluster_num_nodes,
     load_cluster,
@@ -34,6 +33,7 @@ from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
 from moe_rl.study.options import AUTO, LARGEST, SimulationOptions
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
+from moe_rl.yaml_files import FROM_TRACE
 
 logger = logging.getLogger(__name__)
 

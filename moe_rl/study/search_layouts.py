@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import FROM_TRACE, load_cluster, load_model, override_model
+from moe_rl.config import load_cluster, load_model, override_model
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.micro_batch_cost import SMOOTH
@@ -36,6 +36,7 @@ from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
 from moe_rl.study.sweep_file import open_sweep
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
+from moe_rl.yaml_files import FROM_TRACE
 
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
 """Tokens of a rank in a micro-batch that are tried."""
@@ -261,7 +262,6 @@ def tune(
 
 def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:
     """Return the model and the lengths of an optimizer step, prompts included."""
-    require(options.gpus >= 1, f"--gpus must be at least 1, got {options.gpus}.")
     if trace is None:
         require(options.model != FROM_TRACE, "without a trace tune needs a --model.")
         return override_model(load_model(options.model), options.model_overrides()).spec, drawn_lengths(options)

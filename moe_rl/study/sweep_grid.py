@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_rl.config import checked
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.report.sweep import Value
-from moe_rl.study.options import Shown, SimulationOptions, TraceOptions
+from moe_rl.study.options import SHOWN, SimulationOptions, TraceOptions
+from moe_rl.yaml_files import checked
 
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
 """How the trace is read, lists, and what decides which figures there are."""
@@ -18,8 +18,7 @@ def flags() -> dict[str, str]:
     known = {}
     for field, info in SimulationOptions.model_fields.items():
         if field not in NOT_SWEPT and not isinstance(info.default, list):
-            shown = next(item for item in info.metadata if isinstance(item, Shown))
-            for name in (field, *shown.names):
+            for name in SHOWN[field].flags:
                 known[name.removeprefix("--").replace("-", "_")] = field
     return known
 

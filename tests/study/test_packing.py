@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moe_rl.config import CONFIGS, FROM_TRACE
+from moe_rl.config import CONFIGS
 from moe_rl.core.native import native_core
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
@@ -20,6 +20,7 @@ from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
 from moe_rl.study.traces import open_trace
+from moe_rl.yaml_files import FROM_TRACE
 
 LONGEST, RANKS, TOKENS = 32768, 32, 3_000_000
 SHARED = 8

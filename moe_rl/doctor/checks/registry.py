@@ -3,9 +3,9 @@
 from importlib import import_module
 from pathlib import Path
 
-from moe_rl.config import read_yaml
 from moe_rl.core.registry import Registry
 from moe_rl.doctor.traps import Trap
+from moe_rl.yaml_files import read_yaml
 
 TRAPS: Registry[Trap] = Registry(
     "trap",
