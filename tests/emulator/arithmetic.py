@@ -188,10 +188,10 @@ def multiply(operands: Operands, i: Instruction) -> Execute:
 
 
 def in_pairs(operands: Operands, i: Instruction) -> Execute:
-    """add, mul and fma of two fp32 numbers in 64 bits, each rounded once."""
+    """add, sub, mul and fma of two fp32 numbers in 64 bits, each rounded once."""
     if not {"ftz", "rz", "rm", "rp"}.isdisjoint(i.words):
         raise Unsupported(i.opcode)
-    plain: Any = {"add": np.add, "mul": np.multiply, "fma": fused}[i.words[0]]
+    plain: Any = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fused}[i.words[0]]
 
     def both(*pairs: np.ndarray) -> np.ndarray:
         halves = [np.ascontiguousarray(pair).view(np.float32) for pair in pairs]
@@ -492,16 +492,23 @@ def _shuffled(how: str, x: np.ndarray, other: np.ndarray, clamp: np.ndarray) -> 
 
 
 def reduce_warp(operands: Operands, i: Instruction) -> Execute:
-    """redux.sync: over the lanes of each warp that take part."""
+    """redux.sync: over the lanes of each warp that take part; of floats a NaN loses, unless .NaN is said."""
     kind = i.words[-1]
     result, source = operands(i.arguments[0], kind), operands(i.arguments[1], kind)
     function: Any = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
                      "or": np.bitwise_or, "xor": np.bitwise_xor}[i.words[2]]  # fmt: skip
+    if is_float(kind) and "NaN" not in i.words:
+        function = {"min": np.fmin, "max": np.fmax}[i.words[2]]
 
     def execute(bundle: Any, mask: np.ndarray | None) -> None:
         values = bundle.views[source[0]][source[1]].reshape(-1, 32)
+        if "abs" in i.words:
+            values = np.abs(values)
         active = _active(bundle, mask).reshape(-1, 32)
-        total = np.array([function.reduce(v[on]) if on.any() else 0 for v, on in zip(values, active, strict=True)])
+        total = np.zeros(len(values), values.dtype)
+        for warp, on in enumerate(active):
+            if on.any():
+                total[warp] = function.reduce(values[warp, on])
         put(bundle.views[result[0]][result[1]], np.repeat(total, 32), mask)
 
     return execute

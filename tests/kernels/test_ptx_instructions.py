@@ -158,6 +158,11 @@ def test_two_floats_in_one_register() -> None:
     found = lanes(code, X, Y, Z, out=np.uint64).view(np.float32)
     single = [lanes("fma.rn.f32 %r9, %r1, %r2, %r2;", side, Z, out=np.float32) for side in (X, Y)]
     assert found.reshape(-1, 2).T.tolist() == [side.tolist() for side in single]
+    for name in ("add", "sub", "mul"):
+        code = f"mov.b64 %rd9, {{%r1, %r2}}; mov.b64 %rd10, {{%r3, %r3}}; {name}.rn.f32x2 %rd9, %rd9, %rd10;"
+        found = lanes(code, X, Y, Z, out=np.uint64).view(np.float32)
+        single = [lanes(f"{name}.rn.f32 %r9, %r1, %r2;", side, Z, out=np.float32) for side in (X, Y)]
+        assert found.reshape(-1, 2).T.tolist() == [side.tolist() for side in single]
 
 
 def test_nan_and_infinity() -> None:
@@ -243,6 +248,10 @@ def test_reductions_of_a_warp_elections_and_votes() -> None:
     x = np.arange(threads, dtype=np.uint32)
     total = lanes("redux.sync.add.s32 %r9, %r1, -1;", x, threads=threads)
     assert total.tolist() == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32
+    y = np.array([-3.0, np.nan, 2.0, -0.5] * 8, np.float32)
+    for way, least in (("min", -3.0), ("max", 2.0), ("max.abs", 3.0), ("min.abs", 0.5)):
+        assert (lanes(f"redux.sync.{way}.f32 %r9, %r1, -1;", y, out=np.float32) == np.float32(least)).all()
+    assert np.isnan(lanes("redux.sync.max.abs.NaN.f32 %r9, %r1, -1;", y, out=np.float32)).all()
     elected = lanes("elect.sync %r8|%p1, -1; selp.b32 %r9, 1, 0, %p1;", x, threads=threads)
     assert [elected[:32].sum(), elected[32:].sum()] == [1, 1]
     ballot = lanes("setp.lt.u32 %p1, %r1, 34; vote.sync.ballot.b32 %r9, %p1, -1;", x, threads=threads)
