@@ -90,6 +90,11 @@ def gradient_bytes(setting: StepSetting) -> int:
     return 4 if setting.grad_reduce_in_fp32 else BF16_BYTES
 
 
+def held_expert_bytes(model: MoeModelSpec, setting: StepSetting) -> int:
+    """Return bytes of a copy of another rank's expert: its weight, and the gradient that goes home."""
+    return model.expert_bytes + gradient_bytes(setting) * model.expert_params
+
+
 def forecast_memory(
     rows: LayerRows,
     work: SourceWork,
@@ -160,7 +165,7 @@ def _common_parts(
     )
     once = _attention_bytes(model, replace(setting, offload_modules=()))
     last = stage == stages - 1
-    foreign = model.expert_bytes + gradient_bytes(setting) * model.expert_params
+    foreign = held_expert_bytes(model, setting)
     return {
         "weights": WEIGHT_BYTES * held,
         "gradients": gradient_bytes(setting) * held * updates,

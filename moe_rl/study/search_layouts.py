@@ -26,9 +26,11 @@ from moe_rl.planner.packing import best_start
 from moe_rl.report.tuning import ALIKE, Tuned, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
+from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.executors import Executor
+from moe_rl.study.options import AUTO
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.rl_passes import drawn_lengths
@@ -44,10 +46,13 @@ RECOMPUTE = ("none", "moe", "full")
 """From the fastest to the smallest: more is tried only where less does not fit."""
 VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
+EXPERT_TENSOR = (1, 2, 4, 8)
+MOST_RESIDENT = 4
+"""Resident slots that `auto` makes room for: on the development trace a third saves nothing."""
 
 SEARCHED = {
     "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "context_parallel_size": "context_parallel_size",
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
@@ -70,6 +75,12 @@ class Shape:
     pipeline_model_parallel_size: int
     num_virtual_stages: int
     dispatcher: str
+    expert_tensor_parallel_size: int = 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share one set of experts."""
+        return self.expert_model_parallel_size * self.expert_tensor_parallel_size
 
     @property
     def slices(self) -> int:
@@ -77,25 +88,48 @@ class Shape:
         return self.tensor_model_parallel_size * self.context_parallel_size
 
 
-def shapes_of(model: MoeModelSpec, hardware: HardwareSpec, gpus: int, ranks_per_node: int) -> Iterator[Shape]:
-    """Yield every way to share out the GPUs that Megatron could start and that fills whole nodes."""
-    for tp, cp, pp, ep in itertools.product(POWERS, repeat=4):
+def shapes_of(
+    model: MoeModelSpec, hardware: HardwareSpec, gpus: int, ranks_per_node: int, expert_tensor: int | None = None
+) -> Iterator[Shape]:
+    """Yield every way to share out the GPUs that Megatron could start and that fills whole nodes.
+
+    Without a given `expert_tensor` size experts are cut only where no larger EP divides them: EP16 holds what EP8 x
+    expert TP 2 does, multiplies wider matrices, and sends a token to fewer ranks.
+    """
+    for tp, cp, pp, ep, parts in itertools.product(POWERS, POWERS, POWERS, POWERS, EXPERT_TENSOR):
         ranks = gpus // pp
-        if gpus % pp or ranks % (tp * cp) or ranks % ep or pp > model.num_layers or tp > ranks_per_node:
+        if gpus % pp or ranks % (tp * cp) or ranks % (ep * parts) or pp > model.num_layers or tp > ranks_per_node:
             continue
         if model.num_attention_heads % tp or model.num_query_groups % min(tp, model.num_query_groups):
             continue
+        if model.moe_ffn_hidden_size % parts or parts != (expert_tensor or parts):
+            continue
+        if expert_tensor is None and parts > 1 and model.num_experts % (ep * parts) == 0:
+            continue
         try:
-            check_ep_size(ep, model.num_experts, ranks_per_node)
+            check_ep_size(ep * parts, model.num_experts * parts, ranks_per_node)
         except InvalidInputError:
             continue
         for virtual in VIRTUAL_STAGES if pp > 1 else (1,):
             if virtual == 1 or model.num_layers % (pp * virtual) == 0:
-                for dispatcher in ("deepep", "alltoall") if ep > 1 else ("alltoall",):
+                for dispatcher in ("deepep", "alltoall") if ep * parts > 1 else ("alltoall",):
                     yield Shape(
                         expert_model_parallel_size=ep, tensor_model_parallel_size=tp, context_parallel_size=cp,
                         pipeline_model_parallel_size=pp, num_virtual_stages=virtual, dispatcher=dispatcher,
+                        expert_tensor_parallel_size=parts,
                     )  # fmt: skip
+
+
+def in_parts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
+    """Return the model whose experts are the parts that expert TP cuts its experts into: a token goes to all of them.
+
+    So Megatron's flex dispatcher sends them; its `alltoall` gathers the parts' rows inside a node, for which this is an
+    upper bound.
+    """
+    return replace(
+        model, num_experts=model.num_experts * parts, top_k=model.top_k * parts,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size // parts,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +148,8 @@ class ShapeTask:
     """Of a data-parallel rank; None: `BUDGETS`."""
     buffers: int = 0
     """Experts of other ranks for which a rank keeps room."""
+    resident_slots: int | None = 0
+    """The same in every layer; None: as many as fit, where an EP group has several nodes."""
 
     def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
@@ -127,44 +163,59 @@ class ShapeTask:
             found.append(asdict(self.priced(shape, setting, budget)))
         return {"found": found}
 
+    def _model(self, shape: Shape) -> MoeModelSpec:
+        return in_parts(self.model, shape.expert_tensor_parallel_size)
+
     def _topology(self, shape: Shape) -> ClusterTopology:
         ranks = self.gpus // shape.pipeline_model_parallel_size
         return ClusterTopology(
             hardware=self.hardware,
-            ep_size=shape.expert_model_parallel_size,
-            num_ep_groups=ranks // shape.expert_model_parallel_size,
+            ep_size=shape.expert_ranks,
+            num_ep_groups=ranks // shape.expert_ranks,
             slices_per_dp_rank=shape.slices,
-            ranks_per_node=min(self.ranks_per_node, shape.expert_model_parallel_size),
+            ranks_per_node=min(self.ranks_per_node, shape.expert_ranks),
         )
 
     def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:
         """Return the setting with least recomputation that fits, None where none does."""
-        named = {name: value for name, value in asdict(shape).items() if name != "expert_model_parallel_size"}
-        held, topology = min(budget, int(self.lengths.sum())), self._topology(shape)
+        named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
+        held = min(budget, int(self.lengths.sum()))
         for recompute in self.recompute:
             setting = replace(self.base, **named, recompute=recompute)
-            if self._peak(topology, setting, held // shape.slices) <= (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB:
+            if self._room(shape, setting, held // shape.slices) >= (self.resident_slots or 0):
                 return setting
         return None
 
-    def _peak(self, topology: ClusterTopology, setting: StepSetting, tokens: int) -> int:
-        batch = BalancedBatch.of(self.model, topology, setting, tokens_per_rank=max(1, tokens), sequence_length=1)
+    def _peak(self, shape: Shape, setting: StepSetting, tokens: int) -> int:
+        """Return the peak without resident slots."""
+        model, topology = self._model(shape), self._topology(shape)
+        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=max(1, tokens), sequence_length=1)
         return batch.memory(topology, setting, buffers=self.buffers).peak_bytes
+
+    def _slot_bytes(self, shape: Shape, setting: StepSetting) -> float:
+        model = self._model(shape)
+        return held_expert_bytes(model, setting) * model.num_moe_layers / setting.pipeline_model_parallel_size
+
+    def _room(self, shape: Shape, setting: StepSetting, tokens: int) -> float:
+        """Return the resident slots for which memory is left; negative where the rest does not fit."""
+        limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB
+        return (limit - self._peak(shape, setting, tokens)) / self._slot_bytes(shape, setting)
 
     def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
         """Return what a step takes: balanced micro-batches, and how much longer those of these lengths are."""
         topology, lengths, stages = self._topology(shape), self.lengths, setting.pipeline_model_parallel_size
+        model, slots = self._model(shape), self.resident_slots
         ranks, core = topology.num_dp_ranks, native_core()
         per_rank = float(lengths.sum()) / topology.num_ranks
         held = min(budget / shape.slices, per_rank)
-        cost = cost_of_lengths(self.model, topology, setting, lengths, tokens_per_rank=held)
+        cost = cost_of_lengths(model, topology, setting, lengths, tokens_per_rank=held)
         layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is not None:
             layout = best_start(layout, cost, lengths, topology, core)
         count = len(np.unique(layout.micro_batch))
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
         batch = BalancedBatch.of(
-            self.model, topology, setting, tokens_per_rank=max(1, round(per_rank / count)),
+            model, topology, setting, tokens_per_rank=max(1, round(per_rank / count)),
             sequence_length=max(1, round(squares)),
         )  # fmt: skip
         even = batch.step(topology, setting, num_micro_batches=count)
@@ -176,14 +227,17 @@ class ShapeTask:
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
-        fullest = int(layout.rank_tokens(lengths).max())
+        fullest = int(layout.rank_tokens(lengths).max()) // shape.slices
+        if slots is None:
+            slots = min(MOST_RESIDENT, int(self._room(shape, setting, fullest))) if topology.num_nodes > 1 else 0
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
             num_micro_batches=count,
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
-            peak_gib=self._peak(topology, setting, fullest // shape.slices) / GIB,
+            resident_slots=slots,
+            peak_gib=(self._peak(shape, setting, fullest) + slots * self._slot_bytes(shape, setting)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
 
@@ -206,7 +260,9 @@ def tune(
 ) -> Tuned:
     """Price every setting of every shape on `options.gpus` GPUs, but for shapes that stand in the file `out`.
 
-    Settings as fast as the fastest (`ALIKE`) come first, the one with the smallest peak before the others.
+    Settings as fast as the fastest (`ALIKE`) come first, those with fewer kinds of parallelism before the others: a
+    tensor-parallel group's launches, for one, are not priced (of GPT-OSS-20B 5 x 24 collectives of some 25 us in each
+    micro-batch, 0.5 % of a step of 3 s), and what is simpler has less to go wrong.
     Raises `InvalidInputError` where no setting fits into memory.
     """
     model, lengths = _batch(trace, options)
@@ -218,11 +274,12 @@ def tune(
         f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
     )
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
-    known = asdict(base) | {"expert_model_parallel_size": options.expert_model_parallel_size}
-    given = {name: known[name] for name in decided & set(Shape.__slots__)}
+    experts = {name: getattr(options, name) for name in SEARCHED if name.startswith("expert_")}
+    known = asdict(base) | experts
+    given = {name: known[name] for name in decided & set(Shape.__slots__) if known[name] is not None}
     shapes = tuple(
         shape
-        for shape in shapes_of(model, hardware, options.gpus, per_node)
+        for shape in shapes_of(model, hardware, options.gpus, per_node, options.expert_tensor_parallel_size)
         if all(value == getattr(shape, name) for name, value in given.items())
         and (base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall")
     )
@@ -234,6 +291,7 @@ def tune(
         buffers=options.replica_slots + 2 * options.given_slots("cross_node_slots", "tune"),
         recompute=(base.recompute,) if "recompute" in decided else RECOMPUTE,
         micro_batch_tokens=budget,
+        resident_slots=None if options.resident_slots == AUTO else options.given_slots("resident_slots", "tune"),
     )  # fmt: skip
     settings = {
         "moe_rl_version": __version__,
@@ -253,10 +311,10 @@ def tune(
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
     alike = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
-    rows[:alike] = sorted(rows[:alike], key=lambda row: row.peak_gib)
+    rows[:alike] = sorted(rows[:alike], key=lambda row: row.num_kinds)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
-        num_sequences=len(lengths), num_shapes=len(shapes), settings=tuple(rows),
+        num_sequences=len(lengths), num_shapes=len(shapes), num_alike=alike, settings=tuple(rows),
     )  # fmt: skip
 
 

@@ -46,7 +46,9 @@ def test_settings_are_in_order_and_their_parts_add_up(long_tail: Tuned) -> None:
     speeds = [row.tokens_per_s_per_gpu for row in long_tail.settings]
     slower = [speed for speed in speeds if speed < (1 - ALIKE) * max(speeds)]
     assert speeds[-len(slower) :] == sorted(slower, reverse=True)
-    assert long_tail.best.peak_gib == min(row.peak_gib for row in long_tail.settings[: -len(slower)])
+    alike = long_tail.settings[: long_tail.num_alike]
+    assert len(alike) + len(slower) == len(speeds)
+    assert [row.num_kinds for row in alike] == sorted(row.num_kinds for row in alike)
     for row in long_tail.settings:
         assert sum(row.parts.values()) == pytest.approx(1.0)
         assert row.peak_gib < load_cluster("h100").hbm_gib
@@ -61,14 +63,45 @@ def test_more_recomputation_is_tried_only_where_less_does_not_fit(long_tail: Tun
     assert len(set(taken)) == len(taken)
 
 
-def test_every_shape_fills_the_gpus_and_its_nodes() -> None:
+@pytest.mark.parametrize(("gpus", "cut"), [(32, False), (64, True)])
+def test_every_shape_fills_the_gpus_and_its_nodes(gpus: int, cut: bool) -> None:
+    """The 32 experts of GPT-OSS-20B are cut only where EP32 leaves ranks over."""
     model, hardware = load_model("gpt-oss-20b").spec, load_cluster("h100")
-    for shape in shapes_of(model, hardware, 32, 8):
-        ranks = 32 // shape.pipeline_model_parallel_size
+    shapes = list(shapes_of(model, hardware, gpus, 8))
+    assert any(shape.expert_tensor_parallel_size > 1 for shape in shapes) == cut
+    for shape in shapes:
+        ranks = gpus // shape.pipeline_model_parallel_size
         assert ranks % shape.slices == 0
-        assert ranks % shape.expert_model_parallel_size == 0
+        assert ranks % shape.expert_ranks == 0
+        assert shape.expert_tensor_parallel_size == 1 or model.num_experts % shape.expert_ranks
         assert model.num_experts % shape.expert_model_parallel_size == 0
         assert shape.num_virtual_stages == 1 or shape.pipeline_model_parallel_size > 1
+
+
+def test_cut_experts_hold_as_much_and_take_longer() -> None:
+    """EP4 x expert TP 2 has EP8's weights on a rank; its tokens go to both parts, whose matrices are narrower."""
+    asked = {"model": "gpt-oss-20b", "gpus": 8, "num_samples": 64, "mean_length": 1000, "micro_batch_tokens": 8192,
+             "tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
+             "recompute_granularity": "full", "moe_flex_dispatcher_backend": "deepep", "jobs": 1}  # fmt: skip
+    cut = product.tune(**asked, expert_model_parallel_size=4, expert_tensor_parallel_size=2).best
+    whole = product.tune(**asked, expert_model_parallel_size=8).best
+    assert cut.name == "EP4 ETP2"
+    assert "expert_tensor_parallel_size=2" in cut.lines("verl")
+    assert cut.tokens_per_s_per_gpu < whole.tokens_per_s_per_gpu
+    assert cut.peak_gib >= whole.peak_gib
+
+
+def test_resident_slots_count_in_the_peak_or_fill_what_is_left() -> None:
+    asked = {"model": "gpt-oss-20b", "gpus": 16, "num_samples": 64, "mean_length": 1000, "micro_batch_tokens": 8192,
+             "expert_model_parallel_size": 16, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
+             "pipeline_model_parallel_size": 1, "moe_flex_dispatcher_backend": "deepep", "jobs": 1}  # fmt: skip
+    none, two, most = (product.tune(**asked, resident_slots=slots).best for slots in (0, 2, "auto"))
+    assert (none.resident_slots, two.resident_slots) == (0, 2)
+    assert two.peak_gib > none.peak_gib
+    assert most.resident_slots > 2
+    assert two.peak_gib < most.peak_gib < load_cluster("h100").hbm_gib
+    of_one_node = product.tune(**{**asked, "expert_model_parallel_size": 8}, resident_slots="auto").best
+    assert of_one_node.resident_slots == 0
 
 
 @pytest.mark.lengthy
