@@ -140,20 +140,56 @@ def when(condition: bool, value: object) -> object:
     return value if condition else None
 
 
-def has_rank(value: object) -> object:
-    """Return whether a rank of adapters (LoRA) is above 0, which switches them on."""
-    return float(str(value)) > 0
-
-
 def named_modules(value: object) -> object:
     """Return the names in a list, or in a text with commas between them; None where it names nothing."""
     listed = value if isinstance(value, list) else str(value).strip("[]").split(",")
     return [str(name).strip(" '\"") for name in listed] or None
 
 
-def negated(value: object) -> object:
-    """Return the other truth value of a `--no-...` flag."""
-    return not is_on(value)
+def _largest(value: object) -> object:
+    values = value if isinstance(value, list) else str(value).split()
+    return max(float(each) for each in values)
+
+
+def _names_fp8(value: object) -> bool:
+    return "fp8" in str(value).lower()
+
+
+MEANINGS: Mapping[str, Callable[[Any], object]] = {
+    "the other way": lambda on: not is_on(on),
+    "largest": _largest,
+    "rank": lambda rank: float(str(rank)) > 0,
+    "above 0": lambda value: when(float(str(value)) > 0, True),
+    "given": bool,
+    "names": named_modules,
+    "names fp8": _names_fp8,
+    "fp8 if named": lambda name: when(_names_fp8(name), True),
+    "not megatron": lambda name: when(str(name) != "megatron", name),
+    "R2 or R3": lambda mode: mode if mode in ("R2", "R3") else "off",
+    "R3 or off": lambda on: "R3" if is_on(on) else "off",
+}
+"""What settings.yaml calls the ways to turn a framework's value into a field's; None says nothing of the field."""
+
+
+def rules_of(facts: Mapping[str, Any]) -> Keys:
+    """Return the rules of the `keys` in a framework's settings.yaml, with the sections in front of the names.
+
+    A rule is the field, or `sets` with the field and what its value means: `as` one of `MEANINGS`, `if_on` the value
+    where the key is on, `if_is` on where the key is that word.
+    """
+    return {section + key: _rule(said) for section, keys in facts["keys"].items() for key, said in keys.items()}
+
+
+def _rule(said: Any) -> Rule:
+    given = {"sets": said} if isinstance(said, str) else dict(said)
+    field, meaning = given.pop("sets"), MEANINGS[given.pop("as")] if "as" in given else None
+    if "if_on" in given:
+        value = given.pop("if_on")
+        return Rule(field, lambda on: when(is_on(on), value))
+    if "if_is" in given:
+        word = given.pop("if_is")
+        return Rule(field, lambda value: value == word)
+    return Rule(field, meaning, **given)
 
 
 def last_entry(raw: RawRun, key: str) -> Entry | None:

@@ -181,8 +181,8 @@ def test_without_the_package_nothing_of_it_is_there(trace: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("group", "value", "kind", "command"),
     [
-        ("policies", "no_such_module:MINE", "policy", ("simulate",)),
-        ("frameworks", "no_such_package", "framework", ("doctor", "--no-environment")),
+        ("policies", "no_such_module:MINE", "policy", ("simulate", ".")),
+        ("frameworks", "no_such_package", "framework", ("doctor", "--no-environment", "run.yaml")),
     ],
 )
 def test_a_package_that_cannot_be_used_is_named_in_one_sentence(
@@ -192,7 +192,9 @@ def test_a_package_that_cannot_be_used_is_named_in_one_sentence(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[moe_rl.{group}]\nmine = {value}\n")
-    done = run(["-c", "from moe_rl.cli import main; main()", *command, tmp_path], tmp_path)
+    (tmp_path / "run.yaml").write_text("num_layers: 2\n")
+    *words, file = command
+    done = run(["-c", "from moe_rl.cli import main; main()", *words, tmp_path / file], tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: broken offers the {kind} 'mine' ({value}), which cannot be used:")

@@ -6,11 +6,13 @@ engines: `sglang:d4+megatron:d1p4e4`.
 """
 
 import re
+from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, last_entry, named_modules, with_model
+from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, rules_of, with_model
 from moe_rl.doctor.settings import defaults, said_by
 from moe_rl.doctor.sources import Entry, RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.yaml_files import read_yaml
 
 ENGINE = "actor.megatron."
 SIZES = {
@@ -20,11 +22,7 @@ SIZES = {
     "e": "expert_model_parallel_size",
 }
 
-KEYS: Keys = {
-    **megatron.keys_in(ENGINE),
-    "actor.use_lora": Rule("lora"),
-    "actor.target_modules": Rule("lora_targets", named_modules),
-}
+KEYS: Keys = {**megatron.keys_in(ENGINE), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
 
 
 def _backend(raw: RawRun) -> Entry | None:

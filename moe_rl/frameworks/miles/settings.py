@@ -21,7 +21,7 @@ READER = Reader(
     name="miles",
     title="miles",
     recognizes=_recognizes,
-    keys=slime.with_rollout_replay(slime.KEYS),
+    keys=slime.KEYS,
     option=slime.option,
     complete=lambda known, raw: slime.complete(known, raw, "miles"),
 )

@@ -3,15 +3,14 @@
 Keys: PrimeIntellect-ai/prime-rl:packages/prime-rl-configs (559b447).
 """
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, last_entry
+from pathlib import Path
+
+from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, rules_of
 from moe_rl.doctor.settings import defaults
 from moe_rl.doctor.sources import RawRun
+from moe_rl.yaml_files import read_yaml
 
-KEYS: Keys = {
-    "trainer.model.ep": Rule("expert_model_parallel_size"),
-    "model.ep": Rule("expert_model_parallel_size"),
-    "inference.enable_return_routed_experts": Rule("rollout_returns_routes"),
-}
+KEYS: Keys = rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 def _complete(known: Known, raw: RawRun) -> Known:

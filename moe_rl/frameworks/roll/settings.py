@@ -4,22 +4,18 @@ Keys: alibaba/ROLL:roll/configs and examples (8eb27cc); `strategy_config` goes t
 """
 
 from dataclasses import replace
+from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, last_entry, named_modules, other_trainer, with_model
+from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.yaml_files import read_yaml
 
 WORKERS = ("actor_train", "sft_train", "student", "student_train")
 """Names of the worker that trains the policy, by pipeline."""
 STRATEGY, CONFIG, MODEL = "strategy_args.strategy_name", "strategy_args.strategy_config.", "model_args."
 
-KEYS: Keys = {
-    **megatron.keys_in(CONFIG),
-    CONFIG + "moe_router_replay": Rule("replay"),
-    MODEL + "lora_rank": Rule("lora", has_rank),
-    MODEL + "lora_target": Rule("lora_targets", named_modules),
-    "use_sequence_packing": Rule("packed"),
-}
+KEYS: Keys = {**megatron.keys_in(CONFIG), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
 
 
 def _worker(raw: RawRun) -> str:

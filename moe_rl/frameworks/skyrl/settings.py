@@ -3,26 +3,20 @@
 Keys: NovaSky-AI/SkyRL:skyrl/train/config/config.py (a956457); its Megatron workers build the model by Megatron-Bridge.
 """
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, last_entry, named_modules, other_trainer, with_model
+from pathlib import Path
+
+from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
 from moe_rl.doctor.settings import defaults
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.yaml_files import read_yaml
 
 POLICY = "trainer.policy."
 ENGINE = POLICY + "megatron_config."
 TRANSFORMER = ENGINE + "transformer_config_kwargs."
 SECTIONS = (TRANSFORMER, ENGINE + "ddp_config.", ENGINE + "optimizer_config_kwargs.", ENGINE)
 
-KEYS: Keys = {
-    **megatron.keys_in(*SECTIONS),
-    ENGINE + "moe_enable_routing_replay": Rule("replay", lambda on: "R3" if str(on).lower() == "true" else None),
-    POLICY + "model.lora.rank": Rule("lora", has_rank),
-    POLICY + "model.lora.target_modules": Rule("lora_targets", named_modules),
-    "trainer.remove_microbatch_padding": Rule("packed"),
-    "trainer.use_sample_packing": Rule("packed"),
-    "generator.inference_engine.enable_return_routed_experts": Rule("rollout_returns_routes"),
-    "generator.inference_engine.backend": Rule("rollout_engine"),
-}
+KEYS: Keys = {**megatron.keys_in(*SECTIONS), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
 
 
 def _complete(known: Known, raw: RawRun) -> Known:

@@ -3,52 +3,24 @@
 Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollout.yaml, algorithm/).
 """
 
+from pathlib import Path
+
 from moe_rl.doctor import keys
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, has_rank, is_on, named_modules, when
+from moe_rl.doctor.keys import Keys, Known, Reader, rules_of
 from moe_rl.doctor.settings import Setting, defaults
 from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.yaml_files import read_yaml
 
 ACTOR = "actor_rollout_ref.actor."
 ENGINE = ACTOR + "megatron."
 OPTIMIZER = ACTOR + "optim.override_optimizer_config."
 TRANSFORMER = ENGINE + "override_transformer_config."
-ROLLOUT = "actor_rollout_ref.rollout."
-CORRECTION = "algorithm.rollout_correction."
 
 
-def _mode(value: object) -> object:
-    mode = str(value)
-    return mode if mode in ("R2", "R3") else "off"
-
-
-KEYS: Keys = {
-    **megatron.keys_in(ENGINE, TRANSFORMER),
-    ACTOR + "router_replay.mode": Rule("replay", _mode),
-    ENGINE + "router_replay.mode": Rule("replay", _mode),
-    ENGINE + "optimizer_offload": Rule("optimizer_cpu_offload"),
-    ENGINE + "offload.optimizer.target": Rule("optimizer_cpu_offload", lambda target: target == "cpu"),
-    OPTIMIZER + "optimizer_cpu_offload": Rule("optimizer_cpu_offload"),
-    ENGINE + "override_ddp_config.overlap_param_gather": Rule("overlap_param_gather"),
-    ENGINE + "override_ddp_config.use_megatron_fsdp": Rule("use_megatron_fsdp"),
-    ENGINE + "use_remove_padding": Rule("packed"),
-    "actor_rollout_ref.model.use_remove_padding": Rule("packed"),
-    "actor_rollout_ref.model.mtp.enable": Rule("mtp_num_layers", lambda on: when(is_on(on), 1)),
-    "actor_rollout_ref.model.mtp.enable_train": Rule("mtp_training"),
-    ROLLOUT + "enable_rollout_routing_replay": Rule("rollout_returns_routes"),
-    ROLLOUT + "name": Rule("rollout_engine"),
-    ROLLOUT + "quantization": Rule("rollout_fp8", lambda name: "fp8" in str(name).lower()),
-    ROLLOUT + "calculate_log_probs": Rule("rollout_log_probs"),
-    ROLLOUT + "engine_kwargs.sglang.enable_eplb": Rule("rollout_eplb"),
-    ROLLOUT + "engine_kwargs.vllm.enable_eplb": Rule("rollout_eplb"),
-    CORRECTION + "rollout_is": Rule("rollout_correction", lambda level: bool(level)),
-    CORRECTION + "rollout_rs": Rule("rollout_correction", lambda level: bool(level)),
-    ACTOR + "tis_imp_ratio_cap": Rule("rollout_correction", lambda cap: when(float(str(cap)) > 0, True)),
-    "actor_rollout_ref.model.lora_rank": Rule("lora", has_rank),
-    "actor_rollout_ref.model.lora.rank": Rule("lora", has_rank),
-    "actor_rollout_ref.model.lora.target_modules": Rule("lora_targets", named_modules),
-    "moe_rl.policy": Rule("balancing_policy"),
-}
+FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
+KEYS: Keys = {**megatron.keys_in(ENGINE, TRANSFORMER), **rules_of(FACTS)}
+DEFAULTS = defaults("verl", **FACTS["defaults"])
 
 
 def _trainer(raw: RawRun) -> Known:
@@ -63,16 +35,6 @@ def _trainer(raw: RawRun) -> Known:
     configured = str(keys.last_value(raw, "config_name"))
     is_megatron = "megatron" in configured or any(entry.key.startswith(ENGINE) for entry in raw.entries)
     return {} if is_megatron else defaults("verl", trainer="FSDP")
-
-
-DEFAULTS = defaults(
-    "verl",
-    sequence_parallel=True,
-    moe_router_load_balancing_type="none",
-    packed=True,
-    rollout_log_probs=False,
-    rollout_returns_routes=False,
-)
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
