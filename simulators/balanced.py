@@ -84,18 +84,13 @@ class BalancedBatch:
     def memory(self, topology: ClusterTopology, setting: StepSetting, *, buffers: int = 0) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
         held = ceil(in_flight(setting, 0))
-
-        def held_at_once(one: Floats) -> Floats:
-            return np.broadcast_to(one, (1, held, *one.shape[2:]))
-
+        rows, visits, tokens = (
+            np.broadcast_to(one, (1, held, *one.shape[2:]))
+            for one in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
+        )
+        model = self.model
         return forecast_memory(
-            _each(self.rows, held_at_once),
-            _each(self.work, held_at_once),
-            None,
-            model=self.model,
-            topology=topology,
-            setting=setting,
-            buffers=buffers,
+            rows, tokens, None, model=model, topology=topology, setting=setting, visits=visits, buffers=buffers
         )
 
     def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import BF16_BYTES, FP8_ROW_BYTES, Floats, LayerRows
+from moe_rl.core.cost import BF16_BYTES, FP8_ROW_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.setting import StepSetting
 
 GIB = 1 << 30
@@ -42,6 +41,10 @@ class MemoryForecast:
     rank_peak_bytes: NDArray[np.int64]
     """[P] peak of every EP rank in its worst group, micro-batch and stage."""
     hbm_bytes: int
+    tokens: int = 0
+    """Tokens of the fullest rank in a micro-batch."""
+    remedies: tuple[str, ...] = ()
+    """What would make it fit where it does not: each alone would do."""
 
     @property
     def peak_bytes(self) -> int:
@@ -58,6 +61,21 @@ class MemoryForecast:
         """Share of the micro-batches' tokens with which the peak would be the GPU's memory; 0 where none would."""
         by_tokens = sum(self.parts_bytes[name] for name in ("attention_activations", "logits", "routed_rows"))
         return max(0.0, (self.hbm_bytes - self.peak_bytes + by_tokens) / max(1, by_tokens))
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens per rank, at most, of micro-batches like these whose forecast peak fits."""
+        return int(self.tokens_that_fit * self.tokens)
+
+    def __str__(self) -> str:
+        """Return what is said of a pass before it runs."""
+        said = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
+        most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
+        if self.fits:
+            return f"{said} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
+        return f"out of memory: {said}, the GPU {self.hbm_bytes / GIB:.1f} GiB. Any of these would fit: " + "; ".join(
+            self.remedies
+        )
 
     @property
     def fits(self) -> bool:
@@ -96,56 +114,99 @@ def held_expert_bytes(model: MoeModelSpec, setting: StepSetting) -> int:
 
 
 def forecast_memory(
-    rows: LayerRows,
-    work: SourceWork,
+    rows: Floats,
+    tokens: Floats,
     placement: ExpertPlacement | None,
     *,
     model: MoeModelSpec,
     topology: ClusterTopology,
     setting: StepSetting,
+    visits: Floats | None = None,
     buffers: float = 0.0,
+    stage: int | None = None,
+    hbm_bytes: int | None = None,
 ) -> MemoryForecast:
-    """Return the peaks when rows go as `rows` says; `placement` None means homes only.
+    """Return the peaks for `rows` [G, M, L, P] and source ranks' `tokens` [G, M, P]; `placement` None: homes only.
 
-    `buffers` of one expert each are shared by all layers for replicas of single micro-batches.
+    `visits` [G, M, L, P] are what a hierarchical dispatcher sends to each rank, by default a row for each token at
+    most. `buffers` of one expert each are shared by all layers for replicas of single micro-batches. With a `stage`
+    the rows are of that pipeline stage's layers, and the peak is its own. `hbm_bytes` is the cluster's by default.
     """
+    if visits is None:
+        visits = np.minimum(rows, tokens.sum(axis=2)[:, :, None, None])
     stages = setting.pipeline_model_parallel_size
-    hierarchical = setting.dispatcher != "alltoall"
+    of_layers = _stage_of_layer(rows.shape[2], stages) if stage is None else np.full(rows.shape[2], stage)
+    most = float(tokens.max(initial=0.0))
+
+    held = _resident_slots(placement)
+
+    def forecast(
+        how: StepSetting = setting, *, width: int = 1, slots: float = buffers, resident: int = held
+    ) -> MemoryForecast:
+        """Return the forecast under a setting when `width` ranks each share their rows."""
+        common = [_common_parts(model, topology, how, resident, slots, most, each) for each in range(stages)]
+        leveled, received = (_leveled(each, width) for each in (rows, rows if how.dispatcher == "alltoall" else visits))
+        routed = _routed_bytes(leveled, received, of_layers, model, how)
+        if routed.shape[1] == 1:
+            routed = np.broadcast_to(routed, (stages, topology.ep_size))
+        per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]
+        worst = int(per_rank.max(axis=1).argmax()) if stage is None else stage
+        parts = {name: round(value) for name, value in common[worst].items()}
+        of_peak = per_rank.max(axis=0) if stage is None else per_rank[stage]
+        peaks: NDArray[np.int64] = np.rint(of_peak).astype(np.int64)
+        parts["routed_rows"] = int(peaks.max()) - sum(parts.values())
+        return MemoryForecast(
+            parts_bytes=parts,
+            rank_peak_bytes=peaks,
+            hbm_bytes=hbm_bytes or round(topology.hardware.hbm_gib * GIB),
+            tokens=int(most),
+        )
+
+    found, domain, ranks = forecast(), topology.ranks_per_domain, topology.ep_size
+    if found.fits:
+        return found
+    others = {
+        "recomputation (--recompute-granularity full)": forecast(replace(setting, recompute="full")),
+        "replicas that level the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
+    }
+    if ranks > domain:
+        others["resident copies that level all ranks"] = forecast(width=ranks, resident=max(held, 1))
+    shown = [name for name, other in others.items() if other.fits]
+    return replace(found, remedies=(f"micro-batches of {found.tokens_that_fit:.0%} of the tokens", *shown))
+
+
+def _leveled(values: Floats, width: int) -> Floats:
+    """Return [..., P] with every `width` ranks at their mean."""
+    if width == 1 or values.shape[3] == 1:
+        return values
+    return np.repeat(values.reshape(*values.shape[:3], -1, width).mean(axis=4), width, axis=3)
+
+
+def _routed_bytes(
+    rows: Floats, received: Floats, of_layers: NDArray[np.int64], model: MoeModelSpec, setting: StepSetting
+) -> Floats:
+    """Return [stages, P] bytes of routed rows in every rank's worst group and micro-batch."""
+    stages = setting.pipeline_model_parallel_size
     saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
     # What is on its way to the host: one layer's.
     transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
     updates = not setting.forward_only
-    of_layers = _stage_of_layer(rows.rows.shape[2], stages)
-    largest = np.stack([rows.rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    largest = np.stack([rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
     held = largest
     if setting.recompute == "none" and updates:
-        in_stage = np.stack([rows.rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
+        in_stage = np.stack([rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
         held = np.stack([_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2)
-    visits = rows.rank_visits if hierarchical else rows.rows
-    received = np.stack([visits[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
-    routed = held * saved + (largest * transient if updates else 0) + received * BF16_BYTES * model.hidden_size
-    by_stage = routed.max(axis=(0, 1))
-    if by_stage.shape[1] == 1:
-        by_stage = np.broadcast_to(by_stage, (stages, topology.ep_size))
-    tokens = float(work.tokens.max(initial=0.0))
-    common = [_common_parts(model, topology, setting, placement, buffers, tokens, stage) for stage in range(stages)]
-    per_rank = by_stage + np.array([sum(parts.values()) for parts in common])[:, None]
-    worst = int(per_rank.max(axis=1).argmax())
-    parts = {name: round(value) for name, value in common[worst].items()}
-    peaks: NDArray[np.int64] = np.rint(per_rank.max(axis=0)).astype(np.int64)
-    parts["routed_rows"] = int(peaks.max()) - sum(parts.values())
-    return MemoryForecast(
-        parts_bytes=parts,
-        rank_peak_bytes=peaks,
-        hbm_bytes=round(topology.hardware.hbm_gib * GIB),
-    )
+    arrived = np.stack([received[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    routed = held * saved + (largest * transient if updates else 0) + arrived * BF16_BYTES * model.hidden_size
+    by_stage: Floats = routed.max(axis=(0, 1))
+    return by_stage
 
 
 def _common_parts(
     model: MoeModelSpec,
     topology: ClusterTopology,
     setting: StepSetting,
-    placement: ExpertPlacement | None,
+    resident: int,
     buffers: float,
     tokens: float,
     stage: int,
@@ -176,7 +237,7 @@ def _common_parts(
         "attention_activations": tokens * (layers * micro_batches * kept + once),
         "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
         "replica_slots": foreign * buffers,
-        "resident_slots": foreign * moe_layers * _resident_slots(placement),
+        "resident_slots": foreign * moe_layers * resident,
     }
 
 

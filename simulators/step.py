@@ -223,8 +223,11 @@ def _timed(
     breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
     breakdown["reorder"] = movement_s = movement_time(plan, pricing) if plan else 0.0
     placement = plan.placement if plan else None
-    held = rows if most_rows is None else replace(rows, rows=np.maximum(rows.rows, most_rows))
-    memory = forecast_memory(held, work, placement, model=model, topology=topology, setting=setting, buffers=buffers)
+    held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
+    memory = forecast_memory(
+        held, work.tokens, placement, model=model, topology=topology, setting=setting, visits=rows.rank_visits,
+        buffers=buffers,
+    )  # fmt: skip
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
     sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None

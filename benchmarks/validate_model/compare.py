@@ -6,8 +6,6 @@ point.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from moe_rl.core.cost import Floats
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
+from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 
@@ -111,16 +109,7 @@ def _natural_routing(
 
 def memory_of(run: WholeRun) -> MemoryForecast:
     """Return the run's peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
-    held = ceil(in_flight(run.setting, 0))
-
-    def held_at_once(part: Any) -> Any:
-        every = {item.name: getattr(part, item.name) for item in fields(part)}
-        return replace(part, **{name: np.broadcast_to(one, (1, held, *one.shape[2:])) for name, one in every.items()})
-
-    return forecast_memory(
-        held_at_once(run.batch.rows), held_at_once(run.batch.work), None, model=run.batch.model, topology=run.topology,
-        setting=run.setting,
-    )  # fmt: skip
+    return run.batch.memory(run.topology, run.setting)
 
 
 def _whole_runs(

@@ -64,9 +64,12 @@ class BalancerConfig:
     one for those of the last update. They change at the begin of the next update pass, which must find gradients of
     zero. In a framework that is what happens unless it is set to false."""
     static_rows: bool = False
-    """Run the experts of a pass whose routes are all known on buffers of one size, the fullest rank's rows by the plan:
+    """Run the experts of a pass whose routes are replayed on buffers of one size, the fullest rank's rows by the plan:
     no shape depends on the routing, and no layer waits for counts. Needs experts="grouped". Rows beyond the buffer
-    raise in `end_pass`, before an optimizer step; a pass of which something is not known takes rows as they come."""
+    raise in `end_pass`, before an optimizer step. A pass without a bound takes rows as they come, and says so."""
+    capacity_risk: float | None = None
+    """Of static_rows: probability, at most, that rows without a route exceed the buffers of a pass, as
+    `core.certificate` bounds them; 0 is the worst case. None: a pass that has such rows takes rows as they come."""
     experimental: bool = False
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 
@@ -79,6 +82,10 @@ class BalancerConfig:
         require(
             not self.static_rows or self.experts == "grouped",
             f"static_rows needs experts='grouped', which takes counts on the device, not {self.experts!r}.",
+        )
+        require(
+            self.capacity_risk is None or (self.static_rows and 0.0 <= self.capacity_risk < 1.0),
+            f"capacity_risk {self.capacity_risk} must lie in [0, 1), and needs static_rows.",
         )
         require(
             not self.transposed_codes or self.recipe != "bf16",

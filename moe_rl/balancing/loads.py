@@ -108,8 +108,8 @@ class RankRows:
     """[N, l, K] of every micro-batch, rows whose choices are all known alone; empty where only counts are known."""
     known: float = 1.0
     """Share of the rows of which it is known, and not guessed from those of earlier passes."""
-    complete: bool = True
-    """Whether every choice of every row is known."""
+    sizes: NDArray[np.int64] | None = None
+    """[2, M] rows that the rank holds, and those of which every choice is known; None: `rows` are both."""
     source: Source = "routes"
     """Who says so."""
     among: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -130,12 +130,18 @@ class RankRows:
             pairs=pairs,
             rows=rows,
             routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k),
-            complete=all(ids.size == count for ids, count in zip(of_layers, known, strict=True)),
+            sizes=np.array([[len(ids) for ids in each] for each in (of_layers, whole)], np.int64),
         )
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """[2, M] rows that the rank holds, and those of which every choice is known: none where they are foretold."""
+        return np.stack([self.rows, self.rows * (self.source == "routes")]) if self.sizes is None else self.sizes
 
     def micro_batches(self, part: slice) -> Self:
         """Return what is known of some micro-batches."""
-        return replace(self, pairs=self.pairs[part], rows=self.rows[part], routes=self.routes[part])
+        sizes = self.held[:, part]
+        return replace(self, pairs=self.pairs[part], rows=self.rows[part], routes=self.routes[part], sizes=sizes)
 
     def of_all_parts(self, everyone: Sequence[Self], part: int) -> Self:
         """Return the counts of all ranks with parts of the same experts, beside the routes of this one's own rows."""
@@ -144,6 +150,7 @@ class RankRows:
             self,
             pairs=np.sum([each.pairs for each in everyone], axis=0, dtype=np.int32),
             rows=np.sum([each.rows for each in everyone], axis=0),
+            sizes=np.sum([each.held for each in everyone], axis=0),
             among=(drawable[:part].sum(axis=0), drawable.sum(axis=0)),
         )
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.loads import Source
 from moe_rl.core.metrics import imbalance
+from moe_rl.simulators.memory import MemoryForecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class PassMetrics:
     """Weight and optimizer bytes that this rank received before the pass, because experts got other homes."""
     reorder_s: float = 0.0
     """Seconds that it took, the wait for where they go included."""
+    memory: MemoryForecast | None = None
+    """What was forecast before the pass; None for a forward-only one and where the loads were not known."""
     micro_batches_in_flight: int | None = None
     """Micro-batches whose forward has run and whose backward has not, at most; None where that is not known, as in
     forward-only and interleaved passes."""
@@ -77,6 +80,9 @@ class PassMetrics:
             "moe_rl/reorder_s": self.reorder_s,
             "moe_rl/known_share": self.known_share,
         }
+        if self.memory is not None:
+            values["moe_rl/forecast_peak_bytes"] = float(self.memory.peak_bytes)
+            values["moe_rl/largest_micro_batch_tokens"] = float(self.memory.largest_micro_batch)
         if self.predicted_rows is not None and self.predicted_rows.any():
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])
             difference = np.abs(self.predicted_rows - self.actual_rows).sum()

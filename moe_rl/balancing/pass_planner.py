@@ -27,6 +27,7 @@ from moe_rl.balancing.exchange import PlanExchange, attempted, told
 from moe_rl.balancing.loads import EarlierLoads, RankRows, narrow
 from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load, worker_layout
+from moe_rl.core.certificate import certify
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -36,8 +37,10 @@ from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.routes import RouteSample, drawn_rows
 from moe_rl.planner.base import COPIES, Levers
+from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
+ROWS = ("predicted_rows", "static_rows", "most_rows")
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 """Fields of `Plan` that a policy fills beside placement, layout and replicas."""
 
@@ -126,8 +129,14 @@ class PlannedPass:
     """[M, l, P] rows that the plan expects of every rank; None where the loads are not known."""
     static_rows: NDArray[np.int64] | None = None
     """[M, l, P] the same where Megatron puts the experts."""
+    most_rows: NDArray[np.int64] | None = None
+    """[M, l, P] what every rank gets at most, but for `BalancerConfig.capacity_risk`; None: no such bound is known."""
+    held: NDArray[np.int64] | None = None
+    """[M, P] tokens of every rank of the EP group; None where the loads are not known."""
     counted: RankRows | None = None
     """What this rank told of its rows; None where it told nothing."""
+    memory: MemoryForecast | None = None
+    """Of these micro-batches; None where nobody asks or the loads are not known."""
     plan_time_s: float = 0.0
     plan_cpu_s: float = 0.0
     """What of it this rank computed, tables included."""
@@ -149,6 +158,8 @@ class _Facts:
     """[M]"""
     drawable: NDArray[np.int64]
     """[M] rows from which the rank can draw."""
+    held: NDArray[np.int64]
+    """[2, M] `RankRows.held`."""
 
     @classmethod
     def of(cls, rows: RankRows | None) -> "_Facts":
@@ -159,6 +170,7 @@ class _Facts:
             most=0 if rows is None else int(rows.pairs.max(initial=0)),
             rows=nothing if rows is None else rows.rows,
             drawable=nothing if rows is None else rows.drawable,
+            held=nothing.reshape(2, 0) if rows is None else rows.held,
         )
 
 
@@ -175,6 +187,7 @@ class _Share:
     predicted_rows: NDArray[np.int64]
     """[M, layers, P], of this EP group."""
     static_rows: NDArray[np.int64]
+    most_rows: NDArray[np.int64] | None = None
 
 
 class PassPlanner:
@@ -230,16 +243,17 @@ class PassPlanner:
             parts = [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
             load = self._load_of_share(rows, told_by, parts, of_all_groups=request.of_all_groups)
             mine = [layers[index] for index in parts[self.exchange.rank]]
-            shares = self._shares(lambda: self._share(request, load, mine, given))
+            held = np.stack([one.held for one in told_by[self.exchange.group_index]], axis=2)
+            shares = self._shares(lambda: self._share(request, load, mine, given, held))
         whole = given or self._joined(request, shares, nothing)
         here = given or self._given_here(whole)
         filled = self.exchange.gather_over_groups(np.packbits(_filled(here.replicas)))
         anywhere = np.bitwise_or.reduce(filled)
-        predicted, static = (
+        predicted, static, most = (
             np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request)]
-            if shares
+            if shares and all(getattr(share, name) is not None for share in shares)
             else None
-            for name in ("predicted_rows", "static_rows")
+            for name in ROWS
         )
         return PlannedPass(
             plan=request.plan or whole,
@@ -249,6 +263,8 @@ class PassPlanner:
             .reshape(nothing.num_micro_batches, -1),
             predicted_rows=predicted,
             static_rows=static,
+            most_rows=most,
+            held=held[0] if shares else None,
             counted=counted,
             plan_time_s=time.perf_counter() - started,
         )
@@ -346,18 +362,23 @@ class PassPlanner:
             require(not said, f"EP rank {rank} cannot plan its layers: {said}")
         return [one for one, _ in shares if one is not None]
 
-    def _share(self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None) -> _Share:
-        """Plan this rank's share of the layers, or say what a given plan makes of their load."""
+    def _share(
+        self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None, held: NDArray[np.int64]
+    ) -> _Share:
+        """Plan this rank's share of the layers, or say what a given plan makes of their load.
+
+        `held` [2, M, P] are all tokens of the EP group's ranks, and those of which every choice is known.
+        """
         if not layers:
             no_rows = np.zeros((load.num_micro_batches, 0, load.ep_size), np.int64)
-            return _Share(layers=[], facts={}, predicted_rows=no_rows, static_rows=no_rows)
+            return _Share(layers=[], facts={}, predicted_rows=no_rows, static_rows=no_rows, most_rows=no_rows)
         group = self.exchange.group_index if load.num_ep_groups > 1 else 0
         if given is not None:
             placement, replicas = request.placement.of_layers(layers), given.replicas.of_layers(layers, group=0)
             plan = replace(given, placement=placement, replicas=replicas)
         else:
             plan = self._planned(request, load, layers)
-        most = int(load.pairs.max(initial=0))
+        most, predicted = int(load.pairs.max(initial=0)), rank_load(plan, load)[group]
         columns: dict[str, Any] = {
             name: narrow(getattr(plan.replicas, name), most) for name in ("source_quota", "source_pairs")
         }
@@ -366,9 +387,31 @@ class PassPlanner:
             placement=plan.placement,
             replicas=replace(plan.replicas, **columns) if given is None else None,
             facts={name: getattr(plan, name) for name in FACTS},
-            predicted_rows=rank_load(plan, load)[group],
+            predicted_rows=predicted,
             static_rows=rows_of_contiguous_homes(load)[group],
+            most_rows=self._most_rows(request, plan, load, held, predicted),
         )
+
+    def _most_rows(
+        self,
+        request: PassRequest,
+        plan: Plan,
+        load: StepLoad,
+        held: NDArray[np.int64],
+        predicted: NDArray[np.int64],
+    ) -> NDArray[np.int64] | None:
+        """Return the certified [M, layers, P] rows, those `predicted` where all is known; None without a bound."""
+        (tokens, known), risk = held, request.config.capacity_risk
+        if not request.config.static_rows or load.num_ep_groups > 1:
+            return None
+        if (tokens == known).all():
+            return predicted
+        if risk is None or not known.any():
+            return None  # what is foretold, and not replayed, drifts in common: no certificate holds for it
+        whole = self.model.num_moe_layers * (request.num_micro_batches or len(tokens)) * self.exchange.num_groups
+        part = risk * load.num_layers * len(tokens) / whole  # places share the risk of the step
+        found = certify(plan, replace(load, tokens=known[None], routes=None), tokens[None], risk=part).rows
+        return np.asarray(found[0])
 
     def _planned(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
         """Return the policy's plan of some layers; homes that serve several steps learn from earlier loads, too."""
@@ -487,13 +530,16 @@ def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
         None
         if any(getattr(each, name) is None for each in parts)
         else np.concatenate([getattr(each, name) for each in parts])
-        for name in ("predicted_rows", "static_rows")
+        for name in (*ROWS, "held")
     ]
     return replace(
         parts[0],
         predicted_rows=rows[0],
         static_rows=rows[1],
+        most_rows=rows[2],
+        held=rows[3],
         counted=replace(counted[0], pairs=np.concatenate([each.pairs for each in counted])) if counted else None,
+        memory=max((each.memory for each in parts if each.memory), key=lambda one: one.peak_bytes, default=None),
         plan_time_s=sum(each.plan_time_s for each in parts),
     )
 

@@ -26,9 +26,10 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
+from moe_rl.balancing.memory import MemoryAhead
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_metrics import PassMetrics
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, joined, moved_since
+from moe_rl.balancing.pass_planner import ROWS, PassPlanner, PassRequest, PlannedPass, joined, moved_since
 from moe_rl.balancing.schedule import require_useful_slots
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
@@ -123,6 +124,10 @@ class PassCycle(ABC, Generic[Tables]):
         """Homes and copies that stay, for the rollout whose log-prob pass has run, or like the last update."""
         self._reasons: dict[str, str] = {}
         """Notes of the plan by which experts have moved last, by how they begin."""
+        self.memory: MemoryAhead | None = None
+        """Forecasts the peak of updates; None where the framework does not say how it runs them."""
+        self._warned: tuple[bool, int] | None = None
+        """Whether the last forecast peak fits, and whose it is."""
         self._reordered = 0, 0.0
         """Bytes that this rank received before the pass that is under way, and seconds."""
         self._log_probs = False
@@ -263,7 +268,7 @@ class PassCycle(ABC, Generic[Tables]):
         read, held = counts, tokens or ()
         if routes is not None:
             read = self._reader(routes, self._planner.layers)
-            if held and not forward_only:
+            if held and not forward_only and not self.config.static_rows:  # which routes alone can certify
                 read = partial(self._known.whole_or, held, read)
         elif plan is None and counts is None:
             read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
@@ -339,6 +344,7 @@ class PassCycle(ABC, Generic[Tables]):
         for clock in self._clocks:
             clock.reset()
         self._say(self._notes(planned.plan))
+        self._say_memory(planned)
         self._running = RunningPass(
             planned=planned,
             forward_only=prepared.forward_only,
@@ -352,7 +358,8 @@ class PassCycle(ABC, Generic[Tables]):
     def _waited_for(self, planned: Future[tuple[PlannedPass, Tables]]) -> Tables:
         """Return the tables of later micro-batches of the pass that is under way."""
         started = time.perf_counter()
-        _, tables = planned.result()
+        part, tables = planned.result()
+        self._say_memory(part)
         if self._running is not None:
             waited = self._running.plan_wait_s + time.perf_counter() - started
             self._running = replace(self._running, plan_wait_s=waited)
@@ -377,6 +384,7 @@ class PassCycle(ABC, Generic[Tables]):
             plan_time_s=planned.plan_time_s,
             plan_wait_s=running.plan_wait_s,
             plan_cpu_s=planned.plan_cpu_s,
+            memory=planned.memory,
             reordered_bytes=self._reordered[0],
             reorder_s=self._reordered[1],
             **self._ran(running),
@@ -439,10 +447,11 @@ class PassCycle(ABC, Generic[Tables]):
         if last is not None and last.plan is request.plan and planned.misfit is None:
             planned = replace(
                 planned,
-                predicted_rows=last.predicted_rows,
-                static_rows=last.static_rows,
+                **{name: getattr(last, name) for name in (*ROWS, "held")},
                 plan_time_s=last.plan_time_s,
             )
+        if self.memory is not None and not request.forward_only:
+            planned = replace(planned, memory=self.memory.forecast(planned, request.placement))
         tables, _ = self._planner.exchange.together(lambda: self._tables(planned, routes), lambda _: None)
         return replace(planned, plan_cpu_s=time.thread_time() - started), tables
 
@@ -451,6 +460,16 @@ class PassCycle(ABC, Generic[Tables]):
         if dist.get_rank() == 0 and source != self._source:
             logger.info("moe_rl: updates are planned from %s.", SOURCES[source])
         self._source = source
+
+    def _say_memory(self, planned: PlannedPass) -> None:
+        """Say before micro-batches run whose forecast peak is highest, where that is another, or fits no longer."""
+        memory = planned.memory
+        if memory is None or self._planner.exchange.rank != 0:
+            return
+        now = memory.fits, -1 if memory.fits else memory.fullest_rank
+        if now != self._warned:
+            logger.log(logging.INFO if memory.fits else logging.WARNING, "moe_rl: %s.", memory)
+        self._warned = now
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
         """Return the notes of a pass; of copies that stay, what the plan says that was free to choose them."""

@@ -16,9 +16,11 @@ namespace {
 // A proposal moves one sequence to another place, or swaps two; annealing as in reorder.cpp. What a sequence costs beside
 // its experts is part of the cost: a micro-batch waits for its busiest place, so long sequences should meet long ones.
 
+constexpr std::int64_t STEEP = 256; // one row less above the limit is worth this many elsewhere
+
 // Sum over layers of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
 MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const std::int32_t *in,
-                                               const std::int32_t *out, int bins, int layers,
+                                               const std::int32_t *out, int bins, int layers, std::int32_t limit,
                                                std::int32_t *highest) {
     for (int layer = 0; layer < layers; ++layer)
         highest[layer] = load[layer] + in[layer] - out[layer];
@@ -31,7 +33,7 @@ MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const s
     }
     std::int64_t sum = 0;
     for (int layer = 0; layer < layers; ++layer)
-        sum += highest[layer];
+        sum += highest[layer] + STEEP * std::max(0, highest[layer] - limit);
     return sum;
 }
 
@@ -112,7 +114,8 @@ class Packing {
     }
 
     std::int64_t balance_after(int batch, const std::int32_t *in, const std::int32_t *out) {
-        return balance_cost(load_.data() + width_ * batch, in, out, p_.bins, p_.layers, scratch_.data());
+        return balance_cost(load_.data() + width_ * batch, in, out, p_.bins, p_.layers, p_.limit,
+                            scratch_.data());
     }
 
     // What a batch waits for beside its experts, now or after the proposal: in every part the place with most work.

@@ -22,6 +22,7 @@ struct PackProblem {
     const std::int64_t *travel;    // [S, nodes] cost of the sequence's tokens leaving the node; or nullptr
     const std::int32_t *node_of;   // [places] node that holds the place's tokens; -1: several do
     int nodes;
+    std::int32_t limit;            // rows of a bin above which a row costs STEEP more: what sizes a static buffer
 };
 
 // A batch costs the sum over layers of its busiest bin + its busiest place of every part, a group the sum over its batches.

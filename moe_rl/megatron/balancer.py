@@ -17,6 +17,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, agreed, attempted
 from moe_rl.balancing.heard import RouteCounter, copied_to_host
 from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.memory import MemoryAhead
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
@@ -32,6 +33,7 @@ from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.homes import MegatronExperts
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
+from moe_rl.megatron.model_spec import unwrapped
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.step_setting import step_setting_of
@@ -144,22 +146,46 @@ class Balancer(PassCycle[PassTables]):
         for clock in self._clocks:
             clock.stop()
 
+    def _memory_ahead(self, chunks: Sequence[torch.nn.Module]) -> MemoryAhead:
+        options, config = self.layers[0].config, self.config
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        on_gpu = self._device.type == "cuda"
+        return MemoryAhead(
+            model=replace(
+                self.model,
+                vocab_size=max(1, *(getattr(unwrapped(each), "vocab_size", 1) for each in chunks)),
+                shared_expert_ffn_hidden_size=options.moe_shared_expert_intermediate_size or 0,
+                dense_ffn_hidden_size=options.ffn_hidden_size,
+            ),
+            topology=self.topology,
+            setting=replace(
+                step_setting_of(options),
+                pipeline_model_parallel_size=stages,
+                num_virtual_stages=virtual,
+                grad_reduce_in_fp32=getattr(getattr(chunks[0], "ddp_config", None), "grad_reduce_in_fp32", True),
+            ),
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            buffers=config.replica_slots + 2 * config.cross_node_slots,
+            hbm_bytes=torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+        )
+
     @property
     def _device(self) -> torch.device:
         return self._groups.device
 
     def _set_capacity(self, planned: PlannedPass) -> None:
-        rows = planned.predicted_rows
-        told = planned.counted
-        mine = told is not None and told.known == 1.0 and told.complete and told.source == "routes"
-        largest = 0 if told is None else int(told.rows.max(initial=0))
-        everyone = np.array(self._gathered(np.array([int(mine), largest])))
-        all_told, most_tokens = bool(everyone[:, 0].min()), int(everyone[:, 1].max())
-        known = all_told and planned.misfit is None and rows is not None and rows.size
-        if not known and self._says_dynamic:
-            logger.warning("moe_rl: static_rows: not all routes of this pass are known, so it takes rows as they come.")
-        self._says_dynamic &= bool(known)
-        most = int(rows.max()) if known and rows is not None else None
+        rows = None if planned.misfit else planned.most_rows
+        most_tokens = 0 if planned.held is None else int(planned.held.max(initial=0))
+        if rows is None and self._says_dynamic:
+            logger.warning(
+                "moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.",
+                "some rows have no route, and capacity_risk is not stated"
+                if planned.counted is not None and planned.counted.source == "routes"
+                else "its routes are not replayed",
+            )
+        self._says_dynamic &= rows is not None
+        most = None if rows is None else int(rows.max(initial=0))
         if most_tokens > self._states[0].most_tokens:
             flex.forget_room(self._states[0].slot_dispatcher)
         for state in self._states:
@@ -282,6 +308,7 @@ class Balancer(PassCycle[PassTables]):
             layer._elastic = state
             if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
                 state.entry = hook_entry(chunk, layer)
+        self.memory = self._memory_ahead(chunks)
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were, with the balancer's memory and connections; a collective.

@@ -189,7 +189,7 @@ def cautions(
     moves = _moves_that_cost(scenario, result, simulate) if scenario.options.objective == "time" else []
     assumed = scenario.topology.hardware.assumption() if scenario.options.objective == "time" else None
     return [
-        *_memory_that_lacks(scenario, result, simulate),
+        *_memory_that_lacks(scenario, result),
         *_budget_that_is_empty(scenario),
         *moves,
         *filter(None, [assumed]),
@@ -240,9 +240,7 @@ def _moves_that_cost(
     ]
 
 
-def _memory_that_lacks(
-    scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
-) -> list[str]:
+def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str]:
     """Return a sentence that names every policy whose forecast peak is more than the GPU has, and what would help.
 
     Where perfect balance does not fit either, the sentence says so instead, and what fills the memory.
@@ -261,15 +259,13 @@ def _memory_that_lacks(
     said = ", ".join(
         f"{name} {memory.peak_bytes / GIB:.1f} GiB on rank {memory.fullest_rank}" for name, memory in lacking.items()
     )
-    first, setting = next(iter(lacking)), scenario.training_step.setting
-    remedies = [f"micro-batches of {lacking[first].tokens_that_fit:.0%} of the tokens under {first}"]
+    first = next(iter(lacking))
+    fewer, *others = lacking[first].remedies
     fitting = [name for name in result.policies if name not in lacking]
-    remedies += [f"the copies of {' or '.join(fitting)}"] * bool(fitting)
-    if setting.recompute == "none" and simulate(replace(setting, recompute="full")).policies[first].memory.fits:
-        remedies.append("recomputation (--recompute-granularity full)")
+    copies = [f"the copies of {' or '.join(fitting)}"] * bool(fitting)
     return [
         f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}. What would "
-        f"fit: {'; '.join(remedies)}."
+        f"fit: {'; '.join([f'{fewer} under {first}', *copies, *others])}."
     ]
 
 

@@ -209,15 +209,59 @@ def overflow_hybridep() -> list[str]:
 
 
 def unknown_routes() -> list[Any]:
-    """Rows of which nothing is known: the pass takes them as they come."""
+    """Rows of which nothing is known, and no risk is stated: the pass takes them as they come."""
     with tiny_gpt.parallel(4):
         run = tiny_gpt.build()
         balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
         told = occurring(0, count=MICRO_BATCHES)
-        hidden = [each.clone() for each in told]
-        hidden[0][:4] = -1
-        balancer.begin_pass(hidden)
+        balancer.begin_pass(without_some(told))
         limits = {state.capacity_rows for state in balancer._states}
         tiny_gpt.forward_backward(run, 0, told)
         balancer.end_pass()
     return sorted(map(str, limits))
+
+
+def without_some(routes: list[torch.Tensor], count: int = 4) -> list[torch.Tensor]:
+    """The routes with nothing known of the first rows of micro-batch 0."""
+    hidden = [each.clone() for each in routes]
+    hidden[0][:count] = -1
+    return hidden
+
+
+def stated_risk() -> dict[str, Any]:
+    """The same with a stated risk: buffers hold the certified rows, and training is the dropless run's."""
+    found: dict[str, Any] = {"limits": []}
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        for name, config in (
+            ("dropless", DROPLESS),
+            ("static", replace(DROPLESS, static_rows=True, capacity_risk=1e-4)),
+        ):
+            run, curve = tiny_gpt.build(**WIDTH), tiny_gpt.history()
+            balancer = attach(run.models, run.optimizer, config)
+            for step in range(STEPS):
+                routes = occurring(step, count=MICRO_BATCHES)
+                balancer.begin_pass(without_some(routes))
+                limits = {state.capacity_rows for state in balancer._states}
+                tiny_gpt.update(run, step, routes, curve)
+                most = int(balancer.end_pass().actual_rows.max())
+                if name == "static":
+                    found["limits"].append((sorted(limits), most))
+            found[name] = curve
+    return found
+
+
+def adversarial_rows() -> str:
+    """Rows without a route that all want two experts, against a bound that most draws stay below."""
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True, capacity_risk=0.9))
+        told = occurring(0, count=MICRO_BATCHES)
+        count = len(told[0]) // 2
+        balancer.begin_pass(without_some(told, count))
+        told[0][:count] = torch.arange(2)
+        tiny_gpt.forward_backward(run, 0, told)
+        try:
+            balancer.end_pass()
+        except InvalidInputError as error:
+            return str(error)
+    return ""

@@ -63,3 +63,18 @@ def test_an_overflow_is_said_on_all_ranks_before_weights_change(case: str, outco
 @static_case("unknown_routes")
 def test_a_pass_with_unknown_routes_takes_rows_as_they_come(outcome: list[Any]) -> None:
     assert all(limits == ["None"] for limits in outcome)
+
+
+@static_case("stated_risk")
+def test_with_a_stated_risk_such_a_pass_has_the_certified_buffer(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["static"] == rank["dropless"]
+        for limits, most in rank["limits"]:
+            assert len(limits) == 1
+            assert most <= limits[0]
+
+
+@static_case("adversarial_rows")
+def test_rows_without_a_route_never_pass_the_bound_unseen(outcome: list[Any]) -> None:
+    for said in outcome:
+        assert "capacity exceeded in micro-batch 0, MoE layer 0: rank 0 of EP group 0 got" in said
