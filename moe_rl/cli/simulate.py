@@ -126,6 +126,7 @@ def plan(
         return
     require(json_path is None, "--json goes with --export: a plan is a file of its own.")
     options.require_one_policy()
+    options = options.for_static_buffers() if capacity else options
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 
+TOKEN_CHUNK = 64
+"""HybridEP and NCCL EP pad the ranks of a group to whole chunks of so many tokens (megatron-core 0.19)."""
 STEPS = 10_000
 """Capacity factors are rounded up to a 10,000th."""
 
@@ -38,23 +40,38 @@ class Capacity:
         require(bool((self.rows <= self.worst_rows).all()), "capacity: a bound is above the worst case.")
 
     @property
-    def factor(self) -> float:
-        """What Megatron's `moe_expert_rank_capacity_factor` must be: rows over top-k times the tokens of a rank.
+    def padded_tokens(self) -> NDArray[np.int64]:
+        """[G, M] tokens that each rank of a group passes to the dispatcher, by which it sizes a micro-batch's buffer.
 
-        Its dispatcher sizes the buffer by a micro-batch's own tokens and pads the ranks of a group to those of the
-        fullest (megatron-core 0.19, `_HybridEPManager.setup_metadata`).
+        Ranks with unequal numbers are padded to whole chunks, above the fullest (`_HybridEPManager.setup_metadata` with
+        moe_hybridep_pad_uneven_dispatch_inputs, without which numbers must be equal); equal ones may stay as they are.
         """
-        return self._factor(self.rows, self.tokens.max(axis=2, initial=0))
+        most = self.tokens.max(axis=2, initial=0)
+        uneven = self.tokens.min(axis=2, initial=np.iinfo(np.int64).max) < most
+        return np.where(uneven, most + -most % TOKEN_CHUNK, most)
+
+    @property
+    def factor(self) -> float:
+        """What Megatron's `moe_expert_rank_capacity_factor` must be: rows over top-k times the tokens of a rank."""
+        return self._factor(self.rows, self.padded_tokens)
 
     @property
     def worst_factor(self) -> float:
         """The same whatever tokens without a route choose."""
-        return self._factor(self.worst_rows, self.tokens.max(axis=2, initial=0))
+        return self._factor(self.worst_rows, self.padded_tokens)
 
     @property
     def static_factor(self) -> float:
-        """The same where all micro-batches are padded to the largest, as one captured graph needs them."""
-        return self._factor(self.rows, np.full(self.tokens.shape[:2], self.tokens.max(initial=0)))
+        """The same for a buffer that is allocated once, for the largest micro-batch, as a captured graph needs it."""
+        return self._once(self.rows)
+
+    @property
+    def worst_static_factor(self) -> float:
+        """The same whatever tokens without a route choose."""
+        return self._once(self.worst_rows)
+
+    def _once(self, rows: NDArray[np.int64]) -> float:
+        return self._factor(rows, np.full(self.tokens.shape[:2], self.padded_tokens.max(initial=0)))
 
     def _factor(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
         base = np.maximum(tokens * self.top_k, 1e-9)[..., None]
@@ -85,14 +102,15 @@ class Capacity:
         fullest = f"the fullest is rank {p} in micro-batch {m}, MoE layer {at}, EP group {g}"
         said = [
             f"capacity: no rank gets more than {int(self.rows.max()):,} rows ({fullest}) or {self.received_tokens():,} "
-            f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} where all "
-            "micro-batches are padded to the largest."
+            f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} for a buffer that "
+            "is allocated once."
         ]
         if self.unknown_share:
             sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
             said.append(
                 f"capacity: {self.unknown_share:.1%} of the tokens have no known route; the bound holds {sure}, worst "
-                f"case: factor {self.worst_factor:.4f}."
+                f"case: factor {self.worst_factor:.4f}, or {self.worst_static_factor:.4f}, and "
+                f"{int(self.worst_rows.max()):,} rows."
             )
         return said
 

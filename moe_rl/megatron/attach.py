@@ -221,7 +221,8 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
-    _refuse(layer.config, experimental=config.experimental)
+    copies = config.foreign_slots > 0 or config.experts == "grouped"
+    _refuse(layer.config, experimental=config.experimental, copies=copies)
     # From 0.18 on Megatron has another name for it.
     scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
     captured = {str(getattr(scope, "name", scope)) for scope in scopes}

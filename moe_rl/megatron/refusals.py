@@ -20,6 +20,8 @@ class Refusal:
     """Values that are not refused, beside None; empty: everything that is switched on is refused."""
     when: Mapping[str, object] = field(default_factory=dict)
     """Values of other options with which alone it is refused; True and False: switched on and off."""
+    with_copies: bool = False
+    """Refused where ranks hold copies of experts, or experts='grouped' computes; homes that move go with it."""
     never_run: str = ""
     """Why values that are not allowed are refused unless `experimental`: written, and never run with what it is for."""
 
@@ -30,6 +32,9 @@ class Refusal:
         name = f"{self.option} {value}" if self.allowed else self.option
         if self.never_run:
             return experimental_sentence(name, self.never_run)
+        if self.with_copies:
+            alone = "homes alone (no replica, cross-node or resident slot, experts='megatron')"
+            return f"{name} needs {alone}: {self.reason}."
         remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
         return f"{name} is not supported: {self.reason}{remedy}."
 
@@ -45,10 +50,19 @@ REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config
 
 
 def refused(
-    value_of: Callable[[str], object], *, experimental: bool = False, table: tuple[Refusal, ...] = REFUSALS
+    value_of: Callable[[str], object],
+    *,
+    experimental: bool = False,
+    copies: bool = True,
+    table: tuple[Refusal, ...] = REFUSALS,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set."""
+    """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set.
+
+    `copies` says whether ranks hold copies of experts, as they do by default, or our own modules compute them.
+    """
     for refusal in table:
+        if refusal.with_copies and not copies:
+            continue
         sentence = refusal.sentence(value_of(refusal.option), experimental=experimental)
         if sentence and all(holds(value_of(option), wanted) for option, wanted in refusal.when.items()):
             yield refusal.option, sentence

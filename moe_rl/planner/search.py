@@ -33,6 +33,7 @@ POOL_TOKENS = 96
 WORD = 64
 LINE = 8
 """Words of a cache line: rows of more pools are filled up to whole lines, with pools that have no tokens."""
+NO_LIMIT = int(np.iinfo(np.int32).max)
 LATER_TURNS = 2
 """After the first turn homes start from good ones: so many times fewer proposals do."""
 
@@ -213,8 +214,11 @@ class Searcher:
         source[routes.token] = routes.source
         return cell, source
 
-    def pack(self, state: SearchState, turn: int) -> SearchState:
-        """Return the state with sequences moved between places so that the loads of micro-batches complement."""
+    def pack(self, state: SearchState, turn: int, *, fullest: float | None = None) -> SearchState:
+        """Return the state with sequences moved between places so that the loads of micro-batches complement.
+
+        Where bins above `fullest` of the fullest one's rows are to go first, whatever that costs the others.
+        """
         problem, topology, layout = self.problem, self.problem.topology, self.problem.layout
         assert problem.sequence_load is not None
         assert problem.sequence_tokens is not None
@@ -226,13 +230,19 @@ class Searcher:
         bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
         first_node, num_nodes = self._nodes_of_place()
+        batch_of_place = self._batch_of_place()
+        limit = NO_LIMIT
+        if fullest is not None:
+            rows = np.zeros((int(batch_of_place.max()) + 1, bin_load.shape[1]), np.int64)
+            np.add.at(rows, batch_of_place[state.place], bin_load)
+            limit = int(fullest * rows.max())
         place, _ = self.core.pack(
             bin_load=bin_load,
             bins=bins,
             tokens=tokens,
             work=self.weights.sequence_cost,
             place=state.place,
-            batch_of_place=self._batch_of_place(),
+            batch_of_place=batch_of_place,
             num_batches=topology.num_ep_groups * layout.num_micro_batches,
             num_groups=topology.num_ep_groups,
             budget=budget,
@@ -241,6 +251,7 @@ class Searcher:
             seed=self.problem.seed * 1024 + PACK_SEED + turn,
             travel=travel,
             node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),
+            limit=limit,
         )
         state = replace(state, place=place)
         if travel is None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -322,6 +322,12 @@ class SimulationOptions(TraceOptions):
         """Return the fields of the model that options set."""
         given = {name: getattr(self, name) for name in SHAPE} | {"top_k": self.moe_router_topk}
         return {name: value for name, value in given.items() if value is not None}
+
+    def for_static_buffers(self) -> Self:
+        """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""
+        asked = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
+        more = () if asked else ("moe-rl.static_buffers=true",)
+        return self.model_copy(update={"policy_option": [*self.policy_option, *more]})
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
         """Return the parameters that `--policy-option` gives to one policy.

@@ -20,8 +20,9 @@ from moe_rl.planner.registry import make_planner
 
 
 def rows_that_fit(capacity: Capacity) -> np.ndarray:
-    """[G, M, 1, 1] rows of the buffer that Megatron sizes by the factor, as its dispatcher rounds."""
-    padded = capacity.tokens.max(axis=2)
+    """[G, M, 1, 1] rows of the buffer that Megatron sizes by the factor, as its dispatcher pads and rounds."""
+    fullest, fewest = capacity.tokens.max(axis=2), capacity.tokens.min(axis=2)
+    padded = np.where(fullest > fewest, -(-fullest // 64) * 64, fullest)
     return (padded * capacity.top_k * capacity.factor).astype(np.int64)[..., None, None]
 
 
@@ -37,6 +38,20 @@ def test_with_all_routes_known_the_bound_is_what_occurs(problem: PlanProblem, po
     assert (rows <= rows_that_fit(capacity)).all()
     assert capacity.exceeded(rows) == []
     assert capacity.received_tokens() <= int(rows.max(initial=0))
+
+
+def test_a_tail_is_padded_as_the_dispatcher_pads_it() -> None:
+    """8 rows where 30 tokens meet on 32 ranks: ranks with unequal numbers of tokens get whole chunks of 64."""
+    rows = np.zeros((1, 2, 1, 32), np.int64)
+    rows[0, 0], rows[0, 1, 0, 5] = 256, 8
+    tokens = np.stack([np.full(32, 64), np.arange(32) < 30])[None].astype(np.int64)
+    capacity = Capacity(rows=rows, worst_rows=rows, tokens=tokens, top_k=4, risk=0.0, unknown_share=0.0)
+    assert capacity.padded_tokens.tolist() == [[64, 64]]
+    assert capacity.factor == capacity.static_factor == 1.0001
+    assert (rows <= rows_that_fit(capacity)).all()
+    alike = replace(capacity, tokens=np.stack([np.full(32, 64), np.ones(32)])[None].astype(np.int64))
+    assert alike.factor == 2.0001  # equal numbers may go unpadded: 1 token, 4 rows, and 8 arrive
+    assert alike.static_factor == 1.0001
 
 
 def with_unknown(load: StepLoad, rng: np.random.Generator, *, favored: int | None = None) -> tuple[StepLoad, StepLoad]:

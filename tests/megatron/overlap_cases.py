@@ -76,6 +76,23 @@ def virtual_stages() -> dict[str, Any]:
     return compared(ULTRAEP, pipeline=2, virtual=2, num_layers=4, **one_peer)
 
 
+def delayed_wgrad() -> dict[str, Any]:
+    """Weight gradients after the schedule's other work, in Megatron's own modules; homes move, and have no copies."""
+    homes_alone = BalancerConfig(policy="moe-rl", objective="imbalance", replica_slots=0)
+    with tiny_gpt.parallel(2):
+        return {
+            "delayed": trained(homes_alone, **BF16, **OVERLAPPED, delay_wgrad_compute=True),
+            "at_once": trained(homes_alone, **BF16, **OVERLAPPED),
+            "megatron": trained(None, **BF16, **OVERLAPPED, delay_wgrad_compute=True)[0],
+        }
+
+
+def delayed_with_replicas() -> str:
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build(tiny_gpt.te_spec, moe_grouped_gemm=True, **BF16, **OVERLAPPED, delay_wgrad_compute=True)
+        return refusal(lambda: attach(run.models, run.optimizer, ULTRAEP))
+
+
 def refused() -> str:
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build(tiny_gpt.te_spec, moe_grouped_gemm=True, **BF16, **OVERLAPPED)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from curves import BF16_UNIT_ROUNDOFF, relative_difference
 
+from moe_rl.megatron.refusals import refused
+
 CASES = ("replicas", "shared_expert_and_deepep", "hybridep", "residents", "static_rows")
 
 
@@ -35,3 +37,19 @@ def test_two_micro_batches_at_a_time_compute_what_one_does(case: str, outcome: l
 @overlap_case("refused")
 def test_copies_that_are_pushed_a_layer_ahead_are_refused(outcome: list[str]) -> None:
     assert all("cross_node_slots do not go with overlap_moe_expert_parallel_comm" in said for said in outcome)
+
+
+@overlap_case("delayed_wgrad")
+def test_weight_gradients_may_wait_where_experts_move_and_have_no_copies(outcome: list[Any]) -> None:
+    for rank in outcome:
+        curve, metrics = rank["delayed"]
+        assert curve == rank["at_once"][0]
+        assert relative_difference(rank["megatron"], curve) <= BF16_UNIT_ROUNDOFF
+        assert all(step["moe_rl/imbalance"] >= 1 for step in metrics)
+
+
+@overlap_case("delayed_with_replicas")
+def test_with_copies_they_may_not_wait_and_the_doctor_says_the_same(outcome: list[str]) -> None:
+    ((option, sentence),) = refused({"delay_wgrad_compute": True}.get)
+    assert option == "delay_wgrad_compute"
+    assert outcome == [sentence] * 2

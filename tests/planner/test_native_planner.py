@@ -170,6 +170,7 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         "seed": seed,
         "travel": rng.integers(0, 40, (sequences, 2)) if rng.integers(2) else None,
         "node_of_place": rng.integers(-1, 2, places).astype(np.int32),
+        "limit": int(rng.choice([2**31 - 1, 100])),  # rows of a bin above which each costs 256 more
     }
     packed, cost = core().pack(**arguments)
     assert np.bincount(packed, weights=tokens, minlength=places).max() <= arguments["budget"]
@@ -181,7 +182,9 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         busiest = np.reshape(burden, (-1, batches, per_batch)).max(axis=2).sum(axis=0)
         travel, node = arguments["travel"], arguments["node_of_place"][place_of]
         away = 0 if travel is None else travel[np.arange(sequences), np.maximum(node, 0)][node >= 0].sum()
-        groups_s = (rows.max(axis=1).sum(axis=1) + busiest).reshape(groups, -1).sum(axis=1)
+        highest = rows.max(axis=1)
+        steep = 256 * np.maximum(highest - arguments["limit"], 0)
+        groups_s = ((highest + steep).sum(axis=1) + busiest).reshape(groups, -1).sum(axis=1)
         whole = groups_s.sum() if groups == 1 else (groups_s.sum() + groups * groups_s.max()) // 2
         return int(whole + away)
 
