@@ -3,7 +3,7 @@
 M micro-batches, l MoE layers of this pipeline stage, P ranks of the EP group.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_rl.balancing.pass_planner import PlannedPass
 from moe_rl.core.model import MoeModelSpec
@@ -28,21 +28,13 @@ class MemoryAhead:
     hbm_bytes: int | None = None
     """Of this rank's GPU; None: as the cluster's file says."""
 
-    def forecast(
-        self, planned: PlannedPass, placement: ExpertPlacement, *, forward_only: bool = False
-    ) -> MemoryForecast | None:
-        """Return the peak of the pass for certified rows, else for expected ones; None where no loads are known."""
+    def forecast(self, planned: PlannedPass, placement: ExpertPlacement) -> MemoryForecast | None:
+        """Return the peak of the update for certified rows, else for expected ones; None where no loads are known."""
         rows = planned.predicted_rows if planned.most_rows is None else planned.most_rows
         if rows is None or planned.held is None or planned.misfit or not rows.size:
             return None
         return forecast_memory(
-            rows[None].astype(float),
-            planned.held[None].astype(float),
-            placement,
-            model=self.model,
-            topology=self.topology,
-            setting=replace(self.setting, forward_only=forward_only),
-            buffers=self.buffers,
-            stage=self.stage,
+            rows[None].astype(float), planned.held[None].astype(float), placement, model=self.model,
+            topology=self.topology, setting=self.setting, buffers=self.buffers, stage=self.stage,
             hbm_bytes=self.hbm_bytes,
-        )
+        )  # fmt: skip

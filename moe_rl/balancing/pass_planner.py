@@ -389,29 +389,24 @@ class PassPlanner:
             facts={name: getattr(plan, name) for name in FACTS},
             predicted_rows=predicted,
             static_rows=rows_of_contiguous_homes(load)[group],
-            most_rows=self._most_rows(request, plan, load, held, predicted),
+            most_rows=predicted if (held[0] == held[1]).all() else self._certified(request, plan, load, held),
         )
 
-    def _most_rows(
-        self,
-        request: PassRequest,
-        plan: Plan,
-        load: StepLoad,
-        held: NDArray[np.int64],
-        predicted: NDArray[np.int64],
+    def _certified(
+        self, request: PassRequest, plan: Plan, load: StepLoad, held: NDArray[np.int64]
     ) -> NDArray[np.int64] | None:
-        """Return the certified [M, layers, P] rows, those `predicted` where all is known; None without a bound."""
+        """Return [M, layers, P] rows at most where some tokens have no route; None where nobody states a risk.
+
+        Nor where all are foretold and none replayed: such loads drift in common, and no certificate holds for them.
+        """
         (tokens, known), risk = held, request.config.capacity_risk
-        if not request.config.static_rows or load.num_ep_groups > 1:
+        if risk is None or load.num_ep_groups > 1 or not known.any():
             return None
-        if (tokens == known).all():
-            return predicted
-        if risk is None or not known.any():
-            return None  # what is foretold, and not replayed, drifts in common: no certificate holds for it
         whole = self.model.num_moe_layers * (request.num_micro_batches or len(tokens)) * self.exchange.num_groups
         part = risk * load.num_layers * len(tokens) / whole  # places share the risk of the step
-        found = certify(plan, replace(load, tokens=known[None], routes=None), tokens[None], risk=part).rows
-        return np.asarray(found[0])
+        return np.asarray(
+            certify(plan, replace(load, tokens=known[None], routes=None), tokens[None], risk=part).rows[0]
+        )
 
     def _planned(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
         """Return the policy's plan of some layers; homes that serve several steps learn from earlier loads, too."""

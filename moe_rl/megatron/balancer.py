@@ -178,12 +178,8 @@ class Balancer(PassCycle[PassTables]):
         rows = None if planned.misfit else planned.most_rows
         most_tokens = 0 if planned.held is None else int(planned.held.max(initial=0))
         if rows is None and self._says_dynamic:
-            logger.warning(
-                "moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.",
-                "some rows have no route, and capacity_risk is not stated"
-                if planned.counted is not None and planned.counted.source == "routes"
-                else "its routes are not replayed",
-            )
+            why = "its routes are not replayed, or some are unknown and capacity_risk is not stated"
+            logger.warning("moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.", why)
         self._says_dynamic &= rows is not None
         most = None if rows is None else int(rows.max(initial=0))
         if most_tokens > self._states[0].most_tokens:

@@ -3,6 +3,7 @@
 On the CPU stand-in of HybridEP, and a recorder in place of CUDA graph capture; not yet run on a GPU.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -77,4 +78,4 @@ def test_with_a_stated_risk_such_a_pass_has_the_certified_buffer(outcome: list[A
 @static_case("adversarial_rows")
 def test_rows_without_a_route_never_pass_the_bound_unseen(outcome: list[Any]) -> None:
     for said in outcome:
-        assert "capacity exceeded in micro-batch 0, MoE layer 0: rank 0 of EP group 0 got" in said
+        assert re.search("capacity exceeded in micro-batch 0, MoE layer [01]: rank 0 of EP group 0 got", said)
