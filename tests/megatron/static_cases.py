@@ -4,6 +4,7 @@ import standins  # noqa: F401, I001 - before Megatron
 
 import contextlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -265,3 +266,35 @@ def adversarial_rows() -> str:
         except InvalidInputError as error:
             return str(error)
     return ""
+
+
+def forecasts() -> dict[str, Any]:
+    """What rank 0 says of memory before updates: on a GPU where they fit, and on one that is too small."""
+    said: list[tuple[int, str]] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("moe_rl.balancing.passes")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    found: dict[str, Any] = {"metrics": []}
+    with tiny_gpt.parallel(4), deep_ep.any_float():
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        for step in range(3):
+            if step == 2:
+                peak = found["metrics"][0]["moe_rl/forecast_peak_bytes"]
+                balancer.memory = replace(balancer.memory, hbm_bytes=int(peak) - 1000)
+            said.clear()
+            routes = occurring(0, count=MICRO_BATCHES)
+            balancer.begin_pass(routes)
+            found.setdefault("said", []).append([each for each in said if "forecast" in each[1]])
+            tiny_gpt.forward_backward(run, 0, routes)
+            metrics = balancer.end_pass()
+            found["metrics"].append(metrics.as_dict())
+            rows = metrics.actual_rows.sum(axis=1).max(axis=0)  # of the fullest micro-batch, all layers, by rank
+            found["fullest"] = int(rows.argmax()), metrics.memory.fullest_rank
+        balancer.begin_pass(routes, forward_only=True)
+        tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
+        found["forward_only"] = sorted(balancer.end_pass().as_dict())
+    logger.removeHandler(listener)
+    return found

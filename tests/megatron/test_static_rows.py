@@ -3,6 +3,7 @@
 On the CPU stand-in of HybridEP, and a recorder in place of CUDA graph capture; not yet run on a GPU.
 """
 
+import logging
 import re
 from typing import Any
 
@@ -79,3 +80,21 @@ def test_with_a_stated_risk_such_a_pass_has_the_certified_buffer(outcome: list[A
 def test_rows_without_a_route_never_pass_the_bound_unseen(outcome: list[Any]) -> None:
     for said in outcome:
         assert re.search("capacity exceeded in micro-batch 0, MoE layer [01]: rank 0 of EP group 0 got", said)
+
+
+@static_case("forecasts")
+def test_memory_is_forecast_before_an_update_and_a_rank_that_lacks_it_is_named(outcome: list[Any]) -> None:
+    for rank, found in enumerate(outcome):
+        first, second, lacking = found["said"]
+        assert second == [], "the same is said once"
+        assert [level for level, _ in first + lacking] == ([logging.INFO, logging.WARNING] if rank == 0 else [])
+        fits, _, exceeds = found["metrics"]
+        assert fits["moe_rl/forecast_peak_bytes"] == exceeds["moe_rl/forecast_peak_bytes"] > 0
+        assert fits["moe_rl/largest_micro_batch_tokens"] > 32 > exceeds["moe_rl/largest_micro_batch_tokens"]
+        assert found["fullest"][0] == found["fullest"][1]
+        assert "moe_rl/forecast_peak_bytes" not in found["forward_only"]
+    (_, said), (_, lacks) = outcome[0]["said"][0] + outcome[0]["said"][2]
+    assert re.search(
+        r"rank \d has the highest forecast peak, 0.0 GiB of 79.6 GiB; micro-batches of up to [\d,]+ tok", said
+    )
+    assert re.search(r"out of memory: rank \d .* Any of these would fit: micro-batches of \d+% of the tokens", lacks)

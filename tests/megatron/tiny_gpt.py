@@ -177,6 +177,7 @@ def build(
             bucket_size=bucket_size,
             overlap_param_gather=overlap_param_gather,
             grad_reduce_in_fp32=grad_reduce_in_fp32,
+            delay_wgrad_compute=cfg.delay_wgrad_compute,
         )
         model = DistributedDataParallel(cfg, ddp, module, disable_bucketing=stage > 0)
         model.broadcast_params()
