@@ -33,8 +33,8 @@ class Refusal:
         if self.never_run:
             return experimental_sentence(name, self.never_run)
         if self.with_copies:
-            alone = "homes alone (no replica, cross-node or resident slot, experts='megatron')"
-            return f"{name} needs {alone}: {self.reason}."
+            copies = "with copies of experts, or experts='grouped' (without slots for them homes still move)"
+            return f"{name} is not supported {copies}: {self.reason}."
         remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
         return f"{name} is not supported: {self.reason}{remedy}."
 
