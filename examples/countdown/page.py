@@ -117,6 +117,18 @@ class TrainingReport:
         return mean(values[:count]), mean(values[-count:])
 
     @property
+    def finding(self) -> str:
+        """What the run showed, in one line: the page's heading; without such figures it is the run's title."""
+        found = []
+        if accuracy := self.ends("evaluation/accuracy"):
+            found.append(f"held-out accuracy {accuracy[0]:.2f} → {accuracy[1]:.2f}")
+        static, balanced = self.ends("moe_rl/static_imbalance"), self.ends("moe_rl/imbalance")
+        if static and balanced:
+            found.append(f"busiest rank {static[1]:.2f} → {balanced[1]:.2f} of the mean load")
+        text = ", ".join(found) or self.title
+        return text[0].upper() + text[1:]
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """What the figures say; every sentence follows from them."""
         said = []

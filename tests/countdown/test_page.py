@@ -37,6 +37,7 @@ def test_table_and_sentences_follow_from_the_metrics() -> None:
     assert rows["reward of the rollouts"] == ("0.150", "0.350")
     assert "busiest rank, predicted" not in rows
     said = " ".join(report().sentences)
+    assert report().finding == "Held-out accuracy 0.20 → 0.60, busiest rank 1.50 → 1.10 of the mean load"
     assert "of samples went from 0.200 to 0.600" in said
     assert "1.50 times the mean load with experts at home, 1.10" in said
     assert "Every row of every step ran on the rank that was planned" in said
@@ -48,6 +49,7 @@ def test_what_was_not_measured_is_absent() -> None:
     bare = report([{"step": 1, "reward/mean": 0.5}])
     assert [row[0] for row in table_rows(bare)] == ["reward of the rollouts"]
     assert bare.sentences == ()
+    assert bare.finding == "A <run>"
     page = render_training_html(bare)
     assert charts(page) == 1
     assert "KL" not in page
@@ -61,6 +63,7 @@ def test_a_chart_without_a_value_that_its_axis_can_show_is_left_out() -> None:
 def test_the_page_is_whole_and_escaped() -> None:
     page = render_training_html(report())
     assert charts(page) == 3
+    assert f"<h1>{report().finding}</h1>" in page
     assert "a &lt;run&gt;" in page
     assert "<run>" not in page
     assert not re.search(r"(src|href)=\"(?!data:)", page)
