@@ -69,6 +69,7 @@ def test_a_killed_run_resumes_to_the_same_curve(reference: Path) -> None:
     assert trial.problem == ""
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_run_in_bfloat16_with_fp8_experts_on_both_sides(reference: Path, tmp_path: Path) -> None:
     shutil.copytree(reference.parent / "cache", tmp_path / "cache")
