@@ -5,6 +5,7 @@
     python benchmarks/bench_importance.py --storage-bias  gamma with no true shift, by storage type
     python benchmarks/bench_importance.py --against-plain policy_loss over the plain formula, as ratios within one run
     python benchmarks/bench_importance.py --router-tap    share of a pass that reading the routers takes
+    .venv-frameworks/bin/python benchmarks/bench_importance.py --router-tap-verl    the same in verl's Megatron engine
     pytest benchmarks/bench_importance.py                 the same cases under pytest-benchmark
 
 Cases run on `--device` (default: cuda if there is one, else cpu), with one CPU thread unless `--threads` says
@@ -20,7 +21,8 @@ only ever adds: one where nobody makes metrics, one where both report theirs as 
 
 `--router-tap` runs 1,024 tokens (unless `--tokens` says otherwise) through Transformers' Qwen3-MoE: 4 layers as wide as
 1,024, 64 experts as wide as 512 each, top-8. One figure is of the old log-probabilities' forward, one of an update's
-forward and backward with its gamma.
+forward and backward with its gamma. `--router-tap-verl` runs `share_of_time` of tests/frameworks/verl/shift_cases.py:
+two CPU ranks, EP 2, all that MOE_RL_ROUTER_SHIFT adds, keys, collectives and metrics among it; the slower rank's.
 """
 
 import argparse
@@ -29,8 +31,11 @@ import gc
 import importlib
 import json
 import math
+import os
 import platform
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -263,6 +268,19 @@ def router_tap(tokens: int, device: str, rounds: int) -> dict[str, float]:
     return shares
 
 
+def router_tap_in_verl(rounds: int) -> dict[str, float]:
+    """CPU time that MOE_RL_ROUTER_SHIFT adds to passes of verl's engine, over that of the passes without it."""
+    tests = Path(__file__).resolve().parent.parent / "tests"
+    sys.path.insert(0, str(tests))
+    os.environ["MOE_RL_BENCH_ROUNDS"] = str(rounds)
+    case = "shift_cases.share_of_time"
+    run_cases = importlib.import_module("local_ranks").run_cases
+    with tempfile.TemporaryDirectory() as folder:
+        launch = run_cases(tests / "frameworks" / "verl", [case], world_size=2, folder=Path(folder), timeout_s=500.0)
+    ranks = launch.of(case)
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
 class PeakMemory:
     """Peak memory between `start` and `extra_mib`, above what was held at `start`."""
 
@@ -397,6 +415,7 @@ def main() -> None:
     parser.add_argument("--storage-bias", action="store_true")
     parser.add_argument("--against-plain", action="store_true")
     parser.add_argument("--router-tap", action="store_true")
+    parser.add_argument("--router-tap-verl", action="store_true")
     parser.add_argument("--objectives", nargs="*", default=[], help="of --against-plain; default: all")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int)
@@ -415,8 +434,12 @@ def main() -> None:
         ).items():
             print(f"{name:30s} {ratio.loss:6.2f} {ratio.metrics:12.2f}", flush=True)
         return
-    if args.router_tap:
-        for name, share in router_tap(args.tokens or 1024, args.device, args.rounds or 10).items():
+    if args.router_tap or args.router_tap_verl:
+        rounds = args.rounds or 10
+        shares = (
+            router_tap_in_verl(rounds) if args.router_tap_verl else router_tap(args.tokens or 1024, args.device, rounds)
+        )
+        for name, share in shares.items():
             print(f"{name:30s} {share:7.2%} of the rest of the pass")
         return
     rows = measured(args.tokens or TOKENS, args.device, args.rounds or 3)

@@ -30,8 +30,7 @@ from examples.countdown.config import CountdownGrpoConfig, load_config
 from examples.countdown.metrics import read_metrics
 from examples.countdown.run import run_forked
 from moe_rl.core.errors import require
-from moe_rl.doctor.advisor import Advice, advise
-from moe_rl.doctor.advisor import in_danger as danger
+from moe_rl.doctor.advisor import advise, verdict
 from moe_rl.report.colors import SERIES
 from moe_rl.report.svg import Svg, standalone
 from moe_rl.yaml_files import read_yaml
@@ -91,9 +90,14 @@ COLLAPSED, HEALTHY = 0.5, 0.8
 """Of the first step's reward: a collapsed run ends below the one, a healthy one has no step below the other."""
 
 
-def alarms(found: Sequence[Advice]) -> bool:
+def alarms(records: Sequence[Mapping[str, float]]) -> bool:
     """Return whether any rule of danger speaks: the protocol's reading."""
-    return bool({each.rule for each in found} & ALARMS)
+    return bool({each.rule for each in advise(records)} & ALARMS)
+
+
+def danger(records: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether `moe-rl advise` calls it a danger."""
+    return verdict(records).in_danger is True
 
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -142,13 +146,9 @@ class Run:
         """Whether no step's reward fell below 0.8 of the first one's."""
         return all(line["reward/mean"] >= HEALTHY * self.steps[0]["reward/mean"] for line in self.steps)
 
-    def first_alarm(self, alarm: Callable[[Sequence[Advice]], bool]) -> tuple[int, tuple[str, ...]] | None:
-        """Return the first step after which what `moe-rl advise` says is an `alarm`, and its rules; None: never."""
-        for step in range(1, len(self.steps) + 1):
-            found = advise(self.steps[:step])
-            if alarm(found):
-                return step, tuple(sorted({each.rule for each in found} & ALARMS))
-        return None
+    def first_alarm(self, alarm: Callable[[Sequence[Mapping[str, float]]], bool]) -> int | None:
+        """Return the first step after which the log read so far is an `alarm`; None: never."""
+        return next((step for step in range(1, len(self.steps) + 1) if alarm(self.steps[:step])), None)
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a metric over the steps that logged it."""
@@ -291,15 +291,16 @@ def verdicts(runs: Sequence[Run]) -> str:
     counts = []
     for alarm in (alarms, danger):
         firsts = {id(run): run.first_alarm(alarm) for run in (*collapsed, *healthy)}
-        named = sum(1 for run in collapsed if (first := firsts[id(run)]) and first[0] < (run.collapsed_at or 0))
+        named = sum(1 for run in collapsed if (first := firsts[id(run)]) and first < (run.collapsed_at or 0))
         counts.append((named, sum(1 for run in healthy if firsts[id(run)])))
     (named, false), (named_later, false_later) = counts
     return (
         f"{len(runs)} runs are complete. Of {compared} comparisons with plain, {len(apart)} have an interval without "
         f"0{': ' if apart else ''}{'; '.join(apart)}. By chance alone 1 in 20 would.\n\n"
         f"{len(collapsed)} runs collapsed; by the protocol's reading `moe-rl advise` named {named} of them at least "
-        f"one step before, and it alarmed in {false} of {len(healthy)} healthy runs. Where two signs of different "
-        f"kinds must agree, it named {named_later} and alarmed in {false_later}. "
+        f"one step before, and it alarmed in {false} of {len(healthy)} healthy runs. What it calls a danger now (two "
+        f"signs of different kinds agree, after the first step) it said of {named_later} of the collapsed runs, at least "
+        f"one step before, and of {false_later} of the healthy ones. "
         f"{len(runs) - len(collapsed) - len(healthy)} runs are neither.\n"
     )
 

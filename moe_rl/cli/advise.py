@@ -18,13 +18,13 @@ def advise(
 
     records = advisor.read_metrics(metrics)
     found, silent = advisor.advise(records), advisor.not_judged(records)
-    danger = advisor.in_danger(found)
+    verdict = advisor.verdict(records)
     if as_json:
-        print_json({"advice": [asdict(each) for each in found], "in_danger": danger, "not_judged": silent})
+        print_json({"advice": [asdict(each) for each in found], **asdict(verdict), "not_judged": silent})
         return
     console = results()
-    if danger:
-        console.print("This run is in danger: signs of different kinds agree.\n")
+    heads = {True: "This run is in danger", False: "No danger is seen", None: "Not judged whether the run is in danger"}
+    console.print(f"{heads[verdict.in_danger]}: {verdict.reason}\n", soft_wrap=True)
     for each in found:
         console.print(f"{each.rule}: {each}\n", soft_wrap=True)
     if not found:

@@ -113,9 +113,38 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     return found
 
 
-def in_danger(found: Sequence[Advice]) -> bool:
+LEAST_STEPS = 2
+"""Of a log that can show a danger: readings of more steps leave the first one out. In the first update Adam's second
+moment is that of one gradient (arXiv 1908.03265: its variance is then largest), so that the step is as long as the
+learning rate, whatever the run is like: healthy runs of the Countdown study read a KL of up to 0.14 there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a run is about to collapse, as far as its log can say."""
+
+    in_danger: bool | None
+    """None: the log has too few steps, or names, to say it."""
+    reason: str
+
+
+def verdict(records: Sequence[Mapping[str, object]]) -> Verdict:
     """Return whether two signs of different kinds agree that the run is about to collapse; one alone may be noise."""
-    return len({RULES[each.rule].danger for each in found if each.rule in RULES.names} - {""}) > 1
+    kinds = dict.fromkeys(rule.danger for rule in RULES if rule.danger)
+    logged = [kind for kind in kinds if any(r.danger == kind and not isinstance(r.read(records), str) for r in RULES)]
+    if len(records) < LEAST_STEPS:
+        return Verdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
+    if len(logged) < 2:
+        only = f"those of {logged[0]} alone" if logged else "none"
+        return Verdict(
+            in_danger=None,
+            reason=f"signs of two kinds must agree ({', '.join(kinds)}), and {only} can be read from what is logged.",
+        )
+    speaking = dict.fromkeys(RULES[each.rule].danger for each in advise(records) if each.rule in RULES.names)
+    agreeing = [kind for kind in speaking if kind]
+    if len(agreeing) > 1:
+        return Verdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
+    return Verdict(in_danger=False, reason=f"no two of its signs agree; read were those of {', '.join(logged)}.")
 
 
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:

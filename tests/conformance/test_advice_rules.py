@@ -9,7 +9,7 @@ import pytest
 from cli_runner import moe_rl
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.advisor import RULES, Rule, advise, in_danger, not_judged, read_metrics
+from moe_rl.doctor.advisor import RULES, Rule, advise, not_judged, read_metrics, verdict
 
 REGISTRY = RULES
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -70,9 +70,36 @@ def test_every_name_that_a_framework_logs_is_read(framework: str) -> None:
 
 def test_two_signs_of_different_kinds_are_a_danger_and_one_is_not() -> None:
     moved, drifted = {"actor/ppo_kl": 0.5, "actor/pg_clipfrac": 0.5}, {"router/agreement": 0.5, "mismatch/k3_kl": 0.5}
-    assert not in_danger(advise([moved]))
-    assert not in_danger(advise([drifted]))
-    assert in_danger(advise([moved | drifted]))
+    calm = {"actor/ppo_kl": 0.0, "router/agreement": 1.0}
+    for late in (calm, calm | moved, calm | drifted):
+        assert verdict([calm, late]).in_danger is False
+    found = verdict([calm, moved | drifted])
+    assert found.in_danger is True
+    assert found.reason == "signs of policy and router agree."
+
+
+def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
+    calm, wild = {"actor/ppo_kl": 0.0, "router/agreement": 1.0}, {"actor/ppo_kl": 0.5, "router/agreement": 0.5}
+    assert verdict([wild]).in_danger is None
+    assert "a log of 1 step says too little" in verdict([wild]).reason
+    for calm_steps in range(1, 5):
+        assert verdict([wild] + [calm] * calm_steps).in_danger is False
+    assert verdict([wild, wild]).in_danger is True
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "those of policy alone can be read"),
+        ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "those of policy alone can be read"),
+        ({"staleness/max": 0.0}, "none can be read"),
+        ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "those of policy alone can be read"),
+    ],
+)
+def test_a_run_whose_log_has_names_of_one_kind_is_not_called_healthy(record: dict[str, float], sentence: str) -> None:
+    found = verdict([record] * 4)
+    assert found.in_danger is None
+    assert sentence in found.reason
 
 
 def test_what_could_not_be_judged_is_said_with_its_reason() -> None:
@@ -117,6 +144,8 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     assert "correct-rollouts: Rollout engine and trainer differ" in result.out
     told = json.loads(moe_rl("advise", str(log), "--json").out)
     assert [each["value"] for each in told["advice"]] == [0.004]
+    assert told["in_danger"] is None, "two steps of one name"
+    assert "Not judged whether the run is in danger: signs of two kinds must agree" in result.out
     assert "actor/ppo_kl" in told["not_judged"]["policy-moved"]
     assert "not judged: policy-moved: none of actor/ppo_kl, train/ppo_kl" in result.out
     log.write_text('{"loss": 1.0}\n')

@@ -47,8 +47,8 @@ def test_a_run_collapsed_where_it_stays_below_half_and_is_healthy_where_it_never
 
 def test_an_alarm_counts_where_it_came_before_the_collapse(drift: ModuleType) -> None:
     collapsed, late = a_run(drift, [0.6, 0.6, 0.1], kl=0.3), a_run(drift, [0.6, 0.1], kl=0.0)
-    assert collapsed.first_alarm(drift.alarms)[0] == 1
-    assert collapsed.first_alarm(drift.danger)[0] == 1
+    assert collapsed.first_alarm(drift.alarms) == 1
+    assert collapsed.first_alarm(drift.danger) == 2, "one step is no danger yet"
     assert late.first_alarm(drift.alarms) is None
     text = drift.verdicts([collapsed, late])
     assert "2 runs collapsed; by the protocol's reading `moe-rl advise` named 1 of them" in text

@@ -234,6 +234,61 @@ def test_areal_without_c_clip_has_no_dual_clip() -> None:
     assert loss.item() == pytest.approx(plain[b["response_mask"]].mean().item())
 
 
+def areals_module(**changes: Any) -> tuple[Any, Any]:
+    """A stand-in of areal.trainer.ppo.actor, and AReaL 1.0.4's defaults of what its `PPOActorConfig` hands the loss."""
+
+    class PPOActor:
+        def __init__(self, config: Any, engine: Any) -> None:
+            self.config, self.engine = config, engine
+
+    defaults = {"eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, "rejection_sampling": None}
+    defaults |= {"m2_threshold": None, "importance_sampling_level": "token", "prox_logp_method": "recompute"}
+    defaults |= {"use_sapo_loss": False, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "use_decoupled_loss": False}
+    module = ModuleType("areal.trainer.ppo.actor")
+    vars(module).update(PPOActor=PPOActor, grpo_loss_fn=None)
+    return module, SimpleNamespace(**(defaults | changes))
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "sentence"),
+    [
+        ("ppo", {"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' is not read"),
+        ("ppo", {"use_sapo_loss": True}, r"use_sapo_loss=True is not read by this loss"),
+        ("ppo", {"m2_threshold": 0.04}, r"m2_threshold=0.04 is not read by this loss"),
+        ("decoupled_ppo", {"prox_logp_method": "loglinear"}, r"prox_logp_method='loglinear' is not read"),
+        ("ppo", {"rejection_sampling": object()}, r"rejection_sampling=.* is not read by this loss"),
+        ("gspo", {"eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
+        ("sapo", {"eps_clip": 0.1}, r"eps_clip\* 0.1 does not act on 'sapo'"),
+    ],
+)
+def test_areal_makes_no_actor_whose_settings_would_not_act(
+    objective: str, settings: dict[str, Any], sentence: str
+) -> None:
+    module, config = areals_module(**settings)
+    areal.install(module, objective=objective)
+    with pytest.raises(InvalidInputError, match=sentence):
+        module.PPOActor(config, None)
+    with pytest.raises(InvalidInputError, match="unknown objective 'gsp'"):
+        areal.install(module, objective="gsp")
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "sapo", "cispo"])
+def test_areals_default_actor_is_made_and_its_call_of_the_loss_is_taken(objective: str) -> None:
+    module, config = areals_module()
+    areal.install(module, objective=objective)
+    assert module.PPOActor(config, "engine").engine == "engine"
+    b, log_prob = batch()
+    data = {"advantages": b["advantages"], "loss_mask": b["response_mask"].long(), "logprobs": b["old_log_prob"]}
+    # areal/engine/megatron_engine.py hands these two over for AReaL's own statistics.
+    extremes = {"vocab_min_logits": log_prob.detach(), "vocab_max_logits": log_prob.detach()}
+    loss = module.grpo_loss_fn(log_prob, torch.zeros(()), data, **vars(config), current_version=3, **extremes)
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    assert grad.isfinite().all()
+    assert grad.abs().sum() > 0
+    with pytest.raises(InvalidInputError, match="distillation from a teacher"):
+        module.grpo_loss_fn(log_prob, torch.zeros(()), data | {"teacher_logp": log_prob.detach()})
+
+
 # slime: a stand-in of its two modules, whose functions need process groups
 
 

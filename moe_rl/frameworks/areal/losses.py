@@ -1,32 +1,78 @@
 """AReaL: every objective in the place of `grpo_loss_fn`.
 
-    areal.trainer.ppo.actor.grpo_loss_fn = partial(grpo_loss_fn, objective="gspo")
+    install(areal.trainer.ppo.actor, objective="gspo")
 
+where the workers import it. Settings that would not act are refused where AReaL makes its actor, before any rollout.
 `input_data` holds `logprobs` (the behavior policy), `prox_logp` (the proximal policy; the behavior policy where it is
 absent), `advantages`, `loss_mask`, for packed tensors `cu_seqlens`, and, where the router shift is to enter,
 `router_shift_ratio`. Source: AReaL 1.0.4, areal/trainer/ppo/actor.py and areal/utils/functional/functional.py.
 """
 
+import functools
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.importance.context_parallel import ContextParallel
-from moe_rl.importance.objectives import OBJECTIVES
+from moe_rl.importance.objectives import OBJECTIVES, Objective
 from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
 
+_WIDTHS = ("eps_clip", "eps_clip_higher", "c_clip")
 _DEFAULTS = {
     "importance_sampling_level": "token",
+    "m2_threshold": None,
     "prox_logp_method": "recompute",
+    "rejection_sampling": None,
     "sapo_tau_pos": 1.0,
     "sapo_tau_neg": 1.05,
     "use_decoupled_loss": True,
+    "use_sapo_loss": False,
 }
 """What AReaL binds where nothing is set: PPO around the proximal policy, without weights of rejection sampling."""
+
+
+def install(actor: ModuleType, *, objective: str = "ppo", **ours: Any) -> None:
+    """Put `grpo_loss_fn` with these keywords in the place of AReaL's; `actor` is its areal.trainer.ppo.actor.
+
+    `InvalidInputError` for an objective that is not known at once, for settings that would not act where a `PPOActor`
+    is made.
+    """
+    OBJECTIVES[objective]
+    made = actor.PPOActor.__init__
+
+    @functools.wraps(made)
+    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        found = {name: getattr(config, name) for name in (*_WIDTHS, *_DEFAULTS) if hasattr(config, name)}
+        objective_of(objective, ours.get("options"), **found)
+        made(self, config, *args, **kwargs)
+
+    actor.PPOActor.__init__ = checked
+    actor.grpo_loss_fn = functools.partial(grpo_loss_fn, objective=objective, **ours)  # type: ignore[attr-defined]
+
+
+def objective_of(
+    objective: str,
+    options: Mapping[str, Any] | None,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+    **settings: Any,
+) -> Objective:
+    """Return the objective with AReaL's widths, below `options`; raise where another setting would not act."""
+    for name, value in settings.items():
+        require(
+            value is None or value is False or _DEFAULTS.get(name) == value,
+            f"{name}={value!r} is not read by this loss, which would change in silence: choose the objective and its "
+            "options instead (gspo, sapo, decoupled_ppo with behavior_filter, m2po_mask).",
+        )
+    high = eps_clip if eps_clip_higher is None else eps_clip_higher
+    exact = ("ppo", "grpo", "decoupled_ppo")
+    return OBJECTIVES[objective].with_widths(eps_clip, high, c_clip, options or {}, exact=exact, flag="eps_clip*")
 
 
 def grpo_loss_fn(
@@ -42,27 +88,20 @@ def grpo_loss_fn(
     current_version: int | None = None,
     router_shift: RouterShiftUse | None = None,
     log: Callable[[dict[str, float]], None] | None = None,
+    vocab_min_logits: Tensor | None = None,
+    vocab_max_logits: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
     """Return the loss over the tokens of this micro-batch, [], averaged as AReaL does (over `loss_mask`).
 
-    `eps_clip`, `eps_clip_higher` (None: `eps_clip`) and `c_clip` are the objective's clip widths, where it has them;
-    `options` are its others and stand above them. `log` gets the metrics as floats. What AReaL binds for its own loss
-    beside these (`rejection_sampling`, `importance_sampling_level`, ...) has its counterpart in the objective: where it
-    is set to anything but AReaL's default, it is refused.
+    `eps_clip`, `eps_clip_higher` (None: `eps_clip`) and `c_clip` are the objective's clip widths: set, they act or are
+    refused; `options` are its others and stand above them. `log` gets the metrics as floats; what AReaL hands over for
+    its own log alone (`vocab_*_logits`) is not read. What it binds for its own loss (`rejection_sampling`,
+    `importance_sampling_level`, ...) has its counterpart in the objective: where it is set to anything but AReaL's
+    default, it is refused.
     """
-    for name, value in settings.items():
-        require(
-            value is None or value is False or _DEFAULTS.get(name) == value,
-            f"{name}={value!r} is not read by this loss, which would change in silence: choose the objective and its "
-            "options instead (gspo, sapo, decoupled_ppo with behavior_filter, m2po_mask).",
-        )
-    entry = OBJECTIVES[objective]
-    widths = {
-        "clip_ratio_low": eps_clip,
-        "clip_ratio_high": eps_clip if eps_clip_higher is None else eps_clip_higher,
-        "clip_ratio_c": c_clip,
-    }
+    rule = objective_of(objective, options, eps_clip, eps_clip_higher, c_clip, **settings)
+    require("teacher_logp" not in input_data, "the distillation from a teacher is not part of this loss.")
     behavior, proximal = input_data["logprobs"], input_data.get("prox_logp")
     mask: Tensor = input_data["loss_mask"].bool()
     tokens = policy_token_loss(
@@ -78,7 +117,7 @@ def grpo_loss_fn(
             cu_seqlens=input_data.get("cu_seqlens") if logprobs.ndim == 1 else None,
             context_parallel=ContextParallel.whole(),  # AReaL gathers before the loss
         ),
-        entry.from_settings(widths, options or {}),
+        rule,
         router_shift=router_shift,
     )
     if log is not None:

@@ -1,6 +1,10 @@
 """Cases of test_shift.py: gamma as verl's own loss sees it, against all logits of a run of one sequence at a time."""
 
+import contextvars
 import functools
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -88,9 +92,51 @@ def shift(num_layers: int = 2, **sizes: Any) -> dict[str, Any]:
     return found
 
 
-def rollout() -> Any:
-    sizes = tuple(np.random.default_rng(3).integers(9, 24, SEQUENCES).tolist())
-    data = batch(0, sizes, routes=False, use_dynamic_bsz=True, max_token_len_per_gpu=90, enable_routing_replay=False)
+WIDE = {
+    **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32},
+    **{"num_experts_per_tok": 8, "moe_intermediate_size": 192, "max_position_embeddings": 512},
+}
+"""A quarter of Qwen3-30B-A3B's widths, and its ratio of the router's work to that of a token's experts: 0.7 %."""
+
+
+def share_of_time() -> dict[str, float]:
+    """CPU time of a log-prob pass and of an update's forward and backward with the router shift, over without.
+
+    Of verl's engine, EP 2, two layers of `WIDE`, about 1,000 tokens per rank in dynamic micro-batches of at most 512.
+    The two take turns; the ratio is that of their fastest rounds, since what else runs on a machine only adds.
+    """
+    fastest: dict[tuple[str, bool], float] = {}
+    with verl_on_cpu.verl_on_cpu():
+        given = settings_from_environment({"MOE_RL_ROUTER_SHIFT": str(FLOOR)})
+        assert given is not None
+        adapter.install(impl, settings=given)
+        built = engine(mode="disabled", num_layers=2, model=WIDE)
+        run = adapter._run_of(built)
+        shift, loss, data = run.router_shift, verls_loss([]), rollout(97, 160, 512)
+        data["old_log_probs"] = torch.zeros(data["response_mask"].shape)
+        assign_non_tensor(data, global_batch_size=SEQUENCES)
+
+        def timed(name: str, call: Callable[[], Any]) -> None:
+            start = time.process_time()
+            contextvars.copy_context().run(call)  # no gamma is left over for the other's turn
+            case, taken = (name, run.router_shift is not None), time.process_time() - start
+            fastest[case] = min(taken, fastest.get(case, taken))
+
+        for turn in range(2 * int(os.environ["MOE_RL_BENCH_ROUNDS"]) + 2):
+            run.router_shift = None if turn % 2 else shift
+            if turn == 2:  # what is run for the first time takes longer
+                fastest.clear()
+            timed("old log-probabilities", lambda: log_probs(built, data))
+            with built.train_mode():
+                timed("update", lambda: built.forward_backward_batch(data, loss))
+    return {name: fastest[name, True] / fastest[name, False] - 1.0 for name in ("old log-probabilities", "update")}
+
+
+def rollout(least: int = 9, most: int = 24, budget: int = 90) -> Any:
+    sizes = tuple(np.random.default_rng(3).integers(least, most, SEQUENCES).tolist())
+    data = batch(
+        0, sizes, routes=False, use_dynamic_bsz=True, max_token_len_per_gpu=budget, enable_routing_replay=False
+    )
     responses = [size // 2 for size in sizes]
     parts = [
         each.split([len(each) - count, count])
@@ -113,8 +159,8 @@ def verls_loss(seen: list[tuple[Any, Tensor]]) -> Any:
     """verl's `ppo_loss` with our objective by its name; notes the micro-batch and the gamma that the objective read."""
     read: list[Tensor] = []
 
-    def gamma(_: Tensor) -> Tensor:
-        read.append(GAMMA.get())
+    def gamma(log_prob: Tensor) -> Tensor:
+        read.append(GAMMA.get(torch.ones_like(log_prob)))
         return read[-1]
 
     for name, loss in policy_losses(gamma=gamma).items():

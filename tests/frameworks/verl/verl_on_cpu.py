@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,11 +178,13 @@ def engine(
     dense: bool = False,
     lr: float = 1e-3,
     common: float = 0.0,
+    model: Mapping[str, int] | None = None,
     **engine_config: Any,
 ) -> Any:
     """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone.
 
     `common` is what all embeddings have in common, and what routers like in some experts, so that these take most.
+    `model`: other sizes, by Transformers' names.
     """
     from transformers import Qwen3Config, Qwen3MoeConfig
     from verl.trainer.config import CheckpointConfig
@@ -200,19 +202,21 @@ def engine(
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.0,
     }
-    (Qwen3Config if dense else Qwen3MoeConfig)(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        architectures=["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
         **({} if dense else experts),
-    ).save_pretrained(path)
+        **(model or {}),
+    }
+    (Qwen3Config if dense else Qwen3MoeConfig)(**sizes).save_pretrained(path)
     model_config = HFModelConfig(path=path, load_tokenizer=False)
     model_config.tokenizer = SimpleNamespace(pad_token_id=0)
     transformer = {
@@ -296,7 +300,7 @@ def fill(built: Any, common: float = 0.0) -> None:
             parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
             if "word_embeddings" in name:
                 parameter += 0.1 * common
-            if name.endswith("router.weight"):
+            if common and name.endswith("router.weight"):
                 liking = torch.from_numpy(POPULARITY).log() / len(parameter[0])
                 parameter += common * (liking - liking.mean())[:, None].to(parameter.dtype)
     built.optimizer.reload_model_params()
