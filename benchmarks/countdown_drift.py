@@ -299,8 +299,8 @@ def verdicts(runs: Sequence[Run]) -> str:
         f"0{': ' if apart else ''}{'; '.join(apart)}. By chance alone 1 in 20 would.\n\n"
         f"{len(collapsed)} runs collapsed; by the protocol's reading `moe-rl advise` named {named} of them at least "
         f"one step before, and it alarmed in {false} of {len(healthy)} healthy runs. What it calls a danger now (two "
-        f"signs of different kinds agree, after the first step) it said of {named_later} of the collapsed runs, at least "
-        f"one step before, and of {false_later} of the healthy ones. "
+        f"signs of different kinds, after the first step) it said of {named_later} of the collapsed runs, at least one "
+        f"step before, and of {false_later} of the healthy ones. "
         f"{len(runs) - len(collapsed) - len(healthy)} runs are neither.\n"
     )
 

@@ -22,6 +22,7 @@ from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.diagnostics import binary_kl, kl_estimate, off_policy_metrics, router_agreement
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of, group_like
+from moe_rl.importance.float32_head import float32_head
 from moe_rl.importance.m2po import m2po_mask
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
@@ -56,7 +57,7 @@ __all__ = [
     "rollout_correction",
     "apply_rollout_correction", "RolloutCorrectionConfig", "ROLLOUT_PRESETS", "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
-    "turn_ids", "BehaviorFilter", "router_shift_ratio", "RouterShiftAccumulator",
+    "turn_ids", "BehaviorFilter", "float32_head", "router_shift_ratio", "RouterShiftAccumulator",
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
     "rollout_router_shift", "token_keys", "store_router_log_probs", "StoredRouterLogProbs",
     "group_normalized_advantages",

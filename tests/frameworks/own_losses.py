@@ -125,15 +125,20 @@ def _megatron_loss(function: Any, estimator: str) -> Loss:
     return loss
 
 
-def _nemo_rl(root: Path) -> dict[str, Loss]:
+def nemo_rls_loss(root: Path) -> SimpleNamespace:
+    """NeMo-RL's `ClippedPGLossFn` and its configuration."""
     utils = functions(root / "nemo_rl/nemo_rl/algorithms/utils.py", "calculate_kl", "masked_mean", Optional=Any)
     kind = SimpleNamespace(TOKEN_LEVEL=0, SEQUENCE_LEVEL=1, LOGPROB=2, TOKENS=3, SEQUENCES=4, NONE=5)
-    own = functions(
+    return functions(
         root / "nemo_rl/nemo_rl/algorithms/loss/loss_functions.py",
         "ClippedPGLossConfig", "ClippedPGLossFn",
         calculate_kl=utils.calculate_kl, masked_mean=utils.masked_mean, LossType=kind, LossInputType=kind,
         MetricNormalizer=kind, LossFunction=object, BaseModel=_Model,
     )  # fmt: skip
+
+
+def _nemo_rl(root: Path) -> dict[str, Loss]:
+    own = nemo_rls_loss(root)
     settings: dict[str, dict[str, Any]] = {
         "default": {},
         "sequence_level": {"sequence_level_importance_ratios": True, "token_level_loss": False},

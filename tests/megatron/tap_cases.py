@@ -12,7 +12,7 @@ from parallel_cases import gathered_attention
 from tiny_gpt import SEQUENCE
 from torch import Tensor
 
-from moe_rl.importance import RouterTap, all_reduce_sum, group_like
+from moe_rl.importance import RouterTap, all_reduce_sum, float32_head, group_like
 
 MICRO_BATCHES = 2
 
@@ -33,6 +33,25 @@ def context_parallel_with_partial_replay() -> dict[str, float]:
 
 def interleaved_pipeline_with_recomputation() -> dict[str, float]:
     return compared({"pipeline": 2, "virtual": 2}, num_layers=4, **FULL_RECOMPUTE)
+
+
+def head_in_float32() -> dict[str, Any]:
+    """Logits of Megatron's own head, whose vocabulary is split, for hidden states in bfloat16."""
+    with tiny_gpt.parallel(1, tensor=2):
+        head = tiny_gpt.gpt_of(tiny_gpt.build().model).output_layer.bfloat16()
+        owner = torch.nn.ModuleDict({"output_layer": head})
+        hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        part = hidden.chunk(2)[parallel_state.get_tensor_model_parallel_rank()]  # sequence parallelism gathers it
+        rounded, _ = head(part)
+        float32_head(owner)
+        logits, _ = head(part)
+        logits.sum().backward()
+        exact = hidden.double() @ head.weight.detach().double().T
+        return {
+            "types": [str(logits.dtype), str(head.weight.grad.dtype)],
+            "difference": float((logits - exact).abs().max()),
+            "rounded": float((rounded.double() - exact).abs().max()),
+        }
 
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,5 +1,7 @@
 """RouterTap reads Megatron's routers under every layout as a brute-force recomputation does."""
 
+from typing import Any
+
 import pytest
 
 
@@ -22,3 +24,10 @@ def test_gamma_is_that_of_a_brute_force_recomputation(case: str, outcome: list[d
         assert rank["unmoved"] == 1.0
         assert rank["repeated"] == 0.0  # a second pass of the same weights, tokens found again by their keys
         assert rank["bytes"] == 2 * 4  # top-2, in 32-bit words
+
+
+@pytest.mark.multi_rank(world_size=2, case="tap_cases.head_in_float32")
+def test_megatrons_head_computes_logits_in_float32(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        assert rank["types"] == ["torch.float32", "torch.bfloat16"]
+        assert rank["difference"] < 1e-5 < 1e-4 < rank["rounded"]

@@ -86,6 +86,7 @@ class Worker:
             require(ours, "MOE_RL_ROUTER_SHIFT weighs the loss of moe_rl.frameworks.slime.losses: choose it.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
             require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs leaves out.")
+            require(self.packed, "the router shift needs --qkv-format thd, without --allgather-cp.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
         original, reload = model.get_forward_backward_func, actor.reload_process_groups
@@ -112,16 +113,22 @@ class Worker:
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
 
+    @property
+    def packed(self) -> bool:
+        """Whether sequences follow each other in one row of tokens, each cut by context parallelism by itself."""
+        option = functools.partial(getattr, self.args)
+        return bool(option("qkv_format", "thd") == "thd" and not option("allgather_cp", False))
+
     def tokens_ahead(self, data: Any, count: int) -> list[list[Any]] | None:
         """Return the token ids of the sequences in every micro-batch that comes; None where they are not known."""
         first = data[0] if isinstance(data, Sequence) else data
-        option = functools.partial(getattr, self.args)
-        indices = getattr(first, "micro_batch_indices", None)
-        packed = option("qkv_format", "thd") == "thd" and not option("allgather_cp", False)
-        if indices is None or not packed:
+        indices, size = getattr(first, "micro_batch_indices", None), getattr(first, "micro_batch_size", None) or 0
+        if not self.packed or not (indices or size):
             return None
-        tokens = first.rollout_data["tokens"]
-        return [[tokens[index] for index in batch] for batch in indices[first.offset : first.offset + count]]
+        tokens, start = first.rollout_data["tokens"], first.offset
+        if indices is None:  # miles without --use-dynamic-batch-size, where `offset` counts samples
+            return [list(tokens[start + size * each :][:size]) for each in range(count)]
+        return [[tokens[index] for index in batch] for batch in indices[start : start + count]]
 
     def rows(self, of_token: Sequence[Any]) -> NDArray[np.int64]:
         """Return [N] what is said of every token of packed sequences, in the order of this rank's rows."""
@@ -163,7 +170,7 @@ class Worker:
             self.router_shift = RouterShiftRun(list(kwargs["model"]), floor=floor)
         coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         if coming is None:
-            raise InvalidInputError("the router shift needs --qkv-format thd, without --allgather-cp.")
+            raise InvalidInputError("the router shift finds no micro-batches in what Megatron's schedule is given.")
         found = [self.router_shift.keys(each, forward_only=forward_only) for each in coming]
         return [(each, torch.from_numpy(self.rows(each))) for each in found]
 
