@@ -22,7 +22,7 @@ only ever adds: one where nobody makes metrics, one where both report theirs as 
 `--router-tap` runs 1,024 tokens (unless `--tokens` says otherwise) through Transformers' Qwen3-MoE: 4 layers as wide as
 1,024, 64 experts as wide as 512 each, top-8. One figure is of the old log-probabilities' forward, one of an update's
 forward and backward with its gamma. `--router-tap-verl` runs `share_of_time` of tests/frameworks/verl/shift_cases.py:
-two CPU ranks, EP 2, all that MOE_RL_ROUTER_SHIFT adds, keys, collectives and metrics among it; the slower rank's.
+two CPU ranks, EP 2; all that MOE_RL_ROUTER_SHIFT runs is counted, keys, collectives and metrics too; the larger share.
 """
 
 import argparse
@@ -269,7 +269,7 @@ def router_tap(tokens: int, device: str, rounds: int) -> dict[str, float]:
 
 
 def router_tap_in_verl(rounds: int) -> dict[str, float]:
-    """CPU time that MOE_RL_ROUTER_SHIFT adds to passes of verl's engine, over that of the passes without it."""
+    """CPU time that MOE_RL_ROUTER_SHIFT takes in passes of verl's engine, over that of the rest of them."""
     tests = Path(__file__).resolve().parent.parent / "tests"
     sys.path.insert(0, str(tests))
     os.environ["MOE_RL_BENCH_ROUNDS"] = str(rounds)
