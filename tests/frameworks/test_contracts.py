@@ -71,6 +71,7 @@ def test_slime_refuses_before_rollouts_where_the_router_shift_would_not_act(
 ) -> None:
     args, _, _ = own.slime_batch()
     vars(args).update(layout, custom_loss_function_path="moe_rl.frameworks.slime.losses.policy_loss_function")
+    monkeypatch.delenv("MOE_RL_SOURCES", raising=False)  # of these tests, and of no run
     monkeypatch.setenv("MOE_RL_ROUTER_SHIFT", "0.8")
     worker = Worker(framework=WORKER.framework, stage=lambda: None)
     with pytest.raises(InvalidInputError, match="the router shift needs"):

@@ -30,7 +30,8 @@ def test_the_trainer_of_the_page_learns(capsys: pytest.CaptureFixture[str]) -> N
     assert last >= first - 0.05
 
 
-def test_the_table_of_objectives_is_what_the_registry_says() -> None:
+def test_the_tables_of_the_reference_are_what_the_code_says() -> None:
+    pytest.importorskip("megatron.core", reason="slime's entry asks Megatron for its groups")
     text = REFERENCE.read_text()
     assert BLOCK.sub(renewed, text) == text, "run: make tables"
 
