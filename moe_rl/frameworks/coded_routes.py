@@ -19,7 +19,6 @@ ascending order within a row. Versions: docs/routes.md.
 
 import base64
 import copy
-import functools
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.routes.chunk import MAGIC
 from moe_rl.routes.coded import CodedRoutes
 from moe_rl.routes.reader import Bytes
@@ -71,13 +70,6 @@ def from_text(text: str, dtype: DTypeLike) -> NDArray[Any]:
 def is_coded(value: object) -> TypeGuard[str]:
     """Return whether a payload is `to_text`'s."""
     return isinstance(value, str) and value.startswith(TEXT_START)
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function or method of a framework by `around(original, ...)`."""
-    require(hasattr(owner, name), f"{VARIABLE}: {owner.__name__} has no {name}; this version is not known.")
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
 
 
 def _sglang_detokenizer(module: ModuleType) -> None:

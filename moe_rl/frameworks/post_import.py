@@ -1,8 +1,9 @@
-"""Run a function when a module has been imported, without importing it before.
+"""Change a framework's functions, and run a function when a module has been imported, without importing it before.
 
 A plug-in is loaded while its framework is; what it changes is imported later, or never.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from moe_rl.core.errors import require
+
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
     """Call `call(module)` right after module `name` is first imported; at once where it is there already."""
@@ -18,6 +21,17 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
         call(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, call))
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a function of a module, or a method of a class or an object, by `around(original, ...)`.
+
+    Returns what undoes it. Raises `InvalidInputError` where there is none of that name.
+    """
+    require(hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name}; this version is not known.")
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
+    return functools.partial(setattr, owner, name, original) if own else functools.partial(delattr, owner, name)
 
 
 class _Finder(MetaPathFinder):

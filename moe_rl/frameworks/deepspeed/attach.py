@@ -29,6 +29,7 @@ from moe_rl.frameworks.deepspeed.traps import let_registry_take_names
 from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, EpRun, require_supported
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
+from moe_rl.frameworks.post_import import wrap
 from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks
 from moe_rl.huggingface import model_of_config
 from moe_rl.replay.hf_recorder import record_routing
@@ -199,15 +200,12 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
 
 def _at_home(engine: Any, balancer: EpBalancer, name: str) -> Callable[[], None]:
     """Let a method of the engine run with every expert where DeepSpeed put it; return what undoes it."""
-    original = getattr(engine, name)
 
-    @functools.wraps(original)
-    def at_home(*args: Any, **kwargs: Any) -> Any:
+    def at_home(original: Any, *args: Any, **kwargs: Any) -> Any:
         with balancer.canonical():
             return original(*args, **kwargs)
 
-    setattr(engine, name, at_home)
-    return functools.partial(delattr, engine, name)
+    return wrap(engine, name, at_home)
 
 
 def _require_home(balancer: EpBalancer, *_: Any) -> None:

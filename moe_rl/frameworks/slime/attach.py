@@ -34,7 +34,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan, save_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.contract import Framework
-from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.routes import of_moe_layers, signed, with_missing_last_rows
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.contract import FRAMEWORK
@@ -89,10 +89,9 @@ class Worker:
             require(self.packed, "the router shift needs --qkv-format thd, without --allgather-cp.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
-        original, reload = model.get_forward_backward_func, actor.reload_process_groups
-        if not hasattr(original, "__wrapped__"):
-            model.get_forward_backward_func = functools.wraps(original)(lambda: self.planned(original()))
-            actor.reload_process_groups = functools.wraps(reload)(lambda *given: self.reloaded(reload, *given))
+        if not hasattr(model.get_forward_backward_func, "__wrapped__"):
+            wrap(model, "get_forward_backward_func", lambda original: self.planned(original()))
+            wrap(actor, "reload_process_groups", self.reloaded)
             if self.settings.router_shift:
                 when_imported(f"{name}.utils.tensor_backper", self.note_models)
             for path, weights_only in self.readers.items():
@@ -143,18 +142,13 @@ class Worker:
     def note_models(self, copies: Any) -> None:
         """Note whose weights slime puts into the parameters; `copies` is its module `utils.tensor_backper`."""
 
-        def noting(restore: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(restore)
-            def restored(backups: Any, tag: str) -> Any:
-                self.model = tag
-                return restore(backups, tag)
+        def restored(restore: Callable[..., Any], backups: Any, tag: str) -> Any:
+            self.model = tag
+            return restore(backups, tag)
 
-            return restored
-
-        kinds: list[Any] = [each for each in vars(copies).values() if isinstance(each, type)]
-        for kind in kinds:
-            if issubclass(kind, copies.TensorBackuper):
-                kind.restore = noting(kind.restore)
+        for kind in vars(copies).values():
+            if isinstance(kind, type) and issubclass(kind, copies.TensorBackuper):
+                wrap(kind, "restore", restored)
 
     def keys_ahead(self, kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the keys of the micro-batches of a call; None where gamma was not asked for, or of another model."""
@@ -185,15 +179,13 @@ class Worker:
         """Let a function of a module, or a method of a class of it, see every expert where Megatron put it."""
         of_class, _, name = attribute.rpartition(".")
         owner: Any = getattr(module, of_class) if of_class else module
-        function = getattr(owner, name)
 
-        @functools.wraps(function)
-        def at_home(*args: Any, **kwargs: Any) -> Any:
+        def at_home(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             balancer = None if self.run is None else self.run.balancer
             with nullcontext() if balancer is None else balancer.canonical(weights_only=weights_only):
                 return function(*args, **kwargs)
 
-        setattr(owner, name, at_home)
+        wrap(owner, name, at_home)
 
     def planned(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return Megatron's schedule function with training and replayed log-prob calls planned."""

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from moe_rl.balancing.heard import HeldRows
 from moe_rl.core.errors import require
 from moe_rl.frameworks.megatron.attach import looked_ahead
-from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl.contract import FRAMEWORK
@@ -36,26 +36,22 @@ def install_when_imported(settings: Settings) -> None:
 
 def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
     """Wrap the engine's methods and return what undoes it; `module` is verl's `transformer_impl`."""
-    engine_class: Any = module.MegatronEngine
-    wrapped: dict[tuple[Any, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-        (module, "get_forward_backward_func"): _planned_schedules,
-        (engine_class, "_build_optimizer"): functools.partial(_attaching, settings=settings),
-        (engine_class, "forward_backward_batch"): _reporting,
-        (module.MegatronEngineWithLMHead, "postprocess_micro_batch_func"): _weighing,
-        (engine_class, "to"): functools.partial(_moving, module=module),
-        (engine_class, "get_per_tensor_param"): _canonical_export,
-        (engine_class, "get_per_tensor_param_shard"): _canonical_export,
-        (engine_class, "save_checkpoint"): functools.partial(_canonical, module=module),
-        (engine_class, "load_checkpoint"): functools.partial(_canonical, module=module),
-    }
-    originals = {(owner, name): getattr(owner, name) for owner, name in wrapped}
-    for (owner, name), wrap in wrapped.items():
-        original = originals[owner, name]
-        setattr(owner, name, functools.wraps(original)(wrap(original)))
+    engine, home = module.MegatronEngine, functools.partial(_at_home, module=module)
+    undo = [
+        wrap(module, "get_forward_backward_func", _planned_schedules),
+        wrap(engine, "_build_optimizer", functools.partial(_built, settings=settings)),
+        wrap(engine, "forward_backward_batch", _reported),
+        wrap(module.MegatronEngineWithLMHead, "postprocess_micro_batch_func", _weighed),
+        wrap(engine, "to", functools.partial(_moved, module=module)),
+        wrap(engine, "get_per_tensor_param", _exported),
+        wrap(engine, "get_per_tensor_param_shard", _exported),
+        wrap(engine, "save_checkpoint", home),
+        wrap(engine, "load_checkpoint", home),
+    ]
 
     def uninstall() -> None:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
+        for each in undo:
+            each()
 
     return uninstall
 
@@ -66,53 +62,46 @@ def _run_of(engine: Any) -> Any:
     return RUNS[chunks[0]][1] if chunks and chunks[0] in RUNS else None
 
 
-def _attaching(original: Callable[..., Any], *, settings: Settings) -> Callable[..., Any]:
+def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settings, **kwargs: Any) -> Any:
     """Attach when the optimizer is built: the parameters are still where they will be trained, and not yet offloaded.
 
     Engines without optimizer (the reference) and value models stay plain.
     """
+    from moe_rl.frameworks.megatron_run import MegatronRun
+    from moe_rl.frameworks.router_shift import RouterShiftRun
 
-    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from moe_rl.frameworks.megatron_run import MegatronRun
-        from moe_rl.frameworks.router_shift import RouterShiftRun
-
-        optimizer = original(self, *args, **kwargs)
-        if optimizer is not None and not getattr(self, "is_value_model", False):
-            packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
-            refusal = (
-                "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
-            )
-            run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
-            if settings.router_shift:
-                FRAMEWORK.check()
-                for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
-                    found = getattr(self.engine_config, name, wanted)
-                    require(found == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
-                run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
-            RUNS[self.module[0]] = self, run
-        return optimizer
-
-    return built
+    optimizer = original(self, *args, **kwargs)
+    if optimizer is not None and not getattr(self, "is_value_model", False):
+        packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
+        refusal = (
+            "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
+        )
+        run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
+        if settings.router_shift:
+            FRAMEWORK.check()
+            for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
+                found = getattr(self.engine_config, name, wanted)
+                require(found == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
+            run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
+        RUNS[self.module[0]] = self, run
+    return optimizer
 
 
-def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[[], Callable[..., Any]]:
-    def get() -> Callable[..., Any]:
-        function = original()
+def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    function = original()
 
-        @functools.wraps(function)
-        def planned(**kwargs: Any) -> Any:
-            engine, run = RUNS.get(kwargs["model"][0], (None, None))
-            if run is None or (run.balancer is None and run.router_shift is None):
-                return function(**kwargs)
-            micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-            known = {} if run.balancer is None else _known(micro_batches, engine, run.balancer.model)
-            shift, forward_only = run.router_shift, kwargs["forward_only"]
-            keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
-            return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
+    @functools.wraps(function)
+    def planned(**kwargs: Any) -> Any:
+        engine, run = RUNS.get(kwargs["model"][0], (None, None))
+        if run is None or (run.balancer is None and run.router_shift is None):
+            return function(**kwargs)
+        micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
+        known = {} if run.balancer is None else _known(micro_batches, engine, run.balancer.model)
+        shift, forward_only = run.router_shift, kwargs["forward_only"]
+        keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
+        return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
 
-        return planned
-
-    return get
+    return planned
 
 
 def _known(micro_batches: list[Any], engine: Any, model: Any) -> dict[str, Any]:
@@ -184,62 +173,52 @@ def _packed(sequences: list[Any], micro_batch: Any, engine: Any) -> Any:
     return scatter_to_sequence_parallel_region(packed.squeeze(0).contiguous().to(get_device_id()))
 
 
-def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reported(
+    original: Callable[..., Any], self: Any, data: Any, loss_function: Any, forward_only: bool = False
+) -> Any:
     """Put the metrics of a training pass beside verl's, where verl has some: on the last pipeline stage."""
-
-    def reported(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        output = original(self, data, loss_function, forward_only=forward_only)
-        run = _run_of(self)
-        if run is not None and not forward_only and output.get("metrics") is not None:
-            output["metrics"].update(run.last_metrics)
-        return output
-
-    return reported
+    output = original(self, data, loss_function, forward_only=forward_only)
+    run = _run_of(self)
+    if run is not None and not forward_only and output.get("metrics") is not None:
+        output["metrics"].update(run.last_metrics)
+    return output
 
 
-def _weighing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _weighed(
+    original: Callable[..., Any], self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **kwargs: Any
+) -> Any:
     """Have gamma at hand for the loss of a micro-batch, whose forward has run."""
+    import torch
+    from verl.workers.utils.padding import no_padding_2_padding
 
-    def weighed(self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **kwargs: Any) -> Any:
-        import torch
-        from verl.workers.utils.padding import no_padding_2_padding
+    from moe_rl.frameworks.verl.losses import GAMMA
 
-        from moe_rl.frameworks.verl.losses import GAMMA
-
-        run = _run_of(self)
-        if run is not None and run.router_shift is not None and not forward_only:
-            # verl's function takes the token before each of the response, and fills up with zeros.
-            keys = torch.cat(run.router_shift.coming()).to(data["input_ids"].device)
-            GAMMA.set(run.router_shift.of(no_padding_2_padding(keys + 1, data) - 1).ratio)
-        return original(self, output, data, forward_only, *args, **kwargs)
-
-    return weighed
+    run = _run_of(self)
+    if run is not None and run.router_shift is not None and not forward_only:
+        # verl's function takes the token before each of the response, and fills up with zeros.
+        keys = torch.cat(run.router_shift.coming()).to(data["input_ids"].device)
+        GAMMA.set(run.router_shift.of(no_padding_2_padding(keys + 1, data) - 1).ratio)
+    return original(self, output, data, forward_only, *args, **kwargs)
 
 
-def _moving(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+def _moved(
+    original: Callable[..., Any], self: Any, device: str, model: bool = True, *args: Any, module: Any, **kwargs: Any
+) -> Any:
     """Let the balancer's memory come and go with the parameters (`param_offload`)."""
-
-    def moved(self: Any, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:
-        result = original(self, device, model=model, optimizer=optimizer, grad=grad)
-        run = _run_of(self)
-        if run is not None and model:
-            run.move(away=device != module.get_device_name())
-        return result
-
-    return moved
+    result = original(self, device, model, *args, **kwargs)
+    run = _run_of(self)
+    if run is not None and model:
+        run.move(away=device != module.get_device_name())
+    return result
 
 
-def _canonical(original: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+def _at_home(original: Callable[..., Any], self: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
     """Run with every expert where Megatron put it: a checkpoint has Megatron's expert ids."""
-
-    def at_home(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run = _run_of(self)
-        if run is None or run.balancer is None:
-            return original(self, *args, **kwargs)
-        with _on_device(self, module.get_device_name()), run.balancer.canonical():
-            return original(self, *args, **kwargs)
-
-    return at_home
+    run = _run_of(self)
+    if run is None or run.balancer is None:
+        return original(self, *args, **kwargs)
+    with _on_device(self, module.get_device_name()), run.balancer.canonical():
+        return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -259,17 +238,13 @@ def _on_device(engine: Any, device: str) -> Iterator[None]:
         engine.to(device="cpu", **away)
 
 
-def _canonical_export(original: Callable[..., Any]) -> Callable[..., Any]:
+def _exported(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Hand out weights with every expert where Megatron put it, from the first one that is asked for to the last."""
-
-    def exported(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters, config = original(self, *args, **kwargs)
-        run = _run_of(self)
-        if run is None or run.balancer is None:
-            return parameters, config
-        return _inside(run.balancer.canonical(weights_only=True), parameters), config
-
-    return exported
+    parameters, config = original(self, *args, **kwargs)
+    run = _run_of(self)
+    if run is None or run.balancer is None:
+        return parameters, config
+    return _inside(run.balancer.canonical(weights_only=True), parameters), config
 
 
 def _inside(context: AbstractContextManager[None], items: Iterator[Any]) -> Iterator[Any]:

@@ -5,13 +5,12 @@ verl keeps what a plug-in raises to itself (a line at DEBUG), so settings that a
 anything has started.
 """
 
-import functools
 import sys
 from types import ModuleType
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks.post_import import when_imported
+from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.ranks import unbalanced
 from moe_rl.frameworks.run_settings import settings_from_environment, variables
 
@@ -40,43 +39,28 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
 
 def _pass_settings_on(constants: ModuleType) -> None:
     """Let verl give Ray's workers, on other nodes too, the variables that switch moe_rl on here."""
-    original = constants.get_ppo_ray_runtime_env
 
-    @functools.wraps(original)
-    def with_ours(*args: Any, **kwargs: Any) -> Any:
+    def with_ours(original: Any, *args: Any, **kwargs: Any) -> Any:
         runtime_env = original(*args, **kwargs)
         return {**runtime_env, "env_vars": {**runtime_env.get("env_vars", {}), **variables()}}
 
-    constants.get_ppo_ray_runtime_env = with_ours  # type: ignore[attr-defined]
+    wrap(constants, "get_ppo_ray_runtime_env", with_ours)
 
 
 def _check_settings(actor: ModuleType) -> None:
-    """Check one of our losses' settings where verl makes its actor config, not in the first update."""
+    """Check one of our losses' settings, and the engine, where verl makes its actor config: before workers start."""
     from moe_rl.frameworks.verl.losses import checked_settings
 
-    made = actor.ActorConfig.__post_init__
-
-    @functools.wraps(made)
-    def checked(self: Any) -> None:
+    def checked(made: Any, self: Any) -> None:
         made(self)
-        checked_settings(self, router_shift=bool(_settings and _settings.router_shift))
-
-    actor.ActorConfig.__post_init__ = checked
-
-
-def _refuse_other_engines(actor: ModuleType, *, strict: bool, router_shift: bool) -> None:
-    """Say that another engine is not balanced where verl makes its actor config: before workers start."""
-    made = actor.ActorConfig.__post_init__
-
-    @functools.wraps(made)
-    def checked(self: Any) -> None:
-        made(self)
-        if "megatron" not in self.strategy:
-            wanted = "MOE_RL_ROUTER_SHIFT reads" if router_shift else "MOE_RL balances"
+        gamma = bool(_settings and _settings.router_shift)
+        checked_settings(self, router_shift=gamma)
+        if _settings is not None and "megatron" not in self.strategy:
+            wanted = "MOE_RL_ROUTER_SHIFT reads" if gamma else "MOE_RL balances"
             sentence = f"actor.strategy is {self.strategy}, and {wanted} verl's Megatron engine alone."
-            unbalanced("verl", InvalidInputError(sentence), strict=strict or router_shift)
+            unbalanced("verl", InvalidInputError(sentence), strict=_settings.strict or gamma)
 
-    actor.ActorConfig.__post_init__ = checked
+    wrap(actor.ActorConfig, "__post_init__", checked)
 
 
 try:
@@ -91,8 +75,4 @@ if _settings is not None:
     from moe_rl.frameworks.verl.attach import install_when_imported
 
     install_when_imported(_settings)
-    refuse = functools.partial(
-        _refuse_other_engines, strict=_settings.strict, router_shift=bool(_settings.router_shift)
-    )
-    when_imported("verl.workers.config.actor", refuse)
     when_imported("verl.trainer.constants_ppo", _pass_settings_on)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl import plugin
 
 
@@ -23,13 +25,16 @@ def test_workers_on_other_nodes_get_the_variables_and_verls_own(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp", "fsdp2", "veomni"])
-def test_an_actor_of_another_engine_is_a_warning_or_an_error(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actor_of_another_engine_is_a_warning_or_an_error(
+    strategy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for strict in (False, True):
         module: Any = ModuleType("actor")
         module.ActorConfig = dataclass(
             type("ActorConfig", (), {"__post_init__": lambda self: None, "strategy": strategy})
         )
-        plugin._refuse_other_engines(module, strict=strict, router_shift=False)
+        monkeypatch.setattr(plugin, "_settings", Settings(balancer=BalancerConfig(), strict=strict))
+        plugin._check_settings(module)
         if strict and strategy != "megatron":
             with pytest.raises(InvalidInputError, match=f"actor.strategy is {strategy}"):
                 module.ActorConfig()
