@@ -12,7 +12,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
 .PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
-    lint format bench gpu-check kernel-proof kernel-emulate tables docs clean
+    lint format bench bench-kernels bench-kernels-baseline gpu-check kernel-proof kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
@@ -30,6 +30,7 @@ help:
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
+	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue time without a GPU"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
@@ -172,6 +173,19 @@ format: $(VENV)/.lint
 bench: $(VENV)/.test
 	@mkdir -p out
 	$(BIN)/python -m pytest benchmarks -m "not slow" --benchmark-json=out/benchmarks.json
+
+# Without a GPU the figures are issue times of machine code, the same on every machine. A GPU has a baseline of its own,
+# once somebody has measured one: GPU=nvidia-h200 GROWTH=10%.
+GPU ?= static
+GROWTH ?= 1%
+FIGURES := $(BIN)/python -m pytest benchmarks/bench_kernel_figures.py -q --benchmark-columns=mean --benchmark-sort=name
+bench-kernels: $(VENV)/.test
+	$(FIGURES) --benchmark-compare=benchmarks/results/$(GPU)/kernel_figures.json --benchmark-compare-fail=mean:$(GROWTH)
+
+bench-kernels-baseline: $(VENV)/.test
+	@mkdir -p out
+	$(FIGURES) -k test_figure --benchmark-json=out/kernel_figures.json
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py out/kernel_figures.json
 
 # A GPU image brings its own torch and triton, so this target uses the machine's Python and a plain checkout.
 gpu-check:

@@ -11,7 +11,7 @@ come from published timings until a GPU has refitted them (`make gpu-check`).
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -79,16 +79,14 @@ class Model:
                 call()
             except UnsupportedGpuError:
                 return {}
-        sizes = next(
-            (t.diff().tolist() for launch in launches for n, t in launch.tensors.items() if n == "m_offsets_ptr"), None
-        )
+        sizes = sizes_of(launches)
         product_us = memory_us = 0.0
         for launch in launches:
-            if operations := _operations(launch, sizes):
+            if flops := operations(launch, sizes):
                 roof = self.tflops.get(launch.name)
                 if roof is None:
                     return {}
-                product_us += operations / (self.shares.product * roof * 1e6)
+                product_us += flops / (self.shares.product * roof * 1e6)
             else:
                 moved = sum(tensor.nbytes for tensor in launch.tensors.values())
                 rate = min(self.shares.memory * H100_GB_PER_S, self.gb_per_s.get(launch.name, math.inf))
@@ -102,7 +100,13 @@ def load_model() -> Model | None:
     return Model.load(STATIC)
 
 
-def _operations(launch: "Launch", sizes: list[int] | None) -> float:
+def sizes_of(launches: "Sequence[Launch]") -> list[int] | None:
+    """Return the rows of each group that launches name; None where none has groups."""
+    named = (t for launch in launches for name, t in launch.tensors.items() if name == "m_offsets_ptr")
+    return next((offsets.diff().tolist() for offsets in named), None)
+
+
+def operations(launch: "Launch", sizes: list[int] | None) -> float:
     """Return the operations of a grouped GEMM, those of partly empty tiles and of the last wave's idle programs too."""
     tensors, constants = launch.tensors, launch.constants
     if "BLOCK_K" not in constants:
