@@ -21,7 +21,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ import torch
 from moe_rl import kernels
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
+from moe_rl.profiling import ranges
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,14 @@ class Operator:
 
 @cache
 def _load(backend: KernelBackend, operator: Operator) -> Launcher:
-    return backend.load(operator)
+    launcher = backend.load(operator)
+
+    @wraps(launcher)
+    def in_range(*operands: Any, **settings: Any) -> Any:
+        with ranges.named(f"kernel/{operator.name}/{backend.name}"):
+            return launcher(*operands, **settings)
+
+    return in_range
 
 
 def operators() -> Iterator[Operator]:
@@ -161,19 +169,14 @@ def _load_triton(operator: Operator) -> Launcher:
     return operator.own(operator.triton_module)
 
 
-def _peer(module: str) -> Callable[[Operator], Launcher]:
-    def load(operator: Operator) -> Launcher:
-        launcher: Launcher = importlib.import_module(f"moe_rl.kernels.gemm.{module}").load(operator.launcher)
-        return launcher
-
-    return load
+def _load_torch(operator: Operator) -> Launcher:
+    launcher: Launcher = importlib.import_module("moe_rl.kernels.gemm.torch_backend").load(operator.launcher)
+    return launcher
 
 
 def _check(backend: object) -> None:
     require(isinstance(backend, KernelBackend), f"a kernel backend must be a KernelBackend, got {backend!r}.")
 
-
-_GEMMS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad")
 
 BACKENDS: Registry[KernelBackend] = Registry(
     "kernel backend",
@@ -188,12 +191,8 @@ BACKENDS: Registry[KernelBackend] = Registry(
             load=lambda operator: operator.own("reference"), auto_on=("cpu",), is_peer=False, reads_tables=True,
         ),
         KernelBackend(
-            name="torch", summary="torch's grouped GEMM in bf16", operators=_GEMMS, devices=("cuda", "cpu"),
-            load=_peer("torch_backend"),
-        ),
-        KernelBackend(
-            name="deepgemm", summary="DeepGEMM in FP8 (sgl-deep-gemm)", operators=_GEMMS, devices=("cuda",),
-            load=_peer("deepgemm_backend"),
+            name="torch", summary="torch's grouped GEMM in bf16", devices=("cuda", "cpu"), load=_load_torch,
+            operators=("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
         ),
     ),
     group="moe_rl.backends",

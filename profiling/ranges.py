@@ -96,6 +96,11 @@ def range(
     return _open(str(RangeName(category=category, layer=layer, micro_batch=micro_batch, phase=phase)))
 
 
+def named(name: str) -> AbstractContextManager[None]:
+    """Mark the enclosed work as `moe_rl/<name>`, inside the range of a category: an attribution passes over it."""
+    return _open(f"moe_rl/{name}") if _sinks else nullcontext()
+
+
 @contextmanager
 def _open(name: str) -> Iterator[None]:
     with ExitStack() as stack:

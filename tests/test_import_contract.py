@@ -27,6 +27,8 @@ ALLOWED = {
 """What each part of moe_rl may import of the others; `cli` may also use `frameworks`."""
 ALLOWED["replay"] |= {"routes"}
 """A trace stores its routes coded."""
+ALLOWED["kernels"] |= {"profiling"}
+"""Operators name themselves to NVTX."""
 ALLOWED["megatron"] |= {"balancing"}
 ALLOWED["doctor"] |= {"megatron"}
 """For the table of what attach refuses; a test below holds that no torch comes along."""

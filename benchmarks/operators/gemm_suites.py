@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.operators.cases import Case
+from benchmarks.operators.deepgemm_peer import multiply_aligned
 from benchmarks.operators.harness import Problem, Tensors
 from benchmarks.operators.kernel_suites import SUITES, Batch, Builder, random, uniform
 from benchmarks.operators.numerics import FP8_SUM
@@ -197,8 +198,6 @@ def _rows_problem(
 
 def _aligned(gemm: RowsGemm) -> torch.Tensor:
     """DeepGEMM on groups that start at multiples of 128 as they are: without the padding that others need."""
-    from moe_rl.kernels.gemm.deepgemm_backend import multiply_aligned
-
     sizes = gemm.m_offsets.diff()
     if bool((sizes % BLOCK != 0).any()):
         raise BackendUnavailableError("groups are not multiples of 128 rows.")

@@ -31,11 +31,12 @@ SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
 )
 """Row scales serve forward only: dgrad runs it on weights quantized transposed, as that of MXFP8; wgrad uses 128 x 1
 blocks beside them."""
-_GLUON: dict[tuple[Op, Scaling], tuple[int, int, int]] = {
-    ("forward", "none"): (256, WIDE_COLUMNS, 4), ("dgrad", "none"): (256, WIDE_COLUMNS, 4),
-    ("forward", "block"): (128, 384, 5), ("wgrad", "block"): (128, 256, 6), ("forward", "mx"): (128, WIDE_COLUMNS, 4),
+_GLUON: dict[tuple[int, Op, Scaling], tuple[int, int, int]] = {
+    (9, "forward", "none"): (256, WIDE_COLUMNS, 4), (9, "dgrad", "none"): (256, WIDE_COLUMNS, 4),
+    (9, "forward", "block"): (128, 384, 5), (9, "wgrad", "block"): (128, 256, 6),
+    (10, "forward", "mx"): (128, WIDE_COLUMNS, 4), (10, "forward", "block"): (128, WIDE_COLUMNS, 4),
 }  # fmt: skip
-"""Rows, columns and stages of a tile: of two SMs on Hopper, of one on Blackwell."""
+"""Rows, columns and stages of a tile: of two SMs on Hopper, of one on Blackwell (compute capability 10)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +113,9 @@ def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
 
     No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/gpu_check.py`), whose record `proven` reads.
     """
-    shape, is_mx = _GLUON.get((problem.op, problem.scaling)), problem.scaling == "mx"
-    made_for = BLACKWELL if is_mx else HOPPER
+    shape = _GLUON.get((problem.capability[0], problem.op, problem.scaling))
     # In MXFP8 a step's scales of a row are read as one word.
-    if shape is None or problem.capability[0] != made_for[0] or not has_gluon() or (is_mx and problem.k % 128):
+    if shape is None or not has_gluon() or (problem.scaling == "mx" and problem.k % 128):
         return ()
     rows, columns, stages = shape
     return (

@@ -223,7 +223,7 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     require_supported(problem)
     tile = chosen or proven_tile(problem, a.device)
     if tile.kernel == "gluon":  # modules that older Tritons cannot import
-        if problem.scaling == "mx":
+        if problem.capability >= BLACKWELL:
             from moe_rl.kernels.gemm import gluon_blackwell
 
             return gluon_blackwell.multiply_rows(gemm, out, tile)

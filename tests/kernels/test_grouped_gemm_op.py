@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks.kernels.cases import GemmCase, make_operands
+from benchmarks.operators.deepgemm_peer import pad_groups
 from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm import op, reference
-from moe_rl.kernels.gemm.deepgemm_backend import pad_groups
 from moe_rl.kernels.gemm.op import (
     GROUPED_GEMM,
     grouped_gemm,

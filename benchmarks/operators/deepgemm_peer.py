@@ -1,30 +1,28 @@
 """DeepGEMM (deepseek-ai/DeepGEMM) as a peer for FP8 in 128-blocks on Hopper; package sgl-deep-gemm, `import deep_gemm`.
 
-Not run: no machine with it has been at hand. It wants every group aligned to 128 rows and takes a tile's weights from
+A backend of the benchmarks alone. Not run: no machine with it has been at hand. It wants every group aligned to 128 rows and takes a tile's weights from
 the label of the tile's first row, so rows are gathered into padded groups and scattered back here; that work is part
 of its cost for ragged groups. wgrad also waits for the device, because its group sizes must be known on the host.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.torch_backend import plus_bias
 from moe_rl.kernels.quantization.reference import padded_rows
-from moe_rl.kernels.registry import BackendUnavailableError
+from moe_rl.kernels.registry import BACKENDS, BackendUnavailableError, KernelBackend, Launcher, Operator
 from moe_rl.kernels.tiles.reference import tile_map
 from moe_rl.kernels.types import BLOCK
 
 
-def load(name: str) -> Callable[..., Any]:
+def load(operator: Operator) -> Launcher:
     """Return `forward`, `dgrad` or `wgrad`; raise ImportError where deep_gemm is not installed."""
     import deep_gemm  # noqa: F401  # the import error is the reason the user gets
 
-    launchers: dict[str, Callable[..., Any]] = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
-    return launchers[name]
+    launchers: dict[str, Launcher] = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    return launchers[operator.launcher]
 
 
 def forward(gemm: RowsGemm) -> torch.Tensor:
@@ -104,3 +102,9 @@ def pad_groups(m_offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, to
     position_of = row_of.new_full((num_rows + 1,), -1)
     position_of[torch.where(row_of >= 0, row_of, num_rows)] = torch.arange(row_of.numel(), device=row_of.device)
     return row_of, group_of, position_of[:num_rows]
+
+
+DEEPGEMM = BACKENDS.register(KernelBackend(
+    name="deepgemm", summary="DeepGEMM in FP8 (sgl-deep-gemm)", devices=("cuda",), load=load,
+    operators=("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
+))  # fmt: skip
