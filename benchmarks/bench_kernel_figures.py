@@ -36,8 +36,8 @@ from benchmarks.operators.cases import Case
 from benchmarks.operators.gemm_suites import ALL_SUITES
 from benchmarks.operators.harness import Problem, check
 from benchmarks.operators.run import device_here
+from benchmarks.operators.timer import MICROSECONDS, time_call
 from moe_rl.kernels.registry import is_interpreted
-from moe_rl.profiling.timer import MICROSECONDS, time_call
 
 ON_GPU = device_here() == "cuda"
 ARCHITECTURES = (90, 100)

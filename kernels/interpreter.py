@@ -125,16 +125,13 @@ _BUILDER_METHODS = {
     "create_masked_load": _create_masked_load,
     "create_masked_store": _create_masked_store,
 }
-_MODULE_FUNCTIONS = {"_convert_float": _convert_float}
 
 
 def install() -> None:
     """Patch the interpreter of this process; a second call changes nothing."""
     if _ORIGINAL:
         return
-    for name, function in _MODULE_FUNCTIONS.items():
-        _ORIGINAL[name] = getattr(interpreter, name)
-        setattr(interpreter, name, function)
+    _ORIGINAL["_convert_float"], interpreter._convert_float = interpreter._convert_float, _convert_float
     for name, method in _BUILDER_METHODS.items():
         _ORIGINAL[name] = getattr(interpreter.InterpreterBuilder, name)
         setattr(interpreter.InterpreterBuilder, name, method)

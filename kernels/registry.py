@@ -169,11 +169,6 @@ def _load_triton(operator: Operator) -> Launcher:
     return operator.own(operator.triton_module)
 
 
-def _load_torch(operator: Operator) -> Launcher:
-    launcher: Launcher = importlib.import_module("moe_rl.kernels.gemm.torch_backend").load(operator.launcher)
-    return launcher
-
-
 def _check(backend: object) -> None:
     require(isinstance(backend, KernelBackend), f"a kernel backend must be a KernelBackend, got {backend!r}.")
 
@@ -191,7 +186,8 @@ BACKENDS: Registry[KernelBackend] = Registry(
             load=lambda operator: operator.own("reference"), auto_on=("cpu",), is_peer=False, reads_tables=True,
         ),
         KernelBackend(
-            name="torch", summary="torch's grouped GEMM in bf16", devices=("cuda", "cpu"), load=_load_torch,
+            name="torch", summary="torch's grouped GEMM in bf16", devices=("cuda", "cpu"),
+            load=lambda operator: operator.own("torch_backend"),
             operators=("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
         ),
     ),

@@ -139,11 +139,13 @@ def proven(rows: Iterable[Row]) -> tuple[ProvenTile, ...]:
             continue
         speedup = sum(of_plain for _, of_plain in both) / sum(own for own, _ in both)
         if speedup > 1.0:
-            problem = GemmProblem(
-                op=op, scaling=scaling, num_rows=4096, num_groups=1, n=2048, k=2048,  # type: ignore[arg-type]
-                capability=BLACKWELL if scaling == "mx" else HOPPER,
+            tile = next(
+                tile for capability in (HOPPER, BLACKWELL)
+                for tile in candidates(GemmProblem(
+                    op=op, scaling=scaling, num_rows=4096, num_groups=1, n=2048, k=2048,  # type: ignore[arg-type]
+                    capability=capability,
+                )) if f"triton:{tile}" == provider
             )  # fmt: skip
-            tile = next(tile for tile in candidates(problem) if f"triton:{tile}" == provider)
             found.append(ProvenTile(op=op, scaling=scaling, tile=tile, speedup=speedup))  # type: ignore[arg-type]
     return tuple(found)
 

@@ -56,12 +56,8 @@ def check_problem(
 ) -> None:
     """Refuse results, devices or offsets that do not fit rows and weights."""
     require(out_dtype in WIDE_DTYPES, f"{name}: out_dtype must be bfloat16 or float32, got {out_dtype}.")
-    require(
-        weights.data.device == data.device,
-        f"{name}: the weights are on {weights.data.device}, the rows on {data.device}.",
-    )
     check_offsets(name, m_offsets, data.device, data.shape[0])
-    require_same_device(name, data, scales=weights.scale)
+    require_same_device(name, data, weights=weights.data, scales=weights.scale)
     require(
         m_offsets.numel() - 1 == weights.num_groups,
         f"{name}: m_offsets has {m_offsets.numel() - 1} groups, the weights have {weights.num_groups}.",

@@ -15,7 +15,6 @@ overwritten.
 """
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -34,13 +33,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from moe_rl.kernels.gemm.gluon_hopper import place, store_tile
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
-from moe_rl.kernels.gemm.triton_parts import (
-    num_programs,
-    part_pointer,
-    rows_launch,
-    scale_bytes,
-    set_descriptor_allocator,
-)
+from moe_rl.kernels.gemm.triton_parts import RowsLaunch, num_programs, part_pointer
 from moe_rl.kernels.types import MX_BLOCK, MX_BLOCK_SHAPE
 
 _LANES = gl.constexpr(128)
@@ -237,7 +230,7 @@ def _gluon_block_kernel(
     TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
 ):  # fmt: skip
-    """E4M3 in 128-blocks. Persistent: program p takes tiles p, p + programs, ...; row block outer, column block inner."""
+    """E4M3 in 128-blocks. Persistent, as the one for MXFP8."""
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K], CODES)
     a = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], CODES)
@@ -312,17 +305,11 @@ def _gluon_mx_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias in MXFP8 or 128-blocks; see `reference.forward`."""
-    a, weights, a_scale, w_scale = gemm.rows, gemm.weights, gemm.row_scale, gemm.weights.scale
-    n, k = weights.shape
-    set_descriptor_allocator(a.device)
-    tiles, epilogue, constants = rows_launch(gemm, out, tile)
-    grid = (min(len(tiles[0]) * triton.cdiv(n, tile.block_n), num_programs(a, tile)),)
-    operands = (a, scale_bytes(a_scale), weights.data, scale_bytes(w_scale), *tiles, *epilogue)
-    sizes = (len(a), n, k, weights.num_groups, a.stride(0), 0 if weights.is_table else weights.data.stride(0))
-    constants |= {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SPECIALIZED": True}
-    if weights.block_shape == MX_BLOCK_SHAPE:
-        _gluon_mx_kernel[grid](*operands, *sizes, n * (k // MX_BLOCK), **constants)
-    elif a_scale is not None and w_scale is not None:
-        ws_strides = (0, weights.scale_shape[1], 1) if weights.is_table else w_scale.stride()
-        _gluon_block_kernel[grid](*operands, *sizes, *a_scale.stride(), *ws_strides, **constants)
+    made, (n, k) = RowsLaunch.of(gemm, out, tile), gemm.weights.shape
+    constants = made.constants | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SPECIALIZED": True}
+    grid, arguments = (min(made.num_tiles, num_programs(out, tile)),), (*made.operands, *made.tiled, *made.sizes)
+    if gemm.weights.block_shape == MX_BLOCK_SHAPE:
+        _gluon_mx_kernel[grid](*arguments, n * (k // MX_BLOCK), **constants)
+    else:
+        _gluon_block_kernel[grid](*arguments, *made.scale_strides, **constants)
     return out

@@ -23,10 +23,10 @@ from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
 from moe_rl.kernels.gemm.triton_parts import (
     ELEMENT,
+    RowsLaunch,
     num_programs,
     part_pointer,
     place_of,
-    rows_launch,
     set_descriptor_allocator,
 )
 from moe_rl.kernels.types import BLOCK
@@ -438,26 +438,18 @@ def _gluon_wgrad_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgrad: bool) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias, or dgrad's rows @ W[g] in bf16; see `reference`."""
-    a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
-    num_out = out.shape[1]
-    set_descriptor_allocator(a.device)
-    tiles, epilogue, constants = rows_launch(gemm, out, tile)
-    sizes = (len(a), num_out, a.shape[1], weights.num_groups, a.stride(0))
-    w_stride = 0 if weights.is_table else weights.data.stride(0)
-    constants |= {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
-    clusters = max(1, num_programs(a, tile) // 2)
-    grid = (min(len(tiles[0]) * triton.cdiv(num_out, tile.block_n), clusters),)
-    if a_scale is None or weights.scale is None:
+    made = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
+    constants = made.constants | {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
+    grid = (min(made.num_tiles, max(1, num_programs(out, tile) // 2)),)
+    if gemm.row_scale is None:
         _gluon_wide_kernel[grid](
-            a, weights.data, *tiles, *epilogue, *sizes, w_stride, SUM_IS_DENSE=not is_dgrad,
-            BLOCK_N=tile.block_n, **constants,
-        )  # fmt: skip
+            *made.operands[::2], *made.tiled, *made.sizes, SUM_IS_DENSE=not is_dgrad, BLOCK_N=tile.block_n, **constants
+        )
         return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
-    ws_strides = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()
     _gluon_kernel[grid](
-        a, a_scale, weights.data, weights.scale, *tiles, *epilogue, *sizes, w_stride, *a_scale.stride(),
-        *ws_strides, SCALING="block", BLOCK_N=of_both, MORE_N=tile.block_n - of_both, **constants,
+        *made.operands, *made.tiled, *made.sizes, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
+        MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out
 

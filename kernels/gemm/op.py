@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.expert_bias.op import check_bias, expert_bias_backward
 from moe_rl.kernels.gemm.checks import (
     Columns,
@@ -268,8 +269,5 @@ def grouped_gemm_wgrad_into(
         f"grouped_gemm_wgrad_into: out must be [{m_offsets.numel() - 1}, {n}, {k}], got "
         f"[{gradients.num_groups}, {gradients.shape[0]}, {gradients.shape[1]}].",
     )
-    require(
-        gradients.data.device == operands[0].device,
-        f"grouped_gemm_wgrad_into: out is on {gradients.data.device}, dy on {operands[0].device}.",
-    )
+    require_same_device("grouped_gemm_wgrad_into", operands[0], out=gradients.data)
     _grouped_gemm_wgrad_into(*operands, m_offsets, gradients.data, gradients.dtype, accumulate, backend)

@@ -57,11 +57,6 @@ class ProvenTiles:
         ]  # fmt: skip
         return max(found, key=lambda proven: proven.speedup).tile if found else plain
 
-    def allowed(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
-        """Return the candidates of `problem` that may run: those of the plain loop, and those proven for it."""
-        proven = {found.tile for found in self.tiles if (found.op, found.scaling) == (problem.op, problem.scaling)}
-        return tuple(tile for tile in candidates(problem) if not tile.specialized or tile in proven)
-
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)

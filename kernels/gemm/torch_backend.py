@@ -4,7 +4,6 @@ It wants weights in one tensor and rounds weight gradients to bf16 before they a
 the last offset uninitialized (pytorch/pytorch#193633, #154557), so they are zeroed here. A bias is added afterwards.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,9 @@ from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.registry import BackendUnavailableError
 
-
-def load(name: str) -> Callable[..., Any]:
-    """Return `forward`, `dgrad` or `wgrad`."""
-    _grouped_mm()
-    launchers: dict[str, Callable[..., Any]] = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
-    return launchers[name]
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+if _grouped_mm is None:
+    raise BackendUnavailableError(f"torch {torch.__version__} has no grouped_mm.")
 
 
 def forward(gemm: RowsGemm) -> torch.Tensor:
@@ -41,7 +37,7 @@ def wgrad(gemm: WgradGemm) -> None:
         if not gemm.accumulate:
             out.zero_()
         return
-    gradient = _grouped_mm()(gemm.dy.t(), gemm.x, offs=gemm.m_offsets[1:])
+    gradient = _grouped_mm(gemm.dy.t(), gemm.x, offs=gemm.m_offsets[1:])
     if gemm.accumulate:
         out.add_(gradient)
     else:
@@ -51,7 +47,7 @@ def wgrad(gemm: WgradGemm) -> None:
 def _rows(gemm: RowsGemm, weights: torch.Tensor) -> torch.Tensor:
     if gemm.rows.shape[0] == 0:
         return gemm.rows.new_empty((0, weights.shape[2]), dtype=gemm.out_dtype)
-    out = _grouped_mm()(gemm.rows, weights, offs=gemm.m_offsets[1:]).to(gemm.out_dtype)
+    out = _grouped_mm(gemm.rows, weights, offs=gemm.m_offsets[1:]).to(gemm.out_dtype)
     in_no_group = torch.arange(len(out), device=out.device) >= gemm.m_offsets[-1]
     return plus_bias(out.masked_fill_(in_no_group[:, None], 0.0), gemm)
 
@@ -67,11 +63,3 @@ def _tensor(weights: ExpertWeights) -> torch.Tensor:
     if weights.is_table or weights.scale is not None:
         raise BackendUnavailableError("backend 'torch' of grouped_gemm takes bf16 weights in one tensor.")
     return weights.data
-
-
-def _grouped_mm() -> Callable[..., torch.Tensor]:
-    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-    if found is None:
-        raise BackendUnavailableError(f"torch {torch.__version__} has no grouped_mm.")
-    operator: Callable[..., torch.Tensor] = found
-    return operator

@@ -30,20 +30,17 @@ from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.proven import proven_tile
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem, require_supported, scaling_of
 from moe_rl.kernels.gemm.triton_parts import (
+    RowsLaunch,
     load_weights,
     multiply_mx,
     must_meet,
     num_programs,
     part_pointer,
     require_tensor_core_type,
-    rows_launch,
-    scale_bytes,
     scale_tile,
-    set_descriptor_allocator,
     store_rows,
     weight_descriptor,
 )
-from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = tl.constexpr(BLOCK)
@@ -208,11 +205,10 @@ def dgrad(gemm: RowsGemm, *, chosen: GemmConfig | None = None) -> torch.Tensor:
 
 
 def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> torch.Tensor:
-    a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
+    a, weights = gemm.rows, gemm.weights
     (n, k), num_rows = weights.shape, a.shape[0]
-    num_out, num_sum = (k, n) if is_dgrad else (n, k)
     require_tensor_core_type(a)
-    out = torch.empty((num_rows, num_out), dtype=gemm.out_dtype, device=a.device)
+    out = torch.empty((num_rows, k if is_dgrad else n), dtype=gemm.out_dtype, device=a.device)
     if num_rows == 0:
         return out
     problem = GemmProblem(
@@ -230,25 +226,18 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         from moe_rl.kernels.gemm import gluon_hopper
 
         return gluon_hopper.multiply_rows(gemm, out, tile, is_dgrad=is_dgrad)
-    tiles, epilogue, constants = rows_launch(gemm, out, tile)
-    strides = (k, 1) if not is_dgrad else (1, k)
-    scale_strides = _scale_strides(weights, is_dgrad)
-    operands = (a, scale_bytes(a_scale), weights.data, scale_bytes(weights.scale), *tiles, *epilogue)
-    sizes = (num_rows, num_out, num_sum, weights.num_groups, a.stride(0))
-    group_stride = 0 if weights.is_table else weights.data.stride(0)
-    a_scale_strides = (a_scale.stride(0), a_scale.stride(1)) if a_scale is not None else (0, 0)
-    constants |= {
+    made = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
+    constants = made.constants | {
         "SCALING": problem.scaling, "MEET": must_meet(problem), "BLOCK_N": tile.block_n, "num_stages": tile.num_stages,
     }  # fmt: skip
-    programs = len(tiles[0]) * triton.cdiv(num_out, tile.block_n)
     if tile.kernel == "pointer":
-        _pointer_kernel[(programs,)](
-            *operands, *sizes, group_stride, *strides, *a_scale_strides, *scale_strides, **constants
+        strides = (1, k) if is_dgrad else (k, 1)
+        _pointer_kernel[(made.num_tiles,)](
+            *made.operands, *made.tiled, *made.sizes, *strides, *made.scale_strides, **constants
         )
     else:
-        set_descriptor_allocator(a.device)
-        _tma_kernel[(min(programs, num_programs(a, tile)),)](
-            *operands, *sizes, group_stride, *a_scale_strides, *scale_strides,
+        _tma_kernel[(min(made.num_tiles, num_programs(a, tile)),)](
+            *made.operands, *made.tiled, *made.sizes, *made.scale_strides,
             SUM_IS_DENSE=not is_dgrad, TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out
@@ -257,12 +246,3 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
 def _must_transpose(problem: GemmProblem) -> bool:
     """Whether tensor cores do not take FP8 weights as dgrad reads them; those of Blackwell take either axis."""
     return problem.op == "dgrad" and problem.scaling == "block" and problem.capability < BLACKWELL
-
-
-def _scale_strides(weights: ExpertWeights, is_dgrad: bool) -> tuple[int, int, int]:
-    """Return the strides of the weight scales: (group, output block, summed block)."""
-    if weights.scale is None:
-        return (0, 0, 0)
-    rows, columns = (weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()[1:]
-    group = 0 if weights.is_table else weights.scale.stride(0)
-    return (group, columns, rows) if is_dgrad else (group, rows, columns)

@@ -1,6 +1,7 @@
 """What the kernels of the grouped GEMMs share: where operands lie, which tile is whose, and how results are stored."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import triton
@@ -198,16 +199,45 @@ def tiles_of(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
 
 
-def rows_launch(
-    gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig
-) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...], dict[str, Any]]:
-    """Return (tile map and its length, what the epilogue adds and writes, constants) of forward and dgrad."""
-    added = tuple(x if x is None else x.contiguous() for x in (gemm.bias, gemm.bias_factor))
-    return tiles_of(gemm, tile.block_m), (*added, out), {
-        "TABLE": gemm.weights.is_table,
-        "BIAS": "none" if added[0] is None else "plain" if added[1] is None else "weighted",
-        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.num_warps,
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsLaunch:
+    """Arguments of forward and dgrad, in the order in which every kernel takes them."""
+
+    operands: tuple[torch.Tensor | None, ...]
+    """Rows and their scales, weights and theirs."""
+    tiled: tuple[torch.Tensor | None, ...]
+    """The tile map and its length, what the epilogue adds, and the result."""
+    sizes: tuple[int, ...]
+    """Up to the stride from one group's weights to the next."""
+    scale_strides: tuple[int, ...]
+    """Of rows (row, block), of weights (group, output block, summed block)."""
+    constants: dict[str, Any]
+    num_tiles: int
+    """At most."""
+
+    @classmethod
+    def of(cls, gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgrad: bool = False) -> Self:
+        """Return the launch of `gemm` into `out`; set the memory of descriptors."""
+        a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
+        set_descriptor_allocator(a.device)
+        added = tuple(x if x is None else x.contiguous() for x in (gemm.bias, gemm.bias_factor))
+        entries, num_tiles = tiles_of(gemm, tile.block_m)
+        scale_strides: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if a_scale is not None and weights.scale is not None:
+            of_w = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()
+            scale_strides = (*a_scale.stride(), of_w[0], *(of_w[:0:-1] if is_dgrad else of_w[1:]))
+        return cls(
+            operands=(a, scale_bytes(a_scale), weights.data, scale_bytes(weights.scale)),
+            tiled=(entries, num_tiles, *added, out), scale_strides=scale_strides,
+            sizes=(*out.shape, a.shape[1], weights.num_groups, a.stride(0),
+                   0 if weights.is_table else weights.data.stride(0)),
+            constants={
+                "TABLE": weights.is_table,
+                "BIAS": "none" if added[0] is None else "plain" if added[1] is None else "weighted",
+                "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.num_warps,
+            },
+            num_tiles=len(entries) * triton.cdiv(out.shape[1], tile.block_n),
+        )  # fmt: skip
 
 
 def num_programs(tensor: torch.Tensor, tile: GemmConfig) -> int:
