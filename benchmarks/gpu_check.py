@@ -67,6 +67,7 @@ from benchmarks.operators.harness import (
     run_problem,
 )
 from benchmarks.operators.roofline import Roofline, measure_roofline
+from moe_rl.kernels.registry import require_triton
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, NUMERICS_S, COMPILE_S = 510.0, 200.0, 120.0
@@ -122,6 +123,7 @@ def cases_of(phase: str) -> tuple[Case, ...]:
 def section_rows(suite: str, phase: str, first_case: int, roofline: Roofline | None) -> Iterator[Row]:
     """Yield the rows of one section; this is what a child process runs."""
     device = "cpu" if phase == "rehearsal" else "cuda"
+    require_triton()  # a suite that calls kernels directly needs the interpreter's patches, too
     for index, case in enumerate(cases_of(phase)):
         if index < first_case:
             continue

@@ -384,8 +384,10 @@ def quick_checks(arch: int) -> list[Check]:
     for made in product_checks(arch):
         if "pointer" not in made.name and ("specialized" in made.name or " tma " in made.name):
             found.setdefault(made.name, made)
-    kept = [made for name, made in found.items() if arch == 100 or "specialized" in name or "forward none" in name]
-    return [made for made in kept if "row" not in made.name.split()][:: 1 if arch == 90 else 2]
+    special = [made for name, made in found.items() if "specialized" in name]
+    plain = [made for name, made in found.items() if made not in special and "row" not in name.split()]
+    kept = plain[::2] if arch == 100 else [made for made in plain if made.name.startswith("forward none")]
+    return special + kept
 
 
 def chosen_checks(arch: int, wanted: set[str] | None = None) -> tuple[list[Check], set[str]]:

@@ -20,6 +20,7 @@ from moe_rl.kernels import (
     registry,
     swiglu_quantize,
 )
+from moe_rl.profiling import ranges
 
 
 def missing(operator: Operator) -> object:
@@ -61,6 +62,17 @@ def test_an_explicit_choice_that_cannot_be_had_raises_with_the_reason(twice: Ope
         twice.resolve("auto", "cuda")
     with pytest.raises(BackendUnavailableError, match="backend 'other' does not implement twice, only half"):
         twice.resolve("other", "cpu")
+
+
+def test_a_call_of_an_operator_is_a_range_of_its_name_and_backend(twice: Operator) -> None:
+    ranges.enable(nvtx=False)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert twice.resolve("plain", "cpu")(3) == 6
+    finally:
+        ranges.disable()
+    assert [event.name for event in profile.events()].count(name := "moe_rl/kernel/twice/plain") == 1
+    assert ranges.RangeName.parse(name) is None, "attribution is to the part of the layer around it"
 
 
 def test_an_unknown_backend_is_refused_with_the_nearest(twice: Operator) -> None:
