@@ -117,11 +117,12 @@ def device_clock() -> float:
 
 
 @pytest.fixture(scope="module")
-def launches() -> dict[str, list[Launch]]:
-    """Launches by the name of the figure, compiled on every core."""
+def launches(request: pytest.FixtureRequest) -> dict[str, list[Launch]]:
+    """Launches by the name of each figure that was selected, compiled on every core."""
     if ON_GPU:
         return {}
-    found = {figure.name: launches_of(figure.problem.calls[figure.provider], figure.arch) for figure in all_figures()}
+    chosen = [item.callspec.params["figure"] for item in request.session.items if hasattr(item, "callspec")]
+    found = {figure.name: launches_of(figure.problem.calls[figure.provider], figure.arch) for figure in chosen}
     for arch in ARCHITECTURES:
         kernels = one_per_key([launch for made in found.values() for launch in made if launch.arch == arch])
         failed = [why for why in in_pool(why_not_compiled, kernels, os.cpu_count() or 1) if why]
