@@ -14,6 +14,7 @@ from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.native import native_core
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
@@ -331,3 +332,16 @@ def test_sequences_that_do_not_fit_the_problem_are_refused() -> None:
     for change in ({"sequence_load": problem.sequence_load[1:]}, {"sequence_tokens": None}):
         with pytest.raises(InvalidInputError, match="sequence_"):
             replace(problem, **change)
+
+
+@pytest.mark.skipif(native_core() is None, reason="packing needs the C++ core")
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_for_static_buffers_lowers_the_worst_cell_and_keeps_the_budget(seed: int) -> None:
+    problem = problem_on(small_trace(seed), 16, 400)
+    usual, static = (make_planner("moe-rl", **QUICK, static_buffers=wanted).plan(problem) for wanted in (False, True))
+    worst = [int(rank_load(plan, load_of_plan(problem, plan.layout)).max()) for plan in (usual, static)]
+    assert worst[1] < worst[0]
+    assert static.layout.rank_tokens(problem.sequence_tokens).max() <= 400
+    fixed = replace(problem, layout=replace(problem.layout, fixed=True))
+    plans = [make_planner("moe-rl", **QUICK, static_buffers=wanted).plan(fixed) for wanted in (False, True)]
+    assert plans[0].hash == plans[1].hash or plans[0].replicas.copies == plans[1].replicas.copies

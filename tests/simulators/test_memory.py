@@ -1,6 +1,7 @@
 """Peak memory: what grows with imbalance, what recomputation takes away, and when it does not fit."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,14 @@ from hypothesis import given
 from step_cases import StepCase, case_of, cases
 from strategies import HARDWARE
 
+from moe_rl.balancing.memory import MemoryAhead
+from moe_rl.balancing.pass_planner import PlannedPass
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.load import StepLoad
+from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.memory import GIB, in_flight, saved_row_bytes, transient_row_bytes
+from moe_rl.simulators.memory import GIB, forecast_memory, in_flight, saved_row_bytes, transient_row_bytes
 from moe_rl.simulators.result import PolicyResult
 from moe_rl.simulators.setting import OFFLOAD_MODULES, StepSetting
 
@@ -140,6 +145,70 @@ def test_a_batch_that_does_not_fit_is_forecast() -> None:
     assert case.simulate().static.memory.fits
     assert case.simulate().static.memory.hbm_bytes == 80 * GIB
     assert load_cluster("h100").hbm_gib < 80
+
+
+def test_each_remedy_of_a_forecast_that_does_not_fit_would_do_alone() -> None:
+    """Rank 0 of four, two to a node, has three quarters of all rows: leveled nodes fit sooner than recomputation."""
+    rows = np.zeros((1, 1, 48, 4))
+    rows[..., :] = [60_000.0, 8_000.0, 6_000.0, 6_000.0]
+    tokens = np.full((1, 1, 4), 2_500.0)
+    asked: dict[str, Any] = {
+        "model": load_model("qwen3-30b-a3b").spec,
+        "topology": ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2),
+        "setting": StepSetting(),
+    }
+    whole = forecast_memory(rows, tokens, None, **asked)
+    fixed = whole.peak_bytes - sum(
+        whole.parts_bytes[name] for name in ("attention_activations", "logits", "routed_rows")
+    )
+    lacking = forecast_memory(rows, tokens, None, **asked, hbm_bytes=whole.peak_bytes - 1)
+    assert (lacking.fits, lacking.fullest_rank, lacking.tokens) == (False, 0, 2_500)
+    assert lacking.remedies == (
+        "micro-batches of 100% of the tokens",
+        "recomputation (--recompute-granularity full)",
+        "replicas that level the ranks of each node",
+        "resident copies that level all ranks",
+    )
+    assert lacking.largest_micro_batch == 2_499
+    fewer = forecast_memory(rows * 0.9996, tokens * 0.9996, None, **asked, hbm_bytes=whole.peak_bytes - 1)
+    assert fewer.fits
+    assert fewer.remedies == ()
+    nothing = forecast_memory(rows, tokens, None, **asked, hbm_bytes=fixed - 1)
+    assert nothing.remedies == ("micro-batches of 0% of the tokens",)
+    assert f"the GPU {nothing.hbm_bytes / GIB:.1f} GiB" in str(nothing)
+
+
+def test_a_run_forecasts_what_a_simulation_of_its_plan_does() -> None:
+    case = skewed_case()
+    simulated = case.simulate().static.memory
+    rows = case.load.pairs.sum(axis=3).reshape(1, 4, 3, 2, 2).sum(axis=4)
+    placement = ExpertPlacement.contiguous(num_layers=3, num_experts=4, ep_size=2)
+    empty = ReplicaPlan.empty(1, 4, 3, 2)
+    plan = Plan(
+        policy="static",
+        layout=case.layout,
+        placement=placement,
+        replicas=empty,
+        migration=ExpertMigration.between(placement, placement, expert_bytes=0),
+    )
+    planned = PlannedPass(
+        plan=plan, here=plan, anywhere=np.zeros((4, 3), np.bool_), predicted_rows=rows[0], held=case.load.tokens[0]
+    )
+    ahead = MemoryAhead(model=case.model, topology=case.topology, setting=case.setting, stage=0, buffers=0)
+    found = ahead.forecast(planned, placement)
+    assert found is not None
+    for part in ("weights", "gradients", "optimizer", "attention_activations", "logits"):
+        assert found.parts_bytes[part] == simulated.parts_bytes[part]
+    # A run does not know how many ranks a token visits: it counts a row for each, of all tokens at most.
+    assert found.parts_bytes["routed_rows"] >= simulated.parts_bytes["routed_rows"]
+    flat = replace(case.setting, dispatcher="alltoall")
+    assert (
+        replace(ahead, setting=flat).forecast(planned, placement).rank_peak_bytes
+        == case.simulate(setting=flat).static.memory.rank_peak_bytes
+    ).all()
+    certified = replace(planned, most_rows=rows[0] * 2)
+    assert ahead.forecast(certified, placement).peak_bytes > found.peak_bytes
+    assert ahead.forecast(replace(planned, predicted_rows=None), placement) is None
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
