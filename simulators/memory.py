@@ -70,12 +70,11 @@ class MemoryForecast:
     def __str__(self) -> str:
         """Return what is said of a pass before it runs."""
         said = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
-        most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
         if self.fits:
+            most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
             return f"{said} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
-        return f"out of memory: {said}, the GPU {self.hbm_bytes / GIB:.1f} GiB. Any of these would fit: " + "; ".join(
-            self.remedies
-        )
+        any_of = f"any of these would fit: {'; '.join(self.remedies)}"
+        return f"out of memory: {said}, the GPU {self.hbm_bytes / GIB:.1f} GiB; {any_of}"
 
     @property
     def fits(self) -> bool:

@@ -26,7 +26,6 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
-from moe_rl.balancing.memory import MemoryAhead
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import ROWS, PassPlanner, PassRequest, PlannedPass, joined, moved_since
@@ -38,6 +37,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.base import COPIES, PLACEMENT, Levers
 from moe_rl.profiling import ranges
+from moe_rl.simulators.memory import MemoryForecast
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ class PassCycle(ABC, Generic[Tables]):
         """Homes and copies that stay, for the rollout whose log-prob pass has run, or like the last update."""
         self._reasons: dict[str, str] = {}
         """Notes of the plan by which experts have moved last, by how they begin."""
-        self.memory: MemoryAhead | None = None
-        """Forecasts the peak of updates; None where the framework does not say how it runs them."""
+        self.memory: Callable[..., MemoryForecast] | None = None
+        """`forecast_memory` of this run's updates; None where the framework does not say how it runs them."""
         self._warned: tuple[bool, int] | None = None
         """Whether the last forecast peak fits, and whose it is."""
         self._reordered = 0, 0.0
@@ -450,8 +450,10 @@ class PassCycle(ABC, Generic[Tables]):
                 **{name: getattr(last, name) for name in (*ROWS, "held")},
                 plan_time_s=last.plan_time_s,
             )
-        if self.memory is not None and not request.forward_only:
-            planned = replace(planned, memory=self.memory.forecast(planned, request.placement))
+        rows = planned.predicted_rows if planned.most_rows is None else planned.most_rows
+        if self.memory and not request.forward_only and planned.held is not None and rows is not None and rows.size:
+            forecast = self.memory(rows[None].astype(float), planned.held[None].astype(float), request.placement)
+            planned = replace(planned, memory=forecast)
         tables, _ = self._planner.exchange.together(lambda: self._tables(planned, routes), lambda _: None)
         return replace(planned, plan_cpu_s=time.thread_time() - started), tables
 

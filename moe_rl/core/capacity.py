@@ -63,15 +63,7 @@ class Capacity:
     @property
     def static_factor(self) -> float:
         """The same for a buffer that is allocated once, for the largest micro-batch, as a captured graph needs it."""
-        return self._once(self.rows)
-
-    @property
-    def worst_static_factor(self) -> float:
-        """The same whatever tokens without a route choose."""
-        return self._once(self.worst_rows)
-
-    def _once(self, rows: NDArray[np.int64]) -> float:
-        return self._factor(rows, np.full(self.tokens.shape[:2], self.padded_tokens.max(initial=0)))
+        return self._factor(self.rows, np.full(self.tokens.shape[:2], self.padded_tokens.max(initial=0)))
 
     def _factor(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
         base = np.maximum(tokens * self.top_k, 1e-9)[..., None]
@@ -109,8 +101,7 @@ class Capacity:
             sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
             said.append(
                 f"capacity: {self.unknown_share:.1%} of the tokens have no known route; the bound holds {sure}, worst "
-                f"case: factor {self.worst_factor:.4f}, or {self.worst_static_factor:.4f}, and "
-                f"{int(self.worst_rows.max()):,} rows."
+                f"case: factor {self.worst_factor:.4f}, {int(self.worst_rows.max()):,} rows."
             )
         return said
 

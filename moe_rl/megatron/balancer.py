@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, agreed, attempted
 from moe_rl.balancing.heard import RouteCounter, copied_to_host
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.memory import MemoryAhead
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
@@ -38,6 +38,7 @@ from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.step_setting import step_setting_of
 from moe_rl.megatron.transport import Transport
+from moe_rl.simulators.memory import MemoryForecast, forecast_memory
 
 logger = logging.getLogger(__name__)
 
@@ -146,29 +147,27 @@ class Balancer(PassCycle[PassTables]):
         for clock in self._clocks:
             clock.stop()
 
-    def _memory_ahead(self, chunks: Sequence[torch.nn.Module]) -> MemoryAhead:
-        options, config = self.layers[0].config, self.config
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        on_gpu = self._device.type == "cuda"
-        return MemoryAhead(
-            model=replace(
-                self.model,
-                vocab_size=max(1, *(getattr(unwrapped(each), "vocab_size", 1) for each in chunks)),
-                shared_expert_ffn_hidden_size=options.moe_shared_expert_intermediate_size or 0,
-                dense_ffn_hidden_size=options.ffn_hidden_size,
-            ),
-            topology=self.topology,
-            setting=replace(
-                step_setting_of(options),
-                pipeline_model_parallel_size=stages,
-                num_virtual_stages=virtual,
-                grad_reduce_in_fp32=getattr(getattr(chunks[0], "ddp_config", None), "grad_reduce_in_fp32", True),
-            ),
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
-            buffers=config.replica_slots + 2 * config.cross_node_slots,
-            hbm_bytes=torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+    def _forecast_of(self, chunks: Sequence[torch.nn.Module]) -> Callable[..., MemoryForecast]:
+        options, ddp = self.layers[0].config, getattr(chunks[0], "ddp_config", None)
+        model = replace(
+            self.model,
+            vocab_size=max(1, *(getattr(unwrapped(each), "vocab_size", 1) for each in chunks)),
+            shared_expert_ffn_hidden_size=options.moe_shared_expert_intermediate_size or 0,
+            dense_ffn_hidden_size=options.ffn_hidden_size,
         )
+        setting = replace(
+            step_setting_of(options),
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            num_virtual_stages=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            grad_reduce_in_fp32=getattr(ddp, "grad_reduce_in_fp32", True),
+        )
+        on_gpu = self._device.type == "cuda"
+        return partial(
+            forecast_memory, model=model, topology=self.topology, setting=setting,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            buffers=self.config.replica_slots + 2 * self.config.cross_node_slots,
+            hbm_bytes=torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+        )  # fmt: skip
 
     @property
     def _device(self) -> torch.device:
@@ -304,7 +303,7 @@ class Balancer(PassCycle[PassTables]):
             layer._elastic = state
             if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
                 state.entry = hook_entry(chunk, layer)
-        self.memory = self._memory_ahead(chunks)
+        self.memory = self._forecast_of(chunks)
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were, with the balancer's memory and connections; a collective.

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -283,7 +284,7 @@ def forecasts() -> dict[str, Any]:
         for step in range(3):
             if step == 2:
                 peak = found["metrics"][0]["moe_rl/forecast_peak_bytes"]
-                balancer.memory = replace(balancer.memory, hbm_bytes=int(peak) - 1000)
+                balancer.memory = partial(balancer.memory, hbm_bytes=int(peak) - 1000)
             said.clear()
             routes = occurring(0, count=MICRO_BATCHES)
             balancer.begin_pass(routes)

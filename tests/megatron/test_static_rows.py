@@ -97,4 +97,4 @@ def test_memory_is_forecast_before_an_update_and_a_rank_that_lacks_it_is_named(o
     assert re.search(
         r"rank \d has the highest forecast peak, 0.0 GiB of 79.6 GiB; micro-batches of up to [\d,]+ tok", said
     )
-    assert re.search(r"out of memory: rank \d .* Any of these would fit: micro-batches of \d+% of the tokens", lacks)
+    assert re.search(r"out of memory: rank \d .* any of these would fit: micro-batches of \d+% of the tokens", lacks)
