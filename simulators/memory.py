@@ -73,8 +73,8 @@ class MemoryForecast:
         if self.fits:
             most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
             return f"{said} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
-        any_of = f"any of these would fit: {'; '.join(self.remedies)}"
-        return f"out of memory: {said}, the GPU {self.hbm_bytes / GIB:.1f} GiB; {any_of}"
+        gpu = f"the GPU {self.hbm_bytes / GIB:.1f} GiB"
+        return f"out of memory: {said}, {gpu}; any of these would fit: {'; '.join(self.remedies)}"
 
     @property
     def fits(self) -> bool:

@@ -40,6 +40,7 @@ from moe_rl.planner.base import COPIES, Levers
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
+Ints = NDArray[np.int64]
 ROWS = ("predicted_rows", "static_rows", "most_rows")
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 """Fields of `Plan` that a policy fills beside placement, layout and replicas."""
@@ -125,13 +126,13 @@ class PlannedPass:
     """[M, L] whether some EP group has replicas."""
     misfit: Misfit | None = None
     """Why the pass must do without the plan; the same on all ranks."""
-    predicted_rows: NDArray[np.int64] | None = None
+    predicted_rows: Ints | None = None
     """[M, l, P] rows that the plan expects of every rank; None where the loads are not known."""
-    static_rows: NDArray[np.int64] | None = None
+    static_rows: Ints | None = None
     """[M, l, P] the same where Megatron puts the experts."""
-    most_rows: NDArray[np.int64] | None = None
+    most_rows: Ints | None = None
     """[M, l, P] what every rank gets at most, but for `BalancerConfig.capacity_risk`; None: no such bound is known."""
-    held: NDArray[np.int64] | None = None
+    held: Ints | None = None
     """[M, P] tokens of every rank of the EP group; None where the loads are not known."""
     counted: RankRows | None = None
     """What this rank told of its rows; None where it told nothing."""
@@ -154,11 +155,11 @@ class _Facts:
     """Largest count."""
     in_all: int | None = None
     """M of the whole pass."""
-    rows: NDArray[np.int64]
+    rows: Ints
     """[M]"""
-    drawable: NDArray[np.int64]
+    drawable: Ints
     """[M] rows from which the rank can draw."""
-    held: NDArray[np.int64]
+    held: Ints
     """[2, M] `RankRows.held`."""
 
     @classmethod
@@ -184,10 +185,10 @@ class _Share:
     replicas: ReplicaPlan | None = None
     facts: dict[str, Any]
     """Other fields of the `Plan`."""
-    predicted_rows: NDArray[np.int64]
+    predicted_rows: Ints
     """[M, layers, P], of this EP group."""
-    static_rows: NDArray[np.int64]
-    most_rows: NDArray[np.int64] | None = None
+    static_rows: Ints
+    most_rows: Ints | None = None
 
 
 class PassPlanner:
@@ -362,9 +363,7 @@ class PassPlanner:
             require(not said, f"EP rank {rank} cannot plan its layers: {said}")
         return [one for one, _ in shares if one is not None]
 
-    def _share(
-        self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None, held: NDArray[np.int64]
-    ) -> _Share:
+    def _share(self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None, held: Ints) -> _Share:
         """Plan this rank's share of the layers, or say what a given plan makes of their load.
 
         `held` [2, M, P] are all tokens of the EP group's ranks, and those of which every choice is known.
@@ -392,9 +391,7 @@ class PassPlanner:
             most_rows=predicted if (held[0] == held[1]).all() else self._certified(request, plan, load, held),
         )
 
-    def _certified(
-        self, request: PassRequest, plan: Plan, load: StepLoad, held: NDArray[np.int64]
-    ) -> NDArray[np.int64] | None:
+    def _certified(self, request: PassRequest, plan: Plan, load: StepLoad, held: Ints) -> Ints | None:
         """Return [M, layers, P] rows at most where some tokens have no route; None where nobody states a risk.
 
         Nor where all are foretold and none replayed: such loads drift in common, and no certificate holds for them.
@@ -404,9 +401,8 @@ class PassPlanner:
             return None
         whole = self.model.num_moe_layers * (request.num_micro_batches or len(tokens)) * self.exchange.num_groups
         part = risk * load.num_layers * len(tokens) / whole  # places share the risk of the step
-        return np.asarray(
-            certify(plan, replace(load, tokens=known[None], routes=None), tokens[None], risk=part).rows[0]
-        )
+        of_known = replace(load, tokens=known[None], routes=None)
+        return np.asarray(certify(plan, of_known, tokens[None], risk=part).rows[0])
 
     def _planned(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
         """Return the policy's plan of some layers; homes that serve several steps learn from earlier loads, too."""
@@ -553,8 +549,8 @@ def same_places(one: ExpertPlacement, other: ExpertPlacement) -> bool:
     )
 
 
-def rows_of_contiguous_homes(load: StepLoad) -> NDArray[np.int64]:
+def rows_of_contiguous_homes(load: StepLoad) -> Ints:
     """Return [G, M, L, P] rows where Megatron puts the experts: rank p has the p-th equal share of their ids."""
     per_expert = load.per_expert()
-    rows: NDArray[np.int64] = per_expert.reshape(*per_expert.shape[:3], load.ep_size, -1).sum(axis=4)
+    rows: Ints = per_expert.reshape(*per_expert.shape[:3], load.ep_size, -1).sum(axis=4)
     return rows

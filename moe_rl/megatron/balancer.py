@@ -150,11 +150,10 @@ class Balancer(PassCycle[PassTables]):
     def _forecast_of(self, chunks: Sequence[torch.nn.Module]) -> Callable[..., MemoryForecast]:
         options, ddp = self.layers[0].config, getattr(chunks[0], "ddp_config", None)
         model = replace(
-            self.model,
-            vocab_size=max(1, *(getattr(unwrapped(each), "vocab_size", 1) for each in chunks)),
+            self.model, vocab_size=max(1, *(getattr(unwrapped(each), "vocab_size", 1) for each in chunks)),
             shared_expert_ffn_hidden_size=options.moe_shared_expert_intermediate_size or 0,
             dense_ffn_hidden_size=options.ffn_hidden_size,
-        )
+        )  # fmt: skip
         setting = replace(
             step_setting_of(options),
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),

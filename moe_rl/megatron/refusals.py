@@ -44,17 +44,14 @@ def experimental_sentence(name: str, never_run: str) -> str:
     return f"{name} is experimental: {never_run}. BalancerConfig(experimental=True) allows it."
 
 
+Table = tuple[Refusal, ...]
 _TABLES = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config]) for config in ("model", "ddp"))
 """Options of `TransformerConfig`, and of `DistributedDataParallelConfig`."""
 
 
 def refused(
-    value_of: Callable[[str], object],
-    *,
-    experimental: bool = False,
-    copies: bool = True,
-    table: tuple[Refusal, ...] = REFUSALS,
+    value_of: Callable[[str], object], *, experimental: bool = False, copies: bool = True, table: Table = REFUSALS
 ) -> Iterator[tuple[str, str]]:
     """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set.
 
