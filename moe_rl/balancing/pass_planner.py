@@ -42,6 +42,7 @@ from moe_rl.simulators.setting import StepSetting
 
 Ints = NDArray[np.int64]
 ROWS = ("predicted_rows", "static_rows", "most_rows")
+"""Fields of `PlannedPass`, by micro-batch, layer and rank."""
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 """Fields of `Plan` that a policy fills beside placement, layout and replicas."""
 
