@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.run_settings import variables
 from moe_rl.frameworks.slime.attach import WORKER, Worker
 from moe_rl.frameworks.slime.losses import objective_of
 from moe_rl.frameworks.trl.losses import policy_loss_trainer
@@ -71,7 +72,8 @@ def test_slime_refuses_before_rollouts_where_the_router_shift_would_not_act(
 ) -> None:
     args, _, _ = own.slime_batch()
     vars(args).update(layout, custom_loss_function_path="moe_rl.frameworks.slime.losses.policy_loss_function")
-    monkeypatch.delenv("MOE_RL_SOURCES", raising=False)  # of these tests, and of no run
+    for name in variables():  # MOE_RL_SOURCES and its like are of these tests, and of no run
+        monkeypatch.delenv(name)
     monkeypatch.setenv("MOE_RL_ROUTER_SHIFT", "0.8")
     worker = Worker(framework=WORKER.framework, stage=lambda: None)
     with pytest.raises(InvalidInputError, match="the router shift needs"):
