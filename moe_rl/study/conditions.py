@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 from moe_rl.core.load import StepLoad
 from moe_rl.core.outputs import encodable
@@ -14,8 +15,10 @@ from moe_rl.report.units import GIB, format_count
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.scenario import Scenario
+from moe_rl.yaml_files import read_yaml
 
 MOE_RL = "moe-rl"
+SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_name("sentences.yaml"))
 SMALL_PART = 0.5
 """A trace that fills less of its micro-batches than this is too short for them."""
 LITTLE_SHARE = 0.01
@@ -116,64 +119,39 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
 def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
     """Return what a reader must know beside the numbers."""
     options, batch = scenario.options, scenario.batch
+    timed, exchanges = options.objective == "time", {"overlap_grad_reduce", "overlap_param_gather"}
+    selective = options.recompute_modules if options.recompute_granularity == "selective" else []
+    unpriced = [name for name in selective if name not in ("moe", *RECOMPUTE_MODULES)]
+    holding = {
+        "resampled": scenario.resampled,
+        "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
+        "scaled": options.tokens_per_rank is not None,
+        "earlier_homes": scenario.homes_chosen_at is not None,
+        "rerouted": options.reroute,
+        "unknown_routes": options.unknown_routes,
+        "unknown_pairs": options.unknown_pairs,
+        "recorded_lengths": timed and options.seq_length is None,
+        "unrouted": batch.unrouted_tokens and options.filler == "none",
+        "unpriced": unpriced,
+        "no_graphs": timed and options.cuda_graph_impl is None,
+        "exchanges_hidden": timed and not options.forward_only and not options.model_fields_set & exchanges,
+        "untimed": options.objective == "imbalance",
+    }
+    facts = {
+        "tokens": format_count(batch.num_tokens),
+        "recorded": format_count(scenario.source.num_tokens),
+        "per_rank": format_count(batch.recorded_tokens_per_rank),
+        "asked": format_count(options.tokens_per_rank or 0),
+        "mean": format_count(float(batch.lengths.mean())),
+        "unpriced": ", ".join(unpriced),
+        **{name: 100 * getattr(options, name) for name in ("reroute", "unknown_routes", "unknown_pairs")},
+    }
     said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
-    if scenario.resampled:
-        said.append(
-            f"the batch of {format_count(batch.num_tokens)} tokens is drawn, with replacement, from "
-            f"{format_count(scenario.source.num_tokens)} recorded ones: see --global-batch-tokens."
-        )
-    if scenario.history and not scenario.knows_earlier_steps:
-        said.append(f"eplb plans on the {scenario.history}, because the trace has no earlier step.")
-    if options.tokens_per_rank is not None:
-        said.append(
-            "scaled: shares recorded in micro-batches of "
-            f"{format_count(batch.recorded_tokens_per_rank)} tokens per rank, applied to "
-            f"{format_count(options.tokens_per_rank)}. Small micro-batches fluctuate more than large ones, so policies "
-            "that plan per micro-batch gain more here than on real micro-batches of that size."
-        )
-    if scenario.homes_chosen_at is not None:
-        said.append(
-            f"homes were chosen at an earlier step (--reorder-interval {options.reorder_interval}); a policy that "
-            "cannot leave them where they are is planned on what was known then."
-        )
-    if options.reroute:
-        said.append(
-            f"{100 * options.reroute:g} % of the pairs take another expert than the plans were made for, drawn by the "
-            "experts' popularity in their micro-batch and layer; which experts meet in a token is not known then."
-        )
-    if options.unknown_routes:
-        said.append(
-            f"planners know the routes of all sequences but {100 * options.unknown_routes:g} %, and take these to "
-            "choose as the known ones do on average."
-        )
-    if options.unknown_pairs:
-        said.append(
-            f"planners know all routes but those of {100 * options.unknown_pairs:g} % of the tokens, and take these to "
-            "choose as the known ones of their micro-batch do."
-        )
-    if options.objective == "time" and options.seq_length is None:
-        said.append(
-            f"attention is priced at the recorded lengths, plain mean {format_count(float(batch.lengths.mean()))} "
-            "tokens; longer sequences make balancing matter less: see --seq-length."
-        )
-    if batch.unrouted_tokens and options.filler == "none":
-        said.append(
-            f"{batch.unrouted_tokens} of {batch.num_tokens} rows hold no route and are left out; --filler says what "
-            "the trainer dispatches for them."
-        )
-    if options.recompute_granularity == "selective":
-        unpriced = [name for name in options.recompute_modules if name not in ("moe", *RECOMPUTE_MODULES)]
-        said += [f"recomputation of {', '.join(unpriced)} is not priced."] * bool(unpriced)
-    if options.objective == "time" and options.cuda_graph_impl is None:
-        said.append("no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl.")
-    exchanges = ("overlap_grad_reduce", "overlap_param_gather")
-    if options.objective == "time" and not options.forward_only and not options.model_fields_set & {*exchanges}:
-        said.append(
-            "gradients are taken to be reduced, and weights gathered, beside the layers' work: see "
-            "--overlap-grad-reduce and --overlap-param-gather."
-        )
-    if options.objective == "imbalance":
-        said.append("times are not computed: with objective imbalance a plan takes copies to be free.")
+    said += [
+        SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
+        for name, holds in holding.items()
+        if holds
+    ]
     capacity = plans[MOE_RL].capacity if MOE_RL in plans else None
     said += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
     return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
