@@ -157,7 +157,7 @@ def test_an_old_file_survives_a_refused_fit(tmp_path: Path, csv: Path) -> None:
         (("m.csv", "--out", "mine.json"), "must end in .yaml"),
         (("m.csv", "--out", "folder.yaml"), "is a folder"),
         (("absent.csv", "--out", "mine.yaml"), "does not exist"),
-        (("folder.yaml", "--out", "mine.yaml"), "is not a readable YAML file"),
+        (("folder.yaml", "--out", "mine.yaml"), "folder.yaml cannot be read: Is a directory"),
         (("same.yaml", "--out", "same.yaml"), "would overwrite the input"),
     ],
 )

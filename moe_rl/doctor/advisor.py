@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-import yaml
-
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 from moe_rl.doctor.sources import read_text
+from moe_rl.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +58,7 @@ class Rule:
 
 RULES: Registry[Rule] = Registry(
     "advice rule",
-    [
-        Rule(name=name, **rule)
-        for name, rule in yaml.safe_load(Path(__file__).with_name("advice.yaml").read_text(encoding="utf-8")).items()
-    ],
+    [Rule(name=name, **rule) for name, rule in read_yaml(Path(__file__).with_name("advice.yaml")).items()],
 )
 
 

@@ -26,6 +26,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import require_usable_policy
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
+from moe_rl.yaml_files import read_yaml
 
 SWITCH = "MOE_RL"
 PREFIX = "MOE_RL_"
@@ -135,12 +136,9 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _block_of_file(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"MOE_RL_CONFIG: {path} cannot be read: {error}.") from error
-    block = content.get("moe_rl") if isinstance(content, dict) else None
-    require(isinstance(block, dict), f"MOE_RL_CONFIG: {path} has no block `moe_rl:`.")
+    with located("MOE_RL_CONFIG"):
+        block = read_yaml(path).get("moe_rl")
+        require(isinstance(block, dict), f"{path} has no block `moe_rl:`.")
     return dict(block)  # type: ignore[arg-type]
 
 

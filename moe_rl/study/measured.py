@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from moe_rl.config import load_cluster, load_model
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import predict_seconds
 from moe_rl.profiling.measurements import MOE_KINDS, Measurement, read_measurements
 from moe_rl.simulators.base_time import layer_parts
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
+from moe_rl.yaml_files import read_yaml
 
 YAML = (".yaml", ".yml", ".json")
 
@@ -48,12 +47,7 @@ def read_timed(path: Path, cluster: str) -> Sequence[Measurement | TimedStep]:
     """Read a CSV of operations, or a YAML file of whole steps (`points`), run on `cluster` where a row names none."""
     if path.suffix not in YAML:
         return read_measurements(path)
-    require(path.exists(), f"{path} does not exist.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInputError(f"{path} is not a readable YAML file: {error}.") from None
-    rows = content.get("points") if isinstance(content, dict) else None
+    rows = read_yaml(path).get("points")
     if not isinstance(rows, list) or not rows:
         raise InvalidInputError(f"{path} holds no steps: a list `points` is missing or empty.")
     return [TimedStep.of({"cluster": cluster, "name": f"step {number}", **row}) for number, row in enumerate(rows, 1)]

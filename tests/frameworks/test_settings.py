@@ -115,7 +115,7 @@ def test_nothing_set_is_off() -> None:
         ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
         ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY are one"),
         ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "router_shift is the floor of gamma, from 0 (off) to below 1, got 1.5"),
-        ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml cannot be read"),
+        ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "MOE_RL_CONFIG: there is no file /nowhere.yaml"),
     ],
 )
 def test_what_is_wrong_is_said_at_the_start(variables: dict[str, str], sentence: str) -> None:
