@@ -1,7 +1,8 @@
 """Issue time: how long the schedulers of an H100 take to issue the instructions of a call's launches.
 
 A figure of machine code, the same on every machine, that grows with every instruction: nothing of memory or latency is
-in it, and no wave of programs but a product's. Kernels for Blackwell are counted at an H100's clock as well.
+in it, and no wave of programs but a product's. Kernels for Blackwell are counted at an H100's clock as well. Of a
+specialized loop the part that multiplies counts, not what loads, adds or stores beside it.
 """
 
 import math

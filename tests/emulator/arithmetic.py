@@ -142,6 +142,9 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
         return in_pairs(operands, i)
     if words[0] == "mul" and not is_float(kind):
         return multiply(operands, i)
+    if kind == "bf16" and words[-2] == "f32" and "sat" not in words:
+        plain_sum: Any = {"add": np.add, "sub": np.subtract}[words[0]]
+        return _mixed(lambda a, c: plain_sum(_of_bf16(a), c), operands, i)
     sources = [operands(name, kind) for name in i.arguments[1:]]
     result = operands(i.arguments[0], kind)
     if "xorsign" in words and kind == "bf16x2" and words[0] == "max":
@@ -163,6 +166,13 @@ def two_operands(operands: Operands, i: Instruction) -> Execute:
         function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[words[0]]
         return Lanewise(function, result, sources)
     return Lanewise(INTEGER[words[0]], result, sources)
+
+
+def _mixed(function: Any, operands: Operands, i: Instruction) -> Execute:
+    """add, sub and fma with a sum in fp32 and the other operands in bf16; section 9.7.5."""
+    *narrow, wide = i.arguments[1:]
+    sources = [*(operands(name, "b16") for name in narrow), operands(wide, "f32")]
+    return Lanewise(function, operands(i.arguments[0], "f32"), sources)
 
 
 def _larger_magnitudes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -206,6 +216,8 @@ def fused_multiply_add(operands: Operands, i: Instruction) -> Execute:
     kind = i.words[-1]
     if kind == "f32x2":
         return in_pairs(operands, i)
+    if kind == "bf16" and i.words == ["fma", "rn", "f32", "bf16"]:
+        return _mixed(lambda a, b, c: fused(_of_bf16(a), _of_bf16(b), c), operands, i)
     if kind != "f32" or "rn" not in i.words:
         raise Unsupported(i.opcode)
     function: Any = (lambda a, b, c: flush(fused(flush(a), flush(b), flush(c)))) if "ftz" in i.words else fused

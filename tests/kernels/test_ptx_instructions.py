@@ -258,6 +258,13 @@ def test_reductions_of_a_warp_elections_and_votes() -> None:
     assert (ballot[0], ballot[40]) == (MASK, 3)
 
 
+def test_sums_in_fp32_take_the_other_operands_in_bf16() -> None:
+    x, y = np.arange(-16, 16, dtype=np.float32) / 8, np.linspace(-1, 1, 32, dtype=np.float32)
+    for text, want in (("add.rn.f32.bf16 %r9, %rs1, %r2;", x + y), ("sub.rn.f32.bf16 %r9, %rs1, %r2;", x - y),
+                       ("fma.rn.f32.bf16 %r9, %rs1, %rs1, %r2;", x * x + y)):  # fmt: skip
+        assert (lanes(f"cvt.rn.bf16.f32 %rs1, %r1; {text}", x, y, out=np.float32) == want).all(), text
+
+
 def test_lanes_part_and_meet_again() -> None:
     """A loop of as many rounds as the lane's number, and another path for odd lanes."""
     text = """
