@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pages import ROOT, shell_lines, words
-from rollouts import make_rollout, save_slime, save_verl_padded, save_vllm
+from rollouts import make_rollout, save_sglang, save_slime, save_verl_padded, save_vllm
 
 TUTORIAL = (ROOT / "docs" / "tutorials" / "trace.md").read_text()
 PAYLOADS = {
     "vLLM": (save_vllm, "responses.jsonl"),
+    "SGLang": (save_sglang, "responses.json"),
     "verl": (save_verl_padded, "batch.pt"),
     "slime": (save_slime, "rollout_0.pt"),
     "Hugging Face": (None, ""),
