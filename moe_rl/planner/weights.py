@@ -26,7 +26,8 @@ LEVELLED = 0.25
 """Part of a busiest node's rows that still counts where copies across nodes, chosen for travel, level nodes besides.
 
 The development trace at EP32, of forced balance, with one slot across nodes, one resident slot, both: 1.051, 1.111 and
-1.122 with .25; 1.048, 1.106 and 1.118 with .5; 1.044, 1.096 and 1.114 with 1. Where few tokens meet their experts on
+1.122 with .25; 1.048, 1.106 and 1.118 with .5; 1.044, 1.096 and 1.114 with 1. With .15 this seed gains .4 %, two others
+lose .1 and .3 %, and a synthetic trace at EP64 loses .7 %. Where few tokens meet their experts on
 one node 1 is better, so homes for both are proposed."""
 LEVELLED_OVER_ENGINE = 0.1
 """The same where a dispatcher levels the ranks of a node. Copies between nodes at EP16, of static's: .382 to .387 with
