@@ -283,6 +283,8 @@ class _Run:
     """The steps that homes will serve besides; None: they are chosen for this one."""
     start: NDArray[np.int32]
     """[L, E] homes in force."""
+    first: SearchState | None = None
+    """`Searcher.ordered` on this layout, where it is known: the search over homes takes half of a plan's time."""
 
     def best(self) -> Candidate:
         """Return the candidate whose predicted cost, moves included, is lowest."""
@@ -355,10 +357,15 @@ class _Run:
         options, cost = self.options, self.problem.micro_batch_cost
         if not options.packs or cost is None or self.problem.objective != "time":
             return self._candidates(nothing)
-        start = self._best_start(cost)
-        problem = replace(self.problem, layout=start.layout, load=start.load)
+        unpacked = replace(options, packs=False)
+        given = replace(self, first=self._searcher(unpacked).ordered())
+        start = given._best_start(cost)
+        from_start = given
+        if start.layout is not self.problem.layout:
+            from_start = replace(self, problem=replace(self.problem, layout=start.layout, load=start.load))
+            from_start = replace(from_start, first=from_start._searcher(unpacked).ordered())
         packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-        runs = (replace(self, problem=problem, options=how) for how in (replace(options, packs=False), packing))
+        runs = (replace(from_start, options=how) for how in (unpacked, packing))
         return [found for run in runs for found in run._candidates(nothing)]
 
     def _best_start(self, cost: MicroBatchCost) -> Candidate:
@@ -410,7 +417,8 @@ class _Run:
 
     def _searched(self, searcher: Searcher, *, several: bool) -> tuple[list[NDArray[np.int32]], SearchState]:
         """Return the homes that the searches propose, `several` or the best inside nodes, and where searches ended."""
-        state, turn = searcher.run(), self.planner.rounds + 1
+        state = searcher.run(self.first or searcher.ordered(), reorders=self.options.reorders)
+        turn = self.planner.rounds + 1
         homes, weights = [state], searcher.weights
         if several and self.options.reorders and weights.whole_row_cost != weights.row_cost:
             homes.insert(0, searcher.reorder(state, turn, row_cost=weights.whole_row_cost))
@@ -450,14 +458,14 @@ class _Run:
     def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> list[Candidate]:
         """Return the candidates with the homes that suit those steps."""
         problem = self.problem
-        found = searcher.reorder(searcher.given(), turn=0)
+        found = self.first or searcher.ordered()
         homes = [self.start, self._contiguous(), found.home]
         if not self.options.by_rank:
             homes.append(searcher.reorder(found, turn=self.planner.rounds + 1, inside=True).home)
         judged = [self._candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
         once = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
         home = outlook.best_homes(homes, judged, [self._moves_by_layer(home, once) for home in homes])
-        state = searcher.run(home)
+        state = searcher.run(replace(searcher.given(), home=home), reorders=False)
         layout = searcher.layout(state)
         if problem.resident_slots and self.may.choose_residents and problem.load.routes is not None:
             return [self._with_residents(searcher, state)]

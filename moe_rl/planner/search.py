@@ -92,18 +92,13 @@ class Searcher:
         """Return where the searches start: homes in force, sequences where the layout has them."""
         return SearchState(home=self.current, place=self.given_place, order=self.given_order)
 
-    def run(self, home: NDArray[np.int32] | None = None) -> SearchState:
-        """Return homes and places after `rounds` turns of packing, each cooler than the last, and reordering.
+    def ordered(self) -> SearchState:
+        """Return `given` with the homes that suit its layout, where homes may move."""
+        return self.reorder(self.given(), turn=0) if self.options.reorders else self.given()
 
-        Homes that are given, [L, E], stay.
-        """
-        reorders = self.options.reorders and home is None
-        state = self.given() if home is None else replace(self.given(), home=home)
-        if reorders:
-            state = self.reorder(state, turn=0)
-        for turn in range(1, self.options.rounds + 1):
-            if not self.options.packs:
-                break
+    def run(self, state: SearchState, *, reorders: bool) -> SearchState:
+        """Return homes and places after `rounds` turns of packing, each cooler than the last, and of reordering."""
+        for turn in range(1, self.options.rounds + 1 if self.options.packs else 1):
             state = self.pack(state, turn)
             if reorders:
                 state = self.reorder(state, turn)
