@@ -5,7 +5,6 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "parallel.h"
 #include "rng.h"
@@ -61,18 +60,6 @@ std::int64_t anneal(Search &search, Rng &rng, int samples, std::int64_t cooler, 
         temperature = cooled(temperature);
     }
     return best;
-}
-
-inline const std::vector<std::int64_t> VISIT = [] {
-    std::vector<std::int64_t> table(16 * 1024 + 1);
-    for (std::size_t i = 0; i < table.size(); ++i)
-        table[i] = std::llround(-1048576.0 * std::expm1(-static_cast<double>(i) / 1024));
-    return table;
-}();
-
-// The probability, in 2^-20, to visit a bin that a token avoids with probability exp(-stays / 1024).
-inline std::int64_t visit_probability(std::int32_t stays) {
-    return VISIT[std::min<std::size_t>(static_cast<std::size_t>(stays), VISIT.size() - 1)];
 }
 
 } // namespace moe_rl

@@ -20,11 +20,9 @@ class Chains {
            const std::int32_t *holder, int experts)
         : load_(fixed, fixed + ranks), begin_(first[0]), first_(first), holder_(holder),
           part_(first[experts] - begin_), shared_on_(ranks), from_(ranks), through_(ranks) {
-        std::vector<int> order(experts);
-        std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int one, int other) { return pairs[one] > pairs[other]; });
-        for (const int expert : order) {
-            pour(expert, pairs[expert]);
+        for (int expert = 0; expert < experts; ++expert) { // all pairs on the first holder: the chains take them on
+            part_[first[expert] - begin_] = pairs[expert];
+            load_[holder[first[expert]]] += pairs[expert];
             for (std::int64_t at = first[expert]; at < first[expert + 1]; ++at)
                 shared_on_[holder[at]].push_back({expert, at});
         }
@@ -63,26 +61,6 @@ class Chains {
         int expert;
         std::int64_t at; // its place among the holders
     };
-
-    // Spreads the pairs over the expert's holders, levelling the lowest first.
-    void pour(int expert, std::int64_t pairs) {
-        places_.resize(first_[expert + 1] - first_[expert]);
-        std::iota(places_.begin(), places_.end(), first_[expert]);
-        std::stable_sort(places_.begin(), places_.end(),
-                         [&](std::int64_t one, std::int64_t other) { return on(one) < on(other); });
-        std::int64_t filled = 0, total = pairs;
-        for (; filled < static_cast<std::int64_t>(places_.size()) && total > on(places_[filled]) * filled; ++filled)
-            total += on(places_[filled]);
-        if (filled == 0)
-            return; // no pairs
-        for (std::int64_t i = 0; i < filled; ++i) {
-            const std::int64_t level = total / filled + (i < total % filled), at = places_[i];
-            part_[at - begin_] += level - on(at);
-            load_[holder_[at]] = level;
-        }
-    }
-
-    std::int64_t on(std::int64_t at) const { return load_[holder_[at]]; }
 
     // Breadth first from the ranks in the queue to one below the target; -1 where none can be reached.
     int reach(std::int64_t target) {
@@ -127,7 +105,6 @@ class Chains {
     std::vector<std::vector<Shared>> shared_on_;
     std::vector<std::int64_t> from_, through_; // how a rank was reached: from one place of an expert to another
     std::vector<int> queue_;
-    std::vector<std::int64_t> places_;
 };
 
 void least_max_rank_loads(Array<std::int64_t, 1> most, Array<const std::int64_t, 2> fixed,

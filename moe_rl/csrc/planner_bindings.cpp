@@ -241,17 +241,13 @@ auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost
                            matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
 }
 
-auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>> stays, In<std::int64_t, 1> visit_cost,
-             std::int64_t row_cost, std::int64_t move_cost, std::int64_t move_inside_cost, In<std::int32_t, 2> start,
-             In<std::int32_t, 2> current, int nodes, int ranks_per_node, bool by_rank, bool moving_is_free, bool anneal,
-             std::int64_t iterations, std::int64_t iterations_inside, std::uint64_t seed,
-             int num_threads, const Bits &tokens) {
+auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_t move_cost,
+                    std::int64_t move_inside_cost, In<std::int32_t, 2> start, In<std::int32_t, 2> current, int nodes,
+                    int ranks_per_node, bool by_rank, bool moving_is_free, std::int64_t iterations, std::int64_t iterations_inside,
+                    std::uint64_t seed, int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
           "the ranks must divide the experts");
-    check(!stays || (stays->shape(0) == cells && stays->shape(1) == layers && stays->shape(2) == experts),
-          "stays must have the shape of load");
-    check(visit_cost.shape(0) == cells, "visit_cost must have one entry per cell");
     for (const auto *homes : {&start, &current}) {
         check(homes->shape(0) == layers && homes->shape(1) == experts, "placements must be [L, E]");
         check_ranks(homes->data(), homes->size(), static_cast<std::size_t>(nodes) * ranks_per_node);
@@ -266,9 +262,9 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::optional<In<std::int32_t, 3>>
               "every rank must be home of E / P experts");
     }
     const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
-                           ranks_per_node, load.data(), stays ? stays->data() : nullptr, visit_cost.data(), row_cost,
-                           move_cost, move_inside_cost, start.data(), current.data(), by_rank, moving_is_free,
-                           iterations, iterations_inside, anneal, seed, checked_bits(tokens, layers, nodes, experts)};
+                           ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),
+                           current.data(), by_rank, moving_is_free, iterations, iterations_inside, seed,
+                           checked_bits(tokens, layers, nodes, experts)};
     std::vector<std::int32_t> home;
     {
         const nb::gil_scoped_release no_gil;
@@ -453,9 +449,9 @@ void bind_planner(nb::module_ &module) {
                "move_cost"_a, "row_share"_a, "iterations"_a, "seed"_a, "num_threads"_a,
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
-    module.def("reorder", &reorder_arrays, "load"_a, "stays"_a.none(), "visit_cost"_a, "row_cost"_a, "move_cost"_a,
-               "move_inside_cost"_a, "start"_a, "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a,
-               "moving_is_free"_a, "anneal"_a, "iterations"_a, "iterations_inside"_a, "seed"_a, "num_threads"_a, "tokens"_a,
+    module.def("reorder", &reorder_arrays, "load"_a, "row_cost"_a, "move_cost"_a, "move_inside_cost"_a, "start"_a,
+               "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "iterations"_a, "iterations_inside"_a, "seed"_a,
+               "num_threads"_a, "tokens"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a, "bin_of"_a, "bins"_a, "num_threads"_a,
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "travel.h"
 
@@ -41,107 +42,89 @@ MOE_RL_VECTOR_CLONES std::int64_t busiest_after_swap(const std::int32_t *values,
 
 class Search {
   public:
-    Search(const ReorderProblem &problem, std::vector<std::int32_t> &bin_of)
-        : p_(problem), bin_of_(bin_of), load_(static_cast<std::size_t>(p_.bins) * p_.cells, 0),
-          stay_(p_.stays ? load_.size() : 0, 0), most_(p_.cells), none_(p_.cells, 0) {
+    Search(const ReorderProblem &problem, std::vector<std::int32_t> &bin_of, Rng &rng)
+        : p_(problem), bin_of_(bin_of), load_(static_cast<std::size_t>(p_.bins) * p_.cells, 0), most_(p_.cells) {
         if (p_.tokens)
             travel_.emplace(*p_.tokens, bin_of_, p_.bins);
-        for (int expert = 0; expert < p_.experts; ++expert)
+        for (int expert = 0; expert < p_.experts; ++expert) {
             shift(expert, bin_of_[expert], 1);
-        cost_ = moves() + busiest_cost(0, 1, none_.data(), none_.data(), none_.data(), none_.data()) +
+            moves_ += move_of(expert, bin_of_[expert]);
+        }
+        const std::vector<std::int32_t> nothing(p_.cells, 0);
+        cost_ = moves_ + p_.row_cost * busiest_after_swap(load_.data(), p_.bins, p_.cells, 0, 1, nothing.data(),
+                                                          nothing.data(), most_.data()) +
                 (travel_ ? travel_->cost() : 0);
+        draw(rng);
     }
 
     std::int64_t cost() const { return cost_; }
+    std::int64_t change() const { return new_cost_ - cost_; }
 
-    // Cost after swapping the bins of two experts that sit in different ones. O(bins * cells): only two bins change,
-    // but which one is the busiest may change in every cell.
-    std::int64_t cost_of_swap(int first, int second) {
-        const int a = bin_of_[first], b = bin_of_[second];
-        const std::int64_t moved =
-            num_moves_ - move_of(first, a) - move_of(second, b) + move_of(first, b) + move_of(second, a);
-        const std::int64_t at_first = static_cast<std::int64_t>(first) * p_.cells;
-        const std::int64_t at_second = static_cast<std::int64_t>(second) * p_.cells;
-        const std::int32_t *stays = p_.stays ? p_.stays : none_.data();
-        return moved + (travel_ ? travel_->cost_of_swap(first, second, a, b) : 0) +
-               busiest_cost(a, b, p_.rows + at_first, p_.rows + at_second, stays + (p_.stays ? at_first : 0),
-                            stays + (p_.stays ? at_second : 0));
+    // Prices the swap of the two experts that were drawn, in O(bins * cells): only two bins change, but which one is the
+    // busiest may change in every cell. False where they share a bin.
+    bool propose(Rng &rng) {
+        first_ = next_first_;
+        second_ = next_second_;
+        draw(rng);
+        const int a = bin_of_[first_], b = bin_of_[second_];
+        if (a == b)
+            return false;
+        new_moves_ = moves_ - move_of(first_, a) - move_of(second_, b) + move_of(first_, b) + move_of(second_, a);
+        const std::int64_t rows = busiest_after_swap(load_.data(), p_.bins, p_.cells, a, b, rows_of(first_),
+                                                     rows_of(second_), most_.data());
+        new_cost_ = new_moves_ + rows * p_.row_cost + (travel_ ? travel_->cost_of_swap(first_, second_, a, b) : 0);
+        return true;
     }
 
-    void swap(int first, int second, std::int64_t new_cost) {
-        const int a = bin_of_[first], b = bin_of_[second];
-        num_moves_ += move_of(first, b) + move_of(second, a) - move_of(first, a) - move_of(second, b);
-        shift(first, a, -1);
-        shift(first, b, 1);
-        shift(second, b, -1);
-        shift(second, a, 1);
-        bin_of_[first] = b;
-        bin_of_[second] = a;
+    void accept() {
+        const int a = bin_of_[first_], b = bin_of_[second_];
+        shift(first_, a, -1);
+        shift(first_, b, 1);
+        shift(second_, b, -1);
+        shift(second_, a, 1);
+        std::swap(bin_of_[first_], bin_of_[second_]);
         if (travel_)
-            travel_->swap(first, second, a, b);
-        cost_ = new_cost;
+            travel_->swap(first_, second_, a, b);
+        moves_ = new_moves_;
+        cost_ = new_cost_;
     }
 
   private:
-    std::int64_t busiest_cost(int a, int b, const std::int32_t *first_rows, const std::int32_t *second_rows,
-                              const std::int32_t *first_stays, const std::int32_t *second_stays) {
-        const std::int64_t rows =
-            busiest_after_swap(load_.data(), p_.bins, p_.cells, a, b, first_rows, second_rows, most_.data());
-        std::int64_t visits = 0;
-        // Visits as in cell.cpp, with logarithms as integers: shares of 0.25 and 0.5 are 295 and 710, in one bin 1005,
-        // which the table turns into the probability 0.625 of a visit.
-        if (p_.stays) {
-            busiest_after_swap(stay_.data(), p_.bins, p_.cells, a, b, first_stays, second_stays, most_.data());
-            for (int cell = 0; cell < p_.cells; ++cell)
-                visits += p_.visit_cost[cell] * visit_probability(most_[cell]);
-        }
-        return rows * p_.row_cost + visits;
+    // One proposal ahead: the stream of draws is then (pair, threshold), as for the tables of docs/planner.md.
+    void draw(Rng &rng) {
+        next_first_ = static_cast<int>(rng.below(p_.experts));
+        next_second_ = static_cast<int>(rng.below(p_.experts));
     }
 
+    const std::int32_t *rows_of(int expert) const { return p_.rows + static_cast<std::int64_t>(expert) * p_.cells; }
+
     void shift(int expert, int bin, int sign) {
-        const std::int64_t from = static_cast<std::int64_t>(expert) * p_.cells;
-        const std::int64_t to = static_cast<std::int64_t>(bin) * p_.cells;
+        const std::int32_t *rows = rows_of(expert);
+        std::int32_t *load = load_.data() + static_cast<std::int64_t>(bin) * p_.cells;
         for (int cell = 0; cell < p_.cells; ++cell)
-            load_[to + cell] += sign * p_.rows[from + cell];
-        for (int cell = 0; p_.stays && cell < p_.cells; ++cell)
-            stay_[to + cell] += sign * p_.stays[from + cell];
+            load[cell] += sign * rows[cell];
     }
 
     std::int64_t move_of(int expert, int bin) const {
         return p_.current && p_.current[expert] >= 0 && p_.current[expert] != bin ? p_.move_cost : 0;
     }
 
-    std::int64_t moves() {
-        num_moves_ = 0;
-        for (int expert = 0; expert < p_.experts; ++expert)
-            num_moves_ += move_of(expert, bin_of_[expert]);
-        return num_moves_;
-    }
-
     const ReorderProblem &p_;
     std::vector<std::int32_t> &bin_of_;
-    std::vector<std::int32_t> load_, stay_; // [bins, cells]
-    std::vector<std::int32_t> most_, none_; // [cells]
+    std::vector<std::int32_t> load_; // [bins, cells]
+    std::vector<std::int32_t> most_; // [cells]
     std::optional<Travel> travel_;
-    std::int64_t cost_ = 0, num_moves_ = 0;
+    std::int64_t cost_ = 0, moves_ = 0;
+
+    // The proposal on the table.
+    int first_ = 0, second_ = 0, next_first_ = 0, next_second_ = 0;
+    std::int64_t new_cost_ = 0, new_moves_ = 0;
 };
 
-// Half the mean absolute change of 64 random swaps: the starting temperature. At it a typical bad swap is accepted
-// about one time in seven (exp(-2)), enough to leave a poor start and not so much as to forget a good one.
-std::int64_t typical_change(Search &search, const ReorderProblem &problem, const std::vector<std::int32_t> &bin_of,
-                            Rng &rng) {
-    std::int64_t sum = 0, count = 0;
-    for (int sample = 0; sample < 64; ++sample) {
-        const auto first = static_cast<int>(rng.below(problem.experts));
-        const auto second = static_cast<int>(rng.below(problem.experts));
-        if (bin_of[first] == bin_of[second])
-            continue;
-        const std::int64_t change = search.cost_of_swap(first, second) - search.cost();
-        sum += change < 0 ? -change : change;
-        ++count;
-    }
-    return count ? sum / (2 * count) : 0;
-}
+constexpr int SAMPLES = 64;
+// At half the mean change of random swaps a typical bad one is taken one time in seven (exp(-2)): enough to leave a poor
+// start and not so much as to forget a good one.
+constexpr int COOLER = 2;
 
 } // namespace
 
@@ -167,37 +150,16 @@ std::vector<std::int32_t> balanced_start(const ReorderProblem &problem) {
     return bin_of;
 }
 
-std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations,
-                     bool descend_only, std::uint64_t seed, std::vector<std::int32_t> &bin_of) {
+std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations, std::uint64_t seed,
+                     std::vector<std::int32_t> &bin_of) {
     if (problem.bins < 2 || problem.cells == 0)
         return 0;
     Rng rng(seed);
-    Search search(problem, bin_of);
-    std::int64_t temperature = descend_only ? 0 : typical_change(search, problem, bin_of, rng);
     std::vector<std::int32_t> best = bin_of;
-    std::int64_t best_cost = search.cost();
-    for (int stage = 0; stage < STAGES; ++stage) {
-        for (std::int64_t iteration = 0; iteration < iterations / STAGES; ++iteration) {
-            const auto first = static_cast<int>(rng.below(problem.experts));
-            const auto second = static_cast<int>(rng.below(problem.experts));
-            const std::int64_t allowed = threshold(temperature, rng);
-            if (bin_of[first] == bin_of[second])
-                continue;
-            // Descent wants gains; annealing takes equal swaps too.
-            const std::int64_t limit = search.cost() + allowed - (descend_only ? 1 : 0);
-            const std::int64_t cost = search.cost_of_swap(first, second);
-            if (cost > limit)
-                continue;
-            search.swap(first, second, cost);
-            if (cost < best_cost) {
-                best_cost = cost;
-                best = bin_of;
-            }
-        }
-        temperature = cooled(temperature);
-    }
+    Search search(problem, bin_of, rng);
+    const std::int64_t cost = anneal(search, rng, SAMPLES, COOLER, iterations, [&] { best = bin_of; });
     bin_of = best;
-    return best_cost;
+    return cost;
 }
 
 } // namespace moe_rl

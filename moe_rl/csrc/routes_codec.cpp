@@ -2,36 +2,28 @@
 
 #include "routes_codec.h"
 
-#include <stdexcept>
-
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
 #include "bindings.h"
 
-namespace nb = nanobind;
-
 namespace {
+
+using namespace moe_rl;
 
 template <class T, int DIMS>
 using In = nb::ndarray<const T, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
 template <int DIMS> using Out = nb::ndarray<std::uint64_t, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
 template <class Id> using Rows = nb::ndarray<Id, nb::ndim<2>, nb::device::cpu>;
 
-void check(bool condition, const char *message) {
-    if (!condition)
-        throw std::invalid_argument(message);
-}
-
 template <class Id>
-std::int64_t decode(const moe_rl::RouteDecoder &decoder, In<std::uint8_t, 1> data, In<std::int64_t, 1> start,
+std::int64_t decode(const RouteDecoder &decoder, In<std::uint8_t, 1> data, In<std::int64_t, 1> start,
                     In<std::int64_t, 1> size, In<std::int64_t, 1> rows, std::int64_t first, Rows<Id> out,
                     std::optional<In<std::uint32_t, 2>> table, std::optional<In<std::uint8_t, 2>> sizes,
                     std::optional<In<std::uint8_t, 3>> members) {
     const auto blocks = static_cast<std::int64_t>(start.shape(0)), top_k = std::int64_t{decoder.top_k()};
     check(size.shape(0) == start.shape(0) && rows.shape(0) == start.shape(0), "start, size and rows must be [n]");
     check(static_cast<std::int64_t>(out.shape(1)) == top_k && out.stride(1) == 1 && first >= 0, "out must be [rows, K], whole rows");
-    moe_rl::RouteCodes codes;
+    RouteCodes codes;
     if (table) {
         check(sizes && members && static_cast<int>(table->shape(0)) == decoder.groups() &&
                   table->shape(1) == std::size_t{1} << codes.BITS && members->shape(2) == decoder.top_k() * 1U &&
@@ -59,7 +51,7 @@ std::int64_t decode(const moe_rl::RouteDecoder &decoder, In<std::uint8_t, 1> dat
 }
 
 template <class Id>
-void rank(const moe_rl::RouteDecoder &decoder, In<Id, 2> ids, int group, Out<1> numbers) {
+void rank(const RouteDecoder &decoder, In<Id, 2> ids, int group, Out<1> numbers) {
     check(static_cast<int>(ids.shape(1)) == decoder.top_k() && numbers.shape(0) == ids.shape(0) && group >= 0 &&
               group < decoder.groups(), "ids must be [n, K], numbers [n]");
     decoder.rank(ids.data(), static_cast<std::int64_t>(ids.shape(0)), group, numbers.data());
@@ -81,7 +73,7 @@ nb::bytes pack_bits(In<std::uint64_t, 1> values, In<std::uint8_t, 1> widths) {
     return nb::bytes(out.data(), static_cast<std::size_t>((at + 7) / 8));
 }
 
-template <class Id> void bind(nb::class_<moe_rl::RouteDecoder> &decoder) {
+template <class Id> void bind(nb::class_<RouteDecoder> &decoder) {
     using namespace nb::literals;
     decoder.def("decode", &decode<Id>, "data"_a.noconvert(), "start"_a.noconvert(), "size"_a.noconvert(),
                 "rows"_a.noconvert(), "first"_a, "out"_a.noconvert(), "table"_a.none(), "sizes"_a.none(),
@@ -96,11 +88,11 @@ template <class Id> void bind(nb::class_<moe_rl::RouteDecoder> &decoder) {
 
 void bind_routes_codec(nb::module_ &module) {
     using namespace nb::literals;
-    nb::class_<moe_rl::RouteDecoder> decoder(module, "RouteDecoder");
-    decoder.def("__init__", [](moe_rl::RouteDecoder *self, int experts, int top_k, int low_bits, std::uint64_t radix, int group,
+    nb::class_<RouteDecoder> decoder(module, "RouteDecoder");
+    decoder.def("__init__", [](RouteDecoder *self, int experts, int top_k, int low_bits, std::uint64_t radix, int group,
                                int index_bits) {
-        check(1 <= top_k && top_k <= std::min(experts, moe_rl::routes::MAX_TOP_K) && experts <= 4096 && radix <= 256 && group >= 1, "no such sets");
-        new (self) moe_rl::RouteDecoder(experts, top_k, {low_bits, radix, group}, index_bits);
+        check(1 <= top_k && top_k <= std::min(experts, routes::MAX_TOP_K) && experts <= 4096 && radix <= 256 && group >= 1, "no such sets");
+        new (self) RouteDecoder(experts, top_k, {low_bits, radix, group}, index_bits);
     });
     bind<std::uint8_t>(decoder);
     bind<std::uint16_t>(decoder);

@@ -203,14 +203,11 @@ class LayerReorder {
     LayerReorder(const ReorderStep &step, int layer)
         : s_(step), layer_(layer),
           start_(s_.start + std::int64_t{layer} * s_.experts), current_(s_.current + std::int64_t{layer} * s_.experts),
-          rows_(size()), stays_(s_.stays ? size() : 0) {
+          rows_(static_cast<std::size_t>(s_.experts) * s_.cells) {
         for (int cell = 0; cell < s_.cells; ++cell)
-            for (int expert = 0; expert < s_.experts; ++expert) {
-                const std::int64_t from = (std::int64_t{cell} * s_.layers + layer) * s_.experts + expert;
-                rows_[static_cast<std::size_t>(expert) * s_.cells + cell] = s_.load[from];
-                if (s_.stays)
-                    stays_[static_cast<std::size_t>(expert) * s_.cells + cell] = s_.stays[from];
-            }
+            for (int expert = 0; expert < s_.experts; ++expert)
+                rows_[static_cast<std::size_t>(expert) * s_.cells + cell] =
+                    s_.load[(std::int64_t{cell} * s_.layers + layer) * s_.experts + expert];
         if (s_.tokens.routes)
             bits_ = layer_bits(s_.tokens, layer_, s_.nodes, s_.experts, chosen_);
     }
@@ -224,7 +221,6 @@ class LayerReorder {
     }
 
   private:
-    std::size_t size() const { return static_cast<std::size_t>(s_.experts) * s_.cells; }
     int bin(int rank, int bins) const { return rank / (s_.nodes * s_.ranks_per_node / bins); }
 
     // Assigns experts to nodes, or to ranks when there are as many bins as ranks.
@@ -236,16 +232,13 @@ class LayerReorder {
         }
         if (bins == 1)
             return bin_of;
-        const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.stays ? stays_.data() : nullptr,
-                                     s_.visit_cost, s_.row_cost, current.data(), s_.move_cost,
+        const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.row_cost, current.data(), s_.move_cost,
                                      s_.tokens.routes ? &bits_ : nullptr};
         Rng seeds = stream(s_.seed, layer_);
-        std::int64_t cost = reorder(problem, s_.iterations, !s_.anneal, seeds.next(), bin_of);
+        const std::int64_t cost = reorder(problem, s_.iterations, seeds.next(), bin_of);
         if (s_.moving_is_free) {
             std::vector<std::int32_t> other = balanced_start(problem);
-            const std::int64_t other_cost =
-                reorder(problem, s_.iterations, !s_.anneal, seeds.next(), other);
-            if (other_cost < cost)
+            if (reorder(problem, s_.iterations, seeds.next(), other) < cost)
                 bin_of.swap(other);
         }
         return bin_of;
@@ -265,10 +258,10 @@ class LayerReorder {
             const auto from = rows_.begin() + static_cast<std::ptrdiff_t>(expert) * s_.cells;
             rows.insert(rows.end(), from, from + s_.cells);
         }
-        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), nullptr,
-                                     nullptr, s_.row_cost, current.data(), s_.move_inside_cost};
+        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost,
+                                     current.data(), s_.move_inside_cost};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
-        reorder(problem, s_.iterations_inside, !s_.anneal, seeds.next(), bin_of);
+        reorder(problem, s_.iterations_inside, seeds.next(), bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)
             home[mine[i]] = first + bin_of[i];
     }
@@ -276,7 +269,7 @@ class LayerReorder {
     const ReorderStep &s_;
     int layer_;
     const std::int32_t *start_, *current_;
-    std::vector<std::int32_t> rows_, stays_;
+    std::vector<std::int32_t> rows_; // [E, cells]
     Aligned<std::uint64_t> chosen_;
     TokenBits bits_{};
 };

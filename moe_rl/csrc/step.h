@@ -100,14 +100,11 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
 struct ReorderStep {
     int cells, layers, experts, nodes, ranks_per_node;
     const std::int32_t *load;        // [cells, L, E]
-    const std::int32_t *stays;       // [cells, L, E] or nullptr
-    const std::int64_t *visit_cost;  // [cells]
     std::int64_t row_cost, move_cost, move_inside_cost;
     const std::int32_t *start, *current; // [L, E] ranks
     bool by_rank;      // balance ranks, not nodes: there will be no replicas
     bool moving_is_free;
     std::int64_t iterations, iterations_inside;
-    bool anneal;
     std::uint64_t seed;
     StepBits tokens;
 };

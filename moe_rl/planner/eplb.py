@@ -31,38 +31,32 @@ class EplbPlanner(Planner):
     hierarchical: bool = False
     """Pack expert groups into nodes first and replicate inside them; needs a router with groups."""
 
-    def make(self, problem: PlanProblem, may: Levers) -> Plan:
-        """Return the plan made from `problem.history`; raise where there is none."""
+    def known(self, problem: PlanProblem) -> StepLoad:
+        """Return the loads that the placement is made for; raise where they are not known."""
         if problem.history is None:
             raise InvalidInputError(
-                "policy 'eplb' plans on the loads of an earlier step and was given none: "
+                f"policy {self.name!r} plans on the loads of an earlier step and was given none: "
                 "give a history, or use 'eplb-oracle'."
             )
-        return _plan(self, problem, problem.history, hierarchical=self.hierarchical)
+        return problem.history
+
+    def make(self, problem: PlanProblem, may: Levers) -> Plan:
+        """Return the plan: homes and copies for `known` loads, every expert's tokens dealt over them equally."""
+        placement = eplb_placement(problem, self.known(problem), hierarchical=self.hierarchical)
+        return finish_plan(problem, self, placement=placement, replicas=equally_split(problem, placement))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EplbOraclePlanner(Planner):
+class EplbOraclePlanner(EplbPlanner):
     """EPLB on the loads of the step itself, which only routing replay knows."""
 
     name: ClassVar[str] = "eplb-oracle"
     summary: ClassVar[str] = "DeepSeek EPLB on this step's loads"
-    by_default: ClassVar[bool] = True
-    fills_slots_for_a_step: ClassVar[bool] = True
+    needs_history: ClassVar[bool] = False
 
-    hierarchical: bool = False
-    """As in `EplbPlanner`."""
-
-    def make(self, problem: PlanProblem, may: Levers) -> Plan:
-        """Return the plan made from the step's own loads."""
-        return _plan(self, problem, problem.load, hierarchical=self.hierarchical)
-
-
-def _plan(
-    planner: EplbPlanner | EplbOraclePlanner, problem: PlanProblem, known: StepLoad, *, hierarchical: bool
-) -> Plan:
-    placement = eplb_placement(problem, known, hierarchical=hierarchical)
-    return finish_plan(problem, planner, placement=placement, replicas=equally_split(problem, placement))
+    def known(self, problem: PlanProblem) -> StepLoad:
+        """Return the step's own loads."""
+        return problem.load
 
 
 def eplb_placement(problem: PlanProblem, known: StepLoad, *, hierarchical: bool) -> ExpertPlacement:

@@ -11,31 +11,22 @@ micro-batch is worse than under EPLB, whose equal split is one of those splits.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
-from moe_rl.planner.base import Levers, Planner, PlanProblem
-from moe_rl.planner.eplb import eplb_placement
+from moe_rl.planner.base import Levers, PlanProblem
+from moe_rl.planner.eplb import EplbPlanner, eplb_placement
 from moe_rl.planner.lplb import exactly_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastPlanner(Planner):
+class ForecastPlanner(EplbPlanner):
     """What moe-rl does where routes are not known before the step."""
 
     name: ClassVar[str] = "moe-rl-forecast"
     summary: ClassVar[str] = "copies for a step on earlier steps' loads, best split of each micro-batch's true counts"
-    needs_history: ClassVar[bool] = True
-    fills_slots_for_a_step: ClassVar[bool] = True
-
-    hierarchical: bool = False
-    """As in `EplbPlanner`."""
+    by_default: ClassVar[bool] = False
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan: placement from `problem.history`, splits from the step's own counts."""
-        if problem.history is None:
-            raise InvalidInputError(
-                f"policy {self.name!r} plans on the loads of an earlier step and was given none: give a history."
-            )
-        placement = eplb_placement(problem, problem.history, hierarchical=self.hierarchical)
+        placement = eplb_placement(problem, self.known(problem), hierarchical=self.hierarchical)
         return finish_plan(problem, self, placement=placement, replicas=exactly_split(problem, placement))

@@ -111,8 +111,6 @@ class MoeRlPlanner(Planner):
     """Proposals per turn."""
     reorder_iterations: int = 20_000
     """Proposals per layer and turn."""
-    anneal: bool = True
-    """Simulated annealing of homes; False accepts only swaps that gain."""
     tolerance: float = 0.0005
     """Share of the highest rank load between which replica plans are not told apart."""
     cross_node_gain: float = 0.009
@@ -234,7 +232,6 @@ class MoeRlPlanner(Planner):
             rounds=min(self.rounds, fewer),
             pack_iterations=self.pack_iterations,
             reorder_iterations=self.reorder_iterations,
-            anneal=self.anneal,
             num_threads=self.num_threads,
         )
 
@@ -431,10 +428,7 @@ class _Run:
         return [one.home for one in homes], state
 
     def _contiguous(self) -> NDArray[np.int32]:
-        load = self.problem.load
-        return ExpertPlacement.contiguous(
-            num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
-        ).home_rank
+        return replace(self.problem, current_placement=None).starting_placement().home_rank
 
     def _best_per_layer(self, candidates: list[Candidate], weights: SearchWeights) -> NDArray[np.int32]:
         """Return [L, E] homes, in every layer those of the candidate that is cheapest there, moves included.

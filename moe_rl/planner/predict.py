@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import LayerRows, layer_time
-from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.plan_rows import rows_of_plan
 from moe_rl.core.visits import count_rows, count_visits
@@ -53,9 +52,7 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
     load = problem.load
     static = replace(
         plan,
-        placement=ExpertPlacement.contiguous(
-            num_layers=load.num_layers, num_experts=load.num_experts, ep_size=load.ep_size
-        ),
+        placement=replace(problem, current_placement=None).starting_placement(),
         replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
     )
     both, running = [cell_rows(one, problem) for one in (static, plan)], np.asarray(load.tokens.any(axis=2))[..., None]

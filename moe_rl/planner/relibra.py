@@ -12,7 +12,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -21,6 +20,7 @@ from moe_rl.planner.base import Levers, Planner, PlanProblem
 from moe_rl.planner.quota_greedy import replicate_in_node
 from moe_rl.planner.swap_annealing import anneal_swaps
 from moe_rl.planner.ultraep import check_replication
+from moe_rl.planner.weights import seconds_per_row
 
 Ints = NDArray[np.int64]
 
@@ -136,14 +136,9 @@ def _prices(problem: PlanProblem) -> NDArray[np.float64]:
     """Return seconds per computed row of a rank and per received row of a NIC, of a whole step's passes."""
     if problem.objective == "imbalance":
         return np.array([1.0, 0.0])
-    cost: LayerCostParams = problem.cost
-    gemm = cost.gemm_flops_per_row / cost.gemm_flops_per_s
-    moved = cost.activation_bytes_per_row / cost.hbm_bytes_per_s
-    forward = gemm + moved
-    backward = BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved
+    cost = problem.cost
     sent = 2.0 * cost.a2a_row_bytes / cost.rdma_bytes_per_s
-    passes = np.array([cost.forward_passes, cost.backward_passes])
-    return np.array([passes @ np.array([forward, backward]), passes.sum() * sent])
+    return np.array([seconds_per_row(cost), (cost.forward_passes + cost.backward_passes) * sent])
 
 
 def _move_price(problem: PlanProblem, gb_per_s: float) -> float:

@@ -48,7 +48,6 @@ class SearchOptions:
     rounds: int
     pack_iterations: int
     reorder_iterations: int
-    anneal: bool
     num_threads: int
     cooler: int = 0
     """By how many halvings packing starts cooler, because sequences start from a good layout."""
@@ -112,11 +111,9 @@ class Searcher:
         `row_cost` takes the place of the weights' own.
         """
         topology, options, weights = self.problem.topology, self.options, self.weights
-        load, tokens, counts = self._weighed(*self.cells(state.place), self.outlook)
+        load, _, counts = self._weighed(*self.cells(state.place), self.outlook)
         home = self.core.reorder(
             load=load if self.outlook is None else np.rint(load * counts[:, None, None]).astype(np.int32),
-            stays=weights.stays(load, tokens) if self.routes is None else None,
-            visit_cost=weights.visit_cost(tokens * counts),
             row_cost=weights.row_cost if row_cost is None else row_cost,
             move_cost=weights.move_cost,
             move_inside_cost=weights.move_inside_cost,
@@ -126,7 +123,6 @@ class Searcher:
             ranks_per_node=topology.ranks_per_domain,
             by_rank=options.by_rank and not inside,
             moving_is_free=weights.move_cost == 0 and turn == 0,
-            anneal=options.anneal,
             iterations=0 if inside else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
             iterations_inside=options.reorder_iterations // topology.num_nodes if inside else 0,
             seed=self.problem.seed * 1024 + turn,

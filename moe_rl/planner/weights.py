@@ -14,10 +14,6 @@ from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, L
 from moe_rl.planner.base import OURS, PlanProblem
 
 PICOSECONDS = 1e12
-STAY_UNIT = 1024
-"""Steps per unit of -ln(probability to stay away), as csrc/annealing.h has them."""
-VISIT_UNIT = 2**20
-"""Steps of a probability to visit, as csrc/annealing.h has them."""
 MIGRATION_SPREAD = 1.5
 """Busiest over mean bytes per NIC in a migration: what one more move is charged beyond its even share."""
 
@@ -63,8 +59,6 @@ class SearchWeights:
     """Cost of a row in the busiest bin."""
     whole_row_cost: int
     """The same where nothing levels nodes besides."""
-    visit_price: float
-    """Cost of one of a cell's tokens visiting the busiest node with probability 2^-20; 0 where visits cost nothing."""
     copy_cost: float
     """Cost of a token's copy into, or out of, the busiest node; 0 where copies cost nothing."""
     move_cost: int
@@ -84,7 +78,6 @@ class SearchWeights:
             return cls(
                 row_cost=1,
                 whole_row_cost=1,
-                visit_price=0.0,
                 copy_cost=0.0,
                 move_cost=0,
                 move_inside_cost=0,
@@ -97,17 +90,12 @@ class SearchWeights:
         whole_row_cost = max(1, round(row_s * PICOSECONDS))
         if load.routes is not None and level:
             row_s *= LEVELLED if problem.domain_balance == OURS else LEVELLED_OVER_ENGINE
-        visit = 0.0
         passes = 2.0 * (cost.forward_passes + cost.backward_passes)
         copy_s = passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s / topology.ranks_per_domain
-        if cost.a2a_hierarchical and topology.num_nodes > 1 and not by_rank:
-            per_token = (topology.num_nodes - 1) / topology.ep_size
-            visit = per_token * passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s * PICOSECONDS / VISIT_UNIT
         moved_s = MIGRATION_SPREAD * problem.model.expert_state_bytes / topology.ep_size / steps_served
         return cls(
             row_cost=max(1, round(row_s * PICOSECONDS)),
             whole_row_cost=whole_row_cost,
-            visit_price=visit,
             copy_cost=copy_s * PICOSECONDS if topology.num_nodes > 1 else 0.0,
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
@@ -115,16 +103,3 @@ class SearchWeights:
             if problem.micro_batch_cost is None
             else np.rint(problem.micro_batch_cost.sequence_s / row_s).astype(np.int64),
         )
-
-    def visit_cost(self, tokens: NDArray[np.floating] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [C] what the visits of cells of so many tokens [C] cost, per probability of 2^-20."""
-        cost: NDArray[np.int64] = np.rint(self.visit_price * tokens).astype(np.int64)
-        return cost
-
-    def stays(self, load: NDArray[np.int32], tokens: NDArray[np.int64]) -> NDArray[np.int32] | None:
-        """Return [C, L, E] -1024 ln(1 - share) of every expert from its load, or None where visits cost nothing."""
-        if self.visit_price == 0:
-            return None
-        share = load / np.maximum(tokens, 1)[:, None, None]
-        stays: NDArray[np.int32] = np.rint(-STAY_UNIT * np.log1p(-np.minimum(share, 1.0 - 1e-7))).astype(np.int32)
-        return stays

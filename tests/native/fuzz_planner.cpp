@@ -129,17 +129,10 @@ void reorder_case(Bytes &bytes) {
     std::vector<std::int32_t> load(static_cast<std::size_t>(cells) * layers * experts);
     for (auto &rows : load)
         rows = bytes.rows();
-    std::vector<std::int32_t> stays(load.size());
-    for (auto &share : stays)
-        share = bytes.byte();
-    std::vector<std::int64_t> visit_cost(cells);
-    for (auto &cost : visit_cost)
-        cost = bytes.byte();
     const auto start = homes(bytes, layers, experts, ranks), current = homes(bytes, layers, experts, ranks);
-    const bool visits = bytes.byte() % 2;
-    const ReorderStep step{cells, layers, experts, nodes, per_node, load.data(), visits ? stays.data() : nullptr,
-                           visit_cost.data(), 1 + bytes.byte(), bytes.byte(), bytes.byte(), start.data(), current.data(),
-                           bytes.byte() % 2 != 0, bytes.byte() % 2 != 0, 200, 100, bytes.byte() % 2 != 0, bytes.byte()};
+    const ReorderStep step{cells, layers, experts, nodes, per_node, load.data(), 1 + bytes.byte(), bytes.byte(),
+                           bytes.byte(), start.data(), current.data(), bytes.byte() % 2 != 0, bytes.byte() % 2 != 0, 200, 100,
+                           bytes.byte()};
     const auto home = reorder_step(step, 1);
     require(home.size() == start.size(), "a home for every expert");
     for (int layer = 0; layer < layers; ++layer) {

@@ -258,15 +258,6 @@ def test_the_plan_depends_on_the_seed_and_not_on_the_threads() -> None:
     assert MoeRlPlanner(**QUICK).plan(replace(problem, seed=1)).hash not in hashes
 
 
-def test_annealing_finds_homes_that_descent_misses() -> None:
-    problem = small_problem()
-    options = {"pack": False, "reorder_iterations": 20_000}
-    node_imbalance = [score(problem, MoeRlPlanner(**options, anneal=anneal).plan(problem)) for anneal in (True, False)]
-    assert node_imbalance[0] <= node_imbalance[1]
-    homes = [MoeRlPlanner(**options, anneal=anneal).plan(problem).placement.home_rank for anneal in (True, False)]
-    assert (homes[0] != homes[1]).any()
-
-
 def test_without_turns_nothing_is_packed() -> None:
     problem = small_problem()
     assert MoeRlPlanner(**QUICK, rounds=0).plan(problem).layout is problem.layout

@@ -80,8 +80,6 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
     load = rng.poisson(np.exp(rng.normal(2, 1.5, (cells, layers, experts)))).astype(np.int32)
     arguments = {
         "load": load,
-        "stays": rng.integers(0, 2000, load.shape).astype(np.int32) if rng.integers(2) else None,
-        "visit_cost": rng.integers(0, 5, cells),
         "row_cost": int(rng.integers(1, 4)),
         "move_cost": int(rng.choice([0, 50])),
         "move_inside_cost": int(rng.choice([0, 20])),
@@ -91,7 +89,6 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
         "ranks_per_node": per_node,
         "by_rank": bool(rng.integers(2)),
         "moving_is_free": bool(rng.integers(2)),
-        "anneal": bool(rng.integers(2)),
         "iterations": int(rng.choice([0, 256])),
         "iterations_inside": int(rng.choice([0, 128])),
         "seed": seed,
@@ -119,8 +116,6 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
 
     home = core().reorder(
         load=load,
-        stays=None,
-        visit_cost=np.zeros(cells, np.int64),
         row_cost=1,
         move_cost=0,
         move_inside_cost=0,
@@ -130,7 +125,6 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         ranks_per_node=per_node,
         by_rank=by_rank,
         moving_is_free=bool(rng.integers(2)),
-        anneal=bool(rng.integers(2)),
         iterations=512,
         iterations_inside=0,
         seed=seed,
