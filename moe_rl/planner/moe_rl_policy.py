@@ -372,11 +372,8 @@ class _Run:
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
         layouts = near_starts(problem.layout, cost, tokens, problem.topology, self.core)
         homes, _ = self._searched(self._searcher(replace(self.options, packs=False)), several=False)
-        # Counts of whole sequences tell starts apart: reading 235B's trace again for each takes 0.3 s of CPU time.
-        told = problem if problem.load.scaled else replace(problem, load_of_layout=None)
-        starts = [self._candidate(homes[-1], each, load_of_plan(told, each), across=False) for each in layouts]
-        best = min(starts, key=lambda start: start.price)
-        return best if best.layout is problem.layout else replace(best, load=load_of_plan(problem, best.layout))
+        starts = [self._candidate(homes[-1], each, load_of_plan(problem, each), across=False) for each in layouts]
+        return min(starts, key=lambda start: start.price)
 
     def _searcher(self, options: SearchOptions) -> Searcher:
         steps = self.problem.steps_served if self.outlook is None else self.outlook.steps
