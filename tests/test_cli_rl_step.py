@@ -92,7 +92,7 @@ def test_a_sweep_prints_a_table_for_every_value() -> None:
         (("--ep", 64), "does not divide the 32 training GPUs"),
         (("--imbalance", 0.5), "imbalance must be at least 1"),
         (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must lie in 1 .. 3"),
-        (("--rollout-precision", "fp4"), "is not one of bf16, fp8"),
+        (("--rollout-precision", "fp4"), "'fp4' is unknown. Did you mean 'fp8'?"),
     ],
 )
 def test_lengths_that_make_no_step_are_refused(arguments: tuple[object, ...], message: str) -> None:
