@@ -18,7 +18,7 @@ from moe_rl.megatron import Balancer, BalancerConfig, attach
 from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.transport import Transport
 
-STEPS = {"fp32": 5, "bf16": 10}
+STEPS = {"fp32": 3, "bf16": 10}
 """In bf16 enough for a root mean square; in fp32 every step has to agree by itself."""
 MICRO_BATCHES = 3
 SCRATCH_BYTES = 2**17
