@@ -12,7 +12,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
 .PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
-    lint format bench bench-kernels bench-kernels-baseline gpu-check kernel-proof kernel-emulate tables docs clean
+    lint format bench bench-kernels bench-kernels-baseline gpu-check kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue time without a GPU"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
+	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
 	@echo "make wheel        dist/moe_rl-*.whl for this Python"
 	@echo "make lock         requirements.lock: every version of the environment that the tests run in"
@@ -201,6 +202,9 @@ kernel-proof: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.proof --peers $(PEERS)
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
+kernel-compile: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py
+
 kernel-emulate: $(VENV)/.test
 	@mkdir -p out
 	PYTHONPATH=tests:. $(BIN)/python -m emulator --mutants --json out/kernel_emulate.json

@@ -1,5 +1,7 @@
 """Shipped kernels compile for Hopper and Blackwell without spills, on tensor cores; what is known to be bad still is.
 
+Compiling all of them takes minutes: `make kernel-compile` runs the slow tests of this module, in CI too.
+
 Compilation needs a process in which triton was imported without TRITON_INTERPRET, so each architecture is one.
 """
 
@@ -41,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {operator.package.rpartition(".")[2] for operator in operators()}
 
 
+@pytest.mark.slow
 def test_every_launch_passes_on_hopper(hopper: dict[str, dict[str, object]]) -> None:
     shipped = {name: verdict for name, verdict in hopper.items() if not name.startswith("bad ")}
     assert problems(shipped) == {}
@@ -52,6 +55,7 @@ def test_every_launch_passes_on_hopper(hopper: dict[str, dict[str, object]]) -> 
     assert len(special) >= (12 if has_gluon() else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_gluon(), reason="Triton before 3.9 has no Gluon loops to compile")
 def test_the_static_proof_is_of_the_launches_that_are_shipped(hopper: dict[str, dict[str, object]]) -> None:
     """Every product has its row in the files that `make kernel-proof` left, and no row is of a launch that is gone."""
@@ -62,6 +66,7 @@ def test_the_static_proof_is_of_the_launches_that_are_shipped(hopper: dict[str, 
     assert {name for name in shipped if name.startswith("gemm ")} <= rows
 
 
+@pytest.mark.slow
 def test_known_bad_tiles_are_still_bad(hopper: dict[str, dict[str, object]]) -> None:
     """When this fails, the compiler has learned to hold these tiles in registers: ship them if they are faster."""
     bad = {name: verdict for name, verdict in hopper.items() if name.startswith("bad ")}
@@ -69,6 +74,7 @@ def test_known_bad_tiles_are_still_bad(hopper: dict[str, dict[str, object]]) -> 
     assert problems(bad).keys() == bad.keys()
 
 
+@pytest.mark.slow
 def test_a_pointer_table_costs_no_vector_loads(hopper: dict[str, dict[str, object]]) -> None:
     """The compiler knows nothing of a bare address; asynchronous copies survive only if it is told the alignment."""
     dense_of = {name: name.replace(" table", "").replace(" i64", "") for name in hopper if " table" in name}
@@ -79,6 +85,7 @@ def test_a_pointer_table_costs_no_vector_loads(hopper: dict[str, dict[str, objec
             assert dense["instructions"][instruction] == table["instructions"][instruction], table["name"]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_every_launch_passes_on_blackwell() -> None:
     found = verdicts(100)
     assert {name.split()[0] for name in found} == FOLDERS

@@ -57,6 +57,8 @@ def test_balancer_worker_and_driver_make_the_same_plan(outcome: list[Any]) -> No
         assert rank["metrics"]["moe_rl/misplaced_share"] == 0
         assert rank["shorter"] == ["the plan is for 3 micro-batches, the routes are of 2", 0, 0]
         assert rank["unknown"] == [
+            "moe_rl/forecast_peak_bytes",
+            "moe_rl/largest_micro_batch_tokens",
             "moe_rl/misplaced_share",
             "moe_rl/predicted_imbalance",
             "moe_rl/static_imbalance",
