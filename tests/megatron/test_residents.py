@@ -7,7 +7,7 @@ from curves import BF16_UNIT_ROUNDOFF, FP32_LIMIT, relative_difference
 from test_matrix import WORLD_SIZES
 
 QUICK = {"ep2_bf16_recomputed", "tp2_ep2_fp32_stored", "pp2_ep2_fp32_moe_recomputed"}
-"""Every dtype and all ways to run backward at least once; expert-DP 2 and EP 4, which take 16 s each, are slow tests."""
+"""Every dtype and all ways to run backward at least once; expert-DP 2 and EP 4 take 16 s each and are slow tests."""
 VIEWS = (
     "allgather",
     "gathered",
