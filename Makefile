@@ -203,7 +203,7 @@ kernel-proof: $(VENV)/.test
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
 kernel-compile: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py
+	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py tests/kernels/test_emulated.py
 
 kernel-emulate: $(VENV)/.test
 	@mkdir -p out

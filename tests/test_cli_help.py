@@ -177,6 +177,7 @@ def test_every_parameter_of_every_command_says_what_it_is() -> None:
     )
 
 
+@pytest.mark.lengthy
 def test_help_of_a_simulation_loads_no_numpy() -> None:
     code = "import sys; from moe_rl.cli import main\ntry: main()\nfinally: sys.exit('numpy' in sys.modules)"
     for command in ("simulate", "sweep", "tune", "demo"):

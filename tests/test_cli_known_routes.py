@@ -81,6 +81,7 @@ def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_doe
     assert "--unknown-pairs hides routes of tokens: the trace holds counts alone." in refused.err
 
 
+@pytest.mark.lengthy
 def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=3)
     same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", "relibra.temperature=0.1")

@@ -404,6 +404,7 @@ def test_sensitivity_reaches_every_output(tmp_path: Path, trace: Path) -> None:
     assert sentence in " ".join(moe_rl("simulate", trace, *BATCH, *scaled).out.split())
 
 
+@pytest.mark.lengthy
 def test_a_policy_has_the_same_figures_whatever_else_is_asked(tmp_path: Path, trace: Path) -> None:
     """Neither other policies nor --sensitivity decide how many tokens are followed: the trace does."""
     seen = []

@@ -232,6 +232,7 @@ def test_other_settings_are_refused_by_name_and_the_file_stays(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.lengthy
 def test_another_trace_of_the_same_name_is_refused(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "s.jsonl"
     sweep(trace, *GRID, "--out", out)
@@ -349,6 +350,7 @@ def without_plan_times(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.lengthy
 def test_results_and_their_order_do_not_depend_on_the_number_of_jobs(tmp_path: Path, trace: Path) -> None:
     for jobs in (1, 3):
         ran = sweep(trace, *GRID, "--jobs", jobs, "--out", tmp_path / f"{jobs}.jsonl")

@@ -130,6 +130,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not uses, f"in or above a circle: {sorted(uses)}"
 
 
+@pytest.mark.lengthy
 def test_the_top_level_folders_are_imported_only_through_moe_rl() -> None:
     tests_and_benchmarks = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     for path in [*tests_and_benchmarks, *(path for part in parts() for path in files_of(part))]:
@@ -149,6 +150,7 @@ def modules_of(package: str) -> list[str]:
     return sorted(name for name in names if not name.endswith("__main__") and name not in NEEDS_TORCH)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("package", LIGHT_MODULES)
 def test_importing_every_module_of_a_light_package_loads_no_gpu_stack(package: str) -> None:
     code = (
@@ -167,6 +169,7 @@ def test_importing_every_module_of_a_light_package_loads_no_gpu_stack(package: s
     assert ran.stdout.split() == []
 
 
+@pytest.mark.lengthy
 def test_what_other_frameworks_need_of_the_balancer_loads_no_megatron() -> None:
     needed = "BalancerConfig, MicroBatchClock, PassMetrics, SlotTables, count_routes, plan_from_local"
     code = (

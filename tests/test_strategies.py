@@ -1,6 +1,7 @@
 """The shared strategies draw what their users rely on: empty experts, and sizes that fit each other."""
 
 import numpy as np
+import pytest
 from hypothesis import find, given
 from hypothesis import strategies as st
 from strategies import loads, placements, problems, topologies, traces
@@ -12,12 +13,14 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
 
 
+@pytest.mark.lengthy
 @given(trace=traces())
 def test_every_trace_has_an_expert_that_no_token_chooses(trace: RoutingTrace) -> None:
     trace.check_routes()
     assert (trace.routed_experts < trace.num_experts - 1).all()
 
 
+@pytest.mark.lengthy
 def test_some_loads_have_empty_experts_layers_and_micro_batches() -> None:
     for axes in ((3,), (3, 4), (2, 3, 4)):
         find(loads(), lambda load, axes=axes: bool((load.pairs.sum(axis=axes) == 0).any() and load.pairs.any()))
@@ -35,6 +38,7 @@ def test_placements_have_even_homes(placement: ExpertPlacement) -> None:
     assert all((np.bincount(row) == 2).all() for row in placement.home_rank)
 
 
+@pytest.mark.lengthy
 def test_problems_of_every_kind_occur() -> None:
     kinds = {
         "no slots": lambda p: p.replica_slots == 0,

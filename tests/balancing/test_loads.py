@@ -37,6 +37,7 @@ def test_so_many_loads_are_kept(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(found.pairs, StepLoad.joined(before).pairs)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("served", [1, 8])
 def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served: int) -> None:
     """What is judged on earlier loads follows the task; what is chosen for one batch alone follows its luck."""

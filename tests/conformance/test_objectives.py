@@ -114,6 +114,7 @@ def pack(tensors: dict[str, Tensor], lengths: list[int]) -> dict[str, Tensor]:
     return packed
 
 
+@pytest.mark.lengthy
 @NARROW_ON_PURPOSE
 @settings(deadline=None, max_examples=25)
 @given(

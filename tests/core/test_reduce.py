@@ -172,6 +172,7 @@ def counts_only(trace: RoutingTrace) -> SequenceCounts:
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.usefixtures("counted_by")
 @given(case=cases(), filler=st.sampled_from(Filler), chunk=st.sampled_from([1, 7, 65_536]), data=st.data())
 @settings(deadline=None, max_examples=150)

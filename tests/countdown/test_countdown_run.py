@@ -60,6 +60,7 @@ def test_a_run_is_not_started_over_another_one(reference: Path) -> None:
     assert (reference / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_killed_run_resumes_to_the_same_curve(reference: Path) -> None:
     shutil.copytree(reference.parent / "cache", reference.parent / "killed" / "cache")

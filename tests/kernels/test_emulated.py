@@ -43,7 +43,7 @@ def test_products_are_exact_under_four_schedules(arch: int) -> None:
     assert "checks right in 4 schedules" in printed
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_machine_code_waits_for_tensor_memory_before_it_uses_it() -> None:
     rows = json.loads(outside("-m", "emulator.tensor_loads"))
     assert sum(loads for loads, _ in rows.values()) > 8

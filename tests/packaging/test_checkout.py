@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import moe_rl
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.lengthy
 def test_a_checkout_whose_moe_rl_is_elsewhere_is_not_tested(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     for name in ("pyproject.toml", "tests/conftest.py", "tests/local_ranks.py"):

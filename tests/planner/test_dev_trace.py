@@ -91,6 +91,7 @@ def test_bounds_lie_below_what_plans_reach(dev_trace_path: Path, ep_size: int) -
     assert by_node.imbalance - imbalance(node_load(reached, 8)) < 0.005
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_lplb_reaches_the_bound_of_its_placement(dev_trace_path: Path, ep_size: int) -> None:
     problem = dev_problem(dev_trace_path, ep_size)

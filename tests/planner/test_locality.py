@@ -156,6 +156,7 @@ def test_five_hundred_plans_are_never_worse_than_static(seed: int, topology: Clu
     check_never_worse(seed, topology)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**40), topology=topologies(), hierarchical=st.booleans())
 def test_the_plan_is_the_same_for_any_number_of_threads(
@@ -171,6 +172,7 @@ def test_the_plan_is_the_same_for_any_number_of_threads(
     assert one.hash == many.hash
 
 
+@pytest.mark.lengthy
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**40), topology=topologies())
 def test_core_and_numpy_count_the_same_visits(seed: int, topology: ClusterTopology) -> None:
@@ -323,6 +325,7 @@ def test_a_copy_spares_the_busiest_node_not_the_most_tokens(rng: np.random.Gener
     assert held[1] in (7, 8)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_the_validator_finds_a_wrong_visit_and_a_wrong_price(rng: np.random.Generator, hierarchical: bool) -> None:
     problem = paired_problem(rng, hierarchical=hierarchical, cross_node_slots=1)

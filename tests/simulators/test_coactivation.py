@@ -106,6 +106,7 @@ def test_groups_that_do_not_share_out_the_experts_are_refused() -> None:
         replace(SMALL, num_expert_groups=8, expert_group_top_k=1)
 
 
+@pytest.mark.lengthy
 def test_the_command_line_makes_a_trace_like_another(tmp_path: Path) -> None:
     given, made, counts = write_npz(tmp_path / "given.npz"), tmp_path / "made.moetrace", tmp_path / "c.moetrace"
     ran = moe_rl("trace", "synth", "preset_b", made, "--option", "num_sequences=10", "--like", given)

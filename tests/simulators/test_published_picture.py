@@ -83,6 +83,7 @@ def test_the_study_is_reproduced(row: Row) -> None:
         assert seconds["static"] / seconds[name] == pytest.approx(expected, abs=0.02), name
 
 
+@pytest.mark.lengthy
 def test_overlap_raises_the_value_of_balancing() -> None:
     """1.56x over static and 1.19x over EPLB's oracle where 1.40x and 1.12x were without overlap; 6 % below balance.
 

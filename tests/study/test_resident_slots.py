@@ -53,6 +53,7 @@ def moe_rl_of(path: Path, **options: Any) -> Any:
     return moe_rl.simulate(path, **SMALL | options).policies[1]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", ["resident_slots", "cross_node_slots"])
 def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path, name: str) -> None:
     report = moe_rl.simulate(path, **{name: "auto"}, **SMALL)
