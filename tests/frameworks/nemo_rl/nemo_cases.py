@@ -6,17 +6,17 @@ What it imports beside them (megatron.bridge, Ray, its batches) is not on CPU: `
 """
 
 import functools
+import importlib
 import os
 import sys
 from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
-sys.path.insert(0, str(Path(__file__).parents[3]))
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -28,7 +28,12 @@ from torch import Tensor
 
 from moe_rl.frameworks import router_shift
 from moe_rl.frameworks.nemo_rl import attach as nemo
-from tests.frameworks.own_losses import functions, nemo_rls_loss
+
+tests = ModuleType("tests")  # a package of verl's environment is called tests, too
+tests.__path__ = [str(Path(__file__).parents[2])]
+sys.modules["tests"] = tests
+own_losses = importlib.import_module("tests.frameworks.own_losses")
+functions, nemo_rls_loss = own_losses.functions, own_losses.nemo_rls_loss
 
 SHAPE = (2, tiny_gpt.SEQUENCE)
 LENGTHS = ((9, 16), (12, 14))
