@@ -213,6 +213,7 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     """Return what the host needs to launch one layer of one micro-batch: the layer takes no less.
 
     A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
+    What a pipeline's chunk launches beside its layers, its sends and receives, is spread over them.
     """
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph == "full_iteration":
@@ -226,7 +227,10 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
     in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)
-    return 1e-3 * in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
+    stages, directions = setting.pipeline_model_parallel_size, 1 + (backward_passes > 0)
+    chunks = stages * setting.num_virtual_stages if stages > 1 else 0
+    chunk = hardware.host_chunk_ms * left * directions / 2.0 * chunks / run.model.num_layers
+    return 1e-3 * (in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again) + chunk)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:

@@ -12,9 +12,6 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.memory import gradient_bytes, stage_params
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
-FORWARD_SHARE = 1.0 / 3.0
-"""Of a micro-batch's time."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
@@ -66,7 +63,7 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
         return max(dense.seconds(bytes_each * one) + experts.seconds(bytes_each * other) for one, other in held)
 
     reduced, gathered = fullest(gradient_bytes(setting)), fullest(BF16_BYTES)
-    forward = FORWARD_SHARE * micro_batch_s
+    forward = micro_batch_s / (2.0 + setting.forward_passes)  # what is recomputed runs in backward
     backward = micro_batch_s - forward
     if setting.use_megatron_fsdp:
         # Backward gathers weights again, and reduces gradients the other way round on the same links.

@@ -12,6 +12,8 @@ from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
+ONLY_MOE = ("shared_experts", "expert_gemm", "all_to_all", "replicate", "prefetch", "overlap", "host")
+"""Parts of a step that dense layers have none of, or little."""
 LARGE_DOMAIN = 8
 """Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC."""
 
@@ -55,7 +57,8 @@ def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank.
 
     Interleaved schedules send a chunk's output beside the next chunk's work, of which a stage has `stage_s` seconds in
-    both directions; without virtual stages it waits for all of it.
+    both directions; without virtual stages it waits for all of it. Their launches are the host's
+    (`base_time.host_seconds`).
     """
     hardware, setting = run.topology.hardware, run.setting
     virtual = setting.num_virtual_stages
@@ -65,9 +68,8 @@ def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
     window = 0.0 if virtual == 1 else stage_s
-    host = 1e-3 * hardware.host_chunk_ms * setting.software.launched(setting.cuda_graph) * virtual * directions / 2
     sent = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate
-    return max(0.0, sent - window) + host
+    return max(0.0, sent - window)
 
 
 def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, micro_batches: int) -> dict[str, float]:
@@ -79,9 +81,15 @@ def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, mi
     breakdown = {name: seconds / stages for name, seconds in parts.items()}
     total, head = sum(parts.values()), parts["head"]
     split = stage_layers(run.model, run.setting)
-    layer = (total - head) / sum(split)
-    slowest = max(max(split) * layer, split[-1] * layer + head)
-    breakdown["pipeline_imbalance"] = max(0.0, slowest - total / stages)
+    dense, chunk = run.model.num_layers - run.model.num_moe_layers, split[0] / virtual
+    saved = 0.0
+    if run.model.moe_layer_ids[0] == dense > 0:
+        # Dense layers come first, so that they shorten the first stages alone: all others wait for stages without one.
+        saved = sum(parts[name] for name in ONLY_MOE) / (sum(split) - dense) - parts["dense_mlp"] / dense
+    layer = (total - head + dense * saved) / sum(split)
+    busy_s = [count * layer - saved * min(chunk, max(0.0, dense - stage * chunk)) for stage, count in enumerate(split)]
+    busy_s[-1] += head
+    breakdown["pipeline_imbalance"] = max(0.0, max(busy_s) - total / stages)
     busy = total / stages / max(1, micro_batches)
     breakdown["pipeline_p2p"] = micro_batches * send_seconds(run, tokens=tokens, stage_s=busy)
     mean = total / stages + breakdown["pipeline_p2p"]

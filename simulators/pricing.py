@@ -163,7 +163,9 @@ class StepPricing(TrainingRun):
         some of a layer's kernels wait for a launch although the layer as a whole does not.
         """
         host = host_seconds(self, backward_passes=params.backward_passes, moe_layer=moe_layer)
-        waits: Floats = np.where(device > 0, (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH) - device, 0.0)
+        waits: Floats = np.where(
+            (device > 0) & (host > 0), (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH) - device, 0.0
+        )
         return waits
 
     def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:

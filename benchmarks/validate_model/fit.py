@@ -184,13 +184,15 @@ def fit(runs: Sequence[WholeRun], first: Fit, *, start: Fit | None = None) -> Fi
     return Fit(factors=dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
 
-def held_out_errors(runs: Sequence[WholeRun], first: Fit, by: str) -> dict[str, tuple[list[WholeRun], Floats]]:
+def held_out_errors(
+    runs: Sequence[WholeRun], first: Fit, by: str, *, seed: int = 0
+) -> dict[str, tuple[list[WholeRun], Floats]]:
     """Return the runs of every `by` and their errors, as a fit on all others predicts them.
 
-    By "cluster", "model" or "setting"; settings are dealt to three parts, releases of one setting to the same.
+    By "cluster", "model" or "setting"; `seed` deals settings to three parts, releases of one setting to the same.
     """
     errors, start = {}, fit(runs, first)
-    settings = np.random.default_rng(0).permutation(sorted({run.facts for run in runs})).tolist()
+    settings = np.random.default_rng(seed).permutation(sorted({run.facts for run in runs})).tolist()
 
     def part(run: WholeRun) -> str:
         return f"part {settings.index(run.facts) % FOLDS}" if by == "setting" else str(getattr(run, by))

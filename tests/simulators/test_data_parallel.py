@@ -72,3 +72,11 @@ def test_fsdp_pays_in_every_micro_batch_and_gathers_twice() -> None:
     once, every = exposed(ranks(8, 4), 0.0), exposed(ranks(8, 4), 0.0, use_megatron_fsdp=True)
     assert every["grad_reduce"] == pytest.approx(8 * once["grad_reduce"])
     assert every["param_gather"] == pytest.approx(8 * 2 * once["param_gather"])
+
+
+def test_what_backward_computes_again_leaves_gradients_more_time_and_weights_less() -> None:
+    """Of four passes three are backward's under full recomputation, of three else two."""
+    topology = ranks(8, 4)
+    full, none = (exposed(topology, 0.1, recompute=recompute) for recompute in ("full", "none"))
+    assert none["grad_reduce"] - full["grad_reduce"] == pytest.approx(0.1 * (3 / 4 - 2 / 3))
+    assert full["param_gather"] - none["param_gather"] == pytest.approx(0.1 * (1 / 3 - 1 / 4))

@@ -135,6 +135,21 @@ def test_stages_of_published_layouts() -> None:
     assert uneven(61, stages=16, virtual=1) == (4,) * 15 + (1,)
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_dense_layers_shorten_the_first_stage_alone(virtual: int) -> None:
+    """A pipeline is as slow as its stages of MoE layers, as if the first layers were MoE layers, too."""
+    setting = StepSetting(pipeline_model_parallel_size=4, num_virtual_stages=virtual)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4)
+    busy = []
+    for dense in (0, 1, 2):
+        model = model_spec(num_experts=8, num_layers=16, top_k=2, moe_layer_ids=tuple(range(dense, 16)))
+        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=4096, sequence_length=4096)
+        parts = batch.step(topology, setting, num_micro_batches=4).breakdown_s
+        waits = ("pipeline_bubble", "pipeline_p2p", "grad_reduce", "param_gather", "step_fixed", "optimizer")
+        busy.append(sum(seconds for name, seconds in parts.items() if name not in waits))
+    assert busy == pytest.approx(busy[:1] * 3)
+
+
 @given(st.integers(1, 120), st.sampled_from([2, 4, 8, 16]), st.integers(1, 4), st.integers(0, 1))
 def test_stages_hold_all_layers_and_the_last_one_its_prediction_layers(
     layers: int, stages: int, virtual: int, mtp: int
