@@ -20,6 +20,7 @@ constexpr std::int64_t NODE_SLACK_PPM[] = {0,     2500,  5000,  7500,  10000, 15
                                             30000, 40000, 60000, 80000, 120000};
 // Excess of the highest rank over the node-limited floor that is tried when copies have a price.
 constexpr std::int64_t RANK_SLACK_PPM[] = {0, 10000, 20000, 50000};
+constexpr std::int64_t ALL_ROWS = std::numeric_limits<std::int64_t>::max();
 
 std::int64_t divide_up(std::int64_t rows, std::int64_t by) { return (rows + by - 1) / by; }
 
@@ -44,7 +45,7 @@ void CellPlanner::prepare(const Cell &cell) {
     if (!options_.price)
         return;
     if (options_.cost.flat())
-        row_counter_.start(cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs);
+        row_counter_.start(cell);
     stays_.resize(cell.experts);
     padded_.resize(cell.experts);
     for (int expert = 0; expert < cell.experts; ++expert) {
@@ -69,74 +70,69 @@ void CellPlanner::serve_residents(const Cell &cell) {
             const int expert = cell.residents[static_cast<std::int64_t>(rank) * cell.resident_slots + slot];
             if (expert < 0)
                 continue;
-            std::int64_t rows = 0;
-            const int first = cell.node(rank) * cell.ranks_per_domain;
-            for (int source = first; source < first + cell.ranks_per_domain; ++source)
-                rows += cell.pairs[static_cast<std::int64_t>(source) * cell.experts + expert];
+            std::int64_t rows = cell.rows_of_node(cell.node(rank), expert);
             for (const Copy &other : resident_)
                 if (other.expert == expert && cell.node(other.rank) == cell.node(rank))
                     rows -= other.quota;
             const std::int64_t quota = std::min({rows, room, kept_[expert]});
             if (quota <= 0)
                 continue;
-            resident_.push_back({expert, rank, quota});
+            resident_.push_back({expert, rank, quota, Copy::RESIDENT});
             room -= quota;
             kept_[expert] -= quota;
             node_load_[cell.node(cell.home[expert])] -= quota;
             node_load_[cell.node(rank)] += quota;
         }
     }
-    level_nodes(cell, false, foreign_rows(cell, {}), resident_, node_load_, kept_);
+    level_nodes(cell, false, foreign_rows(cell), resident_, node_load_, kept_);
     std::erase_if(resident_, [](const Copy &copy) { return copy.quota == 0; });
 }
 
-// [P] rows that residents and `across` bring to each rank: no replica inside the node can take them off it again.
-std::vector<std::int64_t> CellPlanner::foreign_rows(const Cell &cell, const std::vector<Copy> &across) const {
+// [P] rows that residents bring to each rank: no replica inside the node can take them off it again.
+std::vector<std::int64_t> CellPlanner::foreign_rows(const Cell &cell) const {
     std::vector<std::int64_t> rows(cell.ranks, 0);
     for (const Copy &copy : resident_)
-        rows[copy.rank] += copy.quota;
-    for (const Copy &copy : across)
         rows[copy.rank] += copy.quota;
     return rows;
 }
 
-// Loads and slots while cross-node copies are chosen one after the other.
+// Loads and slots while cross-node copies are chosen one after the other, `slots` on each rank.
 struct CellPlanner::Exchange {
     const Cell &cell;
-    std::int64_t target; // of a node
-    std::vector<std::int64_t> node_load, rank_load, left;
-    std::vector<int> received, sent;
-    std::vector<Copy> copies;
+    int slots;
     const std::vector<Copy> &residents;
+    std::int64_t rank_target;
+    std::vector<std::int64_t> node_load, rank_load, left, foreign;
+    std::vector<int> received, sent;
+    std::vector<Copy> copies{};
 
-    // The least loaded rank with a free slot on the node with most room, or -1; `room` is that node's. The rank matters
+    Exchange(const CellPlanner &planner, const Cell &of, int per_rank)
+        : cell(of), slots(per_rank), residents(planner.resident_), rank_target(divide_up(planner.total_, of.ranks)),
+          node_load(planner.node_load_), rank_load(planner.rank_load_), left(planner.kept_),
+          foreign(planner.foreign_rows(of)), received(of.ranks, 0), sent(of.ranks, 0) {}
+
+    // The least loaded rank of the node with a free slot and below `limit` rows from elsewhere, or -1. The rank matters
     // because rows that come from afar cannot be moved on by a replica inside the node.
-    int receiver(int cross_slots, std::int64_t &room) const {
+    int host(int node, std::int64_t limit) const {
+        int lowest = -1;
+        for (int rank = node * cell.ranks_per_domain; rank < (node + 1) * cell.ranks_per_domain; ++rank)
+            if (received[rank] < slots && foreign[rank] < limit && (lowest < 0 || rank_load[rank] < rank_load[lowest]))
+                lowest = rank;
+        return lowest;
+    }
+
+    // The host on the node with most room below `target`, or -1; `room` is that node's.
+    int receiver(std::int64_t target, std::int64_t &room) const {
         int found = -1;
         room = 0;
         for (int node = 0; node < cell.domains(); ++node) {
-            if (target - node_load[node] <= room)
-                continue;
-            int lowest = -1;
-            for (int rank = node * cell.ranks_per_domain; rank < (node + 1) * cell.ranks_per_domain; ++rank)
-                if (received[rank] < cross_slots && (lowest < 0 || rank_load[rank] < rank_load[lowest]))
-                    lowest = rank;
+            const int lowest = target - node_load[node] > room ? host(node, ALL_ROWS) : -1;
             if (lowest >= 0) {
                 found = lowest;
                 room = target - node_load[node];
             }
         }
         return found;
-    }
-
-    // The least loaded rank of the node with a free slot and room for rows from elsewhere, or -1.
-    int host(int node, int cross_slots, const std::vector<std::int64_t> &foreign, std::int64_t rank_target) const {
-        int lowest = -1;
-        for (int rank = node * cell.ranks_per_domain; rank < (node + 1) * cell.ranks_per_domain; ++rank)
-            if (received[rank] < cross_slots && foreign[rank] < rank_target &&
-                (lowest < 0 || rank_load[rank] < rank_load[lowest]))
-                lowest = rank;
-        return lowest;
     }
 
     // The expert of the donor node to copy: one that suffices alone, from the NIC that sends least, then the largest.
@@ -162,32 +158,50 @@ struct CellPlanner::Exchange {
 
     void add(int expert, int receiver, std::int64_t quota) {
         const int home = cell.home[expert];
-        copies.push_back({expert, receiver, quota});
+        copies.push_back({expert, receiver, quota, Copy::ACROSS});
         left[expert] -= quota;
         node_load[cell.node(home)] -= quota;
         rank_load[home] -= quota;
         node_load[cell.node(receiver)] += quota;
         rank_load[receiver] += quota;
+        foreign[receiver] += quota;
         ++received[receiver];
         ++sent[home];
+    }
+
+    // The rank takes these rows, as far as they are left and it stays below the mean.
+    void take(int expert, int receiver, std::int64_t rows) {
+        const std::int64_t quota = std::min({rows, left[expert], rank_target - foreign[receiver]});
+        if (quota >= 1)
+            add(expert, receiver, quota);
+    }
+
+    // [nodes, slots of a node] the copied experts, -1 for none.
+    std::vector<std::int32_t> held() const {
+        const std::size_t per_node = static_cast<std::size_t>(cell.ranks_per_domain) * slots;
+        std::vector<std::int32_t> found(cell.domains() * per_node, -1);
+        std::vector<std::size_t> used(cell.domains(), 0);
+        for (const Copy &copy : copies) {
+            const int node = cell.node(copy.rank);
+            found[node * per_node + used[node]++] = copy.expert;
+        }
+        return found;
     }
 };
 
 // Moves load between nodes until none is above `target`; few copies, each NIC sending as few as can be.
 bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies) {
-    const std::int64_t rank_target = divide_up(total_, cell.ranks);
-    const std::vector<int> none(cell.ranks, 0);
-    Exchange exchange{cell, target, node_load_, rank_load_, kept_, none, none, {}, resident_};
+    Exchange exchange(*this, cell, options_.cross_slots);
     std::vector<int> order(cell.domains());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return node_load_[a] > node_load_[b]; });
     for (const int donor : order)
         while (exchange.node_load[donor] > target) {
             std::int64_t room = 0;
-            const int receiver = exchange.receiver(options_.cross_slots, room);
+            const int receiver = exchange.receiver(target, room);
             if (receiver < 0)
                 return false;
-            const std::int64_t wanted = std::min({exchange.node_load[donor] - target, room, rank_target});
+            const std::int64_t wanted = std::min({exchange.node_load[donor] - target, room, exchange.rank_target});
             const int expert = exchange.exported(donor, receiver, wanted);
             if (expert < 0)
                 return false;
@@ -216,20 +230,19 @@ constexpr double GREEDY_EXCESS = 1.05;
 // its tokens by expert, and what a copy of the expert would save it.
 void CellPlanner::follow_tokens(const Cell &cell) {
     const int nodes = cell.domains(), top_k = cell.drawn.top_k;
-    const std::size_t width = static_cast<std::size_t>(nodes) * cell.experts;
+    const std::size_t width = cell.at(nodes, 0);
     from_node_.assign(width, 0);
     for (int source = 0; source < cell.ranks; ++source)
         for (int expert = 0; expert < cell.experts; ++expert)
-            from_node_[static_cast<std::size_t>(cell.node(source)) * cell.experts + expert] +=
-                cell.pairs[static_cast<std::int64_t>(source) * cell.experts + expert];
+            from_node_[cell.at(cell.node(source), expert)] += cell.pairs[cell.at(source, expert)];
     first_choice_.assign(width, -1);
     remote_.assign(cell.drawn.count * nodes, 0);
     next_choice_.resize(cell.drawn.count * top_k);
     std::vector<std::uint8_t> here(width, 0);
     for (int expert = 0; expert < cell.experts; ++expert)
-        here[static_cast<std::size_t>(cell.node(cell.home[expert])) * cell.experts + expert] = 1;
+        here[cell.at(cell.node(cell.home[expert]), expert)] = 1;
     for (const Copy &copy : resident_)
-        here[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 1;
+        here[cell.at(cell.node(copy.rank), copy.expert)] = 1;
     if (options_.cost.flat()) { // every row that stays is a row less, whatever else its token chose
         first_gain_.resize(width);
         for (std::size_t at = 0; at < width; ++at)
@@ -244,11 +257,11 @@ void CellPlanner::follow_tokens(const Cell &cell) {
         const std::uint16_t *routes = cell.drawn.experts(token);
         const int node = cell.node(cell.drawn.source[token]);
         for (int k = 0; k < top_k; ++k)
-            if (!here[static_cast<std::size_t>(node) * cell.experts + routes[k]])
+            if (!here[cell.at(node, routes[k])])
                 ++remote_[token * nodes + cell.node(cell.home[routes[k]])];
         for (int k = 0; k < top_k; ++k) {
             const int there = cell.node(cell.home[routes[k]]);
-            const std::size_t at = static_cast<std::size_t>(node) * cell.experts + routes[k];
+            const std::size_t at = cell.at(node, routes[k]);
             if (here[at])
                 continue;
             first_gain_[at] += worth_[remote_[token * nodes + there]];
@@ -263,18 +276,15 @@ void CellPlanner::follow_tokens(const Cell &cell) {
 // one of them is copied, so these count in part. Since a layer waits for the NIC with most replicas
 // (`cross_node_replicas`), one more copy on another NIC is free: all slots are filled, best gain first, no home sending
 // more than `most_sent`. Then the nodes' loads are levelled by giving rows back.
-void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain,
-                              Exchange &exchange) {
+void CellPlanner::home_copies(const Cell &cell, int most_sent, std::int64_t least_gain, Exchange &exchange) {
     const int nodes = cell.domains(), top_k = cell.drawn.top_k;
-    const std::int64_t rank_target = divide_up(total_, cell.ranks);
-    std::vector<std::int64_t> foreign = foreign_rows(cell, exchange.copies);
     away_ = remote_;
     gain_ = first_gain_;
     std::vector<int> best(nodes, -1), receiver(nodes, -1);
     const auto look = [&](int node) { // for the node's best expert, and the rank to hold it
         best[node] = -1;
-        receiver[node] = exchange.host(node, slots, foreign, rank_target);
-        const std::int64_t *gain = gain_.data() + static_cast<std::size_t>(node) * cell.experts;
+        receiver[node] = exchange.host(node, exchange.rank_target);
+        const std::int64_t *gain = gain_.data() + cell.at(node, 0);
         for (int expert = 0; receiver[node] >= 0 && expert < cell.experts; ++expert)
             if (gain[expert] > (best[node] < 0 ? least_gain : gain[best[node]]) &&
                 exchange.sent[cell.home[expert]] < most_sent)
@@ -283,7 +293,7 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
     for (int node = 0; node < nodes; ++node)
         look(node);
     const auto gain_of = [&](int node) {
-        return best[node] < 0 ? 0 : gain_[static_cast<std::size_t>(node) * cell.experts + best[node]];
+        return best[node] < 0 ? 0 : gain_[cell.at(node, best[node])];
     };
     while (true) {
         int node = 0;
@@ -292,13 +302,8 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
         if (best[node] < 0)
             break;
         const int expert = best[node], home = cell.home[expert], there = cell.node(home);
-        const std::size_t at = static_cast<std::size_t>(node) * cell.experts + expert;
-        const std::int64_t quota =
-            std::min({from_node_[at], exchange.left[expert], rank_target - foreign[receiver[node]]});
-        if (quota >= 1) {
-            exchange.add(expert, receiver[node], quota);
-            foreign[receiver[node]] += quota;
-        }
+        const std::size_t at = cell.at(node, expert);
+        exchange.take(expert, receiver[node], from_node_[at]);
         // The tokens of the node with this expert: their others on the same home node weigh more now.
         for (std::int32_t next = first_choice_[at]; next >= 0; next = next_choice_[next]) {
             const std::int64_t token = next / top_k;
@@ -306,7 +311,7 @@ void CellPlanner::home_copies(const Cell &cell, int slots, int most_sent, std::i
             std::uint8_t &met = away_[token * nodes + there];
             for (int k = 0; k < top_k; ++k)
                 if (routes[k] != expert && cell.node(cell.home[routes[k]]) == there) {
-                    std::int64_t &gain = gain_[static_cast<std::size_t>(node) * cell.experts + routes[k]];
+                    std::int64_t &gain = gain_[cell.at(node, routes[k])];
                     gain += gain > 0 ? worth_[met - 1] - worth_[met] : 0;
                 }
             --met;
@@ -394,12 +399,10 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     const double bare_s = least_time(cell, {}, 0);
     const std::vector<double> ingress = ingress_, egress = egress_;
     for (int most_sent = 1; cell.drawn.count > 0 && most_sent < std::min(cell.domains(), MOST_SENT + 1); ++most_sent) {
-        const std::vector<int> none(cell.ranks, 0);
-        Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
-        home_copies(cell, options_.cross_slots, most_sent, 0, exchange);
-        level_nodes(cell, true, foreign_rows(cell, exchange.copies), exchange.copies, exchange.node_load,
-                    exchange.left);
-        copies.swap(exchange.copies);
+        Exchange exchange(*this, cell, options_.cross_slots);
+        home_copies(cell, most_sent, 0, exchange);
+        level_nodes(cell, true, exchange.foreign, exchange.copies, exchange.node_load, exchange.left);
+        copies = exchange.copies;
         if (copies.empty())
             break;
         if (!options_.thorough) {
@@ -415,7 +418,7 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
         if (most_sent < MOST_SENT)
             choices_.push_back(copies);
         double cost_s = prefetch_time(options_.cost, most_sent);
-        choices_.push_back(spread_copies(cell, most_sent, copies, cost_s));
+        choices_.push_back(spread_copies(cell, most_sent, exchange.held(), cost_s));
         if (cost_s >= least_s) // nor will one more pay
             break;
         least_s = cost_s;
@@ -424,69 +427,47 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     egress_ = egress;
 }
 
-// Copies of greedy choice, `copies`, exchanged for those that leave the busiest node least (exchange_copies). Adds to
+// Copies of greedy choice, `held`, exchanged for those that leave the busiest node least (exchange_copies). Adds to
 // `cost_s` what that search makes of them.
-std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies,
+std::vector<Copy> CellPlanner::spread_copies(const Cell &cell, int most_sent, std::vector<std::int32_t> held,
                                              double &cost_s) const {
-    const int nodes = cell.domains(), width = cell.ranks_per_domain, slots = width * options_.cross_slots;
+    const int width = cell.ranks_per_domain, slots = width * options_.cross_slots;
     std::vector<std::int64_t> rows = from_node_;
-    std::vector<std::int32_t> fixed(nodes, 0);
+    std::vector<std::int32_t> fixed(cell.domains(), 0);
     for (const Copy &copy : resident_) { // serves its node already
-        rows[static_cast<std::size_t>(cell.node(copy.rank)) * cell.experts + copy.expert] = 0;
+        rows[cell.at(cell.node(copy.rank), copy.expert)] = 0;
         fixed[cell.node(copy.rank)] += static_cast<std::int32_t>(copy.quota);
     }
-    std::vector<std::int32_t> held(static_cast<std::size_t>(nodes) * slots, -1);
-    std::vector<int> used(nodes, 0);
-    for (const Copy &copy : copies) {
-        const int node = cell.node(copy.rank);
-        held[static_cast<std::size_t>(node) * slots + used[node]++] = copy.expert;
-    }
     cost_s += exchange_copies(cell, options_.cost, rows, fixed, most_sent, held) / width;
-    const std::vector<int> none(cell.ranks, 0);
-    Exchange exchange{cell, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
-    const std::int64_t rank_target = divide_up(total_, cell.ranks);
-    std::vector<std::int64_t> foreign = foreign_rows(cell, {});
+    Exchange exchange(*this, cell, options_.cross_slots);
     std::vector<std::pair<std::int64_t, std::size_t>> largest_first;
     for (std::size_t at = 0; at < held.size(); ++at)
         if (held[at] >= 0)
             largest_first.emplace_back(-rows[at / slots * cell.experts + held[at]], at);
     std::sort(largest_first.begin(), largest_first.end());
     for (const auto &[minus, at] : largest_first) {
-        const int receiver = exchange.host(static_cast<int>(at) / slots, options_.cross_slots, foreign, rank_target);
-        if (receiver < 0)
-            continue;
-        const std::int64_t quota =
-            std::min({-minus, exchange.left[held[at]], rank_target - foreign[receiver]});
-        if (quota < 1)
-            continue;
-        exchange.add(held[at], receiver, quota);
-        foreign[receiver] += quota;
+        const int receiver = exchange.host(static_cast<int>(at) / slots, exchange.rank_target);
+        if (receiver >= 0)
+            exchange.take(held[at], receiver, -minus);
     }
     level_copies(cell, options_.cost, resident_, rows, exchange.copies, exchange.node_load);
     return exchange.copies;
 }
 
 std::vector<std::int32_t> CellPlanner::node_copies(const Cell &all, int slots) {
-    const int per_node = all.ranks_per_domain * slots;
-    std::vector<std::int32_t> held(static_cast<std::size_t>(all.ranks) * slots, -1);
+    const std::vector<std::int32_t> none(static_cast<std::size_t>(all.ranks) * slots, -1);
     const LayerCostParams &p = options_.cost;
     if (slots == 0 || all.drawn.count == 0 || all.domains() == 1)
-        return held;
+        return none;
     const double copy_s = copy_time(p) / all.ranks_per_domain * counted_as(all);
     if (copy_s <= 0)
-        return held;
+        return none;
     prepare(all);
     follow_tokens(all);
     const auto least = static_cast<std::int64_t>(std::min(1e15, WHOLE_COPY * resident_time(p) / copy_s));
-    const std::vector<int> none(all.ranks, 0);
-    Exchange exchange{all, 0, node_load_, rank_load_, kept_, none, none, {}, resident_};
-    home_copies(all, slots, all.experts * all.domains(), least, exchange);
-    std::vector<int> used(all.domains(), 0);
-    for (const Copy &copy : exchange.copies) {
-        const int node = all.node(copy.rank);
-        held[static_cast<std::size_t>(node) * per_node + used[node]++] = copy.expert;
-    }
-    return held;
+    Exchange exchange(*this, all, slots);
+    home_copies(all, all.experts * all.domains(), least, exchange);
+    return exchange.held();
 }
 
 // The largest copies of a node first, each to its least loaded rank.
@@ -499,15 +480,12 @@ std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<s
         load[all.home[expert]] += all.rows[expert];
     std::vector<Copy> copies;
     for (std::size_t at = 0; at < held.size(); ++at) {
-        const int expert = held[at], first = static_cast<int>(at) / per_node * width;
-        std::int64_t rows = 0;
-        for (int source = first; expert >= 0 && source < first + width; ++source)
-            rows += all.pairs[static_cast<std::int64_t>(source) * all.experts + expert];
+        const int expert = held[at], node = static_cast<int>(at) / per_node;
         if (expert < 0)
             continue;
-        rows = std::min({rows, rank_target, load[all.home[expert]]});
+        const std::int64_t rows = std::min({all.rows_of_node(node, expert), rank_target, load[all.home[expert]]});
         load[all.home[expert]] -= rows;
-        copies.push_back({expert, first, rows});
+        copies.push_back({expert, node * width, rows});
     }
     std::stable_sort(copies.begin(), copies.end(), [](const Copy &a, const Copy &b) { return a.quota > b.quota; });
     std::vector<int> used(all.ranks, 0);
@@ -569,10 +547,10 @@ const Visits &CellPlanner::count(const Cell &cell, const std::vector<Copy> &copi
     for (std::size_t i = 0; i < copies.size(); ++i)
         served.push_back({copies[i].expert, copies[i].rank, source_quota.data() + i * cell.ranks});
     if (options_.cost.flat()) {
-        row_counter_.count(cell.home, served);
+        row_counter_.count(cell, served);
         return row_counter_.visits();
     }
-    counter_.count(cell.drawn, cell.ranks, cell.ranks_per_domain, cell.experts, cell.home, cell.pairs, served, of_ranks);
+    counter_.count(cell, served, of_ranks);
     return counter_.visits();
 }
 
@@ -585,7 +563,6 @@ void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across)
     take_visits(cell, count(cell, copies, quota_, false), counted_as(cell));
 }
 
-// All copies that serve a cell, those of an expert together.
 std::vector<Copy> CellPlanner::served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const {
     std::vector<Copy> copies = across;
     copies.insert(copies.end(), resident_.begin(), resident_.end());

@@ -29,21 +29,6 @@ struct ReplicateOptions {
     bool thorough = false; // for the plan that is kept: more drawn tokens, and copies across nodes are exchanged
 };
 
-struct Cell {
-    int ranks, ranks_per_domain, experts;
-    const std::int64_t *rows; // [E]
-    const std::int32_t *home; // [E] rank
-    double tokens;            // on all source ranks together
-    const std::int32_t *pairs; // [P, E]
-    TokenRoutes drawn;         // which experts meet in a token; none: only counts are known
-    const std::int32_t *residents = nullptr; // [P, S] experts from other nodes that ranks hold for the step; -1: none
-    int resident_slots = 0;
-    std::uint64_t index = 0; // of all cells and layers: seeds the cell's searches
-
-    int domains() const { return ranks / ranks_per_domain; }
-    int node(int rank) const { return rank / ranks_per_domain; }
-};
-
 struct CellPlan {
     std::vector<Copy> inside, across; // copies on ranks of the home's node, and of other nodes
     std::int64_t highest_load = 0;
@@ -65,8 +50,9 @@ class CellPlanner {
     // `all` is the step as one cell; a copy has to save more than its one transfer costs.
     std::vector<std::int32_t> node_copies(const Cell &all, int slots);
 
-    // What the residents of the cell last planned serve: the pairs of their own node, where they do not overload it.
-    const std::vector<Copy> &resident_copies() const { return resident_; }
+    // All copies that serve the cell last planned, by (expert, rank): of residents those of their own node's pairs that do
+    // not overload it.
+    std::vector<Copy> served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const;
 
     // Rows of the busiest rank of the cell last planned, without replicas.
     std::int64_t highest_home_load() const { return *std::max_element(rank_load_.begin(), rank_load_.end()); }
@@ -82,7 +68,6 @@ class CellPlanner {
     void cross_node_choices(const Cell &cell);
     void count_nodes(const Cell &cell, const std::vector<Copy> &across);
     void take_visits(const Cell &cell, const Visits &visits, double each);
-    std::vector<Copy> served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const;
     double searched_time(const Cell &cell, const CellPlan &plan);
     const Visits &count(const Cell &cell, const std::vector<Copy> &copies, const std::vector<std::int32_t> &source_quota,
                         bool of_ranks);
@@ -93,9 +78,9 @@ class CellPlanner {
     }
     void follow_tokens(const Cell &cell);
     void serve_residents(const Cell &cell);
-    std::vector<Copy> spread_copies(const Cell &cell, int most_sent, const std::vector<Copy> &copies, double &cost_s) const;
-    void home_copies(const Cell &cell, int slots, int most_sent, std::int64_t least_gain, Exchange &exchange);
-    std::vector<std::int64_t> foreign_rows(const Cell &cell, const std::vector<Copy> &across) const;
+    std::vector<Copy> spread_copies(const Cell &cell, int most_sent, std::vector<std::int32_t> held, double &cost_s) const;
+    void home_copies(const Cell &cell, int most_sent, std::int64_t least_gain, Exchange &exchange);
+    std::vector<std::int64_t> foreign_rows(const Cell &cell) const;
     void level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign,
                      std::vector<Copy> &copies,
                      std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;

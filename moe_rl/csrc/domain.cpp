@@ -129,14 +129,14 @@ void Domain::move(int item, int rank, std::int64_t quota) {
 }
 
 void Domain::undo_move() {
-    const auto [item, rank, quota] = moves_.back();
+    const Copy last = moves_.back();
     moves_.pop_back();
-    load_[added_[item].rank] += quota;
-    load_[rank] -= quota;
-    left_[item] += quota;
-    ++slots_[rank];
+    load_[added_[last.expert].rank] += last.quota;
+    load_[last.rank] -= last.quota;
+    left_[last.expert] += last.quota;
+    ++slots_[last.rank];
     if (!holds_.empty())
-        holds_[static_cast<std::size_t>(item) * ranks_ + rank] = 0;
+        holds_[static_cast<std::size_t>(last.expert) * ranks_ + last.rank] = 0;
 }
 
 int Domain::busiest() const {

@@ -26,6 +26,7 @@ struct Copy {
     int expert;         // as the caller numbers experts
     int rank;           // as the caller numbers ranks
     std::int64_t quota; // rows taken
+    enum Kind { INSIDE, ACROSS, RESIDENT } kind = INSIDE; // of a node; from another node, for one cell or the step
     bool operator==(const Copy &) const = default;
 };
 

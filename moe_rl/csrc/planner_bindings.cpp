@@ -35,6 +35,12 @@ template <class Value> Out<Value, 2> matrix_out(std::vector<Value> values, std::
     return Out<Value, 2>(held->data(), {rows, columns}, owner);
 }
 
+// What `work` returns, which lets Python's other threads run meanwhile.
+template <class Work> auto unlocked(Work work) {
+    const nb::gil_scoped_release no_gil;
+    return work();
+}
+
 void check_ranks(const std::int32_t *ranks, std::size_t count, std::size_t num_ranks) {
     const auto inside = [=](std::int32_t rank) { return rank >= 0 && static_cast<std::size_t>(rank) < num_ranks; };
     check(std::all_of(ranks, ranks + count, inside), "a rank lies outside the EP group");
@@ -129,11 +135,9 @@ auto count_visits_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int
     Load::check_runs(offsets, places, instances, "cells must hold all instances, one after the other");
     check_ranks(rank.data(), instances, ranks);
     check_ranks(expert.data(), instances, load.experts());
-    StepVisits visits;
-    {
-        const nb::gil_scoped_release no_gil;
-        visits = count_visits(step, {offsets.data(), expert.data(), rank.data(), quota.data()}, num_threads);
-    }
+    StepVisits visits = unlocked([&] {
+        return count_visits(step, {offsets.data(), expert.data(), rank.data(), quota.data()}, num_threads);
+    });
     const std::size_t nodes = ranks / step.ranks_per_domain;
     return std::make_tuple(matrix_out(std::move(visits.ranks), places, ranks),
                            matrix_out(std::move(visits.between), places, nodes * nodes),
@@ -217,8 +221,8 @@ StepBits checked_bits(const Bits &given, std::size_t layers, std::size_t nodes, 
         if (bit(token) >= 0)
             placed.push_back(static_cast<std::int32_t>(token));
     std::sort(placed.begin(), placed.end(), [&](std::int32_t a, std::int32_t b) { return bit(a) < bit(b); });
-    return {routes.data(), bit.data(), std::move(placed), rows, copy_cost.data(), static_cast<std::int64_t>(routes.shape(1)),
-            static_cast<int>(routes.shape(2)), pools, deduplicated};
+    return {routes.data(), bit.data(), std::move(placed), static_cast<std::int64_t>(routes.shape(1)),
+            {pools, static_cast<int>(nodes), static_cast<int>(routes.shape(2)), deduplicated, rows, nullptr, copy_cost.data()}};
 }
 
 auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost, const Bits &bits, int slots,
@@ -231,12 +235,10 @@ auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost
     check(step.routes.routes != nullptr && bits.has_value(), "residents are chosen by routes");
     const StepBits tokens_as_bits = checked_bits(bits, layers, ranks / step.ranks_per_domain, experts);
     const ReplicateOptions options{.price = true, .cost = cost_of(cost)};
-    Residents chosen;
-    {
-        const nb::gil_scoped_release no_gil;
-        chosen = choose_residents(step, tokens_as_bits, options,
-                                  {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
-    }
+    Residents chosen = unlocked([&] {
+        return choose_residents(step, tokens_as_bits, options,
+                                {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
+    });
     return std::make_tuple(matrix_out(std::move(chosen.home), layers, experts),
                            matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
 }
@@ -265,12 +267,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
                            ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),
                            current.data(), by_rank, moving_is_free, iterations, iterations_inside, seed,
                            checked_bits(tokens, layers, nodes, experts)};
-    std::vector<std::int32_t> home;
-    {
-        const nb::gil_scoped_release no_gil;
-        home = reorder_step(step, num_threads);
-    }
-    return matrix_out(std::move(home), layers, experts);
+    return matrix_out(unlocked([&] { return reorder_step(step, num_threads); }), layers, experts);
 }
 
 auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins, int num_threads) {
@@ -280,16 +277,14 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
     check(bins > 0 && num_threads >= 0, "there must be a bin");
     check_ranks(bin_of.data(), bin_of.size(), static_cast<std::size_t>(bins));
     std::vector<std::int32_t> load(sequences * bins * layers, 0);
-    {
-        const nb::gil_scoped_release no_gil;
-        parallel_for(static_cast<std::int64_t>(sequences), num_threads, [&](std::int64_t sequence) {
-            const std::int32_t *rows = sequence_load.data() + sequence * layers * experts;
-            std::int32_t *to = load.data() + sequence * bins * layers;
-            for (std::size_t layer = 0; layer < layers; ++layer)
-                for (std::size_t expert = 0; expert < experts; ++expert)
-                    to[bin_of.data()[layer * experts + expert] * layers + layer] += *rows++;
-        });
-    }
+    const auto add_up = [&](std::int64_t sequence) {
+        const std::int32_t *rows = sequence_load.data() + sequence * layers * experts;
+        std::int32_t *to = load.data() + sequence * bins * layers;
+        for (std::size_t layer = 0; layer < layers; ++layer)
+            for (std::size_t expert = 0; expert < experts; ++expert)
+                to[bin_of.data()[layer * experts + expert] * layers + layer] += *rows++;
+    };
+    unlocked([&] { parallel_for(static_cast<std::int64_t>(sequences), num_threads, add_up); });
     return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
 }
 
@@ -316,11 +311,7 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
                               static_cast<int>(work.shape(0)), batch_of_place.data(), budget,
                               travel ? travel->data() : nullptr, node_of_place.data(), nodes, limit};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
-    std::int64_t cost = 0;
-    {
-        const nb::gil_scoped_release no_gil;
-        cost = pack(problem, iterations, heat_shift, seed, place_of);
-    }
+    const std::int64_t cost = unlocked([&] { return pack(problem, iterations, heat_shift, seed, place_of); });
     return std::make_tuple(vector_out(std::move(place_of)), cost);
 }
 
@@ -352,12 +343,9 @@ auto arrange_order(In<std::int64_t, 1> tokens, In<std::int64_t, 2> travel, In<st
     check(std::all_of(tokens.data(), tokens.data() + sequences, [](std::int64_t count) { return count >= 0; }),
           "a sequence has a negative length");
     std::vector<std::int32_t> result(order.data(), order.data() + sequences);
-    {
-        const nb::gil_scoped_release no_gil;
-        arrange({static_cast<int>(sequences), static_cast<int>(places), static_cast<int>(nodes), tokens.data(),
-                 travel.data(), place.data(), first_node.data(), num_nodes.data()},
-                seed, result);
-    }
+    const ArrangeProblem problem{static_cast<int>(sequences), static_cast<int>(places), static_cast<int>(nodes),
+                                 tokens.data(), travel.data(), place.data(), first_node.data(), num_nodes.data()};
+    unlocked([&] { arrange(problem, seed, result); });
     return vector_out(std::move(result));
 }
 
@@ -396,31 +384,29 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
     check(top_k < 256, "a token has at most 255 experts");
     const int width = std::max(8, static_cast<int>(std::bit_ceil(static_cast<unsigned>(nodes)))), per_word = 64 / width;
     std::vector<std::int64_t> travel(static_cast<std::size_t>(num_sequences) * nodes, 0);
-    {
-        const nb::gil_scoped_release no_gil;
-        std::mutex adding;
-        parallel_for(static_cast<std::int64_t>(layers), num_threads, [&](std::int64_t layer) {
-            std::vector<std::int32_t> sent(drawn * nodes);
-            std::vector<std::uint64_t> places(experts);
-            for (int first = 0; first < nodes; first += per_word) {
-                const int fields = std::min(per_word, nodes - first);
-                // Where tokens of a node have to go for each expert; nowhere for one that is there.
-                for (std::size_t expert = 0; expert < experts; ++expert) {
-                    const int home = node_of.data()[layer * experts + expert];
-                    places[expert] = 0;
-                    for (int node = 0; node < fields; ++node)
-                        if (!present.data()[(layer * nodes + first + node) * experts + expert])
-                            places[expert] |= std::uint64_t{1} << (node * width + (deduplicated ? home : 0));
-                }
-                count_sent(routes.data() + layer * drawn * top_k, drawn, top_k, places.data(), fields, width,
-                           deduplicated, sent.data() + first, nodes);
+    std::mutex adding;
+    const auto add_layer = [&](std::int64_t layer) {
+        std::vector<std::int32_t> sent(drawn * nodes);
+        std::vector<std::uint64_t> places(experts);
+        for (int first = 0; first < nodes; first += per_word) {
+            const int fields = std::min(per_word, nodes - first);
+            // Where tokens of a node have to go for each expert; nowhere for one that is there.
+            for (std::size_t expert = 0; expert < experts; ++expert) {
+                const int home = node_of.data()[layer * experts + expert];
+                places[expert] = 0;
+                for (int node = 0; node < fields; ++node)
+                    if (!present.data()[(layer * nodes + first + node) * experts + expert])
+                        places[expert] |= std::uint64_t{1} << (node * width + (deduplicated ? home : 0));
             }
-            const std::lock_guard guard(adding);
-            for (std::size_t at = 0; at < drawn; ++at)
-                for (int node = 0; node < nodes; ++node)
-                    travel[sequence.data()[at] * nodes + node] += sent[at * nodes + node];
-        });
-    }
+            count_sent(routes.data() + layer * drawn * top_k, drawn, top_k, places.data(), fields, width,
+                       deduplicated, sent.data() + first, nodes);
+        }
+        const std::lock_guard guard(adding);
+        for (std::size_t at = 0; at < drawn; ++at)
+            for (int node = 0; node < nodes; ++node)
+                travel[sequence.data()[at] * nodes + node] += sent[at * nodes + node];
+    };
+    unlocked([&] { parallel_for(static_cast<std::int64_t>(layers), num_threads, add_layer); });
     return matrix_out(std::move(travel), static_cast<std::size_t>(num_sequences), static_cast<std::size_t>(nodes));
 }
 

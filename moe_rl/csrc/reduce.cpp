@@ -1,16 +1,14 @@
 // Counts token-expert pairs: rows of expert ids -> pairs[block, layer, source, expert].
 //
-// Increments go to one narrow table [L, E] per thread that stays in the first-level cache (12 KiB at 48 layers and 128
-// experts) and is added to the output once per piece of rows. Integer sums do not depend on their order, so the
+// Increments go to a narrow table [L, E] that stays in the first-level cache (12 KiB at 48 layers and 128 experts) and is
+// added to the output once per piece of rows. Integer sums do not depend on their order, so the
 // result does not depend on the number of threads.
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "bindings.h"
@@ -91,24 +89,13 @@ template <class Id> struct Job {
     const bool *valid;
     std::int32_t *pairs;
     Shape shape;
-    std::vector<Piece> pieces;
-    std::atomic<std::size_t> next_piece{0};
-    std::atomic<std::int64_t> bad_row{std::numeric_limits<std::int64_t>::max()};
     std::array<std::mutex, NUM_LOCKS> locks{};
 
-    void work(std::vector<Count> &table) {
-        for (std::size_t i = next_piece++; i < pieces.size(); i = next_piece++) {
-            const Piece &piece = pieces[i];
-            if (piece.first > bad_row.load(std::memory_order_relaxed))
-                continue; // only an earlier bad row would still matter
-            count(piece, table.data());
-            flush(piece.block, table);
-        }
-    }
-
-    void count(const Piece &piece, Count *table) {
+    // Counts a piece; returns its first row with an id that there is not, or -1.
+    std::int64_t count(const Piece &piece) {
         const std::int64_t row_ids = shape.layers * shape.top_k;
         const std::int64_t checked_rows = std::max<std::int64_t>(1, CHECKED_BYTES / (row_ids * std::int64_t{sizeof(Id)}));
+        std::vector<Count> table(shape.layers * shape.experts);
         for (std::int64_t row = piece.first; row < piece.last;) {
             if (!valid[row]) {
                 ++row;
@@ -119,33 +106,23 @@ template <class Id> struct Job {
                 ++end;
             const Id *ids = routes + row * row_ids;
             const std::int64_t bad = first_id_not_below(ids, (end - row) * row_ids, shape.experts);
-            if (bad >= 0) {
-                report(row + bad / row_ids);
-                return;
-            }
-            count_rows(ids, end - row, shape, table);
+            if (bad >= 0)
+                return row + bad / row_ids;
+            count_rows(ids, end - row, shape, table.data());
             row = end;
         }
+        add(table.data(), piece.block);
+        return -1;
     }
 
-    void flush(std::int64_t block, std::vector<Count> &table) {
+    void add(const Count *counts, std::int64_t block) {
         const std::int64_t layer_stride = shape.sources * shape.experts;
         std::int32_t *out = pairs + (block / shape.sources) * shape.layers * layer_stride +
                             (block % shape.sources) * shape.experts;
-        {
-            const std::lock_guard guard(locks[static_cast<std::size_t>(block) % NUM_LOCKS]);
-            const Count *counts = table.data();
-            for (std::int64_t layer = 0; layer < shape.layers; ++layer, out += layer_stride, counts += shape.experts)
-                for (std::int64_t expert = 0; expert < shape.experts; ++expert)
-                    out[expert] += counts[expert];
-        }
-        std::fill(table.begin(), table.end(), Count{0});
-    }
-
-    void report(std::int64_t row) {
-        std::int64_t lowest = bad_row.load();
-        while (row < lowest && !bad_row.compare_exchange_weak(lowest, row)) {
-        }
+        const std::lock_guard guard(locks[static_cast<std::size_t>(block) % NUM_LOCKS]);
+        for (std::int64_t layer = 0; layer < shape.layers; ++layer, out += layer_stride, counts += shape.experts)
+            for (std::int64_t expert = 0; expert < shape.experts; ++expert)
+                out[expert] += counts[expert];
     }
 };
 
@@ -175,18 +152,13 @@ std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes,
                   .sources = static_cast<std::int64_t>(pairs.shape(2)),
                   .experts = static_cast<std::int64_t>(pairs.shape(3)),
                   .top_k = static_cast<std::int64_t>(routes.shape(2))},
-        .pieces = cut_into_pieces(segment_start.data(), segment_block.data(), num_segments,
-                                  static_cast<std::int64_t>(routes.shape(2))),
     };
-    const std::size_t wanted =
-        num_threads > 0 ? static_cast<std::size_t>(num_threads) : std::thread::hardware_concurrency();
-    const std::size_t used = std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, job.pieces.size()));
-    std::vector<std::vector<Count>> tables(used, std::vector<Count>(job.shape.layers * job.shape.experts));
-
+    const std::vector<Piece> pieces = cut_into_pieces(segment_start.data(), segment_block.data(), num_segments, job.shape.top_k);
+    std::vector<std::int64_t> bad_rows(pieces.size());
     const nb::gil_scoped_release no_gil;
-    parallel_for(std::ssize(tables), static_cast<int>(used), [&](std::int64_t thread) { job.work(tables[thread]); });
-    const std::int64_t bad_row = job.bad_row.load();
-    return bad_row == std::numeric_limits<std::int64_t>::max() ? -1 : bad_row;
+    parallel_for(std::ssize(pieces), num_threads, [&](std::int64_t piece) { bad_rows[piece] = job.count(pieces[piece]); });
+    const auto bad = std::find_if(bad_rows.begin(), bad_rows.end(), [](std::int64_t row) { return row >= 0; });
+    return bad == bad_rows.end() ? -1 : *bad;
 }
 
 // upto [E] = the pairs of the first `stop` of a sequence's `length` tokens, its counts shared out evenly and rounded.

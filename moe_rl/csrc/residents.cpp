@@ -52,10 +52,9 @@ class Exchange {
                 shift(expert, node, node_of_[expert], 1);
         for (std::size_t at = 0; at < held_.size(); ++at)
             if (held_[at] >= 0) {
-                serve(static_cast<int>(at) / p_.slots, held_[at], 1);
-                travel_.cost_of_exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
-                travel_.exchange(static_cast<int>(at) / p_.slots, -1, held_[at]);
-                has(static_cast<int>(at) / p_.slots, held_[at]) = 1;
+                changes_ = {{node_at(at), -1, held_[at]}};
+                travel_.cost_of_exchange(changes_);
+                make_changes();
                 other_ += p_.held_cost;
             }
         for (int expert = 0; expert < p_.experts; ++expert)
@@ -68,55 +67,45 @@ class Exchange {
     bool propose(Rng &rng) {
         swaps_homes_ = p_.move_cost >= 0 && rng.below(2) == 0;
         if (swaps_homes_) {
-            leaves_ = static_cast<int>(rng.below(p_.experts));
-            comes_ = static_cast<int>(rng.below(p_.experts));
-            const int a = node_of_[leaves_], b = node_of_[comes_];
+            first_ = static_cast<int>(rng.below(p_.experts));
+            second_ = static_cast<int>(rng.below(p_.experts));
+            const int a = node_of_[first_], b = node_of_[second_];
             // An expert does not move to where a copy of it is: the slot would be lost.
-            if (a == b || has(b, leaves_) || has(a, comes_))
+            if (a == b || has(b, first_) || has(a, second_))
                 return false;
-            new_other_ = other_ + move_of(leaves_, b) + move_of(comes_, a) - move_of(leaves_, a) - move_of(comes_, b);
-            swap_rows(leaves_, a, comes_, b);
+            new_other_ = other_ + move_of(first_, b) + move_of(second_, a) - move_of(first_, a) - move_of(second_, b);
+            swap_rows(first_, a, second_, b);
             new_busiest_ = busiest();
-            swap_rows(leaves_, b, comes_, a);
-            new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_swap(leaves_, comes_, a, b);
+            swap_rows(first_, b, second_, a);
+            new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_swap(first_, second_, a, b);
             return true;
         }
-        slot_ = static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(held_.size())));
-        trades_ = p_.home_rank && rng.below(2) == 0;
-        if (trades_)
-            return propose_trade(static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(held_.size()))));
-        const int node = static_cast<int>(slot_) / p_.slots;
-        leaves_ = held_[slot_];
-        comes_ = static_cast<int>(rng.below(p_.experts + 1)) - 1;
-        if (comes_ == leaves_ || (comes_ >= 0 && (node_of_[comes_] == node || has(node, comes_))))
-            return false;
-        const int sender = comes_ >= 0 && p_.home_rank ? p_.home_rank[comes_] : -1;
-        if (sender >= 0 && sent_[sender] >= p_.most_sent && (leaves_ < 0 || p_.home_rank[leaves_] != sender))
-            return false;
-        new_other_ = other_ + ((comes_ >= 0) - (leaves_ >= 0)) * p_.held_cost;
-        serve(node, leaves_, -1);
-        serve(node, comes_, 1);
-        new_busiest_ = busiest();
-        serve(node, comes_, -1);
-        serve(node, leaves_, 1);
-        new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_exchange(node, leaves_, comes_);
-        return true;
-    }
-
-    bool propose_trade(std::size_t with) {
-        const int a = static_cast<int>(slot_) / p_.slots, b = static_cast<int>(with) / p_.slots;
-        with_ = with;
-        leaves_ = held_[slot_];
-        comes_ = held_[with];
-        if (a == b || leaves_ < 0 || comes_ < 0 || leaves_ == comes_)
-            return false;
-        if (node_of_[leaves_] == b || node_of_[comes_] == a || has(b, leaves_) || has(a, comes_))
-            return false;
+        const auto slots = static_cast<std::int64_t>(held_.size());
+        slots_.assign(1, static_cast<std::size_t>(rng.below(slots)));
+        const int leaves = held_[slots_[0]];
+        if (p_.home_rank && rng.below(2) == 0) {
+            slots_.push_back(static_cast<std::size_t>(rng.below(slots)));
+            const int comes = held_[slots_[1]];
+            if (leaves < 0 || comes < 0)
+                return false;
+            changes_ = {{node_at(slots_[0]), leaves, comes}, {node_at(slots_[1]), comes, leaves}};
+        } else {
+            const int comes = static_cast<int>(rng.below(p_.experts + 1)) - 1;
+            const int sender = comes >= 0 && p_.home_rank ? p_.home_rank[comes] : -1;
+            if (sender >= 0 && sent_[sender] >= p_.most_sent && (leaves < 0 || p_.home_rank[leaves] != sender))
+                return false;
+            changes_ = {{node_at(slots_[0]), leaves, comes}};
+        }
         new_other_ = other_;
-        serve_traded(a, b, 1);
+        for (const auto &[node, leaves, comes] : changes_) {
+            if (comes == leaves || (comes >= 0 && (node_of_[comes] == node || has(node, comes))))
+                return false;
+            new_other_ += ((comes >= 0) - (leaves >= 0)) * p_.held_cost;
+        }
+        serve_changes(1);
         new_busiest_ = busiest();
-        serve_traded(a, b, -1);
-        new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_trade(a, leaves_, b, comes_);
+        serve_changes(-1);
+        new_cost_ = new_other_ + new_busiest_ + travel_.cost_of_exchange(changes_);
         return true;
     }
 
@@ -126,33 +115,19 @@ class Exchange {
         other_ = new_other_;
         busiest_ = new_busiest_;
         if (swaps_homes_) {
-            const int a = node_of_[leaves_], b = node_of_[comes_];
-            swap_rows(leaves_, a, comes_, b);
-            std::swap(node_of_[leaves_], node_of_[comes_]);
-            travel_.swap(leaves_, comes_, a, b);
+            const int a = node_of_[first_], b = node_of_[second_];
+            swap_rows(first_, a, second_, b);
+            std::swap(node_of_[first_], node_of_[second_]);
+            travel_.swap(first_, second_, a, b);
             return;
         }
-        const int node = static_cast<int>(slot_) / p_.slots;
-        if (trades_) {
-            const int other = static_cast<int>(with_) / p_.slots;
-            travel_.trade(node, leaves_, other, comes_);
-            serve_traded(node, other, 1);
-            std::swap(held_[slot_], held_[with_]);
-            for (const auto &[at, expert, now] : {std::tuple(node, leaves_, 0), std::tuple(node, comes_, 1),
-                                                  std::tuple(other, comes_, 0), std::tuple(other, leaves_, 1)})
-                has(at, expert) = static_cast<std::uint8_t>(now);
-            return;
-        }
-        travel_.exchange(node, leaves_, comes_);
-        serve(node, leaves_, -1);
-        serve(node, comes_, 1);
-        held_[slot_] = comes_;
-        for (const int expert : {leaves_, comes_})
-            if (expert >= 0)
-                has(node, expert) = expert == comes_;
+        make_changes();
+        for (std::size_t i = 0; i < slots_.size(); ++i)
+            held_[slots_[i]] = changes_[i].comes;
     }
 
   private:
+    int node_at(std::size_t slot) const { return static_cast<int>(slot) / p_.slots; }
     std::uint8_t &has(int node, int expert) { return has_[static_cast<std::size_t>(node) * p_.experts + expert]; }
     std::int64_t move_of(int expert, int node) const {
         return p_.move_cost > 0 && p_.current[expert] != node ? p_.move_cost : 0;
@@ -179,12 +154,21 @@ class Exchange {
             shift(expert, node, node_of_[expert], -times);
         }
     }
-    // Node a's copy and node b's change places (times 1), or go back (-1).
-    void serve_traded(int a, int b, int times) {
-        serve(a, leaves_, -times);
-        serve(a, comes_, times);
-        serve(b, comes_, -times);
-        serve(b, leaves_, times);
+    // What nodes serve once `changes_` are made (times 1), or without them again (-1).
+    void serve_changes(int times) {
+        for (const auto &[node, leaves, comes] : changes_) {
+            serve(node, leaves, -times);
+            serve(node, comes, times);
+        }
+    }
+    // Does what `travel_` was last asked for.
+    void make_changes() {
+        travel_.exchange(changes_);
+        serve_changes(1);
+        for (const auto &[node, leaves, comes] : changes_)
+            for (const int expert : {leaves, comes})
+                if (expert >= 0)
+                    has(node, expert) = expert == comes;
     }
     // What is left to the homes of two experts goes from a to b and from b to a.
     void swap_rows(int first, int a, int second, int b) {
@@ -214,9 +198,10 @@ class Exchange {
     std::int64_t busiest_ = 0;       // rows
 
     // The proposal on the table.
-    bool swaps_homes_ = false, trades_ = false;
-    std::size_t slot_ = 0, with_ = 0;
-    int leaves_ = -1, comes_ = -1;
+    bool swaps_homes_ = false;
+    int first_ = 0, second_ = 0;       // experts, where homes are swapped
+    std::vector<CopyChange> changes_;  // one, or the two of a trade,
+    std::vector<std::size_t> slots_;   // and their places in `held_`
     std::int64_t new_cost_ = 0, new_other_ = 0, new_busiest_ = 0;
 };
 

@@ -21,35 +21,25 @@ namespace {
 // Threads change the time, never the plan: a thread takes whole layers, each of which writes to its own results and draws
 // from its own random stream.
 
-// Gives every copy a slot: residents have theirs, the others take the lowest free one of their kind. `copies` and
-// `result.copies` stand by (expert, rank).
-void place_copies(const Step &step, const ReplicateOptions &options, const Cell &cell, const CellPlan &plan,
-                  const std::vector<Copy> &residents, CellResult &result, std::vector<Copy> &copies) {
-    const int homes = step.experts / step.ranks, before_spare = homes + step.resident_slots;
+// Gives every copy a slot: residents have theirs, the others take the lowest free one of their kind.
+std::vector<PlacedCopy> place_copies(const Cell &cell, const ReplicateOptions &options, const std::vector<Copy> &copies) {
+    const int homes = cell.experts / cell.ranks, before_spare = homes + cell.resident_slots;
     const int per_rank = before_spare + options.spare_slots;
-    std::vector<std::pair<Copy, int>> of_kind;
-    for (const auto &[some, kind] : {std::pair(&plan.inside, 0), std::pair(&plan.across, 1), std::pair(&residents, 2)})
-        for (const Copy &copy : *some)
-            of_kind.emplace_back(copy, kind);
-    std::sort(of_kind.begin(), of_kind.end(), [](const auto &a, const auto &b) {
-        return std::tie(a.first.expert, a.first.rank) < std::tie(b.first.expert, b.first.rank);
-    });
-    std::vector<std::uint8_t> taken(static_cast<std::size_t>(step.ranks) * per_rank, 0);
-    copies.clear();
-    result.copies.clear();
-    for (const auto &[copy, kind] : of_kind) {
-        int id = copy.rank * per_rank + before_spare + (kind == 1 ? options.slots : 0);
-        if (kind == 2) {
-            const std::int32_t *held = cell.residents + static_cast<std::int64_t>(copy.rank) * step.resident_slots;
-            const auto slot = std::find(held, held + step.resident_slots, copy.expert) - held;
+    std::vector<std::uint8_t> taken(static_cast<std::size_t>(cell.ranks) * per_rank, 0);
+    std::vector<PlacedCopy> placed;
+    for (const Copy &copy : copies) {
+        int id = copy.rank * per_rank + before_spare + (copy.kind == Copy::ACROSS ? options.slots : 0);
+        if (copy.kind == Copy::RESIDENT) {
+            const std::int32_t *held = cell.residents + static_cast<std::int64_t>(copy.rank) * cell.resident_slots;
+            const auto slot = std::find(held, held + cell.resident_slots, copy.expert) - held;
             id = copy.rank * per_rank + homes + static_cast<int>(slot);
         }
         while (taken[id])
             ++id;
         taken[id] = 1;
-        copies.push_back(copy);
-        result.copies.push_back({copy.expert, id, kind});
+        placed.push_back({copy.expert, id, copy.kind});
     }
+    return placed;
 }
 
 // rows [E] = what all sources send to each expert. Returns the bits of all counts: below 0 where one of them is.
@@ -79,28 +69,19 @@ class ChainWorker {
         CellPlan plan;
         for (int micro_batch = options_.every / 2; micro_batch < step_.micro_batches; micro_batch += options_.every) {
             const std::int64_t batch = std::int64_t{group} * step_.micro_batches + micro_batch;
-            const std::int64_t index = batch * step_.layers + layer;
-            const std::int32_t *pairs = step_.pairs + index * step_.ranks * step_.experts;
+            Cell cell = step_.cell(batch, layer);
             rows_.resize(step_.experts);
-            if (add_rows(pairs, step_.ranks, step_.experts, rows_.data()) < 0)
+            if (add_rows(cell.pairs, step_.ranks, step_.experts, rows_.data()) < 0)
                 throw std::invalid_argument("pairs hold a negative count");
-            double tokens = 0;
-            for (int source = 0; source < step_.ranks; ++source)
-                tokens += static_cast<double>(step_.tokens[batch * step_.ranks + source]);
-            const Cell cell{step_.ranks, step_.ranks_per_domain, step_.experts, rows_.data(),
-                            step_.home + static_cast<std::int64_t>(layer) * step_.experts, tokens, pairs,
-                            thinned(step_.routes.of(batch, layer)),
-                            step_.residents + std::int64_t{layer} * step_.ranks * step_.resident_slots,
-                            step_.resident_slots, static_cast<std::uint64_t>(index)};
+            cell.rows = rows_.data();
+            const TokenRoutes all = cell.drawn;
+            cell.drawn = thinned(all);
             planner_.plan(cell, plan);
-            CellResult &result = results[index];
-            place_copies(step_, options_, cell, plan, planner_.resident_copies(), result, copies_);
-            split_sources(cell, copies_, result.source_quota, options_.price && options_.cost.flat());
-            if (options_.price && (options_.cost.flat() || cell.drawn.count > 0)) {
-                Cell whole = cell;
-                whole.drawn = step_.routes.of(batch, layer);
-                count_all(whole, plan, result);
-            }
+            CellResult &result = results[cell.index];
+            give_slots(cell, plan, result);
+            cell.drawn = all;
+            if (options_.price && (options_.cost.flat() || all.count > 0))
+                count_all(cell, plan, result);
             result.highest_load = plan.highest_load;
             result.time_s = plan.time_s;
             result.time_without_copies_s = plan.time_without_copies_s;
@@ -123,6 +104,13 @@ class ChainWorker {
         return {all.routes, token_.data(), source_.data(), static_cast<std::int64_t>(token_.size()), all.top_k};
     }
 
+    // The plan's copies, their slots, and what they take from every source.
+    void give_slots(const Cell &cell, const CellPlan &plan, CellResult &result) {
+        copies_ = planner_.served(plan.across, plan.inside);
+        result.copies = place_copies(cell, options_, copies_);
+        split_sources(cell, copies_, result.source_quota, options_.price && options_.cost.flat());
+    }
+
     // Prices the chosen plan once more with every visit counted, and keeps it only where it still pays.
     void count_all(const Cell &cell, CellPlan &plan, CellResult &result) {
         plan.time_s = plan.time_without_copies_s = planner_.counted_time(cell, plan, copies_, result.source_quota);
@@ -130,15 +118,13 @@ class ChainWorker {
             return;
         CellResult bare;
         CellPlan none{.inside = {}, .across = {}, .highest_load = planner_.highest_home_load()};
-        place_copies(step_, options_, cell, none, planner_.resident_copies(), bare, copies_);
-        split_sources(cell, copies_, bare.source_quota, options_.cost.flat());
+        give_slots(cell, none, bare);
         none.time_s = none.time_without_copies_s = planner_.counted_time(cell, none, copies_, bare.source_quota);
         plan.time_without_copies_s = none.time_s;
         if (plan.time_s <= none.time_s)
             return;
         plan = none;
-        result.copies = bare.copies;
-        result.source_quota = bare.source_quota;
+        result = bare;
     }
 
     const Step &step_;
@@ -150,16 +136,14 @@ class ChainWorker {
 };
 
 // The bits of one layer; `chosen` [E, words] keeps them.
-TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int nodes, int experts,
-                     Aligned<std::uint64_t> &chosen) {
-    TokenBits bits{tokens.pools,        nodes,   tokens.top_k,    tokens.deduplicated,
-                   tokens.pools_of_row, nullptr, tokens.copy_cost};
+TokenBits layer_bits(const StepBits &tokens, std::int64_t layer, int experts, Aligned<std::uint64_t> &chosen) {
+    TokenBits bits = tokens.layout;
     const int words = bits.words();
     chosen.assign(static_cast<std::size_t>(experts) * words, 0);
-    const std::uint16_t *routes = tokens.routes + layer * tokens.drawn * tokens.top_k;
+    const std::uint16_t *routes = tokens.routes + layer * tokens.drawn * bits.top_k;
     for (const std::int32_t token : tokens.placed)
-        for (int k = 0; k < tokens.top_k; ++k)
-            chosen[static_cast<std::size_t>(routes[std::int64_t{token} * tokens.top_k + k]) * words +
+        for (int k = 0; k < bits.top_k; ++k)
+            chosen[static_cast<std::size_t>(routes[std::int64_t{token} * bits.top_k + k]) * words +
                    tokens.bit[token] / 64] |= std::uint64_t{1} << (tokens.bit[token] % 64);
     bits.chosen = chosen.data();
     return bits;
@@ -209,7 +193,7 @@ class LayerReorder {
                 rows_[static_cast<std::size_t>(expert) * s_.cells + cell] =
                     s_.load[(std::int64_t{cell} * s_.layers + layer) * s_.experts + expert];
         if (s_.tokens.routes)
-            bits_ = layer_bits(s_.tokens, layer_, s_.nodes, s_.experts, chosen_);
+            bits_ = layer_bits(s_.tokens, layer_, s_.experts, chosen_);
     }
 
     std::vector<std::int32_t> run() {
@@ -283,30 +267,26 @@ StepVisits count_visits(const Step &step, const StepInstances &instances, int nu
     result.between.assign(cells * step.layers * nodes * nodes, 0);
     if (step.routes.routes == nullptr)
         result.nics.assign(cells * step.layers * 2 * step.ranks, 0);
-    parallel_for(cells, num_threads, [&](std::int64_t cell) {
-        double tokens = 0;
-        for (int source = 0; source < step.ranks; ++source)
-            tokens += static_cast<double>(step.tokens[cell * step.ranks + source]);
+    parallel_for(cells, num_threads, [&](std::int64_t batch) {
         VisitCounter tokens_of;
         RowCounter rows_of;
         std::vector<Served> served;
         for (int layer = 0; layer < step.layers; ++layer) {
-            const std::int64_t index = cell * step.layers + layer;
-            const std::int32_t *home = step.home + std::int64_t{layer} * step.experts, *pairs = step.pairs_of(cell, layer);
-            const TokenRoutes drawn = step.routes.of(cell, layer);
+            const Cell cell = step.cell(batch, layer);
+            const auto index = static_cast<std::int64_t>(cell.index);
             const bool by_token = step.routes.routes != nullptr;
-            if (by_token && drawn.count == 0)
+            if (by_token && cell.drawn.count == 0)
                 continue;
             served.clear();
             for (std::int64_t i = instances.offsets[index]; i < instances.offsets[index + 1]; ++i)
                 served.push_back({instances.expert[i], instances.rank[i], instances.quota + i * step.ranks});
             if (by_token) {
-                tokens_of.count(drawn, step.ranks, step.ranks_per_domain, step.experts, home, pairs, served);
+                tokens_of.count(cell, served);
             } else {
-                rows_of.start(step.ranks, step.ranks_per_domain, step.experts, home, pairs);
-                rows_of.count(home, served);
+                rows_of.start(cell);
+                rows_of.count(cell, served);
             }
-            const double each = by_token ? tokens / static_cast<double>(drawn.count) : 1.0;
+            const double each = by_token ? cell.tokens / static_cast<double>(cell.drawn.count) : 1.0;
             const Visits &visits = by_token ? tokens_of.visits() : rows_of.visits();
             for (int rank = 0; rank < step.ranks; ++rank)
                 result.ranks[index * step.ranks + rank] = each * static_cast<double>(visits.ranks[rank]);
@@ -355,7 +335,7 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
         all.drawn.count = step.routes.cell_start[cells];
         std::vector<std::int32_t> held = CellPlanner(options).node_copies(all, resident.slots);
         Aligned<std::uint64_t> words;
-        const TokenBits bits_here = layer_bits(bits, layer, nodes, step.experts, words);
+        const TokenBits bits_here = layer_bits(bits, layer, step.experts, words);
         std::vector<std::int32_t> node_of(step.experts), current(step.experts);
         for (int expert = 0; expert < step.experts; ++expert) {
             node_of[expert] = home[expert] / step.ranks_per_domain;
@@ -369,7 +349,7 @@ Residents choose_residents(const Step &step, const StepBits &bits, const Replica
         const std::vector<std::int32_t> sent = rows_of_bits(bits_here, step.experts);
         std::vector<std::int64_t> row_cost;
         for (int pool = 0; pool < bits_here.pools; ++pool)
-            row_cost.push_back(std::llround(resident.row_share * static_cast<double>(bits.copy_cost[pool])));
+            row_cost.push_back(std::llround(resident.row_share * static_cast<double>(bits_here.copy_cost[pool])));
         problem.rows = sent.data();
         problem.row_cost = row_cost.data();
         Rng seeds = stream(resident.seed, static_cast<std::uint64_t>(layer));

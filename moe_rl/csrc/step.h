@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <numeric>
 #include <vector>
 
 #include "cell.h"
@@ -36,8 +36,16 @@ struct Step {
     const std::int32_t *residents = nullptr; // [L, P, S] or nullptr
     int resident_slots = 0;
 
-    const std::int32_t *pairs_of(std::int64_t cell, int layer) const {
-        return pairs + (cell * layers + layer) * ranks * experts;
+    const std::int32_t *pairs_of(std::int64_t batch, int layer) const {
+        return pairs + (batch * layers + layer) * ranks * experts;
+    }
+    // Without its rows [E].
+    Cell cell(std::int64_t batch, int layer) const {
+        const std::int64_t *held = tokens + batch * ranks;
+        return {ranks, ranks_per_domain, experts, nullptr, home + std::int64_t{layer} * experts,
+                static_cast<double>(std::accumulate(held, held + ranks, std::int64_t{0})), pairs_of(batch, layer),
+                routes.of(batch, layer), residents + std::int64_t{layer} * ranks * resident_slots, resident_slots,
+                static_cast<std::uint64_t>(batch * layers + layer)};
     }
 };
 
@@ -73,11 +81,8 @@ struct StepBits {
     const std::uint16_t *routes = nullptr; // [L, drawn, K]; nullptr: only counts are known
     const std::int32_t *bit = nullptr;     // [drawn] place of every token, -1: left out
     std::vector<std::int32_t> placed;      // the others, by their places: words are then filled one after the other
-    std::span<const std::int32_t> pools_of_row;
-    const std::int64_t *copy_cost = nullptr;
     std::int64_t drawn = 0;
-    int top_k = 0, pools = 0;
-    bool deduplicated = true;
+    TokenBits layout{}; // what the bits of all layers have in common
 };
 
 struct ResidentOptions {

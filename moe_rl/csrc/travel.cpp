@@ -244,56 +244,39 @@ void Travel::swap(int first, int second, int a, int b) {
     recount(b, 0, words_, bits(second), bits(first));
 }
 
-// Tokens of `leaves` go to its home again, those of `comes` no longer; where that is one node both at once.
-std::int64_t Travel::cost_of_exchange(int node, int leaves, int comes) {
-    const int a = leaves < 0 ? -1 : home(leaves), b = comes < 0 ? -1 : home(comes);
-    const std::uint64_t *again = leaves < 0 ? none_.data() : chosen(leaves);
-    new_a_ = visitors_[std::max(a, 0)];
-    new_b_ = visitors_[std::max(b, 0)];
-    if (a >= 0)
-        count(a, node, a == b ? bits(comes) : none_.data(), again, new_a_);
-    if (b >= 0 && b != a)
-        count(b, node, bits(comes), none_.data(), new_b_);
+// Tokens of `leaves` go to its home again, those of `comes` no longer. -1: no such home, or the same once more.
+std::pair<int, int> Travel::homes_of(const CopyChange &change) const {
+    const int a = home(change.leaves), b = home(change.comes);
+    return {a, b == a ? -1 : b};
+}
+
+std::int64_t Travel::cost_of_exchange(std::span<const CopyChange> changes) {
+    const auto [a, b] = homes_of(changes[0]);
+    const auto count_all = [&](int there, Visitors &now) {
+        now = visitors_[std::max(there, 0)];
+        for (const auto &[node, leaves, comes] : changes)
+            if (there >= 0)
+                count(there, node, home(comes) == there ? bits(comes) : none_.data(),
+                      home(leaves) == there ? chosen(leaves) : none_.data(), now);
+    };
+    count_all(a, new_a_);
+    count_all(b, new_b_);
     return new_cost_ = cost_with(a, new_a_, b, new_b_);
 }
 
-void Travel::exchange(int node, int leaves, int comes) {
-    const int a = leaves < 0 ? -1 : home(leaves), b = comes < 0 ? -1 : home(comes);
+void Travel::exchange(std::span<const CopyChange> changes) {
+    const auto [a, b] = homes_of(changes[0]);
     cost_ = new_cost_;
     if (a >= 0)
         keep(a, new_a_);
-    if (b >= 0 && b != a)
-        keep(b, new_b_);
-    if (a >= 0)
-        holds_no_more(node, leaves);
     if (b >= 0)
-        holds(node, comes);
-}
-
-std::int64_t Travel::cost_of_trade(int a, int first, int b, int second) {
-    const int of_first = home(first), of_second = home(second);
-    const bool same = of_first == of_second;
-    new_a_ = visitors_[of_first];
-    new_b_ = visitors_[of_second];
-    count(of_first, a, same ? bits(second) : none_.data(), chosen(first), new_a_);
-    count(of_first, b, bits(first), same ? chosen(second) : none_.data(), new_a_);
-    if (!same) {
-        count(of_second, a, bits(second), none_.data(), new_b_);
-        count(of_second, b, none_.data(), chosen(second), new_b_);
+        keep(b, new_b_);
+    for (const auto &[node, leaves, comes] : changes) {
+        if (leaves >= 0)
+            holds_no_more(node, leaves);
+        if (comes >= 0)
+            holds(node, comes);
     }
-    return new_cost_ = cost_with(of_first, new_a_, of_second, new_b_);
-}
-
-void Travel::trade(int a, int first, int b, int second) {
-    const int of_first = home(first), of_second = home(second);
-    cost_ = new_cost_;
-    keep(of_first, new_a_);
-    if (of_second != of_first)
-        keep(of_second, new_b_);
-    holds_no_more(a, first);
-    holds(a, second);
-    holds_no_more(b, second);
-    holds(b, first);
 }
 
 // The node's tokens of the expert go to its home again.

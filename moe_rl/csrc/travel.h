@@ -2,12 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "aligned.h"
 #include "reorder.h"
 
 namespace moe_rl {
+
+// `node` holds a copy of `comes` in place of one of `leaves`; -1: none. Neither is at home there.
+struct CopyChange {
+    int node, leaves, comes;
+};
 
 // Copies of tokens between nodes, for all pools. Which node an expert is on matters only through the tokens that choose
 // it, so they are bits, 64 at a time: swapping two experts costs two passes over some hundred words. A node that holds
@@ -24,20 +31,16 @@ class Travel {
     // Does what `cost_of_swap` was last asked for. `bin_of` may have the two in their new bins already.
     void swap(int first, int second, int a, int b);
 
-    // `node` holds a copy of `comes` in place of one of `leaves`; -1: none. Neither is at home there.
-    std::int64_t cost_of_exchange(int node, int leaves, int comes);
+    // One change, or the two of nodes that give each other a copy: a trade concerns the same two homes as its first half.
+    std::int64_t cost_of_exchange(std::span<const CopyChange> changes);
     // Does what `cost_of_exchange` was last asked for.
-    void exchange(int node, int leaves, int comes);
-
-    // The nodes a and b give each other a copy, of `first` and of `second`. Neither is at home, or held, where it comes.
-    std::int64_t cost_of_trade(int a, int first, int b, int second);
-    // Does what `cost_of_trade` was last asked for.
-    void trade(int a, int first, int b, int second);
+    void exchange(std::span<const CopyChange> changes);
 
   private:
     using Visitors = Aligned<std::int32_t>; // [nodes, stride] tokens of each node that one node is sent, by pool
 
-    int home(int expert) const { return bin_of_[expert] / bins_per_node_; }
+    int home(int expert) const { return expert < 0 ? -1 : bin_of_[expert] / bins_per_node_; }
+    std::pair<int, int> homes_of(const CopyChange &change) const;
     std::size_t at_word(int expert, std::size_t word) const { return static_cast<std::size_t>(expert) * words_ + word; }
     const std::uint64_t *chosen(int expert) const { return t_.chosen + at_word(expert, 0); }
     const std::uint64_t *bits(int expert) const;

@@ -51,10 +51,9 @@ void join_places(const TokenRoutes &tokens, const std::uint64_t *places, std::ui
 // visits is a set of bits. Which instance serves a pair follows core.plan.slot_map: the pairs of a source rank and an
 // expert are dealt in the order of their tokens, each instance taking its quota, the home the rest. Drawn tokens stand
 // for all, so quotas are shares: the third of five drawn pairs, of 100 that there are, is the one at 50 of them.
-void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_domain, int experts,
-                         const std::int32_t *home, const std::int32_t *pairs, const std::vector<Served> &instances,
-                         bool of_ranks) {
-    const int nodes = ranks / ranks_per_domain, places = nodes + (of_ranks ? ranks : 0);
+void VisitCounter::count(const Cell &cell, const std::vector<Served> &instances, bool of_ranks) {
+    const TokenRoutes &tokens = cell.drawn;
+    const int ranks = cell.ranks, nodes = cell.domains(), places = nodes + (of_ranks ? ranks : 0);
     words_ = static_cast<std::size_t>((places + WORD - 1) / WORD);
     place_.assign(static_cast<std::size_t>(ranks) * words_, 0);
     const auto mark = [&](int rank, int place) {
@@ -62,17 +61,17 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
     };
     node_.resize(ranks);
     for (int rank = 0; rank < ranks; ++rank) {
-        node_[rank] = rank / ranks_per_domain;
+        node_[rank] = cell.node(rank);
         mark(rank, node_[rank]);
         if (of_ranks)
             mark(rank, nodes + rank);
     }
-    has_instances_.assign(experts, 0);
+    has_instances_.assign(cell.experts, 0);
     for (const Served &instance : instances)
         has_instances_[instance.expert] = 1;
-    visit_homes(tokens, experts, home);
+    visit_homes(cell);
     if (!instances.empty())
-        visit_instances(tokens, ranks, experts, home, pairs, instances);
+        visit_instances(cell, instances);
 
     visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
     for (int first = 0; first < nodes; first += WORD)
@@ -91,12 +90,14 @@ void VisitCounter::count(const TokenRoutes &tokens, int ranks, int ranks_per_dom
 }
 
 // What tokens visit for experts without instances, and the list of the other pairs.
-void VisitCounter::visit_homes(const TokenRoutes &tokens, int experts, const std::int32_t *home) {
+void VisitCounter::visit_homes(const Cell &cell) {
+    const TokenRoutes &tokens = cell.drawn;
+    const int experts = cell.experts;
     at_home_.resize(words_ * experts);
     for (int expert = 0; expert < experts; ++expert)
         for (std::size_t word = 0; word < words_; ++word)
             at_home_[word * experts + expert] =
-                has_instances_[expert] ? 0 : place_[static_cast<std::size_t>(home[expert]) * words_ + word];
+                has_instances_[expert] ? 0 : place_[static_cast<std::size_t>(cell.home[expert]) * words_ + word];
     visited_.resize(words_ * tokens.count);
     for (std::size_t word = 0; word < words_; ++word) {
         const std::uint64_t *places = at_home_.data() + word * experts;
@@ -107,8 +108,10 @@ void VisitCounter::visit_homes(const TokenRoutes &tokens, int experts, const std
     }
 }
 
-void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int experts, const std::int32_t *home,
-                                   const std::int32_t *pairs, const std::vector<Served> &instances) {
+void VisitCounter::visit_instances(const Cell &cell, const std::vector<Served> &instances) {
+    const TokenRoutes &tokens = cell.drawn;
+    const int ranks = cell.ranks, experts = cell.experts;
+    const std::int32_t *pairs = cell.pairs, *home = cell.home;
     // Whether a pair has instances is as good as random: written always, kept or not, it costs no wrong guess.
     shared_.resize(tokens.count * tokens.top_k + 1);
     Shared *last = shared_.data();
@@ -162,42 +165,40 @@ void VisitCounter::visit_instances(const TokenRoutes &tokens, int ranks, int exp
     }
 }
 
-void RowCounter::start(int ranks, int ranks_per_domain, int experts, const std::int32_t *home,
-                       const std::int32_t *pairs) {
-    ranks_ = ranks;
-    width_ = ranks_per_domain;
-    at_home_.assign(static_cast<std::size_t>(ranks) * ranks, 0);
-    for (int source = 0; source < ranks; ++source, pairs += experts)
-        for (int expert = 0; expert < experts; ++expert)
-            at_home_[static_cast<std::size_t>(source) * ranks + home[expert]] += pairs[expert];
+void RowCounter::start(const Cell &cell) {
+    at_home_.assign(static_cast<std::size_t>(cell.ranks) * cell.ranks, 0);
+    for (int source = 0; source < cell.ranks; ++source)
+        for (int expert = 0; expert < cell.experts; ++expert)
+            at_home_[static_cast<std::size_t>(source) * cell.ranks + cell.home[expert]] += cell.pairs[cell.at(source, expert)];
 }
 
-void RowCounter::count(const std::int32_t *home, const std::vector<Served> &instances) {
+void RowCounter::count(const Cell &cell, const std::vector<Served> &instances) {
+    const int ranks = cell.ranks, nodes = cell.domains();
     sent_ = at_home_;
     for (const Served &instance : instances)
-        for (int source = 0; source < ranks_; ++source) {
-            std::int64_t *to = sent_.data() + static_cast<std::size_t>(source) * ranks_;
-            to[home[instance.expert]] -= instance.quota[source];
+        for (int source = 0; source < ranks; ++source) {
+            std::int64_t *to = sent_.data() + static_cast<std::size_t>(source) * ranks;
+            to[cell.home[instance.expert]] -= instance.quota[source];
             to[instance.rank] += instance.quota[source];
         }
-    const int nodes = ranks_ / width_;
-    visits_.ranks.assign(ranks_, 0);
+    visits_.ranks.assign(ranks, 0);
     visits_.between.assign(static_cast<std::size_t>(nodes) * nodes, 0);
-    visits_.nics.assign(2 * static_cast<std::size_t>(ranks_), 0);
-    std::vector<std::int64_t> into(ranks_, 0);
-    for (int source = 0; source < ranks_; ++source)
-        for (int rank = 0; rank < ranks_; ++rank) {
-            const std::int64_t rows = sent_[static_cast<std::size_t>(source) * ranks_ + rank];
-            if (source / width_ != rank / width_) {
-                visits_.between[static_cast<std::size_t>(source / width_) * nodes + rank / width_] += rows;
+    visits_.nics.assign(2 * static_cast<std::size_t>(ranks), 0);
+    std::vector<std::int64_t> into(ranks, 0);
+    for (int source = 0; source < ranks; ++source)
+        for (int rank = 0; rank < ranks; ++rank) {
+            const std::int64_t rows = sent_[static_cast<std::size_t>(source) * ranks + rank];
+            const int from = cell.node(source), to = cell.node(rank);
+            if (from != to) {
+                visits_.between[static_cast<std::size_t>(from) * nodes + to] += rows;
                 visits_.nics[rank] += rows;
-                visits_.nics[ranks_ + source] += rows;
+                visits_.nics[ranks + source] += rows;
             } else if (source != rank) {
                 visits_.ranks[source] += rows;
                 into[rank] += rows;
             }
         }
-    for (int rank = 0; rank < ranks_; ++rank)
+    for (int rank = 0; rank < ranks; ++rank)
         visits_.ranks[rank] = std::max(visits_.ranks[rank], into[rank]);
 }
 

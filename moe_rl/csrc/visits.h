@@ -2,6 +2,7 @@
 // the one counter of planner, prices and simulator.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +19,30 @@ struct TokenRoutes {
     const std::uint16_t *experts(std::int64_t i) const { return routes + token[i] * top_k; }
 };
 
+// One (EP group, micro-batch, layer).
+struct Cell {
+    int ranks, ranks_per_domain, experts;
+    const std::int64_t *rows; // [E]
+    const std::int32_t *home; // [E] rank
+    double tokens;            // on all source ranks together
+    const std::int32_t *pairs; // [P, E]
+    TokenRoutes drawn;         // which experts meet in a token; none: only counts are known
+    const std::int32_t *residents = nullptr; // [P, S] experts from other nodes that ranks hold for the step; -1: none
+    int resident_slots = 0;
+    std::uint64_t index = 0; // of all cells and layers: seeds the cell's searches
+
+    int domains() const { return ranks / ranks_per_domain; }
+    int node(int rank) const { return rank / ranks_per_domain; }
+    // Of a table [P or N, E].
+    std::size_t at(int row, int expert) const { return static_cast<std::size_t>(row) * experts + expert; }
+    std::int64_t rows_of_node(int node, int expert) const {
+        std::int64_t sum = 0;
+        for (int source = node * ranks_per_domain; source < (node + 1) * ranks_per_domain; ++source)
+            sum += pairs[at(source, expert)];
+        return sum;
+    }
+};
+
 // An instance off the home's slot: it takes quota[source] of the pairs that each source sends to the expert.
 struct Served {
     int expert, rank;
@@ -32,10 +57,9 @@ struct Visits {
 
 class VisitCounter {
   public:
-    // `pairs` [P, E] are what the quotas are parts of, `instances` stand in the order in which they are served. The
-    // visits of ranks are counted where `of_ranks` asks for them.
-    void count(const TokenRoutes &tokens, int ranks, int ranks_per_domain, int experts, const std::int32_t *home,
-               const std::int32_t *pairs, const std::vector<Served> &instances, bool of_ranks = true);
+    // Quotas are parts of the cell's pairs, `instances` stand in the order in which they are served. The visits of ranks
+    // are counted where `of_ranks` asks for them.
+    void count(const Cell &cell, const std::vector<Served> &instances, bool of_ranks = true);
 
     const Visits &visits() const { return visits_; }
 
@@ -44,9 +68,8 @@ class VisitCounter {
         std::int32_t token, expert, source;
     };
 
-    void visit_homes(const TokenRoutes &tokens, int experts, const std::int32_t *home);
-    void visit_instances(const TokenRoutes &tokens, int ranks, int experts, const std::int32_t *home,
-                         const std::int32_t *pairs, const std::vector<Served> &instances);
+    void visit_homes(const Cell &cell);
+    void visit_instances(const Cell &cell, const std::vector<Served> &instances);
 
     Visits visits_;
     std::size_t words_ = 0;
@@ -66,15 +89,14 @@ class VisitCounter {
 // those that it sends to them, whichever are more.
 class RowCounter {
   public:
-    // `pairs` [P, E], all of which the homes serve at first.
-    void start(int ranks, int ranks_per_domain, int experts, const std::int32_t *home, const std::int32_t *pairs);
-    // Counts what is sent when these instances take their quotas from the homes.
-    void count(const std::int32_t *home, const std::vector<Served> &instances);
+    // All of the cell's pairs, which the homes serve at first.
+    void start(const Cell &cell);
+    // Counts what is sent when these instances take their quotas from the homes of the cell that was started.
+    void count(const Cell &cell, const std::vector<Served> &instances);
 
     const Visits &visits() const { return visits_; }
 
   private:
-    int ranks_ = 0, width_ = 1;
     std::vector<std::int64_t> at_home_, sent_; // [P, P] rows from each rank to each rank
     Visits visits_;
 };

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 #include "pack.h"
@@ -66,10 +67,9 @@ void replicate_case(Bytes &bytes) {
     options.cross_gain_ppm = bytes.byte() * 40;
     options.price = bytes.byte() % 2;
     if (options.price) {
-        const double values[LayerCostParams::NUM_FIELDS] = {8e14, 2.0 * 1e7, 1e7,  2e12, 2e4, 4e-5, 128, 1.0 * (bytes.byte() % 2),
-                                                            4096, 3e11,      4e10, 0.25, 6e-5, 1, 1, 0.3,
-                                                            3e11, 1e-5,      4e10, 1e-4};
-        options.cost = LayerCostParams::from_array(values);
+        const double hierarchical = bytes.byte() % 2; // in the order of MOE_RL_COST_FIELDS
+        options.cost = {8e14, 2e7, 1e7, 2e12, 2e4, 4e-5, 128, hierarchical, 4096, 3e11,
+                        4e10, 0.25, 6e-5, 1, 1, 0.3, 3e11, 1e-5, 4e10, 1e-4};
     }
     std::vector<std::int32_t> pairs(static_cast<std::size_t>(micro_batches) * layers * ranks * experts);
     for (auto &count : pairs)
@@ -165,7 +165,7 @@ void pack_case(Bytes &bytes) {
     }
     const std::int64_t budget = *std::max_element(held.begin(), held.end()) + bytes.byte();
     const PackProblem problem{sequences, layers, bins, places, batches, 1, load.data(), tokens.data(), work.data(),
-                              batch.data(), budget};
+                              1, batch.data(), budget, nullptr, nullptr, 0, std::numeric_limits<std::int32_t>::max()};
     pack(problem, 300, bytes.between(0, 8), bytes.byte(), place);
     std::vector<std::int64_t> after(places);
     std::vector<int> count(places);
@@ -245,8 +245,9 @@ void residents_case(Bytes &bytes) {
             continue;
         require(node_of[held[at]] != node, "no copy where its home is");
         require(std::count(held.begin() + node * slots, held.begin() + (node + 1) * slots, held[at]) == 1, "one copy");
-        travel.cost_of_exchange(node, -1, held[at]);
-        travel.exchange(node, -1, held[at]);
+        const CopyChange copied[] = {{node, -1, held[at]}};
+        travel.cost_of_exchange(copied);
+        travel.exchange(copied);
         after += problem.held_cost;
     }
     require(std::all_of(homes_held.begin(), homes_held.end(), [&](int count) { return count == experts / nodes; }),
