@@ -24,10 +24,10 @@ from emulator import mutants
 from emulator.cases import Check, chosen_checks, quick_checks
 from emulator.faults import Fault
 from emulator.launch import emulated
+from emulator.mutants import WORK
 from emulator.schedules import ORDERS, Schedule, schedules
 
 LEAST_DEAD = 0.98
-_WORK: list[tuple[int, Check]] = []
 
 
 def outcome(arch: int, check: Check, schedule: Schedule) -> tuple[str, dict[str, str]]:
@@ -50,7 +50,7 @@ _ASYNCHRONOUS = re.compile(r"cp\.async|wgmma|tcgen05|mbarrier")
 def emulate(task: tuple[int, int]) -> dict[str, Any]:
     """Run one check under its schedules."""
     at, count = task
-    arch, check = _WORK[at]
+    arch, check = WORK[at]
     start = time.process_time()
     faults: dict[str, str] = {}
     why, ptx = outcome(arch, check, Schedule(name="late"))
@@ -81,39 +81,40 @@ def main() -> int:
     missing: set[str] = set()
     if options.quick:
         options.schedules = 4
-        _WORK.extend((arch, check) for arch in options.arch or (90, 100) for check in quick_checks(arch))
+        WORK.extend((arch, check) for arch in options.arch or (90, 100) for check in quick_checks(arch))
     for arch in () if options.quick else options.arch or (90, 100):
         wanted = {launch.name for launch in one_per_name(shipped_launches(arch))}
         checks, left = chosen_checks(arch, wanted)
         missing |= left
         named = [check for check in checks if options.only in f"{check.name} {' '.join(check.launches)}"]
-        _WORK.extend((arch, check) for check in named)
+        WORK.extend((arch, check) for check in named)
         print(f"sm_{arch}: {len(wanted)} launches in {len(checks)} checks", flush=True)
     start, rows = time.monotonic(), []
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
-        for row in pool.imap_unordered(emulate, [(at, options.schedules) for at in range(len(_WORK))]):
+        for row in pool.imap_unordered(emulate, [(at, options.schedules) for at in range(len(WORK))]):
             rows.append(row)
             if len(rows) % 20 == 0:
-                print(f"{len(rows)} of {len(_WORK)} checks after {time.monotonic() - start:.0f} s", flush=True)
+                print(f"{len(rows)} of {len(WORK)} checks after {time.monotonic() - start:.0f} s", flush=True)
             for schedule, why in row["faults"].items():
                 print(f"FAULT sm_{row['arch']} {row['check']}, schedule {schedule!r}: {why}", flush=True)
         wrong = [row for row in rows if row["faults"]]
         print(f"{len(rows) - len(wrong)} of {len(rows)} checks right in {options.schedules} schedules "
               f"({ORDERS} where nothing is asynchronous), "
               f"{sum(row['seconds'] for row in rows):.0f} s of CPU, {time.monotonic() - start:.0f} s")  # fmt: skip
-        report: dict[str, Any] = {"checks": rows, "not_covered": sorted(missing)}
-        if options.mutants:
-            report["mutants"] = found = mutants.trial(pool, _WORK)
-            for of_triton in (False, True):
-                some = [mutant for mutant in found if mutant["is_compilers"] == of_triton]
-                alive = [mutant for mutant in some if not mutant["killed_by"]]
-                whose = "what Triton adds by itself" if of_triton else "what the loops say"
-                print(f"{whose}: {len(some) - len(alive)} of {len(some)} mutants die, by "
-                      f"{dict(Counter(mutant['how'] for mutant in some))}")  # fmt: skip
-                for mutant in alive:
-                    print(f"LIVES {mutant['launch']}: {mutant['what']}: {mutants.reason(mutant['what'])}")
-                if not of_triton and len(alive) > (1 - LEAST_DEAD) * len(some):
-                    wrong.append({"check": "mutants"})
+    report: dict[str, Any] = {"checks": rows, "not_covered": sorted(missing)}
+    if options.mutants:
+        report["mutants"] = found = mutants.trial(options.processes)
+        for of_triton in (False, True):
+            some = [mutant for mutant in found if mutant["is_compilers"] == of_triton]
+            alive = [mutant for mutant in some if not mutant["killed_by"]]
+            whose = "what Triton adds by itself" if of_triton else "what the loops say"
+            print(f"{whose}: {len(some) - len(alive)} of {len(some)} mutants die, by "
+                  f"{dict(Counter(mutant['how'] for mutant in some))}")  # fmt: skip
+            for mutant in alive:
+                print(f"LIVES {mutant['launch']}: {mutant['what']}: {mutants.reason(mutant['what'])}")
+            if not of_triton and len(alive) > (1 - LEAST_DEAD) * len(some):
+                wrong.append({"check": "mutants"})
+        print(f"{len(found)} mutants after {time.monotonic() - start:.0f} s")
     for name in sorted(missing):
         print(f"NOT COVERED {name}")
     if options.json:

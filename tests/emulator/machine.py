@@ -471,7 +471,8 @@ class Cluster:
         late: list[Any] = [*self.arrivals, *(cta for cta in self.ctas if cta.queue)]
         if not late:
             return False
-        chosen = self.random.choice(late)
+        others = [work for work in late if not self.schedule.is_last(work)]
+        chosen = self.random.choice(others or late)
         if isinstance(chosen, Cta):
             chosen.queue.pop(0)()
         else:

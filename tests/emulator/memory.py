@@ -196,8 +196,10 @@ class SharedMemory:
         """Make `warps` the last writers of units that nobody else uses."""
         self._check_writer(units, warps, "overwrites")
         seen = self.read_at[:, units]  # [reader, ...]
-        known = np.moveaxis(np.atleast_2d(self.clocks.of[warps, : self.clocks.num_warps]), -1, 0)
-        late = seen > known
+        if isinstance(units, slice):  # of one warp
+            late = seen.max(axis=1) > self.clocks.of[warps, : self.clocks.num_warps]
+        else:
+            late = seen > np.moveaxis(np.atleast_2d(self.clocks.of[warps, : self.clocks.num_warps]), -1, 0)
         if late.any():
             raise Race(f"warp {_one(warps)} overwrites shared memory that warp {int(np.nonzero(late)[0][0])} reads")
         self._check_flight(units, _one(warps))

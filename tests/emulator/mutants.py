@@ -1,15 +1,20 @@
 """Mutants of synchronization: each wait, arrival, expectation, fence, parity, mask and pointer taken out or bent."""
 
 import linecache
+import multiprocessing
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from triton import knobs
+
 from emulator.faults import Fault, Unsupported
 from emulator.launch import emulated
 from emulator.schedules import ORDERS, Schedule, schedules
 
+WORK: list[tuple[int, Any]] = []
+"""(architecture, check). Processes that are forked find it here; `__main__` under its own name is another module."""
 _SKIP = "setp.eq.s32 {flag}, 0, 0;"
 
 
@@ -77,18 +82,16 @@ def mutants_of(text: str) -> Iterator[Mutant]:
             yield changed(at, "", "no copy")
 
 
-def of_specialized(work: list[tuple[int, Any]]) -> list[int]:
-    """Return the checks whose kernels have warps of several roles, or tensor cores that signal barriers."""
-    return [at for at, (_, check) in enumerate(work) if any(
-        word in name for name in check.launches for word in ("specialized", "gluon"))]  # fmt: skip
-
-
 REDUNDANT = (
     ("no wait", "acquire.cluster", "Triton lets the loading warps of a cluster meet before each multicast, after both "
      "have waited for `both_empty`, which says as much"),
     ("no fence", "warpgroup_mma", "TMA alone writes the operands"),
     ("no fence", "tcgen05_mma(", "TMA alone writes the operands"),
     ("no fence", "async_load", "TMA alone writes and products alone read what a copy overwrites"),
+    ("no barrier", "barrier.cluster.wait", "at the end both halves of a CTA's warps wait for the cluster, and then for "
+     "each other: either wait says it for both"),
+    ("no barrier", "mbarrier.arrive(", "a barrier stands before each of two arrivals, and the loading warp waits for "
+     "both arrivals"),
     ("no barrier", "", "one warp alone touches shared memory since the barrier before, or until the next one"),
     ("no fence", "tcgen05_mma_scaled", "the warps that write scales have fenced themselves"),
 )  # fmt: skip
@@ -100,52 +103,48 @@ def reason(what: str) -> str:
     return next((why for how, part, why in REDUNDANT if how in what and part in what), "NO REASON IS KNOWN")
 
 
-VARIANTS = {"table", "weighted", "plain", "accumulate", "bf16", "fp32", "i64"}
-"""Words of a launch's name that change what a loop reads and adds, and none of its synchronization."""
-
-
 MOST = 60
 """Schedules that a mutant of a loop has to live through."""
 
 
-def trial(pool: Any, work: list[tuple[int, Any]]) -> list[dict[str, Any]]:
-    """Return what happens to every mutant of the specialized kernels, once for each loop."""
-    tasks = []
-    seen: set[str] = set()
-    for at in of_specialized(work):
-        arch, check = work[at]
-        with emulated(arch, Schedule(name="late")) as run:
-            check.call()
-        for name, text in run.ptx.items():
-            loop = f"{arch} {' '.join(word for word in name.split() if word not in VARIANTS)}"
-            if ("specialized" in name or "gluon" in name) and loop not in seen:
-                seen.add(loop)
-                tasks += [(at, name, number) for number in range(len(list(mutants_of(text))))]
-    return list(pool.imap_unordered(_judge, tasks, chunksize=4))
+def trial(processes: int) -> list[dict[str, Any]]:
+    """Return what happens to every mutant of the specialized kernels, once for each loop.
+
+    Checks of one name differ in what a loop reads and adds (a table, biases, the type of the result), and in none of
+    its synchronization.
+    """
+    loops = {(arch, check.name): check for arch, check in reversed(WORK) if "specialized" in check.name}
+    _trials[:] = [trial for (arch, _), check in loops.items() for trial in trials_of(arch, check)]
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        return list(pool.imap_unordered(_judge, range(len(_trials)), chunksize=4))
 
 
-_texts: dict[tuple[int, str], tuple[str, list[Mutant]]] = {}
+_trials: list[tuple[int, Any, str, Mutant]] = []
+"""(architecture, check, launch, mutant), for processes that are forked."""
 
 
-def _judge(task: tuple[int, str, int]) -> dict[str, Any]:
-    from emulator.__main__ import _WORK
+def trials_of(arch: int, check: Any) -> list[tuple[int, Any, str, Mutant]]:
+    """Return the mutants of the specialized launch of a check, with what `judged` needs beside.
 
-    return judged(*_WORK[task[0]], task[1], task[2])
+    It is compiled anew, for Triton's cache may hold what another checkout compiled of the same text on other lines.
+    """
+    with knobs.compilation.scope(), emulated(arch, Schedule(name="late")) as run:
+        knobs.compilation.always_compile = True
+        check.call()
+    name = next(name for name in run.ptx if "specialized" in name)
+    return [(arch, check, name, mutant) for mutant in mutants_of(run.ptx[name])]
 
 
-def judged(arch: int, check: Any, name: str, number: int) -> dict[str, Any]:
+def _judge(number: int) -> dict[str, Any]:
+    return judged(*_trials[number])
+
+
+def judged(arch: int, check: Any, name: str, mutant: Mutant) -> dict[str, Any]:
     """Run one mutant under schedule after schedule until one notices; what the compiler added, under a few."""
-    key = (arch, name)
-    if key not in _texts:
-        with emulated(arch, Schedule(name="late")) as run:
-            check.call()
-        _texts[key] = run.ptx[name], list(mutants_of(run.ptx[name]))
-    text, found = _texts[key]
-    mutant = found[number]
     killed_by, how = "", "nothing"
     # Without a barrier of one part's warps they race, which clocks find in every order. Some orders of copies are rare.
-    for schedule in schedules([text], ORDERS if mutant.is_compilers else MOST):
-        with emulated(arch, schedule, lambda of, plain: mutant.text if of == name else plain) as run:
+    for schedule in schedules([mutant.text], ORDERS if mutant.is_compilers else MOST):
+        with emulated(arch, schedule, lambda of, plain: mutant.text if of == name else plain):
             try:
                 got = check.call()
                 check.verify(got)

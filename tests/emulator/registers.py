@@ -56,13 +56,13 @@ class Registers:
         self.files: dict[str, np.ndarray] = {}
         self._templates: dict[str, np.ndarray] = {}
         for width, rows in program.rows.items():
-            template = np.full((len(rows), program.num_threads), POISONED[width], STORAGE[width])
+            template = np.full((len(rows), 1), POISONED[width], STORAGE[width])
             for name, row in rows.items():
                 value = constant(name, width)
                 if value is not None:
                     template[row] = value
             self._templates[width] = template
-            self.files[width] = template.copy()
+            self.files[width] = np.repeat(template, program.num_threads, axis=1)
         self._views: dict[tuple[int, int], tuple[list[list[np.ndarray]], list[np.ndarray]]] = {}
 
     def reset(self, special: dict[str, np.ndarray | int]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 ALL = 64
 """More warps than a CTA has."""
+STAGES = 5
+"""Rings have 4 to 6 stages, and per stage two or three mbarriers, one after the other: these tell all but two apart."""
 ORDERS = 4
 """Schedules of launches in which nothing is asynchronous: their results depend on an order of warps only where they
 race, and clocks find a race in every order."""
@@ -30,12 +32,20 @@ class Schedule:
     starved_cta: int | None = None
     """Of a cluster; None with starved warps means those of every CTA."""
     turn: int = 400
+    last_stage: int | None = None
+    """Of a ring: what is late for it comes last of all."""
     stray: float = 0.05
     """How often something late arrives although others could go on."""
     seed: int = 0
 
     def is_late(self, rank: int) -> bool:
         return self.late_copies if self.late_to is None else rank == self.late_to
+
+    def is_last(self, work: Any) -> bool:
+        """Whether work that is late is of the stage that waits for all others; its mbarrier's number says of which."""
+        return self.last_stage is not None and getattr(work, "barrier", None) is not None and (
+            work.barrier.agent % STAGES == self.last_stage
+        )  # fmt: skip
 
     def is_starved(self, bundle: Any) -> bool:
         here = self.starved_cta in (None, bundle.cta.rank)
@@ -52,7 +62,8 @@ def schedules(texts: Collection[str], count: int = 20) -> list[Schedule]:
     """Return `count` schedules for kernels, given as PTX.
 
     Each combination of early and late copies and products; each role (warps that do one part of the work), each CTA
-    and its copies starved; then random interleavings of single warps, warpgroups and whole CTAs.
+    and its copies starved, in a cluster with late copies in one CTA and early ones in the other; then random
+    interleavings of single warps, warpgroups and whole CTAs, in which another stage's copies come last each time.
     """
     cluster = max((int(size) for text in texts for size in re.findall(r"\.reqnctapercluster (\d+)", text)), default=1)
     roles = _roles(texts)
@@ -71,12 +82,14 @@ def schedules(texts: Collection[str], count: int = 20) -> list[Schedule]:
             name=f"starve warps {min(warps)}.. of CTA {rank}, copies {'late' if late else 'early'}",
             starved_warps=warps, starved_cta=rank, late_copies=late, grain=4 if len(warps) >= 4 else 1,
         )
-        for rank in range(cluster) for warps in roles for late in (True, False)
+        for rank in range(cluster) for number, warps in enumerate(roles) for late in (True, False)
+        if cluster == 1 or late == ((rank + number) % 2 == 0)
     ]  # fmt: skip
     found += [
         Schedule(
             name=f"random {seed}", grain=(ALL, 4, 1)[seed % 3], late_copies=seed % 2 == 0,
-            late_products=seed % 4 < 2, turn=(12, 60, 400)[seed // 3 % 3], stray=0.3, seed=seed,
+            late_products=seed % 4 < 2, turn=(12, 60, 400)[seed // 3 % 3], stray=0.3, last_stage=seed % STAGES,
+            seed=seed,
         )
         for seed in range(count)
     ]  # fmt: skip

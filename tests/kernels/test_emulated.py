@@ -5,6 +5,7 @@ The whole of it, every launch and mutant, is `make kernel-emulate`.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,15 @@ def test_products_are_exact_under_four_schedules(arch: int) -> None:
     printed = outside("-m", "emulator", "--quick", "--arch", str(arch), "--processes", "1")
     assert "FAULT" not in printed
     assert "checks right in 4 schedules" in printed
+
+
+@pytest.mark.slow
+def test_mutants_of_the_loops_die_and_of_those_that_live_the_reason_is_known() -> None:
+    printed = outside("-m", "emulator", "--quick", "--arch", "100", "--mutants")
+    said, total = map(int, re.search(r"what the loops say: (\d+) of (\d+) mutants die", printed).groups())
+    assert total > 100
+    assert said >= 0.98 * total
+    assert "NO REASON" not in printed
 
 
 @pytest.mark.slow
