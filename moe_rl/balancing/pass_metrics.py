@@ -42,6 +42,8 @@ class PassMetrics:
     """[M, L, P] the same for homes alone."""
     replicas: int
     """Replicas of this EP group in all micro-batches and layers."""
+    residents: int = 0
+    """Copies that stay, of all layers of the model."""
     pushed_bytes: int
     """Weight bytes that this rank sent to replicas."""
     returned_bytes: int
@@ -70,6 +72,7 @@ class PassMetrics:
             "moe_rl/max_vio": float(np.max(_overload(self.actual_rows), initial=1.0)) - 1.0,
             **self._megatrons(),
             "moe_rl/replicas": float(self.replicas),
+            "moe_rl/residents": float(self.residents),
             "moe_rl/pushed_bytes": float(self.pushed_bytes),
             "moe_rl/returned_bytes": float(self.returned_bytes),
             "moe_rl/plan_time_s": self.plan_time_s,

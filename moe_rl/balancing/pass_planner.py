@@ -65,6 +65,8 @@ class PassRequest:
     """Which levers are free, where no plan is given."""
     num_micro_batches: int | None = None
     """M of the whole pass, where these are some of its micro-batches."""
+    updates: int = 1
+    """Optimizer steps in which what was counted will run."""
     of_stage: bool = False
     """Whether ranks know the layers of their own pipeline stage alone, though experts may move."""
 
@@ -421,6 +423,7 @@ class PassPlanner:
             forward_only=request.forward_only,
             may=request.may,
             history=history,
+            updates=request.updates,
         )
 
     def _joined(self, request: PassRequest, shares: Sequence[_Share], nothing: ReplicaPlan) -> Plan:

@@ -114,7 +114,8 @@ class PassCycle(ABC, Generic[Tables]):
         """What the plan of the last pass said of levers that it makes no use of."""
         self._last_made: PlannedPass | None = None
         """The last plan that was handed out, and what is known of the loads that it was made for."""
-        self._known = KnownRoutes((len(planner.layers), planner.model.num_experts, planner.model.top_k))
+        shape = len(planner.layers), planner.model.num_experts, planner.model.top_k
+        self._known = KnownRoutes(shape, lambda mine: np.sum(planner.exchange.gather_in_grid(mine), axis=(0, 1)))
         """Used on the thread alone, in the order of the passes."""
         self._source: Source | None = None
         """By what the last update was planned."""
@@ -132,6 +133,8 @@ class PassCycle(ABC, Generic[Tables]):
         """Bytes that this rank received before the pass that is under way, and seconds."""
         self._log_probs = False
         """Whether passes without backward go before the updates."""
+        self._updates = 0, 1
+        """Those since the last of these passes, and those of the rollout before."""
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -286,11 +289,9 @@ class PassCycle(ABC, Generic[Tables]):
             planned.append(self._thread.submit(self._prepare, request, _part_of(read, part), routes, last, before))
         counter = None
         if tokens is not None:
-            num_layers, num_experts, top_k = self._known.shape
-            counter = RouteCounter(tokens, layers=num_layers, num_experts=num_experts, top_k=top_k, device=self._device)
-        self._prepared.append(
-            _Prepared(planned=planned, num_micro_batches=count, forward_only=forward_only, counter=counter)
-        )
+            counter = RouteCounter(tokens, self._known.shape, self._device)
+        prepared = _Prepared(planned=planned, num_micro_batches=count, forward_only=forward_only, counter=counter)
+        self._prepared.append(prepared)
 
     def begin_pass(
         self,
@@ -381,6 +382,7 @@ class PassCycle(ABC, Generic[Tables]):
             predicted_rows=None if planned.misfit else planned.predicted_rows,
             static_rows=planned.static_rows,
             replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
+            residents=int((self.placement.resident_experts >= 0).sum()),
             plan_time_s=planned.plan_time_s,
             plan_wait_s=running.plan_wait_s,
             plan_cpu_s=planned.plan_cpu_s,
@@ -393,6 +395,8 @@ class PassCycle(ABC, Generic[Tables]):
         if running.counter is not None:
             self._learned = self._learn(running, running.counter, planned.counted)
             self._log_probs |= running.forward_only
+            now, before = self._updates
+            self._updates = (0, now or before) if running.forward_only else (now + 1, before)
             if self.config.reorders and running.forward_only == self._log_probs:
                 self._proposed = self._proposal(self._learned)
         self._stop(running)
@@ -405,7 +409,7 @@ class PassCycle(ABC, Generic[Tables]):
         may = replace(PLACEMENT, move_homes=self._why_fixed() is None, choose_residents=self.config.resident_slots > 0)
         if not (may.move_homes or may.choose_residents):
             return None
-        request = self._request(may=may, of_stage=True)
+        request = self._request(may=may, of_stage=True, updates=self._updates[1])
         return self._thread.submit(lambda: self._planner.plan_pass(request, loads.result))
 
     def _rearrange(self) -> None:
@@ -424,9 +428,8 @@ class PassCycle(ABC, Generic[Tables]):
         if self._learned is not None:
             self._learned.result()  # what went wrong on the thread is said here
         heard = counter.on_host(self._add_up)
-        return self._thread.submit(
-            lambda: self._known.learn(heard(), foretold=foretold, update=not running.forward_only)
-        )
+        update = not running.forward_only
+        return self._thread.submit(lambda: self._known.learn(heard(), foretold=foretold, update=update))
 
     def _request(self, **asked: Any) -> PassRequest:
         return PassRequest(config=self.config, placement=self.placement, **asked)
@@ -445,11 +448,8 @@ class PassCycle(ABC, Generic[Tables]):
         started = time.thread_time()
         planned = self._planner.plan_pass(request, read)
         if last is not None and last.plan is request.plan and planned.misfit is None:
-            planned = replace(
-                planned,
-                **{name: getattr(last, name) for name in (*ROWS, "held")},
-                plan_time_s=last.plan_time_s,
-            )
+            known = {name: getattr(last, name) for name in (*ROWS, "held", "plan_time_s")}
+            planned = replace(planned, **known)
         rows = planned.predicted_rows if planned.most_rows is None else planned.most_rows
         if self.memory and not request.forward_only and planned.held is not None and rows is not None and rows.size:
             forecast = self.memory(rows[None].astype(float), planned.held[None].astype(float), request.placement)

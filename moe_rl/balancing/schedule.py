@@ -192,12 +192,13 @@ def plan_of_load(
     forward_only: bool = False,
     may: Levers = COPIES,
     history: StepLoad | None = None,
+    updates: int = 1,
 ) -> Plan:
     """Return the policy's plan; the same on every rank that has the same load.
 
     What `may` leaves alone stays as `placement` and `layout` have it: by default every expert, so a policy that cannot
     leave experts where they are is refused. Layers are priced as a simulation prices them (`cost_of_load`). `history`
-    are the loads of earlier steps, on which homes are learned, too.
+    are the loads of earlier steps, on which homes are learned, too; `updates` optimizer steps run this load.
     """
     require_usable_policy(config, may=may)
     if placement is None:
@@ -220,20 +221,14 @@ def plan_of_load(
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
         topology=moves_over,
-        cost=cost_of_load(
-            load,
-            model=model,
-            topology=topology,
-            setting=setting,
-            layout=layout,
-            lengths=lengths,
-        ),
+        cost=cost_of_load(load, model=model, topology=topology, setting=setting, layout=layout, lengths=lengths),
         objective=config.objective,
         replica_slots=config.replica_slots,
         cross_node_slots=config.cross_node_slots,
         resident_slots=config.resident_slots,
         current_placement=placement.with_slots(resident_slots=config.resident_slots, spare_slots=config.spare_slots),
         steps_served=config.steps_served if may.move_homes else 1,
+        updates=updates,
         sequence_load=sequence_load,
         sequence_tokens=None if sequence_load is None else lengths,
         micro_batch_cost=whole_step,

@@ -260,6 +260,7 @@ class Balancer(PassCycle[PassTables]):
         Where experts are stays as it is. `onload` comes before the next pass.
         """
         self._require_no_pass("offload()")
+        self._thread.submit(lambda: None).result()  # what it exchanges with other ranks wants all process groups
         self._offloaded = True
         self.transport.buffers.release()
         self.residents.release()
@@ -279,6 +280,7 @@ class Balancer(PassCycle[PassTables]):
         by a call of all its ranks before it returns.
         """
         self._require_no_pass("rebuild_groups()")
+        self._thread.submit(lambda: None).result()
         before = self._groups
         self._groups = before.rebuilt()
         if self._homes is not None:

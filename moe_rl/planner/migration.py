@@ -30,7 +30,7 @@ def migration_time(before: NDArray[np.int32], after: NDArray[np.int32], problem:
 
 
 def residents_time(residents: NDArray[np.int32], home: NDArray[np.int32], problem: PlanProblem) -> float:
-    """Return seconds per step of copies that stay for it, [L, P, S] experts with -1 for none, of homes [L, E]."""
+    """Return seconds per load of copies that stay for it, [L, P, S] experts with -1 for none, of homes [L, E]."""
     topology = problem.topology
     layer, rank, slot = np.nonzero(residents >= 0)
     source = home[layer, residents[layer, rank, slot]].astype(np.int64)
@@ -39,4 +39,4 @@ def residents_time(residents: NDArray[np.int32], home: NDArray[np.int32], proble
     def at_both_ends(some: NDArray[np.bool_]) -> NDArray[np.int64]:
         return np.stack([np.bincount(end[some], minlength=topology.ep_size) for end in (source, rank)])
 
-    return resident_time(problem.cost, at_both_ends(crosses), at_both_ends(~crosses))
+    return problem.updates * resident_time(problem.cost, at_both_ends(crosses), at_both_ends(~crosses))

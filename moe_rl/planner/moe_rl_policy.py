@@ -487,13 +487,13 @@ class _Run:
 
         Homes follow them where `reorder` is on.
         """
-        load = load_of_plan(self.problem, searcher.layout(state))
+        load, cost = load_of_plan(self.problem, searcher.layout(state)), self.problem.cost
         assert load.routes is not None
         slots = self.problem.resident_slots
         home, chosen = self.core.choose_residents(
             load.native(self.core, self.problem.topology),
             home=state.home,
-            cost=self.problem.cost,
+            cost=replace(cost, expert_bytes=self.problem.updates * cost.expert_bytes),
             bits=searcher.token_bits(state, most=RESIDENT_TOKENS),
             slots=slots,
             current=self.start,

@@ -75,14 +75,7 @@ class SearchWeights:
         topology, load = problem.topology, problem.load
         if problem.objective == "imbalance":
             free = np.zeros((1, problem.layout.num_sequences), np.int64)
-            return cls(
-                row_cost=1,
-                whole_row_cost=1,
-                copy_cost=0.0,
-                move_cost=0,
-                move_inside_cost=0,
-                sequence_cost=free,
-            )
+            return cls(row_cost=1, whole_row_cost=1, copy_cost=0, move_cost=0, move_inside_cost=0, sequence_cost=free)
         cost, hardware = problem.cost, topology.hardware
         row_s = seconds_per_row(cost) + _seconds_to_send_a_row(problem)
         row_s /= 1 if by_rank else topology.ranks_per_domain

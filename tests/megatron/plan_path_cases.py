@@ -25,14 +25,15 @@ SLOW = str(Path(__file__).with_name("slow_cluster.yaml"))
 
 
 @contextmanager
-def copies_sent() -> Iterator[list[int]]:
-    """What this rank sends: for every run of a layer, how many (token, other node) pairs its slots make."""
+def copies_sent(*, deduplicated: bool = True) -> Iterator[list[int]]:
+    """What this rank sends: for every run of a layer, how many (token, other node) pairs its slots make, or rows."""
     sent, preprocess = [], MoELayer.preprocess
     nodes = parallel_state.get_expert_model_parallel_world_size() // RANKS_PER_NODE
     own = parallel_state.get_expert_model_parallel_rank() // RANKS_PER_NODE
 
     def counted(self: Any, hidden_states: Any, probs: Any, routing_map: torch.Tensor) -> Any:
-        visited = routing_map.view(len(routing_map), nodes, -1).any(dim=2)
+        visited = routing_map.view(len(routing_map), nodes, -1).sum(dim=2)
+        visited = visited.clamp(max=1) if deduplicated else visited
         sent.append(int(visited.sum() - visited[:, own].sum()))
         return preprocess(self, hidden_states, probs, routing_map)
 

@@ -61,6 +61,7 @@ def four_ranks(case: str, *values: Any) -> Any:
     ("case", "most", "source"),
     [
         four_ranks("without_replay", 1.02, "log-probs"),  # objective time
+        four_ranks("copies_that_stay", 1.05, "log-probs"),
         four_ranks("homes_that_move", 1.02, "log-probs"),
         four_ranks("without_log_probs", 1.15, "history"),
         four_ranks("with_r3", 1.02, "log-probs"),  # 1 to 2 % of the rows have no recorded route
@@ -83,6 +84,9 @@ def test_updates_are_balanced_by_one_variable(case: str, most: float, source: st
             assert metrics["moe_rl/static_imbalance"] > 1.5
             assert metrics["moe_rl/imbalance"] <= most
             assert metrics["moe_rl/known_share"] == (source != "history")
+            assert (metrics["moe_rl/residents"] > 0) == (case == "copies_that_stay")
+            if source != "history":
+                assert metrics["moe_rl/imbalance"] == pytest.approx(metrics["moe_rl/predicted_imbalance"], abs=0.01)
         assert balanced["moved"] > 0
 
 
@@ -94,6 +98,17 @@ def test_updates_stay_balanced_while_weights_change_fast(outcome: list[Any]) -> 
         assert 0.08 < balanced["flips"][3] < 0.16
         assert max(imbalance[0], imbalance[4]) <= 1.01, "no weight has changed since the log-prob pass"
         assert max(imbalance) <= 1.15, "static: 2.6 to 3.1"
+
+
+@pytest.mark.multi_rank(world_size=4, case="verl_cases.as_simulated", launch="verl")
+def test_a_run_does_what_is_simulated_of_the_routes_that_it_recorded(outcome: list[Any]) -> None:
+    """Homes are chosen by the log-prob pass, which is packed otherwise than the update that is simulated."""
+    for name, both in outcome[0].items():
+        for ran, simulated in zip(both["run"], both["simulated"], strict=True):
+            assert ran["static_imbalance"] == pytest.approx(simulated["static_imbalance"], abs=0.001)
+            assert ran["imbalance"] == pytest.approx(simulated["imbalance"], abs=0.03)
+            assert ran["copies"] == pytest.approx(simulated["copies"], abs=0.05 * simulated["static_copies"])
+            assert (ran["residents"] > 0) == (simulated["residents"] > 0) == (name != "")
 
 
 @verl_case("tensor_parallel")

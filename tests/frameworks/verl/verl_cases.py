@@ -13,6 +13,7 @@ import torch
 import verl_on_cpu
 from lora_cases import adapted
 from megatron.core import parallel_state
+from plan_path_cases import SLOW, copies_sent
 from verl.utils.tensordict_utils import assign_non_tensor, make_iterator
 from verl_on_cpu import batch, engine, impl, loss
 
@@ -115,16 +116,20 @@ LEARNING_RATE = 3e-4
 """At which 11 % of the choices flip until the first rollout's fourth update."""
 
 
-def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, **build: Any) -> dict[str, Any]:
+def rollouts(
+    *,
+    told: dict[str, str] | None = None,
+    log_prob_pass: bool = True,
+    mini_batches: int = MINI_BATCHES,
+    **build: Any,
+) -> dict[str, Any]:
     """RL steps: a log-prob pass over a rollout, then four updates on parts of it, packed otherwise.
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
     experts of a test weigh what real ones do.
     """
-    slow = Path(__file__).parents[2] / "megatron" / "slow_cluster.yaml"
     given = settings_from_environment(
-        {"MOE_RL": "moe-rl", "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": str(slow), "MOE_RL_STRICT": "1"}
-        | (told or {})
+        {"MOE_RL": "moe-rl", "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"} | (told or {})
     )
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
@@ -132,7 +137,7 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
 
     def run(built: Any) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        metrics, found, flips = [], [], []
+        metrics, found, flips, sent = [], [], [], []
         for step in range(ROLLOUTS):
             sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
             budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 400, "enable_routing_replay": replays}
@@ -140,11 +145,13 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
             if log_prob_pass:
                 output = log_probs(built, data)
                 found += [output["log_probs"].values().double().sum().item()] if output else []
-            parts = make_iterator(data, SEQUENCES // MINI_BATCHES, 1, seed=step, dataloader_kwargs={"shuffle": True})
+            parts = make_iterator(data, SEQUENCES // mini_batches, 1, seed=step, dataloader_kwargs={"shuffle": True})
             for mini in parts:
                 assign_non_tensor(mini, max_token_len_per_gpu=120, global_batch_size=4 * len(mini))
-                with built.train_mode(), patch.object(KnownRoutes, "learn", counting_flips(flips)):
+                learn = patch.object(KnownRoutes, "learn", counting_flips(flips))
+                with built.train_mode(), learn, copies_sent(deduplicated=False) as copies:
                     output = built.train_batch(mini, loss).get("metrics", {})
+                sent.append(sum(copies) / num_layers / sum(sizes) * mini_batches)
                 for name, values in curve.items():
                     values += [float(np.sum(output[name]))] if name in output else []
                 run_of = adapter._run_of(built)
@@ -152,7 +159,10 @@ def rollouts(*, told: dict[str, str] | None = None, log_prob_pass: bool = True, 
         weights.append(final_weights(built))
         for run_of in filter(None, [adapter._run_of(built)]):
             run_of.balancer._learned.result()
-        return {"curve": curve, "metrics": metrics, "log_probs": found, "flips": flips} | moved(built)
+            if given is not None and given.record is not None:
+                run_of._recorder.close()
+        said = {"curve": curve, "metrics": metrics, "log_probs": found, "flips": flips, "sent": sent}
+        return said | moved(built)
 
     results = both_ways(run, given=given, **build)
     plain, balanced = weights
@@ -167,12 +177,12 @@ LEARN = KnownRoutes.learn
 def counting_flips(flips: list[float]) -> Callable[..., RankRows]:
     """`KnownRoutes.learn` that notes which share of the choices an update made otherwise than the log-prob pass."""
 
-    def learn(self: KnownRoutes, heard: Any, *, foretold: RankRows | None = None, update: bool) -> RankRows:
+    def learn(self: KnownRoutes, heard: Any, **told: Any) -> RankRows:
         both = [(self.sequences.get(key), now) for each in heard for key, now in each.known()]
         known = [(a, b) for a, b in both if a is not None and a.drawn.shape == b.drawn.shape]
         kept = sum((a.drawn[..., None] == b.drawn[..., None, :]).any(-1).sum() for a, b in known)
         flips.append(float(1 - kept / max(1, sum(b.drawn.size for _, b in known))))
-        return LEARN(self, heard, foretold=foretold, update=update)
+        return LEARN(self, heard, **told)
 
     return learn
 
@@ -209,6 +219,52 @@ MOVES_ARE_FREE = {"MOE_RL_OBJECTIVE": "imbalance"}
 
 def without_replay() -> dict[str, Any]:
     return rollouts()
+
+
+def copies_that_stay() -> dict[str, Any]:
+    """A slot across nodes brings experts to the other node for nothing where arithmetic is slow; here is none."""
+    return rollouts(told={"MOE_RL_CROSS_NODE_SLOTS": "0"})
+
+
+def as_simulated() -> dict[str, Any]:
+    """What a run does, told nothing, and what is simulated of the routes that it recorded: one update per rollout."""
+    told = {"": {}, "copies that stay": {"MOE_RL_CROSS_NODE_SLOTS": "0"}}
+    return {name: beside_simulation(each) for name, each in told.items()}
+
+
+def beside_simulation(told: dict[str, str]) -> dict[str, Any]:
+    shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(shared)
+    ran = rollouts(told=told | {"MOE_RL_RECORD": shared[0]}, mini_batches=1)["balanced"]
+    sent = torch.tensor(ran["sent"])
+    torch.distributed.all_reduce(sent)
+    found = [
+        {name: metrics[f"moe_rl/{name}"] for name in ("imbalance", "static_imbalance", "residents")}
+        | {"copies": copies}
+        for metrics, copies in zip(ran["metrics"], (sent / 4).tolist(), strict=True)
+    ]
+    if torch.distributed.get_rank() != 0:
+        return {"run": found}
+    merged = merge_recordings(Path(shared[0]), Path(shared[0]) / "run.moetrace").path
+    simulated = []
+    for step in range(ROLLOUTS):
+        report = moe_rl.simulate(
+            str(merged), model="from-trace", step=step, hidden_size=32, moe_ffn_hidden_size=16,
+            expert_model_parallel_size=4, ranks_per_node=2, cluster=SLOW, moe_token_dispatcher_type="alltoall",
+            resident_slots=2, cross_node_slots=int(told.get("MOE_RL_CROSS_NODE_SLOTS", 1)),
+            policy=["static", "moe-rl-unpacked"],
+        )  # fmt: skip
+        plan, figures = report.plans["moe-rl-unpacked"], report.as_json()["policies"]
+        simulated.append(
+            {
+                "imbalance": figures["moe-rl-unpacked"]["imbalance"],
+                "static_imbalance": figures["static"]["imbalance"],
+                "residents": int((plan.placement.resident_experts >= 0).sum()),
+                "copies": figures["moe-rl-unpacked"]["inter_node_copies_per_token"],
+                "static_copies": figures["static"]["inter_node_copies_per_token"],
+            }
+        )
+    return {"run": found, "simulated": simulated}
 
 
 def homes_that_move() -> dict[str, Any]:
