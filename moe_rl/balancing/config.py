@@ -70,6 +70,9 @@ class BalancerConfig:
     capacity_risk: float | None = None
     """Of static_rows: probability, at most, that rows without a route exceed the buffers of a pass, as
     `core.certificate` bounds them; 0 is the worst case. None: a pass that has such rows takes rows as they come."""
+    fit_micro_batches: bool = True
+    """Where a framework lets the run cut its micro-batches (verl's dynamic ones), never above its own limit: cut them
+    to what the forecast of the last pass says will fit, where the limit will not."""
     experimental: bool = False
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 

@@ -127,6 +127,8 @@ class PassCycle(ABC, Generic[Tables]):
         """Notes of the plan by which experts have moved last, by how they begin."""
         self.memory: Callable[..., MemoryForecast] | None = None
         """`forecast_memory` of this run's updates; None where the framework does not say how it runs them."""
+        self.fitting_tokens: int | None = None
+        """Tokens of a micro-batch on a rank with which an update like the last pass would fit; None: not known yet."""
         self._warned: tuple[bool, int] | None = None
         """Whether the last forecast peak fits, and whose it is."""
         self._reordered = 0, 0.0
@@ -338,9 +340,9 @@ class PassCycle(ABC, Generic[Tables]):
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
         later = prepared.planned[1:]
         total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
-        self._activate(planned, tables, [partial(self._waited_for, each) for each in later], num_micro_batches=total)
         if self.config.static_rows:
             self._set_capacity(joined([planned, *(each.result()[0] for each in later)]))
+        self._activate(planned, tables, [partial(self._waited_for, each) for each in later], num_micro_batches=total)
         self._listen(prepared.counter)
         for clock in self._clocks:
             clock.reset()
@@ -392,6 +394,9 @@ class PassCycle(ABC, Generic[Tables]):
             **self._ran(running),
         )
         self._reordered = 0, 0.0
+        if self.memory is not None and planned.held is not None and metrics.actual_rows.any():
+            did = (each[None].astype(float) for each in (metrics.actual_rows, planned.held))
+            self.fitting_tokens = self.memory(*did, self.placement).largest_micro_batch
         if running.counter is not None:
             self._learned = self._learn(running, running.counter, planned.counted)
             self._log_probs |= running.forward_only

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.frameworks.contract import Framework
+from moe_rl.frameworks.contract import Framework, logger
 from moe_rl.frameworks.prometheus import publish
 from moe_rl.frameworks.ranks import (
     announce,
@@ -80,6 +80,8 @@ class MegatronRun:
         """Of the last pass; empty where it had no plan."""
         self.router_shift: RouterShiftRun | None = None
         """Given by the adapter where gamma was asked for."""
+        self._limit: int | None = None
+        """Tokens of a micro-batch in the update that comes, where the run chose them."""
         self._chunks = chunks
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
@@ -150,6 +152,26 @@ class MegatronRun:
             return []
         return [self.balancer.model.moe_layer_ids.index(layer.layer_number - 1) for layer in self.balancer.layers]
 
+    def micro_batch_limit(self, limit: int, longest: int) -> int:
+        """Return the tokens of the next update's micro-batches per GPU, at most: the framework's `limit`, or fewer.
+
+        Fewer where it is forecast not to fit, by the rows of the last pass, but never fewer than the `longest` sequence
+        of any rank has. `limit` and `longest` count what a tensor-parallel group shares. A collective of all ranks.
+        """
+        if self.balancer is None or not self.balancer.config.fit_micro_batches:
+            return limit
+        fitting, lengths = zip(*gathered((self.balancer.fitting_tokens, longest)), strict=True)
+        shared_by = parallel_state.get_tensor_model_parallel_world_size()
+        fits = min((each * shared_by for each in fitting if each is not None), default=limit)
+        taken: int = min(limit, max(*lengths, fits))
+        if taken < limit and self._limit in (None, limit):
+            logger.warning(
+                "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
+                taken, self.framework.name, limit,
+            )  # fmt: skip
+        self._limit = taken
+        return taken
+
     def record(self, path: Path | str) -> None:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""
         self._recorder = RoutingRecorder(self._chunks, path)
@@ -182,6 +204,8 @@ class MegatronRun:
         # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         if planned is not None:
             self.last_metrics = planned.end_pass().as_dict()
+            if self._limit is not None and not forward_only:
+                self.last_metrics["moe_rl/micro_batch_limit_tokens"] = float(self._limit)
         if self._watch is not None:
             self.last_metrics |= self._watch.end_pass()
         if self.router_shift is not None and not forward_only:

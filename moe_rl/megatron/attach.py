@@ -44,8 +44,8 @@ from moe_rl.megatron.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-OUTSIDE_MOE = {"attn", "mlp", "mamba"}
-"""What Megatron's CUDA graphs may capture: nothing of an MoE layer."""
+CAPTURED = {"attn", "mlp", "mamba", "moe_router"}
+"""What Megatron's CUDA graphs may capture: of an MoE layer its router alone, which no plan changes."""
 
 
 def attach(
@@ -222,14 +222,20 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
     copies = config.foreign_slots > 0 or config.experts == "grouped"
-    _refuse(layer.config, experimental=config.experimental, copies=copies)
+    told = {"experts": config.experts, "static_rows": config.static_rows}
+    _refuse(layer.config, experimental=config.experimental, copies=copies, told=told)
     # From 0.18 on Megatron has another name for it.
     scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
     captured = {str(getattr(scope, "name", scope)) for scope in scopes}
     require(
-        layer.config.cuda_graph_impl == "none" or captured <= OUTSIDE_MOE,
-        f"cuda_graph_scope captures {', '.join(sorted(captured - OUTSIDE_MOE))}: a plan changes what an MoE layer does "
-        f"from one micro-batch to the next; capture {' or '.join(sorted(OUTSIDE_MOE))} alone.",
+        layer.config.cuda_graph_impl == "none" or captured <= CAPTURED,
+        f"cuda_graph_scope captures {', '.join(sorted(captured - CAPTURED))}: a plan changes what an MoE layer does "
+        f"from one micro-batch to the next; capture {' or '.join(sorted(CAPTURED))} alone.",
+    )
+    require(
+        layer.config.cuda_graph_impl == "none" or "moe_router" not in captured or layer.router.router_replay is None,
+        "cuda_graph_scope captures moe_router: its graph would replay the routes that were there at capture; leave it "
+        "out, or moe_enable_routing_replay.",
     )
     require(
         not (_overlaps(layer) and config.cross_node_slots),

@@ -22,7 +22,7 @@ from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
 from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
 from moe_rl.balancing.schedule import cluster_topology
-from moe_rl.core.capacity import overflow_sentence
+from moe_rl.core.capacity import Capacity, overflow_sentence
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
@@ -79,6 +79,7 @@ class Balancer(PassCycle[PassTables]):
         self._groups = groups
         self._offloaded = False
         self._says_dynamic = True
+        self._fixed_factor: float | None = getattr(layers[0].config, "moe_expert_rank_capacity_factor", None)
 
     @property
     def megatron_placement(self) -> ExpertPlacement:
@@ -180,11 +181,26 @@ class Balancer(PassCycle[PassTables]):
             logger.warning("moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.", why)
         self._says_dynamic &= rows is not None
         most = None if rows is None else int(rows.max(initial=0))
+        if self._fixed_factor is not None:
+            agreed(lambda: self._require_within(planned))
         if most_tokens > self._states[0].most_tokens:
             flex.forget_room(self._states[0].slot_dispatcher)
         for state in self._states:
             state.capacity_rows, state.most_tokens = most, max(state.most_tokens, most_tokens)
             state.sent.clear()
+
+    def _require_within(self, planned: PlannedPass) -> None:
+        """Raise where the buffer of a pass is larger than Megatron's fixed factor lets it be."""
+        rows, held, allowed = planned.most_rows, planned.held, self._fixed_factor or 0.0
+        if planned.misfit or rows is None or held is None:
+            return
+        most = Capacity(
+            rows=rows[None], worst_rows=rows[None], tokens=held[None],
+            top_k=self.model.top_k, risk=0.0, unknown_share=0.0,
+        )  # fmt: skip
+        sentence = f"this pass needs moe_expert_rank_capacity_factor {most.static_factor:.4f} on EP group"
+        sentence += f" {self._groups.expert_dp.rank()}, and {allowed} is set: raise it, or let ranks hold more copies."
+        require(most.static_factor <= allowed, sentence)
 
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group.
@@ -302,6 +318,7 @@ class Balancer(PassCycle[PassTables]):
         for chunk, layer, state in zip(chunks, self.layers, self._states, strict=True):
             layer.__class__ = ElasticMoELayer
             layer._elastic = state
+            flex.limit_rows(layer.token_dispatcher, None)  # Megatron's fixed factor drops; ours is asked beforehand
             if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
                 state.entry = hook_entry(chunk, layer)
         self.memory = self._forecast_of(chunks)
@@ -323,6 +340,7 @@ class Balancer(PassCycle[PassTables]):
                 state.entry.remove()
             del layer._elastic
             layer.__class__ = state.original_class
+            flex.limit_rows(layer.token_dispatcher, None, factor=self._fixed_factor)
         for clock in self._clocks:
             clock.remove()
 

@@ -28,6 +28,7 @@ def over_slots(dispatcher: Any) -> None:
         return
     if manager.capacity_factor is None:
         manager.capacity_factor = math.inf
+    limit_rows(dispatcher, None)
     forget_room(dispatcher)
 
 
@@ -61,8 +62,10 @@ def make_room(dispatcher: Any, rows: torch.Tensor, tokens: int) -> None:
     allocate(manager.group, rows.shape[-1], most, manager.num_local_experts, fp8_dispatch=False, **options)
 
 
-def limit_rows(dispatcher: Any, rows: int | None) -> None:
+def limit_rows(dispatcher: Any, rows: int | None, *, factor: float | None = None) -> None:
     """Let HybridEP's next dispatch fill a buffer of `rows` rows, without waiting for counts; None ends it.
+
+    `factor` is what Megatron is to do afterwards.
 
     It is what `moe_expert_rank_capacity_factor` does, with the plan's number in place of a fixed factor; other
     dispatchers, and HybridEP before megatron-core 0.18, give as many rows as come.
@@ -71,7 +74,7 @@ def limit_rows(dispatcher: Any, rows: int | None) -> None:
     if manager is None or not hasattr(manager, "moe_expert_rank_capacity_factor"):
         return
     # Megatron asks for the factor itself only before this, where it would take the option's value.
-    manager.moe_expert_rank_capacity_factor = None if rows is None else 1.0
+    manager.moe_expert_rank_capacity_factor = factor if rows is None else 1.0
     if rows is not None:
         manager.num_permuted_tokens = rows
 

@@ -22,6 +22,8 @@ class Refusal:
     """Values of other options with which alone it is refused; True and False: switched on and off."""
     with_copies: bool = False
     """Refused where ranks hold copies of experts, or experts='grouped' computes; homes that move go with it."""
+    unless: Mapping[str, object] = field(default_factory=dict)
+    """Fields of `BalancerConfig`; with any one of these values it is not refused."""
     never_run: str = ""
     """Why values that are not allowed are refused unless `experimental`: written, and never run with what it is for."""
 
@@ -36,6 +38,7 @@ class Refusal:
             copies = "with copies of experts, or experts='grouped' (without slots for them homes still move)"
             return f"{name} is not supported {copies}: {self.reason}."
         remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
+        remedy += "".join(f"; BalancerConfig({name}={each!r}) allows it" for name, each in self.unless.items())
         return f"{name} is not supported: {self.reason}{remedy}."
 
 
@@ -51,14 +54,20 @@ REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config
 
 
 def refused(
-    value_of: Callable[[str], object], *, experimental: bool = False, copies: bool = True, table: Table = REFUSALS
+    value_of: Callable[[str], object],
+    *,
+    experimental: bool = False,
+    copies: bool = True,
+    told: Mapping[str, object] | None = None,
+    table: Table = REFUSALS,
 ) -> Iterator[tuple[str, str]]:
     """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set.
 
-    `copies` says whether ranks hold copies of experts, as they do by default, or our own modules compute them.
+    `copies` says whether ranks hold copies of experts, as they do by default, or our own modules compute them; `told`
+    are fields of `BalancerConfig`.
     """
     for refusal in table:
-        if refusal.with_copies and not copies:
+        if refusal.unless.items() & (told or {}).items() or (refusal.with_copies and not copies):
             continue
         sentence = refusal.sentence(value_of(refusal.option), experimental=experimental)
         if sentence and all(holds(value_of(option), wanted) for option, wanted in refusal.when.items()):

@@ -15,9 +15,12 @@ from unittest.mock import patch
 import deep_ep
 import tiny_gpt
 import torch
+from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from reorder_cases import random_placement
 from replica_cases import occurring
+from rollout_cases import like_some
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +44,7 @@ HYBRID = {
 DROPLESS = BalancerConfig(
     policy="ultraep", objective="imbalance", experts="grouped", backend="reference", ranks_per_node=4
 )
+PLAIN_EXPERTS = BalancerConfig(policy="ultraep", objective="imbalance", ranks_per_node=4, experimental=True)
 HOMES_ALONE = replace(DROPLESS, policy="static", replica_slots=0)
 WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__")
 """Methods of a tensor for which a host waits on a device, or whose result has a shape that only the device knows."""
@@ -267,6 +271,99 @@ def adversarial_rows() -> str:
         except InvalidInputError as error:
             return str(error)
     return ""
+
+
+def fixed_factor() -> dict[str, Any]:
+    """Megatron's fixed factor: one that the plans keep, one that they exceed, and a pass without a bound under it.
+
+    TEGroupedMLP with fused operators, whose place our kernels take: of TransformerEngine's the stand-in has none.
+    """
+    if not has_static_budget():
+        return {}
+    found: dict[str, Any] = {}
+    fused = {**HYBRID, "moe_grouped_gemm": True, "use_transformer_engine_op_fuser": True}
+    with (
+        tiny_gpt.parallel(4),
+        deep_ep.any_float(),
+        patch.object(TEGroupedMLP, "_is_fused_impl_supported", lambda self: True),
+    ):
+        for name, factor in (("dropless", None), ("kept", 4.0), ("exceeded", 1.0)):
+            run = tiny_gpt.build(tiny_gpt.te_spec, **WIDTH, **fused, moe_expert_rank_capacity_factor=factor)
+            config = replace(DROPLESS, static_rows=factor is not None, experimental=True)
+            balancer, curve = attach(run.models, run.optimizer, config), tiny_gpt.history()
+            for step, routes in enumerate([occurring(0, count=MICRO_BATCHES), occurring(1, count=MICRO_BATCHES)]):
+                told = without_some(routes) if step else routes  # the second pass has no bound
+                try:
+                    balancer.begin_pass(told)
+                except InvalidInputError as error:
+                    found["said"] = str(error)
+                    continue
+                tiny_gpt.update(run, step, routes, curve)
+                balancer.end_pass()
+            found[name] = curve
+            manager = run.gpt.decoder.layers[0].mlp.token_dispatcher._comm_manager
+            found[f"{name}_attached"] = manager.moe_expert_rank_capacity_factor
+            balancer.detach()
+            found[f"{name}_detached"] = manager.moe_expert_rank_capacity_factor
+    return found
+
+
+class RecordedRouter:
+    """In place of a CUDA graph of a layer up to its router: computes it, and hears what a graph could not hold."""
+
+    def __init__(self, layer: Any, waits: list[str], runs: list[Shapes]) -> None:
+        self.layer, self.waits, self.runs = layer, waits, runs
+
+    def capture(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer as Megatron has it captured; whatever the host does besides is done now, and in no replay."""
+        cuda_graphs._set_capture_start()
+        try:
+            with ShapeRecorder() as shapes, HostSyncs(self.waits):
+                outputs = self.layer._te_cuda_graph_capture(*args, **kwargs)
+        finally:
+            cuda_graphs._set_capture_end()
+        self.runs.append(shapes.shapes)
+        return outputs
+
+    def __call__(self, *args: Any, is_first_microbatch: bool, **kwargs: Any) -> Any:
+        """Replay: operators alone, and nothing that our layer does on the host."""
+        moe = self.layer.mlp
+        with patch.object(moe, "_elastic", None) if hasattr(moe, "_elastic") else contextlib.nullcontext():
+            return self.capture(*args, **kwargs)
+
+
+def captured_router() -> dict[str, Any]:
+    """A recorder where Megatron has the graph of a router; plans for the routes that the routers choose."""
+    scope = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
+    graphs = {"cuda_graph_impl": "transformer_engine", scope: ["moe_router"]}
+    found: dict[str, Any] = {"waits": [], "runs": []}
+    told: list[torch.Tensor] = []
+    with tiny_gpt.parallel(4), patch.object(tiny_gpt, "replay", lambda gpt, routes: None):
+        routes = occurring(0, count=MICRO_BATCHES)
+        for name in ("plain", "balanced"):
+            run = tiny_gpt.build(moe_enable_routing_replay=False, **graphs)
+            like_some(run.gpt)
+            chosen: list[torch.Tensor] = []
+            for layer in run.gpt.decoder.layers:
+                layer.mlp.router.register_forward_hook(
+                    lambda module, given, out, chosen=chosen: chosen.append(out[1].float().topk(2).indices)
+                )
+                layer.cuda_graphs.append(RecordedRouter(layer, found["waits"], found["runs"]))
+            if name == "balanced":
+                balancer = attach(run.models, run.optimizer, PLAIN_EXPERTS)
+                for layer in run.gpt.decoder.layers:
+                    layer.cuda_graphs[0].capture(torch.ones(tiny_gpt.SEQUENCE, tiny_gpt.BATCH, 32, requires_grad=True))
+                chosen.clear()
+                balancer.begin_pass(told)
+            found[name] = tiny_gpt.forward_backward(run, 0, routes)
+            found[f"{name}_gradients"] = [
+                float(each.main_grad.norm()) for each in run.model.parameters() if each.requires_grad
+            ]
+            told = [torch.stack(chosen[m * 2 : m * 2 + 2], dim=1) for m in range(MICRO_BATCHES)]
+        metrics = balancer.end_pass()
+        found["imbalance"] = metrics.as_dict()["moe_rl/imbalance"], metrics.as_dict()["moe_rl/static_imbalance"]
+        found["misplaced"] = metrics.as_dict()["moe_rl/misplaced_share"]
+    return found
 
 
 def forecasts() -> dict[str, Any]:

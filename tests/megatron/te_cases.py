@@ -321,6 +321,10 @@ def refusals() -> dict[str, str]:
             "try_graphs": {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [CudaGraphScope.attn]},
             "try_whole_layers": {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": []},
             "try_router": {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [CudaGraphScope.moe_router]},
+            "try_preprocess": {
+                "cuda_graph_impl": "transformer_engine",
+                "cuda_graph_scope": [CudaGraphScope.moe_router, CudaGraphScope.moe_preprocess],
+            },
         }.items():
             config = BalancerConfig(experimental=name.startswith("try_"))
             with contextlib.ExitStack() as stack:

@@ -82,6 +82,32 @@ def test_rows_without_a_route_never_pass_the_bound_unseen(outcome: list[Any]) ->
         assert re.search("capacity exceeded in micro-batch 0, MoE layer [01]: rank 0 of EP group 0 got", said)
 
 
+@static_case("fixed_factor")
+def test_a_fixed_factor_holds_for_plans_or_the_pass_does_not_begin(outcome: list[Any]) -> None:
+    for rank in outcome:
+        if not rank:
+            pytest.skip(NEWER)
+        assert rank["kept"] == rank["dropless"], "a pass without a bound drops nothing, whatever the factor"
+        assert re.search(r"needs moe_expert_rank_capacity_factor [12]\.\d+ on .*, and 1.0 is set", rank["said"])
+        for name, factor in (("dropless", None), ("kept", 4.0), ("exceeded", 1.0)):
+            assert (rank[f"{name}_attached"], rank[f"{name}_detached"]) == (None, factor)
+
+
+@static_case("captured_router")
+def test_plans_hold_where_a_graph_has_the_router(outcome: list[Any]) -> None:
+    """The same recorder in place of the router's graph; it hears no wait, and one sequence of shapes."""
+    for rank in outcome:
+        assert rank["balanced"] == rank["plain"]
+        assert rank["balanced_gradients"] == pytest.approx(rank["plain_gradients"], rel=1e-5)
+        assert rank["waits"] == []
+        assert len(rank["runs"]) == 2 * 2 * 3 + 2, "plain and balanced, 2 layers, 3 micro-batches; 2 captures"
+        assert all(run == rank["runs"][0] for run in rank["runs"])
+        assert any("topk" in name for name, _ in rank["runs"][0]), "no router was recorded"
+        balanced, static = rank["imbalance"]
+        assert balanced < static
+        assert rank["misplaced"] == 0
+
+
 @static_case("forecasts")
 def test_memory_is_forecast_before_an_update_and_a_rank_that_lacks_it_is_named(outcome: list[Any]) -> None:
     for rank, found in enumerate(outcome):

@@ -176,10 +176,21 @@ def _packed(sequences: list[Any], micro_batch: Any, engine: Any) -> Any:
 def _reported(
     original: Callable[..., Any], self: Any, data: Any, loss_function: Any, forward_only: bool = False
 ) -> Any:
-    """Put the metrics of a training pass beside verl's, where verl has some: on the last pipeline stage."""
+    """Let verl cut an update to micro-batches that fit, and put the pass's metrics beside verl's, where verl has some:
+    on the last pipeline stage."""
+    from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
+
+    run, told, config = _run_of(self), functools.partial(get_non_tensor_data, data), self.engine_config
+    if run is None or forward_only:
+        return original(self, data, loss_function, forward_only=forward_only)
+    limit = told("max_token_len_per_gpu", None) if told("use_dynamic_bsz", True) else None
+    if limit is not None and told("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
+        longest = -(-max(map(len, data["input_ids"].unbind())) // config.context_parallel_size)
+        assign_non_tensor(data, max_token_len_per_gpu=run.micro_batch_limit(limit, longest))
     output = original(self, data, loss_function, forward_only=forward_only)
-    run = _run_of(self)
-    if run is not None and not forward_only and output.get("metrics") is not None:
+    if limit is not None:
+        assign_non_tensor(data, max_token_len_per_gpu=limit)
+    if output.get("metrics") is not None:
         output["metrics"].update(run.last_metrics)
     return output
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from curves import DRAWS, times_the_yardstick
 
+LIMIT, SIZES = 60, (9, 14, 7, 12, 5, 11)
+
 pytestmark = pytest.mark.framework
 UPDATES, LEARNING_RATE = 8, 1e-6
 
@@ -41,6 +43,19 @@ def test_dynamic_micro_batches_and_log_prob_passes_are_planned(outcome: list[Any
             assert metrics["moe_rl/replicas"] > 0
             assert metrics["moe_rl/imbalance"] < metrics["moe_rl/static_imbalance"]
         assert rank["balanced"]["infer_metrics"]["moe_rl/returned_bytes"] == 0
+
+
+@verl_case("micro_batches_that_fit")
+def test_micro_batches_are_the_largest_that_fit_and_never_above_verls_limit(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["kept"] == [True] * 8, "verl's own setting is what it was"
+        balanced, plain = rank["balanced"]["curve"], rank["plain"]["curve"]
+        for name, values in balanced.items():
+            assert values == pytest.approx(plain[name], rel=1e-6), name
+        for room, metrics in zip(rank["rooms"], rank["balanced"]["metrics"], strict=True):
+            limit = metrics["moe_rl/micro_batch_limit_tokens"]
+            assert limit == LIMIT if room is None else max(SIZES) <= limit < sum(SIZES)
+            assert room is None or metrics["moe_rl/forecast_peak_bytes"] <= room
 
 
 @verl_case("every_row_replayed")

@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -96,6 +97,47 @@ def dynamic() -> dict[str, Any]:
         return {"curve": values, "metrics": metrics, "infer": before, "infer_metrics": of_infer}
 
     return both_ways(run)
+
+
+SIZES, LIMIT = (9, 14, 7, 12, 5, 11), 60
+
+
+def micro_batches_that_fit() -> dict[str, Any]:
+    """Every other update of four finds memory for a part of the tokens that verl puts into one micro-batch; then plain
+    verl, told of those limits: what a token's neighbors are enters this loss."""
+    found: dict[str, Any] = {"rooms": [], "kept": []}
+
+    def run(built: Any, limits: list[int]) -> dict[str, Any]:
+        curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        metrics: list[dict[str, float]] = []
+        run_of, room = adapter._run_of(built), None
+        memory = run_of.balancer.memory if run_of else None
+        for step, limit in enumerate(limits):
+            if run_of is not None:
+                found["rooms"].append(room if step % 2 else None)
+                run_of.balancer.memory = partial(memory, hbm_bytes=found["rooms"][-1])
+            data = batch(step, SIZES, use_dynamic_bsz=True, max_token_len_per_gpu=limit)
+            log_probs(built, data)
+            values, told = losses(built, [data])
+            metrics += told
+            found["kept"].append(data["max_token_len_per_gpu"] == limit)
+            for name, each in values.items():
+                curve[name] += each
+            if run_of is not None and step == 0:
+                whole = run_of.balancer.fitting_tokens / sum(SIZES)
+                peak = told[0]["moe_rl/forecast_peak_bytes"]
+                room = int(peak - 0.4 * (run_of.balancer.topology.hardware.hbm_gib * 2**30 - peak) / (whole - 1))
+        return {"curve": curve, "metrics": metrics}
+
+    with verl_on_cpu.verl_on_cpu():
+        uninstall = adapter.install(impl, settings=settings())
+        try:
+            found["balanced"] = run(engine(lr=1e-6), [LIMIT] * 4)
+        finally:
+            uninstall()
+        limits = [int(each["moe_rl/micro_batch_limit_tokens"]) for each in found["balanced"]["metrics"]]
+        found["plain"] = run(engine(lr=1e-6), limits)
+    return found
 
 
 def every_row_replayed() -> dict[str, Any]:
