@@ -80,12 +80,10 @@ class Packing {
             // With one about as long, places keep their work and their budgets: seven long-tailed batches at EP32 became
             // .17 % faster. All orders of distance are as likely, so that no length scale has to be known.
             const std::int64_t other = rank_[first_] + 1 + rng.below(std::int64_t{1} << rng.below(distances_));
-            if (other >= p_.sequences)
+            if (other >= p_.sequences || place_of_[by_tokens_[other]] == from_)
                 return false;
             second_ = by_tokens_[other];
             to_ = place_of_[second_];
-            if (to_ == from_)
-                return false;
         } else {
             to_ = static_cast<int>(rng.below(p_.places - 1));
             to_ += to_ >= from_ ? 1 : 0;
