@@ -191,7 +191,7 @@ def held_out_errors(
 
     By "cluster", "model" or "setting"; `seed` deals settings to three parts, releases of one setting to the same.
     """
-    errors, start = {}, fit(runs, first)
+    errors = {}
     settings = np.random.default_rng(seed).permutation(sorted({run.facts for run in runs})).tolist()
 
     def part(run: WholeRun) -> str:
@@ -200,7 +200,7 @@ def held_out_errors(
     for value in sorted({part(run) for run in runs}):
         left_out = [run for run in runs if part(run) == value]
         others = [run for run in runs if part(run) != value]
-        errors[value] = left_out, fit(others, first, start=start).errors(left_out)
+        errors[value] = left_out, fit(others, first, start=SHIPPED).errors(left_out)
     return errors
 
 
