@@ -67,6 +67,16 @@ def test_a_stream_and_its_versions(tmp_path, sequences):
     assert TraceReader(converted).load().num_sequences == 4
 
 
+def test_a_trace_of_ours_says_its_experts_itself(tmp_path, sequences):
+    own = trace(tmp_path / "own.moetrace", sequences)
+    path = tmp_path / "sglang.jsonl"
+    path.write_text("\n".join(json.dumps(sglang_response(ids, 7)) for ids in sequences))
+    for given in ([own], [own, "--reference", own], [path, "--num-layers", LAYERS, "--reference", own]):
+        assert moe_rl("replay", "check", *given).out == "4 of 4 sequences are right\n"
+    ran = moe_rl("replay", "check", path)
+    assert (ran.code, "give --num-experts" in ran.err) == (2, True)
+
+
 def test_a_model_is_a_reference(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.replay import RecordedSequence, recorded_sequences
+from moe_rl.replay import RecordedSequence, open_source, recorded_sequences
 from moe_rl.routes import CheckedSequence, Verdict, check_routes
 from moe_rl.study.options import TraceOptions
+from moe_rl.study.traces import is_native, located_trace
 
 BATCH = 16
 """Sequences that are compared with each other."""
@@ -60,7 +61,7 @@ def check_recorded(
     or an object with `token_ids`, `input_ids` or `tokens`), or a trace of the same sequences in the same order.
     Raises `InvalidInputError` where a file does not parse or the sequences do not match.
     """
-    given = options.import_options()
+    given, routes = options.import_options(), located_trace(routes)
     references: Iterator[Reference] = iter(())
     num_experts = given.num_experts
     if reference is not None and (Path(reference) / "config.json").is_file():
@@ -69,6 +70,8 @@ def check_recorded(
     elif reference is not None:
         records = recorded_sequences(reference, options=given)
         references = ((_rows(record), None) for record in records)
+    stored = (path for path in (routes, reference) if num_experts is None and path is not None and is_native(path))
+    num_experts = next((open_source(path).num_experts for path in stored), num_experts)
     require(num_experts is not None, "the number of experts is not known: give --num-experts.")
     names: list[str] = []
     verdicts: list[Verdict] = []

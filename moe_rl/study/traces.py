@@ -52,8 +52,8 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         )
         require_agreement(trace, options.import_options())
         return trace
-    trace = _located(trace)
-    known = {} if model is None or _is_native(trace) else _shape(model.spec)
+    trace = located_trace(trace)
+    known = {} if model is None or is_native(trace) else _shape(model.spec)
     try:
         return open_source(trace, format=options.format, options=options.import_options(**known))
     except InvalidInputError as error:
@@ -77,7 +77,7 @@ def routes_of_a_step(trace: TraceLike) -> RoutingTrace:
 
 def options_of_model(trace: str | Path, options: TraceOptions, model: str | None) -> TraceOptions:
     """Return the options with the shape of the model of that name, where a foreign file is not told its experts."""
-    if model is None or options.num_experts is not None or _is_native(trace):
+    if model is None or options.num_experts is not None or is_native(trace):
         return options
     try:
         shape = _shape(load_model(model).spec)
@@ -88,13 +88,14 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     return options.model_copy(update={**shape, **said})
 
 
-def _located(trace: str | Path) -> Path:
+def located_trace(trace: str | Path) -> Path:
     """Return the path of a trace, which may be the name of a bundled one."""
     path = Path(trace)
     return path if path.exists() else bundled_traces().get(str(trace), path)
 
 
-def _is_native(trace: str | Path) -> bool:
+def is_native(trace: str | Path) -> bool:
+    """Return whether it is a trace directory of ours, which says its own shape."""
     return (Path(trace) / MANIFEST_NAME).is_file()
 
 
@@ -141,7 +142,7 @@ def digest_of(trace: TraceLike) -> str:
             content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
-    path = _located(trace) if isinstance(trace, str | Path) else trace.path
+    path = located_trace(trace) if isinstance(trace, str | Path) else trace.path
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         with file_path.open("rb") as file:
