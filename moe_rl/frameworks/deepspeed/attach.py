@@ -3,7 +3,7 @@
 from moe_rl.frameworks.deepspeed.attach import attach    # before deepspeed.initialize
 
 engine, *_ = deepspeed.initialize(model=model, config={"expert_parallel": {"enabled": True, "autoep_size": 8}, ...})
-balancer = attach(engine, BalancerConfig(reorders=True))
+balancer = attach(engine, BalancerConfig(replica_slots=1))
 
 balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known; or
 balancer.begin_pass(tokens=[HeldRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches])
