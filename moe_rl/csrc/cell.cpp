@@ -5,8 +5,7 @@
 #include <tuple>
 
 #include "cell.h"
-#include "exchange_copies.h"
-#include "level_copies.h"
+#include "cross_copies.h"
 #include "split.h"
 
 namespace moe_rl {

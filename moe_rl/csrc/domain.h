@@ -87,7 +87,6 @@ class Domain {
     void take(std::vector<Copy> &copies) const;
     bool lost(int rank, Goal &goal) const;
     void update_receiver(int rank, std::int64_t target);
-    template <Method METHOD> bool alias(Goal goal);
     bool backtrack(std::int64_t target, int &nodes_left);
     int item_for(int donor, int receiver, std::int64_t hole) const;
     int busiest() const;

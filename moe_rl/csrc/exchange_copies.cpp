@@ -1,4 +1,4 @@
-#include "exchange_copies.h"
+#include "cross_copies.h"
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +32,7 @@ double exchange_copies(const Cell &cell, const LayerCostParams &cost, const std:
         node_of[expert] = cell.node(cell.home[expert]);
         for (int node = 0; node < nodes; ++node)
             by_expert[at(expert, node)] =
-                static_cast<std::int32_t>(rows[static_cast<std::size_t>(node) * cell.experts + expert]);
+                static_cast<std::int32_t>(rows[cell.at(node, expert)]);
     }
     std::vector<std::uint64_t> chosen(by_expert.size() * words, 0);
     for (std::int64_t token = 0; token < cell.drawn.count; ++token)

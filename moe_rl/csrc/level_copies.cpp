@@ -1,4 +1,4 @@
-#include "level_copies.h"
+#include "cross_copies.h"
 
 #include <algorithm>
 #include <cmath>
@@ -41,9 +41,8 @@ class Levels {
         follow_tokens(cell, deduplicated, residents, copies);
         for (std::size_t i = 0; i < copies.size(); ++i) {
             const int node = cell.node(copies[i].rank), expert = copies[i].expert;
-            const std::int64_t sent = rows[static_cast<std::size_t>(node) * cell.experts + expert];
             ways_.push_back({node, cell.node(cell.home[expert])});
-            cross(i, static_cast<double>(sent - copies[i].quota));
+            cross(i, static_cast<double>(rows[cell.at(node, expert)] - copies[i].quota));
         }
     }
 
@@ -68,12 +67,11 @@ class Levels {
     void follow_tokens(const Cell &cell, bool deduplicated, const std::vector<Copy> &residents,
                        const std::vector<Copy> &copies) {
         constexpr std::int32_t AWAY = -1, RESIDENT = -2;
-        const auto at = [&](int node, int expert) { return static_cast<std::size_t>(node) * cell.experts + expert; };
-        std::vector<std::int32_t> held(at(nodes_, 0), AWAY);
+        std::vector<std::int32_t> held(cell.at(nodes_, 0), AWAY);
         for (const Copy &copy : residents)
-            held[at(cell.node(copy.rank), copy.expert)] = RESIDENT;
+            held[cell.at(cell.node(copy.rank), copy.expert)] = RESIDENT;
         for (std::size_t i = 0; i < copies.size(); ++i)
-            held[at(cell.node(copies[i].rank), copies[i].expert)] = static_cast<std::int32_t>(i);
+            held[cell.at(cell.node(copies[i].rank), copies[i].expert)] = static_cast<std::int32_t>(i);
         std::vector<std::int64_t> served(copies.size(), 0), alone(copies.size(), 0);
         std::vector<int> visits(nodes_);
         const double each = cell.drawn.count > 0 ? cell.tokens / static_cast<double>(cell.drawn.count) : 0.0;
@@ -83,7 +81,7 @@ class Levels {
             std::fill(visits.begin(), visits.end(), 0);
             for (int k = 0; k < cell.drawn.top_k; ++k) {
                 int &there = visits[cell.node(cell.home[routes[k]])];
-                there = held[at(node, routes[k])] != AWAY ? there : deduplicated ? 1 : there + 1;
+                there = held[cell.at(node, routes[k])] != AWAY ? there : deduplicated ? 1 : there + 1;
             }
             visits[node] = 0;
             for (int there = 0; there < nodes_; ++there) {
@@ -91,7 +89,7 @@ class Levels {
                 nic_[nodes_ + there] += each * visits[there];
             }
             for (int k = 0; k < cell.drawn.top_k; ++k) {
-                const std::int32_t copy = held[at(node, routes[k])];
+                const std::int32_t copy = held[cell.at(node, routes[k])];
                 if (copy < 0)
                     continue;
                 ++served[copy];

@@ -1,4 +1,4 @@
-// Which experts nodes copy from each other for one cell, so that none is much busier than the others.
+// Copies across nodes for one cell: which ones nodes hold of each other, and how many of its node's rows each takes.
 #pragma once
 
 #include <cstdint>
@@ -13,5 +13,12 @@ namespace moe_rl {
 // than `most_sent` copies. Returns seconds of the busiest node, were it a single rank.
 double exchange_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<std::int64_t> &rows,
                      const std::vector<std::int32_t> &fixed, int most_sent, std::vector<std::int32_t> &held);
+
+// Copies on other nodes than their home's give rows back, all but one, or take them again, up to what they came
+// with, so that the fullest node and the busiest NIC together cost least. `rows` [N, E] are those that nodes send to
+// experts, `residents` serve theirs already. `node_load` [N] follows.
+void level_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<Copy> &residents,
+                  const std::vector<std::int64_t> &rows, std::vector<Copy> &copies,
+                  std::vector<std::int64_t> &node_load);
 
 } // namespace moe_rl
