@@ -288,15 +288,17 @@ class _Run:
 
     def best(self) -> Candidate:
         """Return the candidate whose predicted cost, moves included, is lowest."""
-        problem = self.problem
-        nothing = self._candidate(self.start, problem.layout, problem.load)
-        best = min([nothing, *self._found(nothing)], key=self._with_moves)
-        if not self._crosses or problem.objective != "time":
+        problem, crosses = self.problem, self._crosses and self.problem.objective == "time"
+        alone = crosses and not (self.options.packs or self.options.reorders or self.may.choose_residents)
+        nothing = self._candidate(self.start, problem.layout, problem.load, final=alone)
+        best = nothing if alone else min([nothing, *self._found(nothing)], key=self._with_moves)
+        if not crosses:
             return best
-        final = self._candidate(best.home, best.layout, best.load, best.residents, final=True)
         # Judged by a part, it may be no better than nothing after all, or than the same without copies across.
-        bare = self._candidate(self.start, problem.layout, problem.load, across=False)
-        level = self._candidate(best.home, best.layout, best.load, best.residents, across=False)
+        bare = level = self._candidate(self.start, problem.layout, problem.load, across=False)
+        if best is not nothing:
+            level = self._candidate(best.home, best.layout, best.load, best.residents, across=False)
+        final = nothing if alone else self._candidate(best.home, best.layout, best.load, best.residents, final=True)
         final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
         return min(bare, replace(level, across_save=0.0), final, key=self._with_moves)
 
@@ -398,11 +400,8 @@ class _Run:
         homes, state = self._searched(searcher, several=not chooses)
         layout = searcher.layout(state)
         load = load_of_plan(problem, layout)
-        others = (
-            []
-            if problem.current_placement is None or not self.may.move_homes
-            else [(self._contiguous(), problem.layout, problem.load)]
-        )
+        away = problem.current_placement is not None and self.may.move_homes
+        others = [(self._contiguous(), problem.layout, problem.load)] if away else []
         others += [(home, layout, load) for home in [self.start, *homes]]
         candidates = [first]
         for home, at, its_load in others:
