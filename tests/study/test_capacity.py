@@ -150,7 +150,7 @@ def test_how_far_unknown_rows_of_small_groups_spread(dev_trace_path: Path, ep_si
 
 
 def drawn_again(known: StepLoad, tokens: np.ndarray, rng: np.random.Generator) -> StepLoad:
-    """`known` with the other tokens' choices, by the shares of their source or micro-batch; a token's are systematic."""
+    """`known` with the other tokens' choices, by the shares of their source or micro-batch; a token's systematic."""
     pairs, experts = known.pairs.copy(), rng.permutation(known.num_experts)
     own = np.where(known.pairs.any(axis=4, keepdims=True), known.pairs, known.pairs.sum(axis=3, keepdims=True))
     shares = known.top_k * own[..., experts] / np.maximum(own.sum(axis=4, keepdims=True), 1)
