@@ -128,25 +128,26 @@ def test_small_groups_with_unknown_tokens_stay_below_a_tight_bound(dev_trace_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ep_size", "certified_at"), [(8, 1.14), (16, 1.28), (32, 1.52)])
-def test_how_far_unknown_rows_of_small_groups_spread(dev_trace_path: Path, ep_size: int, certified_at: float) -> None:
-    """2,048 tokens per group, 5 % of them drawn again as the certificate assumes: the largest factor of every redraw,
-    and the 99.99 % quantile of a Gumbel distribution with their mean and spread: 1.047, 1.080, 1.142."""
+@pytest.mark.parametrize("ep_size", [8, 16, 32])
+def test_how_far_unknown_rows_of_small_groups_spread(dev_trace_path: Path, ep_size: int) -> None:
+    """2,048 tokens per group, 5 % of them drawn again as the certificate assumes: the static factor of every redraw, and
+    the 99.99 % quantile of a Gumbel distribution with their mean and spread: 0.930, 1.073, 1.147; certified 1.020, 1.219,
+    1.516."""
     options = {"expert_model_parallel_size": ep_size, "ranks_per_node": 8, "ep_group_tokens": 2048}
     scenario, made = planned(dev_trace_path, **options, cross_node_slots=1, unknown_pairs=0.05)
     (known, _), capacity = scenario.told.known_of_layout(made.layout), made.capacity
     assert capacity is not None
     rng, most = np.random.default_rng(0), []
-    base = np.maximum(capacity.padded_tokens * capacity.top_k, 1)[:, :, None, None]
+    base = capacity.padded_tokens.max() * capacity.top_k
     for _ in range(40):
         occurs = drawn_again(known, capacity.tokens, rng)
         rows = rank_load(made, occurs)
         assert capacity.exceeded(rows) == []
-        most.append((rows / base).max())
+        most.append(rows.max() / base)
     scale = np.std(most) * np.sqrt(6) / np.pi
     quantile = float(np.mean(most) - scale * (np.euler_gamma + np.log(-np.log(0.9999))))
-    assert (quantile <= 1.12) == (ep_size < 32), "what was asked of a certificate"
-    assert quantile < capacity.factor <= certified_at
+    assert quantile < capacity.static_factor
+    assert (quantile <= 1.12) == (ep_size < 32), "at EP32 no certificate can be at 1.12"
 
 
 def drawn_again(known: StepLoad, tokens: np.ndarray, rng: np.random.Generator) -> StepLoad:
