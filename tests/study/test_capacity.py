@@ -130,9 +130,11 @@ def test_small_groups_with_unknown_tokens_stay_below_a_tight_bound(dev_trace_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [8, 16, 32])
 def test_how_far_unknown_rows_of_small_groups_spread(dev_trace_path: Path, ep_size: int) -> None:
-    """2,048 tokens per group, 5 % of them drawn again as the certificate assumes: the static factor of every redraw, and
-    the 99.99 % quantile of a Gumbel distribution with their mean and spread: 0.930, 1.073, 1.147; certified 1.020, 1.219,
-    1.516."""
+    """2,048 tokens per group, 5 % of them drawn again as the certificate assumes: the static factor of every redraw.
+
+    The 99.99 % quantile of a Gumbel distribution with their mean and spread: 0.930, 1.073, 1.147; certified are 1.020,
+    1.219 and 1.516.
+    """
     options = {"expert_model_parallel_size": ep_size, "ranks_per_node": 8, "ep_group_tokens": 2048}
     scenario, made = planned(dev_trace_path, **options, cross_node_slots=1, unknown_pairs=0.05)
     (known, _), capacity = scenario.told.known_of_layout(made.layout), made.capacity
