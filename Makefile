@@ -22,7 +22,7 @@ help:
 	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
-	@echo "make examples     examples/, the notebook among them; those of frameworks are part of make test-integrations"
+	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   the wheel of make wheel in an empty environment, without a compiler; test-slow has the other builds"
@@ -33,7 +33,7 @@ help:
 	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue time without a GPU"
 	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
-	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets"
+	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets; every backend and recipe interpreted"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
 	@echo "make wheel        dist/moe_rl-*.whl for this Python"
 	@echo "make lock         requirements.lock: every version of the environment that the tests run in"
@@ -80,10 +80,10 @@ demo: $(VENV)/.core
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
 test: $(VENV)/.test
-	$(PYTEST) -m "not slow and not framework and not browser"
+	$(PYTEST) -m "not slow and not framework and not browser and not example"
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow and not framework and not browser and not multi_rank and not triton and not lengthy"
+	$(PYTEST) -m "not slow and not framework and not browser and not example and not multi_rank and not triton and not lengthy"
 
 test-slow: $(VENV)/.examples
 	$(BIN)/python -m pytest -m slow
@@ -142,6 +142,7 @@ endif
 
 examples: $(VENV)/.examples
 	$(BIN)/python -m pytest -m "not framework" tests/docs/test_examples.py
+	$(BIN)/python -m pytest -m "example and not slow" tests/countdown
 
 test-docs: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/docs/test_tutorial.py tests/docs/test_commands.py
@@ -203,7 +204,7 @@ kernel-proof: $(VENV)/.test
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
 kernel-compile: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py tests/kernels/test_emulated.py
+	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py tests/kernels/test_emulated.py tests/conformance
 
 kernel-emulate: $(VENV)/.test
 	@mkdir -p out

@@ -20,6 +20,12 @@ DEVICE = device_here()
 OPERATORS = {operator.name: operator for operator in operators()}
 CASES = (Case(model=TINY, tokens=6, routing="zipf"), Case(model=TINY_OAI, tokens=6, routing="dropped"))
 every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+interpreted_is_slow = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(backend, marks=[pytest.mark.slow] * (backend.name == "triton")) for backend in BACKENDS],
+    ids=lambda backend: backend.name,
+)
+"""Triton's interpreter takes half a minute: `make kernel-compile` runs it."""
 
 
 def problems_of(backend: KernelBackend) -> Iterator[Problem]:
@@ -40,7 +46,7 @@ def test_a_backend_names_operators_that_there_are(backend: KernelBackend) -> Non
     assert set(backend.auto_on) <= set(backend.devices)
 
 
-@every_backend
+@interpreted_is_slow
 def test_a_backend_is_right_wherever_it_says_that_it_runs(backend: KernelBackend) -> None:
     claimed = {name for name in OPERATORS if backend.implements(name)}
     runs = {name for name in claimed if not OPERATORS[name].why_not(backend.name, DEVICE)}

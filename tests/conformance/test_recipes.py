@@ -29,6 +29,7 @@ def test_operands_have_the_blocks_that_the_recipe_names(recipe: Recipe) -> None:
         assert recipe.row_block_shape[1] in (BLOCK, MX_BLOCK, -1)
 
 
+@pytest.mark.slow
 def test_the_expert_mlp_is_right_under_every_recipe() -> None:
     torch.set_num_threads(1)
     rows = [

@@ -13,6 +13,7 @@ from examples.countdown.config import load_config
 from examples.countdown.run import run
 from moe_rl.core.errors import InvalidInputError
 
+pytestmark = pytest.mark.example
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))

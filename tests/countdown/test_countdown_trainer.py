@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from local_ranks import Launch, run_cases
 
+pytestmark = pytest.mark.example
 FOLDER = Path(__file__).parent
 CASES = (
     "weights_there_and_back",

@@ -27,6 +27,7 @@ def survivors(launch: Launch) -> dict[int, str]:
     return {int(rank): message for rank, message in found}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_the_checkpoint_brings_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
