@@ -70,10 +70,10 @@ def _same(one: BatchLayout, other: BatchLayout) -> bool:
 
 
 def _source(repository: str, path: str) -> str:
-    """Return a file of a git repository in the folder MOE_RL_FRAMEWORK_SOURCES; skip where it is not there."""
-    folder = os.environ.get("MOE_RL_FRAMEWORK_SOURCES")
+    """Return a file of a git repository in the folder FRAMEWORK_CLONES; skip where it is not there."""
+    folder = os.environ.get("FRAMEWORK_CLONES")
     if folder is None or not Path(folder, repository).is_dir():
-        pytest.skip(f"MOE_RL_FRAMEWORK_SOURCES has no clone {repository!r}: its own function is not compared")
+        pytest.skip(f"FRAMEWORK_CLONES has no clone {repository!r}: its own function is not compared")
     shown = subprocess.run(["git", "-C", Path(folder, repository), "show", f"HEAD:{path}"], capture_output=True)
     return shown.stdout.decode()
 

@@ -1,6 +1,6 @@
 """The verdict on public recipes is what a person says that read them.
 
-MOE_RL_PUBLIC_CHECKOUTS names a folder with checkouts of the repositories of public_labels.yaml, as owner/name.
+PUBLIC_CHECKOUTS names a folder with checkouts of the repositories of public_labels.yaml, as owner/name.
 """
 
 import os
@@ -13,7 +13,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.verdict import attach_verdict
 
-VARIABLE = "MOE_RL_PUBLIC_CHECKOUTS"
+VARIABLE = "PUBLIC_CHECKOUTS"
 LABELS = yaml.safe_load(Path(__file__).with_name("public_labels.yaml").read_text())
 LEAST_RIGHT, LEAST_RECIPES, REPOSITORIES = 0.95, 150, 9
 WORDS = {"attaches": ("attaches", "attaches, but"), "refused": ("does not attach",)}

@@ -1,6 +1,6 @@
 """Loss functions of frameworks that are in no package index, run from a checkout, and ours beside every framework's.
 
-`MOE_RL_SOURCES` names a folder with the checkouts. A function is taken out of its file and run with the helpers that it
+`FRAMEWORK_SOURCES` names a folder with the checkouts. A function is taken out of its file and run with the helpers it
 calls, as they stand there, so that nothing else of the framework is needed; what needs process groups (gathering
 context-parallel parts, log-probabilities of logits) is stood in for, since sequences are whole here.
 """

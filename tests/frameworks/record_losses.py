@@ -1,7 +1,7 @@
 """Record what frameworks' own loss functions give on one small batch: `losses.json`.
 
     python tests/frameworks/record_losses.py            # needs verl, trl, areal (pip install --no-deps is enough)
-    python -m tests.frameworks.record_losses skyrl      # of a checkout in the folder MOE_RL_SOURCES
+    python -m tests.frameworks.record_losses skyrl      # of a checkout in the folder FRAMEWORK_SOURCES
 
 Writes loss and gradient of every case into `losses.json`, beside the cases that are there already. slime, miles,
 NeMo-RL, prime-rl and SkyRL are in no package index: `own_losses.py` runs their functions out of a checkout, whose
@@ -260,7 +260,7 @@ def main() -> None:
         else:
             from tests.frameworks import own_losses  # a package of verl's environment is called tests, too
 
-            found = own_losses.cases(framework, Path(os.environ["MOE_RL_SOURCES"]))
+            found = own_losses.cases(framework, Path(os.environ["FRAMEWORK_SOURCES"]))
             document["how"][f"{framework}, defaults"] = own_losses.COMMITS[framework]
         again = {(each["framework"], each["setting"]) for each in found}
         document["cases"] = [c for c in document["cases"] if (c["framework"], c["setting"]) not in again] + found

@@ -1,6 +1,6 @@
 """Coded routes through the frameworks' own modules: the same ids come out, in fewer bytes.
 
-`MOE_RL_SOURCES` names a folder with checkouts (slime, nemo_rl, skyrl, prime_rl), which are on no registry; a module is
+`FRAMEWORK_SOURCES` names a folder with checkouts (slime, nemo_rl, skyrl, prime_rl), on no registry. A module is
 loaded alone, with stand-ins for what it imports beside routes. What is not there is skipped, with its reason. verl and
 SGLang come from `make test-integrations`.
 """
@@ -25,7 +25,7 @@ from moe_rl.frameworks.coded_routes import POINTS, coded, from_text, is_coded, p
 from moe_rl.routes.coded import CodedRoutes
 
 torch = pytest.importorskip("torch")
-SOURCES = Path(os.environ.get("MOE_RL_SOURCES", ""))
+SOURCES = Path(os.environ.get("FRAMEWORK_SOURCES", ""))
 RNG = np.random.default_rng(31)
 
 
@@ -54,8 +54,8 @@ def stand_in(monkeypatch, name, **values):
 def loaded(monkeypatch, checkout, path, name):
     """The framework's own module from a checkout."""
     source = SOURCES / checkout / path
-    if not os.environ.get("MOE_RL_SOURCES") or not source.is_file():
-        pytest.skip(f"MOE_RL_SOURCES names no folder with {checkout}/{path} (it is on no registry)")
+    if not os.environ.get("FRAMEWORK_SOURCES") or not source.is_file():
+        pytest.skip(f"FRAMEWORK_SOURCES names no folder with {checkout}/{path} (it is on no registry)")
     stand_in(monkeypatch, name.rpartition(".")[0])
     spec = importlib.util.spec_from_file_location(name, source)
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks.run_settings import variables
 from moe_rl.frameworks.slime.attach import WORKER, Worker
 from moe_rl.frameworks.slime.losses import objective_of
 from moe_rl.frameworks.trl.losses import policy_loss_trainer
@@ -72,8 +71,6 @@ def test_slime_refuses_before_rollouts_where_the_router_shift_would_not_act(
 ) -> None:
     args, _, _ = own.slime_batch()
     vars(args).update(layout, custom_loss_function_path="moe_rl.frameworks.slime.losses.policy_loss_function")
-    for name in variables():  # MOE_RL_SOURCES and its like are of these tests, and of no run
-        monkeypatch.delenv(name)
     monkeypatch.setenv("MOE_RL_ROUTER_SHIFT", "0.8")
     worker = Worker(framework=WORKER.framework, stage=lambda: None)
     with pytest.raises(InvalidInputError, match="the router shift needs"):
@@ -137,9 +134,9 @@ def test_the_table_of_the_page_is_what_the_comparison_says() -> None:
 
 @pytest.mark.parametrize("framework", own.OWN)
 def test_the_recorded_numbers_are_those_of_the_checkout(framework: str) -> None:
-    root = Path(os.environ.get("MOE_RL_SOURCES", ""))
-    if not os.environ.get("MOE_RL_SOURCES") or not (root / framework).is_dir():
-        pytest.skip(f"MOE_RL_SOURCES names no folder with a checkout of {framework} (it is on no registry)")
+    root = Path(os.environ.get("FRAMEWORK_SOURCES", ""))
+    if not os.environ.get("FRAMEWORK_SOURCES") or not (root / framework).is_dir():
+        pytest.skip(f"FRAMEWORK_SOURCES names no folder with a checkout of {framework} (it is on no registry)")
     for each in own.cases(framework, root):
         expected = RECORDED[framework, each["setting"]]
         assert each["loss"] == pytest.approx(expected["loss"], abs=1e-12)

@@ -74,9 +74,9 @@ def patched_ranks(monkeypatch, tp, cp, tp_rank, cp_rank):
 @pytest.mark.parametrize("allgather_cp", [False, True])
 def test_slices_are_slimes_bit_for_bit(allgather_cp, routes, monkeypatch):
     torch = pytest.importorskip("torch")
-    source = Path(os.environ.get("MOE_RL_SLIME_SOURCE", "")) / "slime/backends/megatron_utils/cp_utils.py"
+    source = Path(os.environ.get("FRAMEWORK_SOURCES", "")) / "slime/slime/backends/megatron_utils/cp_utils.py"
     if not source.is_file():
-        pytest.skip("MOE_RL_SLIME_SOURCE names no checkout of slime (it is on no registry)")
+        pytest.skip("FRAMEWORK_SOURCES names no checkout of slime (it is on no registry)")
     spec = importlib.util.spec_from_file_location("slime_cp_utils", source)
     slime = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(slime)

@@ -1,4 +1,4 @@
-"""The router shift in NeMo-RL's own loop and loss, from a checkout that `MOE_RL_SOURCES` names."""
+"""The router shift in NeMo-RL's own loop and loss, from a checkout that `FRAMEWORK_SOURCES` names."""
 
 import ast
 import os
@@ -15,8 +15,8 @@ from moe_rl.importance import PolicyLossInputs, RouterShiftUse, policy_loss
 from tests.frameworks import own_losses
 from tests.frameworks import record_losses as record
 
-ROOT = Path(os.environ.get("MOE_RL_SOURCES", "/absent")) / "nemo_rl" / "nemo_rl"
-needs_checkout = pytest.mark.skipif(not ROOT.is_dir(), reason="MOE_RL_SOURCES names no checkout of nemo_rl")
+ROOT = Path(os.environ.get("FRAMEWORK_SOURCES", "/absent")) / "nemo_rl" / "nemo_rl"
+needs_checkout = pytest.mark.skipif(not ROOT.is_dir(), reason="FRAMEWORK_SOURCES names no checkout of nemo_rl")
 
 
 @pytest.mark.framework

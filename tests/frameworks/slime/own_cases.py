@@ -253,12 +253,10 @@ def modules_of(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def whole_loop(package: str, worker: Any, *, replays: bool, told: Mapping[str, str] = TOLD) -> dict[str, Any]:
-    source = Path(os.environ.get("MOE_RL_SOURCES", ""), package)
+    source = Path(os.environ.get("FRAMEWORK_SOURCES", ""), package)
     if not (source / package).is_dir():
-        return {"not_run": f"MOE_RL_SOURCES names no folder with a checkout of {package} (it is on no registry)"}
+        return {"not_run": f"FRAMEWORK_SOURCES names no folder with a checkout of {package} (it is on no registry)"}
     sys.path.insert(0, str(source))
-    for name in ("MOE_RL_SOURCES", "MOE_RL_SLIME_SOURCE"):  # of tests: a run knows no such variable
-        os.environ.pop(name, None)
     sys.meta_path.insert(0, Absent())
     if package == "slime":
         device = MagicMock()

@@ -1,6 +1,6 @@
 """slime's and miles' own schedule, replay lists, copies of weights and process groups drive a balanced training loop.
 
-`MOE_RL_SOURCES` names a folder with checkouts of them, which are on no registry; without one its tests say so.
+`FRAMEWORK_SOURCES` names a folder with checkouts of them, which are on no registry; without one its tests say so.
 """
 
 from typing import Any
