@@ -351,11 +351,7 @@ def storage_bias(tokens: int = 20_000) -> dict[str, float]:
         "uint16 linear on [-16, 0]": lambda lp: _linear(lp, 2**16 - 1),
         "uint8 linear on [-16, 0]": lambda lp: _linear(lp, 2**8 - 1),
     }
-    sums = {
-        (name, rounded): RouterShiftAccumulator(tokens, round_new_to_old_dtype=rounded)
-        for name in kept
-        for rounded in (False, True)
-    }
+    sums = {(name, rounded): RouterShiftAccumulator(tokens) for name in kept for rounded in (False, True)}
     words = RouterShiftAccumulator(tokens)
     generator = torch.Generator().manual_seed(0)
     for _ in range(LAYERS):
@@ -364,8 +360,9 @@ def storage_bias(tokens: int = 20_000) -> dict[str, float]:
         new = router_log_probs(logits, ids)
         stored = store_router_log_probs(ids, new, num_experts=EXPERTS)
         words.add_layer(stored.rounded(new), stored.log_probs)
-        for (name, _rounded), accumulator in sums.items():
-            accumulator.add_layer(new, kept[name](new))
+        for (name, rounded), accumulator in sums.items():
+            # In fp32 the accumulator cannot tell that the old ones were rounded, and leaves the new ones as they are.
+            accumulator.add_layer(new, kept[name](new) if rounded else kept[name](new).float())
     gammas = {key: accumulator.finish(floor=0.0).ratio.mean().item() for key, accumulator in sums.items()}
     return {
         f"{name}, {'both sides rounded' if rounded else 'one side rounded'}": gamma

@@ -22,7 +22,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from moe_rl.profiling import ranges
 logger = logging.getLogger(__name__)
 
 Launcher = Callable[..., Any]
+Shapes = TypeVar("Shapes", bound=Callable[..., Any])
 
 
 class BackendUnavailableError(InvalidInputError):
@@ -78,6 +79,49 @@ class Operator:
     """Name of the implementing function in `reference` and in the Triton module; empty: the operator's name."""
     triton_module: str = "triton_kernel"
     _announced: set[str] = field(default_factory=set)
+
+    def declare(
+        self,
+        *,
+        name: str = "",
+        schema: str | None = None,
+        mutates: tuple[str, ...] = (),
+        packed: Callable[..., tuple[Any, ...]] | None = None,
+        keep: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+    ) -> Callable[[Shapes], Shapes]:
+        """Return what turns a function that allocates the results, uninitialized, into an operator of torch.
+
+        The function has flat arguments, as torch wants them, the backend last; it serves torch's compiler as the
+        operator's fake, and its annotations (or `schema`) as the operator's types.
+
+        Args:
+            name: in `torch.ops.moe_rl`; by default this operator's.
+            schema: the types in torch's own notation.
+            mutates: arguments that are written to.
+            packed: flat arguments without the backend -> those of the launcher; by default they are the same.
+            keep: (ctx, inputs, output): what the gradient needs, for an operator that has one.
+            backward: (ctx, *gradients of the results) -> gradients of all arguments.
+
+        """
+
+        def register(shapes: Shapes) -> Shapes:
+            def launch(*arguments: Any) -> Any:
+                *operands, backend = arguments
+                first = operands[0][0] if isinstance(operands[0], list) else operands[0]
+                launcher = self.resolve(backend, first.device.type)
+                return launcher(*(operands if packed is None else packed(*operands)))
+
+            types = schema or torch.library.infer_schema(shapes, mutates_args=mutates)
+            made: Any = torch.library.custom_op(
+                f"moe_rl::{name or self.name}", launch, mutates_args=mutates, schema=types
+            )
+            made.register_fake(shapes)
+            if backward is not None:
+                made.register_autograd(backward, setup_context=keep)
+            return made  # type: ignore[no-any-return]  # called like the function
+
+        return register
 
     def own(self, module: str) -> Launcher:
         """Return our implementation in `module` of the folder."""

@@ -69,6 +69,11 @@ def scale_dtype(block_shape: tuple[int, int]) -> torch.dtype:
     return E8M0_DTYPE if MX_BLOCK in block_shape else torch.float32
 
 
+def scale_bytes(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Return scales as kernels take them: E8M0 as dense bytes, fp32 and tables of addresses as they are."""
+    return scale.contiguous().view(torch.uint8) if scale is not None and scale.dtype == E8M0_DTYPE else scale
+
+
 def scale_shape(rows: int, columns: int, block_shape: tuple[int, int]) -> tuple[int, int]:
     """Return how many blocks cover [rows, columns]."""
     block_rows, block_columns = block_shape

@@ -15,18 +15,9 @@ BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward", package=__package__)
 
 
-@torch.library.custom_op("moe_rl::expert_bias_backward", mutates_args=())
+@EXPERT_BIAS_BACKWARD.declare()
 def _expert_bias_backward(
     grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, m_offsets: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    launch = EXPERT_BIAS_BACKWARD.resolve(backend, grad.device.type)
-    grad_bias, grad_factor = launch(grad, bias, factor, m_offsets)
-    return grad_bias, grad_factor
-
-
-@_expert_bias_backward.register_fake
-def _(
-    grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, *_settings: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_factors = 0 if factor is None else grad.shape[0]
     return (

@@ -37,105 +37,71 @@ GROUPED_GEMM_WGRAD = Operator(
 )
 
 
-def _register_rows(name: str, operator: Operator, output_axis: int) -> Any:
-    """Register forward or dgrad; axis `output_axis` of the weights [N, K] is that of its columns.
-
-    Arguments are flat: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales, block_m = 0 for
-    no tile map.
-    """
-
-    @torch.library.custom_op(f"moe_rl::{name}", mutates_args=())
-    def launch(
-        rows: torch.Tensor,
-        row_scale: torch.Tensor | None,
-        weights: torch.Tensor,
-        weight_scale: torch.Tensor | None,
-        m_offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        bias_factor: torch.Tensor | None,
-        entries: torch.Tensor | None,
-        num_tiles: torch.Tensor | None,
-        block_m: int,
-        n: int,
-        k: int,
-        block_rows: int,
-        block_columns: int,
-        out_dtype: torch.dtype,
-        backend: str,
-    ) -> torch.Tensor:
-        tiles = None
-        if entries is not None and num_tiles is not None:
-            tiles = TileMap(entries=entries, num_tiles=num_tiles, block_m=block_m)
-        described = ExpertWeights(
-            data=weights, shape=(n, k), dtype=rows.dtype, scale=weight_scale,
-            block_shape=(block_rows, block_columns) if block_rows else None,
-        )  # fmt: skip
-        gemm = RowsGemm(
-            rows=rows, row_scale=row_scale, weights=described, m_offsets=m_offsets, out_dtype=out_dtype, bias=bias,
-            bias_factor=bias_factor, tiles=tiles,
-        )  # fmt: skip
-        out: torch.Tensor = operator.resolve(backend, rows.device.type)(gemm)
-        return out
-
-    @launch.register_fake
-    def _(rows: torch.Tensor, *settings: Any) -> torch.Tensor:
-        n, k, _, _, out_dtype, _ = settings[-6:]
-        return rows.new_empty((rows.shape[0], (n, k)[output_axis]), dtype=out_dtype)
-
-    return launch
+_ROWS_SCHEMA = (
+    "(Tensor rows, Tensor? row_scale, Tensor weights, Tensor? weight_scale, Tensor m_offsets, Tensor? bias, "
+    "Tensor? bias_factor, Tensor? entries, Tensor? num_tiles, int block_m, int n, int k, int block_rows, "
+    "int block_columns, ScalarType out_dtype, str backend) -> Tensor"
+)
+"""Of forward and dgrad: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales, block_m = 0 for
+no tile map."""
 
 
-_grouped_gemm = _register_rows("grouped_gemm", GROUPED_GEMM, 0)
-_grouped_gemm_dgrad = _register_rows("grouped_gemm_dgrad", GROUPED_GEMM_DGRAD, 1)
-
-
-@torch.library.custom_op("moe_rl::grouped_gemm_wgrad", mutates_args=())
-def _grouped_gemm_wgrad(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
+def _rows_gemm(
+    rows: torch.Tensor, row_scale: torch.Tensor | None, weights: torch.Tensor, weight_scale: torch.Tensor | None,
+    m_offsets: torch.Tensor, bias: torch.Tensor | None, bias_factor: torch.Tensor | None, entries: torch.Tensor | None,
+    num_tiles: torch.Tensor | None, block_m: int, n: int, k: int, block_rows: int, block_columns: int,
     out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    out = dy.new_empty(gradient_shape(dy, dy_scale, x, m_offsets), dtype=out_dtype)
-    gemm = WgradGemm(
-        dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=ExpertGradients.of(out),
-        accumulate=False,
+) -> tuple[RowsGemm]:  # fmt: skip
+    """Return the arguments of `_ROWS_SCHEMA` as a launcher takes them."""
+    tiles = None
+    if entries is not None and num_tiles is not None:
+        tiles = TileMap(entries=entries, num_tiles=num_tiles, block_m=block_m)
+    described = ExpertWeights(
+        data=weights, shape=(n, k), dtype=rows.dtype, scale=weight_scale,
+        block_shape=(block_rows, block_columns) if block_rows else None,
     )  # fmt: skip
-    GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)(gemm)
-    return out
+    gemm = RowsGemm(
+        rows=rows, row_scale=row_scale, weights=described, m_offsets=m_offsets, out_dtype=out_dtype, bias=bias,
+        bias_factor=bias_factor, tiles=tiles,
+    )  # fmt: skip
+    return (gemm,)
 
 
-@_grouped_gemm_wgrad.register_fake
-def _(
-    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, _x_scale: Any, m_offsets: torch.Tensor,
-    out_dtype: torch.dtype, _backend: str,
-) -> torch.Tensor:  # fmt: skip
-    return dy.new_empty(gradient_shape(dy, dy_scale, x, m_offsets), dtype=out_dtype)
+@GROUPED_GEMM_DGRAD.declare(schema=_ROWS_SCHEMA, packed=_rows_gemm)
+def _grouped_gemm_dgrad(rows: torch.Tensor, *settings: Any) -> torch.Tensor:
+    _, k, _, _, out_dtype, _ = settings[-6:]
+    return rows.new_empty((rows.shape[0], k), dtype=out_dtype)
 
 
-# A table of addresses is declared as written to, though only the memory behind it is: else a compiler that sees no
-# result and no effect would drop the call.
-@torch.library.custom_op("moe_rl::grouped_gemm_wgrad_into", mutates_args=("out",))
-def _grouped_gemm_wgrad_into(
-    dy: torch.Tensor,
-    dy_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    out: torch.Tensor,
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    backend: str,
-) -> None:
+def _wgrad_gemm(
+    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, x_scale: torch.Tensor | None,
+    m_offsets: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype, accumulate: bool,
+) -> tuple[WgradGemm]:  # fmt: skip
     _, n, k = gradient_shape(dy, dy_scale, x, m_offsets)
     gradients = ExpertGradients(data=out, shape=(n, k), dtype=out_dtype)
     gemm = WgradGemm(
         dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=gradients, accumulate=accumulate
     )
-    GROUPED_GEMM_WGRAD.resolve(backend, dy.device.type)(gemm)
+    return (gemm,)
+
+
+# A table of addresses is declared as written to, though only the memory behind it is: else a compiler that sees no
+# result and no effect would drop the call.
+@GROUPED_GEMM_WGRAD.declare(name="grouped_gemm_wgrad_into", mutates=("out",), packed=_wgrad_gemm)
+def _grouped_gemm_wgrad_into(
+    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, x_scale: torch.Tensor | None,
+    m_offsets: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype, accumulate: bool, backend: str,
+) -> None:  # fmt: skip
+    pass
+
+
+def _wgrad(
+    dy: torch.Tensor, dy_scale: torch.Tensor | None, x: torch.Tensor, x_scale: torch.Tensor | None,
+    m_offsets: torch.Tensor, out_dtype: torch.dtype, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    out = dy.new_empty(gradient_shape(dy, dy_scale, x, m_offsets), dtype=out_dtype)
+    _grouped_gemm_wgrad_into(dy, dy_scale, x, x_scale, m_offsets, out, out_dtype, False, backend)
+    return out
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -147,23 +113,25 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of bf16 operands in tensors; FP8 operands and tables have none (the expert MLP has its own)."""
     rows, weights, m_offsets, bias, bias_factor, entries, num_tiles = ctx.saved_tensors
-    block_m, n, k = ctx.sizes
     grad = grad.to(rows.dtype).contiguous()
     d_rows = d_weights = d_bias = d_factor = None
     if ctx.needs_input_grad[0]:
         d_rows = _grouped_gemm_dgrad(
-            grad, None, weights, None, m_offsets, None, None, entries, num_tiles, block_m, n, k, 0, 0, rows.dtype,
+            grad, None, weights, None, m_offsets, None, None, entries, num_tiles, *ctx.sizes, 0, 0, rows.dtype,
             ctx.backend,
         )  # fmt: skip
     if ctx.needs_input_grad[2]:
-        d_weights = _grouped_gemm_wgrad(grad, None, rows, None, m_offsets, weights.dtype, ctx.backend)
+        d_weights = _wgrad(grad, None, rows, None, m_offsets, weights.dtype, ctx.backend)
     if bias is not None and (ctx.needs_input_grad[5] or ctx.needs_input_grad[6]):
         d_bias, d_factor = expert_bias_backward(grad, bias, bias_factor, m_offsets, backend=backend_beside(ctx.backend))
         d_bias = d_bias.to(bias.dtype)
     return (d_rows, None, d_weights, None, None, d_bias, d_factor, *[None] * 9)
 
 
-_grouped_gemm.register_autograd(_backward, setup_context=_save_for_backward)
+@GROUPED_GEMM.declare(schema=_ROWS_SCHEMA, packed=_rows_gemm, keep=_save_for_backward, backward=_backward)
+def _grouped_gemm(rows: torch.Tensor, *settings: Any) -> torch.Tensor:
+    n, _, _, _, out_dtype, _ = settings[-6:]
+    return rows.new_empty((rows.shape[0], n), dtype=out_dtype)
 
 
 def grouped_gemm(
@@ -188,11 +156,10 @@ def grouped_gemm(
     data, scale = check_rows(a, weights, weights.shape[1], "a")
     check_problem("grouped_gemm", data, weights, m_offsets, out_dtype)
     check_bias("grouped_gemm", bias, bias_factor, data, weights.num_groups, weights.shape[0])
-    out: torch.Tensor = _grouped_gemm(
+    return _grouped_gemm(
         data, scale, weights.data, weights.scale, m_offsets, bias, bias_factor,
         *_flat(tiles), *weights.shape, *(weights.block_shape or (0, 0)), out_dtype, backend,
     )  # fmt: skip
-    return out
 
 
 def _flat(tiles: TileMap | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -221,11 +188,10 @@ def grouped_gemm_dgrad(
     )
     data, scale = check_rows(dy, weights, weights.shape[0], "dy")
     check_problem("grouped_gemm_dgrad", data, weights, m_offsets, out_dtype)
-    out: torch.Tensor = _grouped_gemm_dgrad(
+    return _grouped_gemm_dgrad(
         data, scale, weights.data, weights.scale, m_offsets, None, None,
         *_flat(tiles), *weights.shape, *(weights.block_shape or (0, 0)), out_dtype, backend,
     )  # fmt: skip
-    return out
 
 
 def grouped_gemm_wgrad(
@@ -242,8 +208,7 @@ def grouped_gemm_wgrad(
     """
     operands = check_columns("grouped_gemm_wgrad", dy, x, m_offsets)
     require(out_dtype in WIDE_DTYPES, f"grouped_gemm_wgrad: out_dtype must be bfloat16 or float32, got {out_dtype}.")
-    out: torch.Tensor = _grouped_gemm_wgrad(*operands, m_offsets, out_dtype, backend)
-    return out
+    return _wgrad(*operands, m_offsets, out_dtype, backend)
 
 
 def grouped_gemm_wgrad_into(

@@ -11,7 +11,7 @@ from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import BLACKWELL, GemmConfig, GemmProblem
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.triton_kernel import tile_map
-from moe_rl.kernels.types import E8M0_DTYPE, MX_BLOCK
+from moe_rl.kernels.types import MX_BLOCK, scale_bytes
 
 _WARP = tl.constexpr(32)
 _MX_BLOCK = tl.constexpr(MX_BLOCK)
@@ -174,11 +174,6 @@ def must_meet(problem: GemmProblem) -> bool:
     not have read the last one yet: an emulator of PTX found it, in every FP8 loop with 128-blocks.
     """
     return problem.scaling == "block" and problem.capability >= BLACKWELL
-
-
-def scale_bytes(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Return scales as kernels take them: E8M0 as dense bytes, fp32 and tables of addresses as they are."""
-    return scale.contiguous().view(torch.uint8) if scale is not None and scale.dtype == E8M0_DTYPE else scale
 
 
 def require_tensor_core_type(rows: torch.Tensor) -> None:

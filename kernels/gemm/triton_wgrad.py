@@ -26,10 +26,10 @@ from moe_rl.kernels.gemm.triton_parts import (
     num_programs,
     place_of,
     require_tensor_core_type,
-    scale_bytes,
     set_descriptor_allocator,
     store_gradient,
 )
+from moe_rl.kernels.types import scale_bytes
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -17,10 +17,10 @@ from moe_rl.kernels.devices import require_same_device, unit_columns
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.op import check_column_tiles
-from moe_rl.kernels.quantization.reference import empty_columns
+from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor, Rounding, scale_shape
+from moe_rl.kernels.types import BLOCK, QuantizedTensor, Rounding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,108 +34,54 @@ _SPEC = "float alpha, float limit, float up_shift, str layout"
 
 
 def _rows(
-    h: torch.Tensor,
-    probs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    m_offsets: torch.Tensor | None,
-    alpha: float,
-    limit: float,
-    up_shift: float,
-    layout: Layout,
-) -> GluRows:
+    h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, m_offsets: torch.Tensor | None,
+    alpha: float, limit: float, up_shift: float, layout: Layout, *others: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return `_ROWS` and `_SPEC` as one `GluRows`, and the others."""
     spec = GluSpec(alpha=alpha, limit=limit, up_shift=up_shift, layout=layout)
-    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec)
+    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec), *others
 
 
-@torch.library.custom_op("moe_rl::swiglu", mutates_args=(), schema=f"({_ROWS}, {_SPEC}, str backend) -> Tensor")
-def _swiglu(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    *described, backend = arguments
-    out: torch.Tensor = SWIGLU_FORWARD.resolve(backend, h.device.type)(_rows(h, *described))
-    return out
+def _grad_and_rows(grad_out: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    return grad_out, *_rows(*others)
 
 
-@_swiglu.register_fake
-def _(h: torch.Tensor, *_arguments: Any) -> torch.Tensor:
-    return h.new_empty(h.shape[0], h.shape[1] // 2)
+def _empty_gradients(
+    h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the gradients of probs and bias; of what is not given without elements."""
+    grad_probs = h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32)
+    return grad_probs, h.new_empty((0, 0) if bias is None else bias.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "moe_rl::swiglu_quantize",
-    mutates_args=(),
-    schema=f"({_ROWS}, {_SPEC}, str rounding, str backend) -> (Tensor, Tensor)",
-)
-def _swiglu_quantize(h: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *described, rounding, backend = arguments
-    launch = SWIGLU_QUANTIZE.resolve(backend, h.device.type)
-    codes, scale = launch(_rows(h, *described), rounding=rounding)
-    return codes, scale
+@SWIGLU_QUANTIZE.declare(schema=f"({_ROWS}, {_SPEC}, str rounding, str backend) -> (Tensor, Tensor)", packed=_rows)
+def _swiglu_quantize(h: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_codes((h.shape[0], h.shape[1] // 2), (1, BLOCK), h.device)
 
 
-@_swiglu_quantize.register_fake
-def _(h: torch.Tensor, *_arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, width = h.shape[0], h.shape[1] // 2
-    blocks = scale_shape(rows, width, (1, BLOCK))
-    return h.new_empty(rows, width, dtype=FP8_DTYPE), h.new_empty(blocks, dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "moe_rl::swiglu_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, str backend) -> (Tensor, Tensor, Tensor)",
+@SWIGLU_BACKWARD.declare(
+    schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, str backend) -> (Tensor, Tensor, Tensor)", packed=_grad_and_rows
 )
 def _swiglu_backward(
-    grad_out: torch.Tensor, h: torch.Tensor, *arguments: Any
+    grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *described, backend = arguments
-    launch = SWIGLU_BACKWARD.resolve(backend, h.device.type)
-    grad_h, grad_probs, grad_bias = launch(grad_out, _rows(h, *described))
-    return grad_h, grad_probs, grad_bias
+    return torch.empty(h.shape, dtype=h.dtype, device=h.device), *_empty_gradients(h, probs, bias)
 
 
-@_swiglu_backward.register_fake
-def _(
-    grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, *_arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    float32 = torch.float32
-    return (
-        torch.empty(h.shape, dtype=h.dtype, device=h.device),
-        h.new_empty(0 if probs is None else h.shape[0], dtype=float32),
-        h.new_empty((0, 0) if bias is None else bias.shape, dtype=float32),
-    )
-
-
-@torch.library.custom_op(
-    "moe_rl::swiglu_backward_quantize",
-    mutates_args=(),
+@SWIGLU_BACKWARD_QUANTIZE.declare(
     schema=f"(Tensor grad_out, {_ROWS}, {_SPEC}, Tensor? tiles, str rounding, str backend) -> "
     f"({', '.join(['Tensor'] * 8)})",
+    packed=_grad_and_rows,
 )
 def _swiglu_backward_quantize(
-    grad_out: torch.Tensor, h: torch.Tensor, *arguments: Any
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
-    *described, tiles, rounding, backend = arguments
-    launch = SWIGLU_BACKWARD_QUANTIZE.resolve(backend, h.device.type)
-    codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = launch(
-        grad_out, _rows(h, *described), tiles, rounding=rounding
-    )
-    return codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias
-
-
-@_swiglu_backward_quantize.register_fake
-def _(
     grad_out: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None,
-    m_offsets: torch.Tensor, *_arguments: Any,
+    m_offsets: torch.Tensor, *_: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    blocks = scale_shape(h.shape[0], h.shape[1], (1, BLOCK))
     return (
-        torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device),
-        torch.empty(blocks, dtype=torch.float32, device=h.device),
+        *empty_codes(h.shape, (1, BLOCK), h.device),
         *empty_columns(h.shape[0], h.shape[1], m_offsets),
         *empty_columns(h.shape[0], grad_out.shape[1], m_offsets),
-        h.new_empty(0 if probs is None else h.shape[0], dtype=torch.float32),
-        h.new_empty((0, 0) if bias is None else bias.shape, dtype=torch.float32),
+        *_empty_gradients(h, probs, bias),
     )
 
 
@@ -152,7 +98,11 @@ def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     return grad_h, for_probs, for_bias, None, *[None] * len(ctx.constants)
 
 
-_swiglu.register_autograd(_backward, setup_context=_keep)
+@SWIGLU_FORWARD.declare(
+    schema=f"({_ROWS}, {_SPEC}, str backend) -> Tensor", packed=_rows, keep=_keep, backward=_backward
+)
+def _swiglu(h: torch.Tensor, *_: Any) -> torch.Tensor:
+    return h.new_empty(h.shape[0], h.shape[1] // 2)
 
 
 def swiglu(
@@ -170,8 +120,7 @@ def swiglu(
     slot has. Gradients go to h, probs and bias; the bias gradient adds the sums of tiles in a fixed order.
     """
     _check(h, probs, bias, m_offsets)
-    out: torch.Tensor = _swiglu(h, probs, bias, m_offsets, *_constants(spec), backend)
-    return out
+    return _swiglu(h, probs, bias, m_offsets, *_constants(spec), backend)
 
 
 def swiglu_oai(
@@ -263,10 +212,10 @@ def swiglu_backward_quantize(
     _check(h, probs, bias, m_offsets)
     check_column_tiles("swiglu_backward_quantize", tiles)
     _check_grad("swiglu_backward_quantize", grad_out, h)
+    entries = None if tiles is None else tiles.entries
     codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = _swiglu_backward_quantize(
-        unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec),
-        None if tiles is None else tiles.entries, rounding, backend,
-    )  # fmt: skip
+        unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec), entries, rounding, backend
+    )
     return QuantizedGradients(
         rows=QuantizedTensor(data=codes, scale=scale, block_shape=(1, BLOCK)),
         columns=(columns, column_scale),

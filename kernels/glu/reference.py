@@ -59,9 +59,9 @@ def swiglu(rows: GluRows) -> torch.Tensor:
     return torch.where(used, out, torch.zeros_like(out)).to(rows.h.dtype)
 
 
-def swiglu_quantize(rows: GluRows, *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(rows: GluRows, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 1 x 128 codes [M, I] and scales of `swiglu`, rounded to the dtype of h in between."""
-    return quantize(swiglu(rows), (1, BLOCK), rounding=rounding)
+    return quantize(swiglu(rows), (1, BLOCK), rounding)
 
 
 def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,11 +90,11 @@ def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor
 
 
 def swiglu_backward_quantize(
-    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None = None, *, rounding: Rounding
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
     """Return (`quantize_both` of grad_h, `quantize_columns` of `swiglu`, grad_probs, grad_bias): eight tensors."""
     assert rows.m_offsets is not None, "op.py asks for m_offsets"
     grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
-    both = quantize_both(grad_h, rows.m_offsets, tiles, rounding=rounding)
-    act = quantize_columns(swiglu(rows), rows.m_offsets, tiles, rounding=rounding)
+    both = quantize_both(grad_h, rows.m_offsets, tiles, rounding)
+    act = quantize_columns(swiglu(rows), rows.m_offsets, tiles, rounding)
     return *both, *act, grad_probs, grad_bias

@@ -25,10 +25,11 @@ from moe_rl.kernels.glu.triton_parts import (
     store_pair,
     tile_rows,
 )
+from moe_rl.kernels.quantization.reference import empty_codes
 from moe_rl.kernels.quantization.triton_kernel import quantize_both, quantize_columns, store_rows
 from moe_rl.kernels.quantization.triton_words import largest, rounded, widened
 from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, Rounding
+from moe_rl.kernels.types import BLOCK, Rounding
 
 Tile = dict[str, int]
 
@@ -132,7 +133,7 @@ def _swiglu_backward_kernel(
         tl.store(grad_probs_ptr + first + rows, tl.sum(total, axis=1), mask=in_tile)
 
 
-def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, *, rounding: Rounding) -> None:
+def _launch_forward(rows: GluRows, out: torch.Tensor, scale: torch.Tensor | None, rounding: Rounding) -> None:
     if out.numel() == 0:
         return
     num_rows, width = out.shape
@@ -176,7 +177,6 @@ def _constants(rows: GluRows) -> dict[str, float | str]:
     spec = rows.spec
     return {
         "ALPHA": spec.alpha, "LIMIT": spec.limit, "UP_SHIFT": spec.up_shift,
-
         "HAS_PROBS": rows.probs is not None, "HAS_BIAS": rows.bias is not None, "COUNTED": rows.m_offsets is not None,
         "CLAMP": math.isfinite(spec.limit), "INTERLEAVED": _interleaved(rows),
     }  # fmt: skip
@@ -185,17 +185,15 @@ def _constants(rows: GluRows) -> dict[str, float | str]:
 def swiglu(rows: GluRows) -> torch.Tensor:
     """Launch the activation; see `reference.swiglu`."""
     out = torch.empty((rows.h.shape[0], rows.width), dtype=rows.h.dtype, device=rows.h.device)
-    _launch_forward(rows, out, None, rounding="division")
+    _launch_forward(rows, out, None, "division")
     return out
 
 
-def swiglu_quantize(rows: GluRows, *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize(rows: GluRows, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the activation with 1 x 128 quantization; see `reference.swiglu_quantize`."""
     require_capability("swiglu_quantize", capability(rows.h), FP8_CAPABILITY)
-    num_rows, width, device = rows.h.shape[0], rows.width, rows.h.device
-    out = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=device)
-    scale = torch.empty((num_rows, triton.cdiv(width, BLOCK)), dtype=torch.float32, device=device)
-    _launch_forward(rows, out, scale, rounding=rounding)
+    out, scale = empty_codes((rows.h.shape[0], rows.width), (1, BLOCK), rows.h.device)
+    _launch_forward(rows, out, scale, rounding)
     return out, scale
 
 
@@ -221,16 +219,16 @@ def swiglu_backward(grad_out: torch.Tensor, rows: GluRows) -> tuple[torch.Tensor
 
 
 def swiglu_backward_quantize(
-    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, rounding: Rounding
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
     """Launch the gradient with its quantization; see `reference.swiglu_backward_quantize`."""
     require_capability("swiglu_backward_quantize", capability(rows.h), FP8_CAPABILITY)
     h, m_offsets, interleaved = rows.h, known(rows.m_offsets), _interleaved(rows)
     plain = rows.bias is None and math.isinf(rows.spec.limit) and rows.width % BLOCK == 0 and _in_words(h, grad_out)
     if h.dtype == torch.bfloat16 and (plain if interleaved == "no" else interleaved == "words"):
-        return triton_one_pass.launch(grad_out, rows, tiles, rounding=rounding)
+        return triton_one_pass.launch(grad_out, rows, tiles, rounding)
     # What no model has, and blocks of 128 columns of grad_h that hold both gates and ups: several passes.
     grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
-    both = quantize_both(grad_h, m_offsets, tiles, rounding=rounding)
-    act = quantize_columns(swiglu(rows), m_offsets, tiles, rounding=rounding)
+    both = quantize_both(grad_h, m_offsets, tiles, rounding)
+    act = quantize_columns(swiglu(rows), m_offsets, tiles, rounding)
     return *both, *act, grad_probs, grad_bias

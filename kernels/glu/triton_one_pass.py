@@ -12,7 +12,7 @@ import triton.language as tl
 
 from moe_rl.kernels.glu.spec import GluRows
 from moe_rl.kernels.glu.triton_parts import bias_of, clamped_gradients_of, gradients_of, known, numbers, tile_rows
-from moe_rl.kernels.quantization.reference import empty_columns
+from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.quantization.triton_kernel import store_columns, store_rows
 from moe_rl.kernels.quantization.triton_words import (
     INTERPRETED,
@@ -24,7 +24,7 @@ from moe_rl.kernels.quantization.triton_words import (
     word_of,
 )
 from moe_rl.kernels.tiles.triton_kernel import sum_in_order, sum_tiles, tile_map
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, Rounding
+from moe_rl.kernels.types import BLOCK, Rounding
 
 APART = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK, "num_warps": 8}
 """A square of 128 gates and 128 ups: as wide as scale blocks of grad_h, as high as those along tokens. RUN is how many
@@ -180,7 +180,7 @@ def _swiglu_backward_quantize_pairs_kernel(
 
 
 def launch(
-    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, *, rounding: Rounding
+    grad_out: torch.Tensor, rows: GluRows, tiles: torch.Tensor | None, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
     """Launch one of both on bf16 rows; see `reference.swiglu_backward_quantize`."""
     h, bias, spec, m_offsets = rows.h, rows.bias, rows.spec, known(rows.m_offsets)
@@ -193,8 +193,7 @@ def launch(
         constants["HAS_BIAS"] = bias is not None
     programs = triton.cdiv(width, tile["COLS"])
     entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
-    codes = torch.empty(h.shape, dtype=FP8_DTYPE, device=h.device)
-    scale = torch.empty((num_rows, triton.cdiv(columns, BLOCK)), **float32)
+    codes, scale = empty_codes(h.shape, (1, BLOCK), h.device)
     along_tokens, act = (empty_columns(num_rows, wide, m_offsets) for wide in (columns, width))
     dots = None if rows.probs is None else torch.empty((programs, num_rows), **float32)
     partial = None if bias is None else torch.empty((len(entries), columns), **float32)

@@ -60,18 +60,8 @@ class RowMap:
         return len(self.m_offsets) - 1
 
 
-@torch.library.custom_op("moe_rl::build_row_map", mutates_args=())
+@BUILD_ROW_MAP.declare()
 def _build_row_map(
-    slot_map: torch.Tensor, num_slots: int, first_slot: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    m_offsets, row_to_token, token_k_to_row = BUILD_ROW_MAP.resolve(backend, slot_map.device.type)(
-        slot_map, num_slots, first_slot
-    )
-    return m_offsets, row_to_token, token_k_to_row
-
-
-@_build_row_map.register_fake
-def _(
     slot_map: torch.Tensor, num_slots: int, first_slot: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
@@ -81,70 +71,8 @@ def _(
     )
 
 
-@torch.library.custom_op("moe_rl::permute", mutates_args=())
-def _permute(
-    x: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, row_probs = PERMUTE.resolve(backend, x.device.type)(x, probs, row_to_token, token_k_to_row)
-    return rows, row_probs
-
-
-@_permute.register_fake
-def _(
-    x: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = row_to_token.shape[0]
-    row_probs = x.new_empty(0 if probs is None else num_rows, dtype=torch.float32)
-    return x.new_empty(num_rows, x.shape[1]), row_probs
-
-
-@torch.library.custom_op("moe_rl::unpermute", mutates_args=())
-def _unpermute(
-    rows: torch.Tensor,
-    probs: torch.Tensor | None,
-    row_to_token: torch.Tensor,
-    token_k_to_row: torch.Tensor,
-    backend: str,
-) -> torch.Tensor:
-    # row_to_token is for the gradient only.
-    out: torch.Tensor = UNPERMUTE.resolve(backend, rows.device.type)(rows, probs, token_k_to_row)
-    return out
-
-
-@_unpermute.register_fake
-def _(
-    rows: torch.Tensor, _probs: object, _row_to_token: object, token_k_to_row: torch.Tensor, _backend: str
-) -> torch.Tensor:
-    return rows.new_empty(token_k_to_row.shape[0], rows.shape[1])
-
-
-@torch.library.custom_op("moe_rl::unpermute_backward", mutates_args=())
-def _unpermute_backward(
-    grad_out: torch.Tensor,
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    row_to_token: torch.Tensor,
-    token_k_to_row: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    launch = UNPERMUTE_BACKWARD.resolve(backend, rows.device.type)
-    grad_rows, grad_probs = launch(grad_out, rows, probs, row_to_token, token_k_to_row)
-    return grad_rows, grad_probs
-
-
-@_unpermute_backward.register_fake
-def _(_grad_out: object, rows: torch.Tensor, probs: torch.Tensor, *_rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return rows.new_empty(rows.shape), torch.empty(probs.shape, dtype=torch.float32, device=rows.device)
-
-
-@torch.library.custom_op("moe_rl::gather_row_values", mutates_args=())
+@GATHER_ROW_VALUES.declare()
 def _gather_row_values(values: torch.Tensor, token_k_to_row: torch.Tensor, backend: str) -> torch.Tensor:
-    out: torch.Tensor = GATHER_ROW_VALUES.resolve(backend, values.device.type)(values, token_k_to_row)
-    return out
-
-
-@_gather_row_values.register_fake
-def _(values: torch.Tensor, token_k_to_row: torch.Tensor, backend: str) -> torch.Tensor:
     return torch.empty(token_k_to_row.shape, dtype=values.dtype, device=values.device)
 
 
@@ -154,33 +82,57 @@ def _keep_for_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.has_probs, ctx.backend = probs is not None, backend
 
 
-def _permute_backward(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor) -> tuple[Any, ...]:
+def _backward_of_permute(ctx: Any, grad_rows: torch.Tensor, grad_row_probs: torch.Tensor) -> tuple[Any, ...]:
     row_to_token, token_k_to_row = ctx.saved_tensors
     grad_x = _unpermute(unit_columns(grad_rows), None, row_to_token, token_k_to_row, ctx.backend)
     grad_probs = _gather_row_values(grad_row_probs, token_k_to_row, ctx.backend) if ctx.has_probs else None
     return grad_x, grad_probs, None, None, None
 
 
+@PERMUTE.declare(keep=_keep_for_permute, backward=_backward_of_permute)
+def _permute(
+    x: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = row_to_token.shape[0]
+    row_probs = x.new_empty(0 if probs is None else num_rows, dtype=torch.float32)
+    return x.new_empty(num_rows, x.shape[1]), row_probs
+
+
+@UNPERMUTE_BACKWARD.declare()
+def _unpermute_backward(
+    grad_out: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, row_to_token: torch.Tensor,
+    token_k_to_row: torch.Tensor, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return rows.new_empty(rows.shape), torch.empty(probs.shape, dtype=torch.float32, device=rows.device)
+
+
 def _keep_for_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, probs, row_to_token, token_k_to_row, ctx.backend = inputs
-    if probs is None:
-        ctx.save_for_backward(row_to_token, token_k_to_row)
-    else:
-        ctx.save_for_backward(row_to_token, token_k_to_row, rows, probs)
+    # Without probabilities the gradient needs no rows: M x H bytes that autograd need not keep.
+    ctx.save_for_backward(row_to_token, token_k_to_row, *([] if probs is None else [rows, probs]))
 
 
 def _backward_of_unpermute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     row_to_token, token_k_to_row, *weighted = ctx.saved_tensors
-    grad_out = unit_columns(grad_out)
-    if not weighted:
+    grad_out, grad_probs = unit_columns(grad_out), None
+    if weighted:
+        rows, probs = weighted
+        grad_rows, grad_probs = _unpermute_backward(grad_out, rows, probs, row_to_token, token_k_to_row, ctx.backend)
+    else:
         grad_rows, _ = _permute(grad_out, None, row_to_token, token_k_to_row, ctx.backend)
-        return grad_rows, None, None, None, None
-    grad_rows, grad_probs = _unpermute_backward(grad_out, *weighted, row_to_token, token_k_to_row, ctx.backend)
     return grad_rows, grad_probs, None, None, None
 
 
-_permute.register_autograd(_permute_backward, setup_context=_keep_for_permute)
-_unpermute.register_autograd(_backward_of_unpermute, setup_context=_keep_for_unpermute)
+# row_to_token is for the gradient only.
+@UNPERMUTE.declare(
+    packed=lambda rows, probs, _, token_k_to_row: (rows, probs, token_k_to_row), keep=_keep_for_unpermute,
+    backward=_backward_of_unpermute,
+)  # fmt: skip
+def _unpermute(
+    rows: torch.Tensor, probs: torch.Tensor | None, row_to_token: torch.Tensor, token_k_to_row: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:  # fmt: skip
+    return rows.new_empty(token_k_to_row.shape[0], rows.shape[1])
 
 
 def build_row_map(slot_map: torch.Tensor, num_slots: int, *, first_slot: int = 0, backend: str = "auto") -> RowMap:
@@ -224,8 +176,7 @@ def unpermute(
     _check_rows("unpermute", "rows [M, H]", rows, len(row_map.row_to_token))
     _check_probs("unpermute", probs, row_map)
     require_same_device("unpermute", rows, probs=probs, row_map=row_map.row_to_token)
-    out: torch.Tensor = _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
-    return out
+    return _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
 
 
 def _check_rows(op: str, name: str, value: torch.Tensor, num_rows: int) -> None:

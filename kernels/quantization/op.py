@@ -12,19 +12,16 @@ import torch
 
 from moe_rl.core.errors import require
 from moe_rl.kernels.offsets import check_offsets
-from moe_rl.kernels.quantization.reference import empty_columns
+from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import (
     BLOCK,
-    FP8_DTYPE,
     MX_BLOCK,
     MX_BLOCK_SHAPE,
     ROUNDINGS,
     QuantizedTensor,
     Rounding,
-    scale_dtype,
-    scale_shape,
 )
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
@@ -50,72 +47,33 @@ class WeightCodes:
         return (self.plain,) if self.transposed is None else (self.plain, self.transposed)
 
 
-@torch.library.custom_op("moe_rl::quantize", mutates_args=())
+@QUANTIZE.declare(packed=lambda x, block_rows, block_columns, rounding: (x, (block_rows, block_columns), rounding))
 def _quantize(
     x: torch.Tensor, block_rows: int, block_columns: int, rounding: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    launch = QUANTIZE.resolve(backend, x.device.type)
-    codes, scale = launch(x, (block_rows, block_columns), rounding=rounding)
-    return codes, scale
+    return empty_codes(x.shape, (block_rows, block_columns), x.device)
 
 
-@_quantize.register_fake
-def _(
-    x: torch.Tensor, block_rows: int, block_columns: int, rounding: str, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = scale_shape(x.shape[-2], x.shape[-1], (block_rows, block_columns))
-    return (
-        torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device),
-        torch.empty((*x.shape[:-2], *blocks), dtype=scale_dtype((block_rows, block_columns)), device=x.device),
-    )
-
-
-@torch.library.custom_op("moe_rl::quantize_columns", mutates_args=())
+@QUANTIZE_COLUMNS.declare()
 def _quantize_columns(
     x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: str, block: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    launch = QUANTIZE_COLUMNS.resolve(backend, x.device.type)
-    codes, scale = launch(x, m_offsets, tiles, rounding=rounding, block=block)
-    return codes, scale
-
-
-@_quantize_columns.register_fake
-def _(
-    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _rounding: str, block: int, _backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_columns(x.shape[0], x.shape[1], m_offsets, block)
 
 
-@torch.library.custom_op("moe_rl::quantize_both", mutates_args=())
+@QUANTIZE_BOTH.declare()
 def _quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None,
-    rounding: str, block: int, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    launch = QUANTIZE_BOTH.resolve(backend, x.device.type)
-    codes, scale, columns, column_scale = launch(x, m_offsets, tiles, rounding=rounding, block=block)
-    return codes, scale, columns, column_scale
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: str, block: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *empty_codes(x.shape, (1, block), x.device), *empty_columns(x.shape[0], x.shape[1], m_offsets, block)
 
 
-@_quantize_both.register_fake
-def _(
-    x: torch.Tensor, m_offsets: torch.Tensor, _tiles: object, _rounding: str, block: int, _backend: str,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    num_rows, width = x.shape
-    blocks = scale_shape(num_rows, width, (1, block))
-    return (
-        torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device),
-        torch.empty(blocks, dtype=scale_dtype((1, block)), device=x.device),
-        *empty_columns(num_rows, width, m_offsets, block),
-    )
-
-
-@torch.library.custom_op("moe_rl::quantize_weights", mutates_args=("codes", "scales"))
+@QUANTIZE_WEIGHTS.declare(mutates=("codes", "scales"))
 def _quantize_weights(
     weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], transpose: bool, rounding: str,
     backend: str,
 ) -> None:  # fmt: skip
-    launch = QUANTIZE_WEIGHTS.resolve(backend, weights[0].device.type)
-    launch(weights, codes, scales, transpose=transpose, rounding=rounding)
+    pass
 
 
 def quantize(
@@ -161,8 +119,7 @@ def quantize_columns(
     """
     _check_columns("quantize_columns", x, m_offsets, tiles, block, rounding)
     entries = None if tiles is None else tiles.entries
-    codes, scale = _quantize_columns(x, m_offsets, entries, rounding, block, backend)
-    return codes, scale
+    return _quantize_columns(x, m_offsets, entries, rounding, block, backend)
 
 
 def quantize_both(
@@ -196,15 +153,7 @@ def empty_weight_codes(weights: Sequence[torch.Tensor], *, transpose: bool) -> l
 
 def _empty_codes(alike: Sequence[torch.Tensor], transpose: bool) -> list[WeightCodes]:
     shape, device = tuple(alike[0].shape), alike[0].device
-    sides = [
-        (
-            torch.empty((len(alike), *side), dtype=FP8_DTYPE, device=device),
-            torch.empty(
-                (len(alike), *scale_shape(side[0], side[1], (BLOCK, BLOCK))), dtype=torch.float32, device=device
-            ),
-        )
-        for side in (shape, shape[::-1])[: 1 + transpose]
-    ]
+    sides = [empty_codes((len(alike), *side), (BLOCK, BLOCK), device) for side in (shape, shape[::-1])[: 1 + transpose]]
     parts = [
         [QuantizedTensor(data=data[at], scale=scale[at], block_shape=(BLOCK, BLOCK)) for data, scale in sides]
         for at in range(len(alike))

@@ -51,7 +51,7 @@ def mx_scale(amax: torch.Tensor) -> torch.Tensor:
     return (exponent + 127).to(torch.uint8).view(E8M0_DTYPE)
 
 
-def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, block_shape: tuple[int, int], rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the last two axes of x [..., M, K] in blocks; return (codes [..., M, K], scales)."""
     rows, columns = x.shape[-2:]
     block_rows = max(1, rows) if block_shape[0] == -1 else block_shape[0]
@@ -72,22 +72,21 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Roundin
 
 
 def quantize_weights(
-    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], *, transpose: bool,
+    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], transpose: bool,
     rounding: Rounding,
 ) -> None:  # fmt: skip
     """Write the codes [N, K] and scales of every matrix, each before its own transposed ones where those are wanted."""
     sides = 1 + transpose
     for index, weight in enumerate(weights):
-        for out, made in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding=rounding), strict=True):
+        for out, made in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding), strict=True):
             # torch copies no strided E4M3, but bytes; what has one row `.contiguous()` leaves strided.
             for side, part in enumerate((made, made.t().clone(memory_format=torch.contiguous_format))[:sides]):
                 out[index * sides + side].view(torch.uint8).copy_(part.view(torch.uint8))
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None, *, rounding: Rounding,
-    block: int = BLOCK,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: Rounding, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] along tokens and transpose it, group by group; return (codes [K, MP], scales [MP / block, K]).
 
     Every group starts at a multiple of 128 and is padded with zeros to one; MP is the host-known bound
@@ -100,23 +99,33 @@ def quantize_columns(
     for low, high in zip(m_offsets[:-1].tolist(), m_offsets[1:].tolist(), strict=True):
         padded[start : start + high - low] = x[low:high].to(torch.float32)
         start += -(-(high - low) // BLOCK) * BLOCK
-    codes, scale = quantize(padded, (block, 1), rounding=rounding)
+    codes, scale = quantize(padded, (block, 1), rounding)
     return codes.t().contiguous(), scale
 
 
 def quantize_both(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None = None,
-    *, rounding: Rounding, block: int = BLOCK,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: Rounding, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes, scales) of x [M, K] in 1 x `block`, zeros from m_offsets[-1] on, and those along tokens."""
     used = torch.arange(len(x), device=x.device) < m_offsets[-1]
-    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), rounding=rounding)
-    return *rows, *quantize_columns(x, m_offsets, tiles, rounding=rounding, block=block)
+    rows = quantize(torch.where(used[:, None], x, torch.zeros_like(x)), (1, block), rounding)
+    return *rows, *quantize_columns(x, m_offsets, tiles, rounding, block)
 
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
     """Return a bound on the rows of `num_groups` groups padded to 128 each that needs no group size: no device sync."""
     return (num_rows // BLOCK + num_groups) * BLOCK
+
+
+def empty_codes(
+    shape: tuple[int, ...], block_shape: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the codes [..., M, K] of `shape` and for the scales of their blocks."""
+    blocks = scale_shape(shape[-2], shape[-1], block_shape)
+    return (
+        torch.empty(shape, dtype=FP8_DTYPE, device=device),
+        torch.empty((*shape[:-2], *blocks), dtype=scale_dtype(block_shape), device=device),
+    )
 
 
 def empty_columns(

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from moe_rl.kernels.devices import FP8_CAPABILITY, capability, require_capability
 from moe_rl.kernels.quantization import triton_mx
-from moe_rl.kernels.quantization.reference import LARGEST, MIN_AMAX, empty_columns
+from moe_rl.kernels.quantization.reference import LARGEST, MIN_AMAX, empty_codes, empty_columns
 from moe_rl.kernels.quantization.triton_words import largest, reciprocal_in_two, to_e4m3, widened, word_of_codes
 from moe_rl.kernels.tiles.triton_kernel import tile_map, tile_of_group
-from moe_rl.kernels.types import BLOCK, FP8_DTYPE, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, Rounding, scale_shape
+from moe_rl.kernels.types import BLOCK, FP8_MAX, MX_BLOCK, MX_BLOCK_SHAPE, Rounding, scale_bytes
 
 _MIN_AMAX, _MIN_RECIPROCAL = tl.constexpr(MIN_AMAX["division"]), tl.constexpr(MIN_AMAX["reciprocal"])
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -282,15 +282,12 @@ def _quantize_columns_kernel(
     )
 
 
-def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, block_shape: tuple[int, int], rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel for `block_shape`: (1, 128), (1, -1), (128, 128) or (1, 32)."""
     require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
-    if block_shape == MX_BLOCK_SHAPE:
-        return triton_mx.quantize(x)
     rows, columns = x.shape[-2:]
-    blocks = scale_shape(rows, columns, block_shape)
-    out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
-    scale = torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device)
+    out, scale = empty_codes(x.shape, block_shape, x.device)
+    blocks = scale.shape[-2:]
     if x.numel() == 0:
         return out, scale
     if block_shape == (BLOCK, BLOCK):
@@ -301,6 +298,9 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Roundin
         )  # fmt: skip
         return out, scale
     flat = x.reshape(-1, columns)
+    if block_shape == MX_BLOCK_SHAPE:
+        triton_mx.launch_rows(flat, out, scale)
+        return out, scale
     if block_shape == (1, BLOCK):
         block_rows = MANY_ROWS if flat.shape[0] >= ENOUGH_ROWS else FEW_ROWS
         _quantize_1x128_kernel[(triton.cdiv(flat.shape[0], block_rows), blocks[1])](
@@ -315,7 +315,7 @@ def quantize(x: torch.Tensor, block_shape: tuple[int, int], *, rounding: Roundin
 
 
 def quantize_weights(
-    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], *, transpose: bool,
+    weights: list[torch.Tensor], codes: list[torch.Tensor], scales: list[torch.Tensor], transpose: bool,
     rounding: Rounding,
 ) -> None:  # fmt: skip
     """Launch the kernel over all matrices; see `reference.quantize_weights`."""
@@ -334,56 +334,40 @@ def quantize_weights(
 
 
 def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, rounding: Rounding, block: int = BLOCK
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: Rounding, block: int = BLOCK
 ) -> tuple[torch.Tensor, ...]:
     """Launch the token-axis kernel; see `reference.quantize_columns`."""
-    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
-    if block == MX_BLOCK:
-        return triton_mx.quantize_columns(x, m_offsets, tiles)
-    columns = empty_columns(x.shape[0], x.shape[1], m_offsets)
-    if columns[0].numel():
-        _launch_columns(x, m_offsets, tiles, None, columns, COLUMNS_TILE, rounding=rounding)
-    return columns
+    return _along_tokens(x, m_offsets, tiles, rounding, block, None)
 
 
 def quantize_both(
-    x: torch.Tensor,
-    m_offsets: torch.Tensor,
-    tiles: torch.Tensor | None,
-    *,
-    rounding: Rounding,
-    block: int = BLOCK,
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: Rounding, block: int = BLOCK
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel that reads x once for both directions; see `reference.quantize_both`."""
-    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
-    if block == MX_BLOCK:
-        return triton_mx.quantize_columns(x, m_offsets, tiles, rows_too=True)
-    num_rows, width = x.shape
-    codes = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x.device)
-    scale = torch.empty(scale_shape(num_rows, width, (1, BLOCK)), dtype=torch.float32, device=x.device)
-    columns = empty_columns(num_rows, width, m_offsets)
-    if columns[0].numel():
-        rows = codes, scale
-        _launch_columns(x, m_offsets, tiles, rows, columns, BOTH_TILE, rounding=rounding)
-    return codes, scale, *columns
+    return _along_tokens(x, m_offsets, tiles, rounding, block, empty_codes(x.shape, (1, block), x.device))
 
 
-def _launch_columns(
-    x: torch.Tensor,
-    m_offsets: torch.Tensor,
-    tiles: torch.Tensor | None,
+def _along_tokens(
+    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, rounding: Rounding, block: int,
     rows: tuple[torch.Tensor, torch.Tensor] | None,
-    columns: tuple[torch.Tensor, torch.Tensor],
-    tile: dict[str, int],
-    *,
-    rounding: Rounding,
-) -> None:
-    """One program per entry of the map, the last of which may lie beyond the columns but have rows to zero."""
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Fill `rows`, where they are given, and what is along tokens; return both."""
+    require_capability("quantization to E4M3", capability(x), FP8_CAPABILITY)
     num_rows, width = x.shape
-    entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
-    codes, scale = columns
-    _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
-        x, entries, *(rows or (None, None)), codes, scale,
-        width, m_offsets.numel() - 1, len(scale), triton.cdiv(width, BLOCK), x.stride(0),
-        ROWS_TOO=rows is not None, ROUNDING=rounding, **tile,
-    )  # fmt: skip
+    codes, scale = empty_columns(num_rows, width, m_offsets, block)
+    if codes.numel():
+        entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
+        row_codes, row_scale = rows or (None, None)
+        arguments = (
+            x, entries, row_codes, scale_bytes(row_scale), codes, scale_bytes(scale), width, m_offsets.numel() - 1,
+            codes.shape[1] // BLOCK, triton.cdiv(width, block), x.stride(0),
+        )  # fmt: skip
+        # One program per entry of the map, the last of which may lie beyond the columns but have rows to zero.
+        if block == MX_BLOCK:
+            triton_mx.launch_columns(len(entries), arguments, rows_too=rows is not None)
+        else:
+            tile = COLUMNS_TILE if rows is None else BOTH_TILE
+            _quantize_columns_kernel[(len(entries), triton.cdiv(width, tile["BLOCK_COLS"]))](
+                *arguments, ROWS_TOO=rows is not None, ROUNDING=rounding, **tile
+            )
+    return *(rows or ()), codes, scale

@@ -4,13 +4,14 @@ A scale is a byte, the biased exponent of a power of two, so all of it is intege
 a value times the scale's reciprocal is exact: codes are rounded once.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from moe_rl.kernels.quantization.reference import empty_columns
-from moe_rl.kernels.tiles.triton_kernel import tile_map, tile_of_group
-from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, scale_shape
+from moe_rl.kernels.tiles.triton_kernel import tile_of_group
+from moe_rl.kernels.types import BLOCK, MX_BLOCK, scale_bytes
 
 _BLOCK = tl.constexpr(MX_BLOCK)
 ROWS_TILE = {"BLOCK_ROWS": 32, "BLOCK_COLS": 128, "num_warps": 4}
@@ -108,40 +109,18 @@ def _mx_columns_kernel(
     tl.store(out_ptrs, tl.trans(code), mask=here[:, None] & (tokens >= 0)[None, :])
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel along rows: codes and E8M0 scales [..., M, ceil(K / 32)]."""
-    rows, columns = x.shape[-2:]
-    blocks = scale_shape(rows, columns, MX_BLOCK_SHAPE)
-    out, scale = _empty_rows(x.shape, x.device)
-    flat = x.reshape(-1, columns)
-    if x.numel():
-        grid = (triton.cdiv(len(flat), ROWS_TILE["BLOCK_ROWS"]), triton.cdiv(columns, ROWS_TILE["BLOCK_COLS"]))
-        _mx_rows_kernel[grid](
-            flat, out, scale.view(torch.uint8), len(flat), columns, flat.stride(0), blocks[1], **ROWS_TILE
-        )
-    return out, scale
-
-
-def quantize_columns(
-    x: torch.Tensor, m_offsets: torch.Tensor, tiles: torch.Tensor | None, *, rows_too: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel along tokens: (codes [K, MP], scales [MP / 32, K]), after those of the rows with `rows_too`."""
+def launch_rows(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Launch the kernel along rows [M, K]: codes [M, K] and E8M0 scales [M, ceil(K / 32)]."""
     num_rows, width = x.shape
-    codes, scale = empty_columns(num_rows, width, m_offsets, MX_BLOCK)
-    rows = _empty_rows((num_rows, width), x.device) if rows_too else (None, None)
-    if codes.numel():
-        entries = tile_map(m_offsets, num_rows, BLOCK)[0] if tiles is None else tiles
-        _mx_columns_kernel[(len(entries), triton.cdiv(width, COLUMNS_TILE["BLOCK_COLS"]))](
-            x, entries, rows[0], None if rows[1] is None else rows[1].view(torch.uint8), codes, scale.view(torch.uint8),
-            width, m_offsets.numel() - 1, codes.shape[1] // BLOCK, triton.cdiv(width, MX_BLOCK), x.stride(0),
-            codes.shape[1], ROWS_TOO=rows_too, **COLUMNS_TILE,
-        )  # fmt: skip
-    return (*rows, codes, scale) if rows_too else (codes, scale)
+    grid = (triton.cdiv(num_rows, ROWS_TILE["BLOCK_ROWS"]), triton.cdiv(width, ROWS_TILE["BLOCK_COLS"]))
+    _mx_rows_kernel[grid](
+        x, codes, scale_bytes(scale), num_rows, width, x.stride(0), triton.cdiv(width, MX_BLOCK), **ROWS_TILE
+    )
 
 
-def _empty_rows(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = scale_shape(shape[-2], shape[-1], MX_BLOCK_SHAPE)
-    return (
-        torch.empty(shape, dtype=FP8_DTYPE, device=device),
-        torch.empty((*shape[:-2], *blocks), dtype=E8M0_DTYPE, device=device),
+def launch_columns(num_entries: int, arguments: tuple[Any, ...], *, rows_too: bool) -> None:
+    """Launch the kernel along tokens, whose arguments are those of `triton_kernel._quantize_columns_kernel`."""
+    codes, width = arguments[4], arguments[6]
+    _mx_columns_kernel[(num_entries, triton.cdiv(width, COLUMNS_TILE["BLOCK_COLS"]))](
+        *arguments, codes.shape[1], ROWS_TOO=rows_too, **COLUMNS_TILE
     )

@@ -17,29 +17,8 @@ GATHER_LOGPROBS = Operator(name="gather_logprobs", package=__package__)
 GATHER_LOGPROBS_BACKWARD = Operator(name="gather_logprobs_backward", package=__package__)
 
 
-@torch.library.custom_op("moe_rl::gather_logprobs", mutates_args=())
-def _gather_logprobs(logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str) -> torch.Tensor:
-    launch = GATHER_LOGPROBS.resolve(backend, logits.device.type)
-    out: torch.Tensor = launch(logits, expert_ids, score_function)
-    return out
-
-
-@_gather_logprobs.register_fake
-def _(logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str) -> torch.Tensor:
-    return torch.empty(expert_ids.shape, dtype=torch.float32, device=logits.device)
-
-
-@torch.library.custom_op("moe_rl::gather_logprobs_backward", mutates_args=())
+@GATHER_LOGPROBS_BACKWARD.declare()
 def _gather_logprobs_backward(
-    grad_out: torch.Tensor, logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str
-) -> torch.Tensor:
-    launch = GATHER_LOGPROBS_BACKWARD.resolve(backend, logits.device.type)
-    grad: torch.Tensor = launch(grad_out, logits, expert_ids, score_function)
-    return grad
-
-
-@_gather_logprobs_backward.register_fake
-def _(
     grad_out: torch.Tensor, logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str
 ) -> torch.Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -56,7 +35,9 @@ def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     return grad, None, None, None
 
 
-_gather_logprobs.register_autograd(_backward, setup_context=_keep)
+@GATHER_LOGPROBS.declare(keep=_keep, backward=_backward)
+def _gather_logprobs(logits: torch.Tensor, expert_ids: torch.Tensor, score_function: str, backend: str) -> torch.Tensor:
+    return torch.empty(expert_ids.shape, dtype=torch.float32, device=logits.device)
 
 
 def gather_logprobs(
@@ -94,5 +75,4 @@ def gather_logprobs(
         logits.shape[1] == 1 or logits.stride(1) == 1,
         f"gather_logprobs: the last axis of logits must have stride 1, got {logits.stride(1)}.",
     )
-    out: torch.Tensor = _gather_logprobs(logits, expert_ids, score_function, backend)
-    return out
+    return _gather_logprobs(logits, expert_ids, score_function, backend)

@@ -32,14 +32,8 @@ class TileMap:
     block_m: int
 
 
-@torch.library.custom_op("moe_rl::tile_map", mutates_args=())
+@TILE_MAP.declare()
 def _tile_map(m_offsets: torch.Tensor, num_rows: int, block_m: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    entries, num_tiles = TILE_MAP.resolve(backend, m_offsets.device.type)(m_offsets, num_rows, block_m)
-    return entries, num_tiles
-
-
-@_tile_map.register_fake
-def _(m_offsets: torch.Tensor, num_rows: int, block_m: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     bound = max_tiles(num_rows, m_offsets.shape[0] - 1, block_m)
     return m_offsets.new_empty((bound, 4)), m_offsets.new_empty(1)
 

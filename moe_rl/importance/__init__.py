@@ -24,15 +24,9 @@ from moe_rl.importance.diagnostics import binary_kl, kl_estimate, off_policy_met
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of, group_like
 from moe_rl.importance.float32_head import float32_head
 from moe_rl.importance.m2po import m2po_mask
-from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, PolicyLossInputs, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
-from moe_rl.importance.policy_loss import (
-    PolicyLossInputs,
-    PolicyLossOutput,
-    PolicyTokenLoss,
-    policy_loss,
-    policy_token_loss,
-)
+from moe_rl.importance.policy_loss import PolicyLossOutput, PolicyTokenLoss, policy_loss, policy_token_loss
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
 from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction

@@ -61,6 +61,7 @@ def pass_at_k_advantages(
     values, size, total = _groups(rewards, group_ids)
     require(bool((size > 1).all()), "pass@k needs at least two responses in every group.")
     mates = group_ids[:, None] == group_ids[None, :]
+    # [N, N] bool: 4 MB for 2,048 responses.
     others = mates & ~torch.eye(len(values), dtype=torch.bool, device=values.device)
     gap = values - torch.where(others, values, -torch.inf).amax(dim=1)
     advantages = gap.clamp(min=0.0)
@@ -120,8 +121,10 @@ def optimal_token_baseline_advantages(
         for each in (token_rewards, old_log_prob, sum_pi_squared, rollout_is_weights)
     )
     returns = rewards.flip(-1).cumsum(-1).flip(-1) * mask
+    # The squared norm of a token's score function over the logits is 1 - 2 pi + sum pi^2; along a path they add up.
     path = ((1.0 - 2.0 * old.exp() + squared) * weights.square() * mask).cumsum(-1) * mask
     mates = (group_ids[:, None] == group_ids[None, :]).to(path)
+    # A product with the [B, B] matrix of mates sums over a group at every position; 1e-8 is verl's guard.
     baseline = mates @ (path * returns) / (mates @ path + 1e-8)
     advantages = (returns - torch.where(mates @ mask.to(path) > 1, baseline, 0.0)) * mask
     return advantages.to(working_dtype(token_rewards)), returns.to(working_dtype(token_rewards))
@@ -237,7 +240,7 @@ def _lengths(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 def _whitened(advantages: Tensor, tokens: Tensor) -> Tensor:
     """Over the tokens that each entry stands for; 0 where it stands for none."""
-    count = int(tokens.sum())
+    count = int(tokens.sum())  # waits for the device: advantages are made once per rollout, before any update
     require(count > 1, f"whitening needs at least two valid tokens, got {count}.")
     centered = (advantages - (advantages * tokens).sum() / count) * (tokens > 0)
     variance = (centered.square() * tokens).sum() / (count - 1)

@@ -60,7 +60,7 @@ class BatchTotals(Options):
         if sum_over_ranks is not None:
             # float64 counts are exact up to 2^53 tokens.
             counts = sum_over_ranks(counts)
-        tokens, sequences = counts.tolist()
+        tokens, sequences = counts.tolist()  # waits for the device, once per optimizer step
         return cls(
             batch_num_tokens=tokens, global_batch_size=sequences, dp_size=dp_size, loss_scale_factor=loss_scale_factor
         )
@@ -117,6 +117,7 @@ def _over(loss: Tensor, count: Tensor | float, scale: float) -> Tensor:
     if isinstance(count, Tensor):
         mean = loss / (count + 1e-30)  # exactly the count, from 1 on
         return mean if scale == 1.0 else mean * scale
+    # One multiplication of the loss: numbers of the host are divided on the host.
     return loss * (scale / max(count, 1.0))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from moe_rl.core.errors import require
 from moe_rl.importance.aggregate import BatchTotals
 from moe_rl.importance.context_parallel import SumReducer
-from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyLossOutput, policy_loss
+from moe_rl.importance.objectives import PolicyLossInputs
+from moe_rl.importance.policy_loss import PolicyLossOutput, policy_loss
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction
 

@@ -75,6 +75,7 @@ class ContextParallel(Options):
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
         every = self._of_all_ranks(chunk_sums)
+        # Without its own sum: part i follows parts 0 .. i - 1. Zigzag needs all parts, since a rank's two lie apart.
         return (every.cumsum(dim=1) - every)[:, list(self.chunks)]
 
     def after(self, chunk_sums: Tensor, decay: Tensor) -> Tensor:
@@ -105,6 +106,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # `.sum().backward()` hands over an expanded gradient, whose strides of 0 no collective takes.
         return ctx.reduce(grads[0].contiguous()), None
 
 

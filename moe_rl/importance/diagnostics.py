@@ -114,8 +114,8 @@ def clean_off_policy_metrics(old: Tensor, rollout: Tensor, mask: Tensor, layout:
     diff = rollout_mean - old_mean
     # verl's means run over every row, also one without a valid token.
     rows = max(layout.num_sequences, 1)
-    extremes = diff if layout.num_sequences else diff.new_zeros(1)
-    chi2_token = bounded_exp(log_ratio).square()
+    extremes = diff if layout.num_sequences else diff.new_zeros(1)  # torch has no maximum of nothing
+    chi2_token = bounded_exp(log_ratio).square()  # at most exp(40) = 2.4e17, within float32
     return layout.token_means(
         {"kl": -log_ratio, "k3_kl": kl_estimate(rollout, old, "k3"), "chi2_token": chi2_token - 1.0}, mask
     ) | {

@@ -16,7 +16,7 @@ def all_reduce_sum(group: "dist.ProcessGroup | None" = None) -> SumReducer:
     """
 
     def reduce(values: Tensor) -> Tensor:
-        total = values.clone()
+        total = values.clone()  # all_reduce works in place, and callers go on with their own part
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
         return total
 

@@ -24,6 +24,7 @@ def float32_head(model: nn.Module) -> None:
     for head in heads:
         fused = getattr(head, "gradient_accumulation_fusion", False)
         require(not fused, "a head in float32 needs gradient_accumulation_fusion=False.")
+        # On the instance: hooks, tied weights, state dicts and the class of other heads stay as they are.
         head.forward = MethodType(_in_float32, head)
 
 

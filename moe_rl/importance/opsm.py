@@ -36,5 +36,6 @@ def drifted_sequences(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, layout: SequenceLayout, delta: float
 ) -> Tensor:
     """Return bool, token shape: A < 0 and the sequence's mean of -log_ratio is above delta. Inputs are clean."""
+    # -d is the k1 estimate of KL(pi_old || pi) on samples of pi_old.
     drift = layout.mean(-log_ratio.detach() * mask, mask)
     return (advantages < 0) & (layout.expand(drift, advantages) > delta)

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.aggregate import BatchTotals, reduce_loss
-from moe_rl.importance.context_parallel import ContextParallel, SumReducer
-from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, TokenLoss, make_objective
+from moe_rl.importance.context_parallel import SumReducer
+from moe_rl.importance.objectives import (
+    OBJECTIVES,
+    Objective,
+    ObjectiveBatch,
+    PolicyLossInputs,
+    TokenLoss,
+    make_objective,
+)
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import (
@@ -20,60 +27,16 @@ from moe_rl.importance.tensors import (
     Metrics,
     NonFinite,
     measured,
-    require_same_shape,
     silenced,
     usable_tokens,
     working_dtype,
 )
 
+_KEPT = ("policy_version", "current_version", "turn_ids", "draw")
+"""Inputs that an objective gets as they are."""
+
 _WEIGHT_EPS = 1e-10
 """verl's guard inside the geometric mean of weights."""
-
-_OF_TOKEN_SHAPE = (
-    *("old_log_prob", "advantages", "response_mask", "rollout_is_weights", "router_shift_ratio"),
-    *("rollout_log_prob", "policy_version", "turn_ids", "draw"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PolicyLossInputs:
-    """Tensors of one batch or micro-batch, all [B, S] or all packed [T].
-
-    Any floating type; the arithmetic is float32, or float64 if a tensor is float64. Masked tokens may hold
-    anything.
-    """
-
-    log_prob: Tensor
-    """log pi of the current policy; the only tensor that is differentiated."""
-    old_log_prob: Tensor
-    """log pi_old: the policy of the ratio (the proximal policy of decoupled PPO; the rollout policy in bypass mode)."""
-    advantages: Tensor
-    """Per token; constant over a sequence for group-normalized methods."""
-    response_mask: Tensor
-    """1 (or True) at tokens to train on."""
-    rollout_is_weights: Tensor | None = None
-    """Per-token weights to multiply in, from `rollout_correction`; detached here."""
-    router_shift_ratio: Tensor | None = None
-    """gamma in [0, 1] per token, from the router shift; detached here. With it, any objective becomes its RSPO form."""
-    rollout_log_prob: Tensor | None = None
-    """log of the policy that generated the tokens; some objectives need it
-    (`Objective.needs`)."""
-    policy_version: Tensor | None = None
-    """int: version of the policy that generated each token; partial rollouts mix several in one sequence."""
-    current_version: int | None = None
-    """Version of the policy that is being trained."""
-    turn_ids: Tensor | None = None
-    """int: the turn of its sequence that each token belongs to, from `turn_ids`; made here for whole sequences."""
-    draw: Tensor | None = None
-    """Uniform numbers from a generator of the caller's, `torch.rand(shape, generator=...)`: who draws tokens takes
-    those with the largest."""
-    cu_seqlens: Tensor | None = None
-    """[N + 1] starts of the packed sequences; None for [B, S]."""
-    context_parallel: ContextParallel | None = None
-    """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
-
-    def __post_init__(self) -> None:
-        require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in _OF_TOKEN_SHAPE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,28 +143,20 @@ def _token_loss(
     usable, lost = _usable(inputs, rule, non_finite, agree)
     layout = SequenceLayout.of(usable, inputs.cu_seqlens, inputs.context_parallel)
 
-    def clean(values: Tensor | None) -> Tensor | None:
-        return None if values is None else silenced(values.detach(), usable, dtype)
-
-    gamma = inputs.router_shift_ratio
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in _KEPT}
+    for name in ("old_log_prob", "advantages", "rollout_is_weights", "rollout_log_prob"):
+        values = getattr(inputs, name)
+        # What the objective does not read need not be finite either, and is not handed on.
+        if values is not None and (name != "rollout_log_prob" or name in rule.reads):
+            fields[name] = silenced(values.detach(), usable, dtype)
+    if inputs.router_shift_ratio is not None:
+        fields["router_shift_ratio"] = _clean_gamma(inputs.router_shift_ratio.to(dtype), usable, layout, use.center)
     batch = ObjectiveBatch(
-        log_prob=silenced(inputs.log_prob, usable, dtype),
-        old_log_prob=silenced(inputs.old_log_prob.detach(), usable, dtype),
-        advantages=silenced(inputs.advantages.detach(), usable, dtype),
-        valid=ValidTokens.of(usable, layout, dtype),
-        ratio_level=rule.ratio_level,
-        router_shift_ratio=None
-        if gamma is None
-        else _clean_gamma(gamma.detach().to(dtype), usable, layout, use.center),
-        router_shift_order=order,
-        rollout_log_prob=clean(inputs.rollout_log_prob) if "rollout_log_prob" in rule.reads else None,
-        policy_version=inputs.policy_version,
-        current_version=inputs.current_version,
-        turn_ids=inputs.turn_ids,
-        draw=inputs.draw,
-    )
+        log_prob=silenced(inputs.log_prob, usable, dtype), response_mask=usable, **fields,
+        valid=ValidTokens.of(usable, layout, dtype), ratio_level=rule.ratio_level, router_shift_order=order,
+    )  # fmt: skip
     terms = rule.token_loss(batch)
-    loss = _weighted(rule, terms.loss, clean(inputs.rollout_is_weights), batch, use)
+    loss = _weighted(rule, terms.loss, batch, use)
     return loss, batch.valid, terms.clipped, _metrics(terms, batch, inputs.response_mask, lost)
 
 
@@ -239,7 +194,7 @@ def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
 
 def _clean_gamma(gamma: Tensor, usable: Tensor, layout: SequenceLayout, center: bool) -> Tensor:
     """Return gamma, 1 at masked tokens; centred, over its geometric mean at the valid tokens."""
-    gamma = torch.where(usable, gamma.detach(), 1.0).clamp(max=1.0)
+    gamma = torch.where(usable, gamma.detach(), 1.0).clamp(max=1.0)  # 1.001 from rounding must not amplify
     if not center:
         return gamma
     log_gamma = gamma.log().clamp(min=-SAFETY_BOUND)
@@ -247,15 +202,13 @@ def _clean_gamma(gamma: Tensor, usable: Tensor, layout: SequenceLayout, center: 
     return (log_gamma - layout.token_mean(log_gamma, usable).to(gamma.dtype)).exp()
 
 
-def _weighted(
-    rule: Objective, loss: Tensor, weights: Tensor | None, batch: ObjectiveBatch, use: RouterShiftUse
-) -> Tensor:
+def _weighted(rule: Objective, loss: Tensor, batch: ObjectiveBatch, use: RouterShiftUse) -> Tensor:
     """Multiply detached weights into the loss: the rollout correction's, and gamma where it acts after the clip."""
     gamma = batch.router_shift_ratio if batch.router_shift_order == "after-clip" else None
     if gamma is not None and use.sign_power == "inside":
         # 0 to the power of -1 would be infinite.
-        gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())
-    for each in (weights, gamma):
+        gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())  # A = 0: gamma^0 = 1
+    for each in (batch.rollout_is_weights, gamma):
         if each is None:
             continue
         if rule.geometric_weights:

@@ -76,7 +76,7 @@ def importance_weights(
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     raw = bounded_exp(level_log_ratio(numerator - denominator, mask, layout, level)) * mask
     weights = bounded(raw, mode, low, upper) * mask
-    inside = (raw >= low) & (raw <= upper)
+    inside = (raw >= low) & (raw <= upper)  # of the raw weights: bounded ones are all inside
     return ImportanceWeights(weights=weights, raw_weights=raw, kept=inside & mask)
 
 
@@ -92,6 +92,7 @@ def reciprocal_band(lower: float, upper: float) -> str:
 def _lower_bound(mode: str, lower: float | None, upper: float) -> float:
     require(upper > 0, f"upper must be > 0, got {upper}.")
     if lower is None:
+        # [1/2, 2] is symmetric in the log-ratio; truncation bounds from above alone, since small weights harm nobody.
         return 1.0 / upper if mode == "clip" else 0.0
     require(0 <= lower <= upper, f"expected 0 <= lower <= upper, got lower {lower} and upper {upper}.")
     return lower

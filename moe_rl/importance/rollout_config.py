@@ -127,6 +127,7 @@ class RolloutCorrectionConfig(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
+        # Parsed only to refuse a bad threshold now, not after the first rollout.
         parse_is_threshold(self.rollout_is_threshold)
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)

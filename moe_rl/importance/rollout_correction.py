@@ -111,6 +111,7 @@ def apply_rollout_correction(
         bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
         within, found = rejection_mask(old, rollout, mask, layout, bands)
         kept, metrics = kept & within, metrics | found
+    # In the input's dtype: verl multiplies by the mask, and other frameworks index with it.
     modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
     return weights, modified, measured({f"rollout_corr/{name}": value for name, value in metrics.items()}, unusable)
 
@@ -126,6 +127,7 @@ def _weights(
     of_sequence = layout.sum(log_ratio) if level == "sequence" else None
     levelled = log_ratio if of_sequence is None else layout.expand(of_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
+    # A plain number truncates from above (TIS); a band zeroes what is outside (IcePop).
     weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)
     low = 1.0 / upper if lower is None else lower
     tokens = layout.token_means(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rl.importance.diagnostics import binary_kl, kl_estimate
 from moe_rl.importance.rollout_config import Band
-from moe_rl.importance.sequences import SequenceLayout
+from moe_rl.importance.sequences import SequenceLayout, finite_or_zero
 from moe_rl.importance.tensors import SAFETY_BOUND
 
 Rejection = tuple[Tensor, dict[str, Tensor]]
@@ -29,7 +29,7 @@ def rejection_mask(
     for option, band in bands.items():
         statistic, per_sequence = _statistic(option, old_log_prob, rollout_log_prob, mask, layout)
         inside = (statistic >= band.lower) & (statistic <= band.upper)
-        kept = kept & inside
+        kept = kept & inside  # a token stays only where every option keeps it
         metrics |= _option_metrics(option, statistic, per_sequence, inside, mask, layout, band)
     metrics["rollout_rs_masked_fraction"] = layout.token_mean(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).sum() / max(layout.num_sequences, 1)
@@ -39,7 +39,7 @@ def rejection_mask(
 @torch.no_grad()
 def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold: float) -> Rejection:
     """Drop every sequence that has a valid token with w below `threshold`."""
-    catastrophic = (log_ratio < math.log(threshold)) & mask
+    catastrophic = (log_ratio < math.log(threshold)) & mask  # in log space nothing underflows
     vetoed = layout.max(catastrophic.to(log_ratio.dtype), mask) > 0
     kept = mask & ~layout.expand(vetoed, mask)
     return kept, {
@@ -139,6 +139,4 @@ def extreme(values: Tensor, valid: Tensor) -> Tensor:
     """Largest of [N] over the sequences that have a valid token; 0 where none has."""
     if not values.numel():
         return values.new_zeros(())
-    # -inf where no sequence is valid; it becomes 0 below.
-    largest = values.masked_fill(~valid, -math.inf).amax()
-    return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
+    return finite_or_zero(values.masked_fill(~valid, -math.inf).amax())

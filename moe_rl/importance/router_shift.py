@@ -111,23 +111,10 @@ class RouterShiftAccumulator:
     exponential.
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        round_new_to_old_dtype: bool = True,
-    ) -> None:
-        """Start at zero for `num_tokens` tokens.
-
-        `round_new_to_old_dtype`: when the old log-probabilities were stored in fp16 or bf16, round the new ones
-        to the same grid before subtracting. Rounding one side only reads the rounding error as shift (see
-        docs/importance.md).
-        """
+    def __init__(self, num_tokens: int, *, device: torch.device | str = "cpu") -> None:
+        """Start at zero for `num_tokens` tokens."""
         require(num_tokens >= 0, f"num_tokens must be >= 0, got {num_tokens}.")
-        self._sums = torch.zeros(2, num_tokens, dtype=dtype, device=device)
-        self._round = round_new_to_old_dtype
+        self._sums = torch.zeros(2, num_tokens, device=device)
         self._layers: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -137,10 +124,11 @@ class RouterShiftAccumulator:
         """Add one layer: log-probabilities [T, K] of the old policy's experts under the new and the old router.
 
         `valid`: bool [T] or [T, K], False where there is no route (those entries may hold anything). `layer`:
-        an id under which the layer's own mean shift is reported.
+        an id under which the layer's own mean shift is reported. Where the old ones were stored in fp16 or bf16, the
+        new ones are rounded to the same grid before the difference is taken (docs/importance-reference.md).
         """
         self._check_layer(new_log_probs, old_log_probs, valid)
-        sums = layer_sums(new_log_probs, old_log_probs, valid, self._sums.dtype, self._round)
+        sums = layer_sums(new_log_probs, old_log_probs, valid)
         self._sums += sums
         if layer is not None:
             self._layers[layer] = sums.sum(dim=1)
@@ -190,21 +178,20 @@ class RouterShiftAccumulator:
             )
 
 
-def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None, dtype: torch.dtype, round_to_old: bool = True) -> Tensor:
-    """Return [2, T]: the sum of |delta log-probability| over a layer's experts [T, K], and how many there are."""
-    sums = torch.zeros(2, new.shape[0], dtype=dtype, device=new.device)
-    low = round_to_old and old.dtype in _LOW_PRECISION
+def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None) -> Tensor:
+    """Return fp32 [2, T]: the sum of |delta log-probability| over a layer's experts [T, K], and their number."""
+    sums = torch.zeros(2, new.shape[0], device=new.device)
     for start in range(0, new.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
         # The same grid on both sides: rounding only one reads as a shift of 0.0038 (`BFLOAT16_NOISE`).
-        ours, theirs = new[rows].to(old.dtype) if low else new[rows], old[rows]
-        delta = ours.to(dtype).clamp(min=LOG_PROB_FLOOR).sub_(theirs.to(dtype).clamp(min=LOG_PROB_FLOOR)).abs_()
+        ours = new[rows].to(old.dtype) if old.dtype in _LOW_PRECISION else new[rows]
+        delta = ours.float().clamp(min=LOG_PROB_FLOOR).sub_(old[rows].float().clamp(min=LOG_PROB_FLOOR)).abs_()
         if valid is None:
             sums[1, rows] = float(delta.shape[1])
         else:
             mask = valid[rows] if valid.ndim == 2 else valid[rows].unsqueeze(1).expand_as(delta)
             delta = delta.masked_fill_(~mask, 0.0)
-            sums[1, rows] = mask.sum(dim=1).to(dtype)
+            sums[1, rows] = mask.sum(dim=1).float()
         sums[0, rows] = delta.sum(dim=1)
     return sums
 
@@ -228,6 +215,7 @@ def shift_of(
         "shift_abs_mean": shift,
         "clipfrac_gamma_0_8": shift > -math.log(0.8),
     }.items():
+        # A masked sum, not an index: indexing by a bool mask would wait for the device.
         values[name] = torch.where(routed, each.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
     lowest = torch.where(routed, ratio, 1.0)
     values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())

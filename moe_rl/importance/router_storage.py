@@ -78,6 +78,7 @@ class StoredRouterLogProbs:
         return (1 << _code_bits(self.num_experts, self.words.dtype)) - 1
 
     def _codes(self, log_probs: Tensor) -> Tensor:
+        # float64: an int32 word with 1,024 experts has steps of 4e-6, and float32 near 16 only 1e-6 of its own.
         wide = log_probs.to(torch.float64).clamp(min=LOWEST, max=HIGHEST)
         return ((HIGHEST - wide) / self.step).round().to(torch.int64)
 

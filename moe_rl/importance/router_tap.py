@@ -26,7 +26,7 @@ T tokens of the step, R rows of a forward, L layers, K experts per token, E expe
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +208,7 @@ class UpdatePass:
         """Add a router's logits [R, E] of the tokens `keys` [R]; return the old policy's ids [R, K] there."""
         stored = self.store.of(router, keys)
         new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
-        sums = layer_sums(new, stored.log_probs.to(new), stored.valid, torch.float32)
+        sums = layer_sums(new, stored.log_probs.to(new), stored.valid)
         # index_add, not assignment: each layer adds to what those before it left.
         self.sums.index_add_(1, keys + 1, sums)
         self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
@@ -268,7 +268,7 @@ def rollout_router_shift(
         new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)
         old = combine_weights[:, router].gather(1, their_order).float().log().log_softmax(dim=1)
         same = (ours == theirs).all(dim=1) & (theirs >= 0).all(dim=1)
-        of_layer = layer_sums(new, old, same, torch.float32)
+        of_layer = layer_sums(new, old, same)
         sums, layers[router] = sums + of_layer, of_layer.sum(dim=1)
     return shift_of(sums if sum_over_ranks is None else sum_over_ranks(sums), layers, floor=floor, noise=noise)
 
@@ -359,12 +359,10 @@ class RouterTap:
 
             return hook
 
-        handles = [chunk.register_forward_pre_hook(tell(number)) for number, chunk in enumerate(self._chunks)]
-        try:
+        with ExitStack() as hooks:
+            for number, chunk in enumerate(self._chunks):
+                hooks.callback(chunk.register_forward_pre_hook(tell(number)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _agree(self, where: RouterStore | UpdatePass, keys: Tensor, logits: Tensor, ids: Tensor) -> None:
         """Add a router's share of agreement at its tokens."""
@@ -381,16 +379,13 @@ class RouterTap:
 
     @contextmanager
     def _hooked(self, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]) -> Iterator[None]:
-        handles = [
-            module.register_forward_hook(self._hook(number, kind, take))
-            for number, (module, kind) in enumerate(self._routers)
-        ]
-        try:
-            yield
-        finally:
-            self.rows = None
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for number, (module, kind) in enumerate(self._routers):
+                hooks.callback(module.register_forward_hook(self._hook(number, kind, take)).remove)
+            try:
+                yield
+            finally:
+                self.rows = None  # keys of this pass must not serve the next one
 
     def _hook(
         self, number: int, kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
@@ -459,14 +454,14 @@ class RouterTap:
 
             return hook
 
-        handles = [chunk.register_forward_hook(passed_on(number)) for number, chunk in enumerate(self._chunks)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for work, _ in waiting:
-                work.wait()
+        with ExitStack() as hooks:
+            for number, chunk in enumerate(self._chunks):
+                hooks.callback(chunk.register_forward_hook(passed_on(number)).remove)
+            try:
+                yield
+            finally:
+                for work, _ in waiting:
+                    work.wait()
 
 
 def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set[int]) -> None:

@@ -82,8 +82,7 @@ class SequenceLayout:
         filled = values.masked_fill(~mask, float("-inf")).reshape(-1)
         lowest = filled.new_full((self.num_sequences,), float("-inf"))
         largest = lowest.scatter_reduce(0, self.sequence_of_token, filled, "amax")
-        largest = self.context.max(largest)
-        return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
+        return finite_or_zero(self.context.max(largest))
 
     def count(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Valid tokens of each sequence, [N]."""
@@ -124,8 +123,7 @@ class SequenceLayout:
             largest = torch.full((), float("-inf"), device=values.device)
         else:
             largest = values.detach().to(torch.float64).masked_fill(~mask, float("-inf")).amax()
-        largest = self.context.max(largest.to(torch.float64))
-        return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
+        return finite_or_zero(self.context.max(largest.to(torch.float64)))
 
     def token_min(self, values: Tensor, mask: Tensor) -> Tensor:
         """Smallest value at the valid tokens of all sequences, []; 0 where there are none."""
@@ -149,6 +147,7 @@ class SequenceLayout:
         flat = valid.reshape(-1)
         # An empty sequence at the end starts behind the last token; a spare place takes it.
         first = flat.new_zeros(flat.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
+        # A run starts at a valid token that is its sequence's first or follows a masked one.
         started = (flat * (1 - flat.roll(1) * (1 - first))).long().cumsum(dim=0)
         base = torch.cat([started.new_zeros(1), started])[self.starts[self.sequence_of_token]]
         return (started - base - 1).clamp_(min=0).view_as(valid)
@@ -160,6 +159,7 @@ class SequenceLayout:
         room = self.lengths[self.sequence_of_token] * size
         place = self.starts[self.sequence_of_token] * size + torch.minimum(flat, room - 1)
         sums = torch.stack([values.detach(), keep]).reshape(2, -1)
+        # A scatter into places of turns: their number differs by sequence, and only the device knows it.
         total, count = self.context.sum(sums.new_zeros(2, values.numel() * size).index_add(1, place, sums)).unbind()
         return (total / count.clamp(min=1.0))[place].reshape(values.shape)
 
@@ -180,6 +180,7 @@ class SequenceLayout:
         flat = values.reshape(-1)
         if self.context.size == 1:
             return flat
+        # Gathered by the only collective there is: each rank fills its own places of the sum.
         whole = flat.new_zeros(flat.shape[0] * self.context.size)
         return self.context.sum(whole.index_copy(0, self._whole_places(), flat))
 
@@ -260,6 +261,11 @@ def turn_ids(response_mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tens
     """
     layout = SequenceLayout.of(response_mask, cu_seqlens, ContextParallel.whole())
     return layout.turns((response_mask != 0).float())
+
+
+def finite_or_zero(largest: Tensor) -> Tensor:
+    """Return a maximum, and 0 where it is -inf: the maximum of nothing."""
+    return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
 
 
 def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:

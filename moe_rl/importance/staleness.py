@@ -84,7 +84,7 @@ def _filtered(
     if metric is None:
         # With x for log pi and 0 for the reference k3 is AReaL's exp(-x) - 1 + x.
         metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
-    raw = x.exp()
+    raw = x.exp()  # x is clamped: at most exp(20) = 4.9e8
     if by_sequence:
         if by_ratio:
             raw = bounded_exp(layout.expand(layout.mean(x, mask), x))

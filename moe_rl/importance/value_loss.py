@@ -31,6 +31,7 @@ def value_loss(
     require_same_shape(values, "values", given)
     dtype = working_dtype(values, old_values, returns)
     current, old, target = values.to(dtype), old_values.detach().to(dtype), returns.detach().to(dtype)
+    # The larger of both: the clip may slow the critic down, and never hides a large error.
     clipped = torch.clamp(current, old - clip_width, old + clip_width)
     loss = 0.5 * torch.maximum((current - target).square(), (clipped - target).square())
     return agg_loss(

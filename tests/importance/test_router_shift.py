@@ -254,19 +254,20 @@ def test_a_coarse_grid_on_both_sides_does_not_bias_the_shift() -> None:
         assert found.item() == pytest.approx(true.item(), abs=5 * math.sqrt(stored.step * true.item() / old.numel()))
 
 
-def no_shift_gamma(*, round_new_to_old_dtype: bool) -> float:
+def no_shift_gamma(*, round_new_too: bool) -> float:
     """Mean gamma of 500 tokens x 8 layers x top-8 of 128 experts, old ones in float16, when nothing has moved."""
     generator = torch.Generator().manual_seed(0)
-    accumulator = RouterShiftAccumulator(500, round_new_to_old_dtype=round_new_to_old_dtype)
+    accumulator = RouterShiftAccumulator(500)
     for _ in range(8):
         logits = 2.0 * torch.randn(500, 128, generator=generator)
         log_probs = router_log_probs(logits, logits.topk(8, dim=1).indices)
-        accumulator.add_layer(log_probs, log_probs.half())
+        stored = log_probs.half()
+        accumulator.add_layer(log_probs, stored if round_new_too else stored.float())
     return accumulator.finish(floor=0.0).ratio.mean().item()
 
 
 def test_rounding_both_sides_alike_removes_the_storage_bias() -> None:
-    assert no_shift_gamma(round_new_to_old_dtype=True) == 1.0
+    assert no_shift_gamma(round_new_too=True) == 1.0
     # One side only: |lp| < 8 has a float16 step of at most 2^-8, so the mean rounding error is at most 2^-10.
-    biased = no_shift_gamma(round_new_to_old_dtype=False)
+    biased = no_shift_gamma(round_new_too=False)
     assert math.exp(-(2**-10)) <= biased < 1.0

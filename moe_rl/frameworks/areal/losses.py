@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.importance import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.objectives import OBJECTIVES, Objective
-from moe_rl.importance.policy_loss import PolicyLossInputs, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
 

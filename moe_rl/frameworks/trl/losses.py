@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 from moe_rl.frameworks.run_settings import settings_from_environment
+from moe_rl.importance import PolicyLossInputs, PolicyTokenLoss, policy_token_loss
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import Objective, make_objective
-from moe_rl.importance.policy_loss import PolicyLossInputs, PolicyTokenLoss, policy_token_loss
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.router_tap import RouterStore, RouterTap
 from moe_rl.importance.sequences import SequenceLayout

@@ -6,7 +6,7 @@ from typing import Any
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.registry import Registry
 from moe_rl.importance.objectives import formulas
-from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, TokenLoss
+from moe_rl.importance.objectives.base import Objective, ObjectiveBatch, PolicyLossInputs, TokenLoss
 
 _OF_SEQUENCES = "seq-mean-token-mean"
 _PPO = Objective(loss=formulas.ppo, frameworks=("verl", "slime", "AReaL", "NeMo-RL", "TRL"))
@@ -114,4 +114,4 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     return OBJECTIVES[objective.lower().replace("-", "_")](**options)
 
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveBatch", "TokenLoss", "make_objective"]
+__all__ = ["OBJECTIVES", "Objective", "ObjectiveBatch", "PolicyLossInputs", "TokenLoss", "make_objective"]

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require, require_known
+from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import ValidTokens
-from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp
+from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, require_same_shape
 
 _TOKEN_WIDTH = 0.1
 """Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
@@ -32,28 +33,61 @@ Level = Literal["token", "turn", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
 
+_OF_TOKEN_SHAPE = (
+    *("old_log_prob", "advantages", "response_mask", "rollout_is_weights", "router_shift_ratio"),
+    *("rollout_log_prob", "policy_version", "turn_ids", "draw"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ObjectiveBatch:
-    """Clean tensors of one token shape and one floating type; only `log_prob` carries a gradient."""
+class PolicyLossInputs:
+    """Tensors of one batch or micro-batch, all [B, S] or all packed [T].
+
+    Any floating type; the arithmetic is float32, or float64 if a tensor is float64. Masked tokens may hold
+    anything.
+    """
 
     log_prob: Tensor
-    """log pi, 0 at masked tokens."""
+    """log pi of the current policy; the only tensor that is differentiated."""
     old_log_prob: Tensor
-    """log pi_old, 0 at masked tokens."""
+    """log pi_old: the policy of the ratio (the proximal policy of decoupled PPO; the rollout policy in bypass mode)."""
     advantages: Tensor
-    """A, 0 at masked tokens."""
+    """Per token; constant over a sequence for group-normalized methods."""
+    response_mask: Tensor
+    """1 (or True) at tokens to train on."""
+    rollout_is_weights: Tensor | None = None
+    """Per-token weights to multiply in, from `rollout_correction`; detached here."""
+    router_shift_ratio: Tensor | None = None
+    """gamma in [0, 1] per token, from the router shift; detached here. With it, any objective becomes its RSPO form."""
+    rollout_log_prob: Tensor | None = None
+    """log of the policy that generated the tokens; some objectives need it
+    (`Objective.needs`)."""
+    policy_version: Tensor | None = None
+    """int: version of the policy that generated each token; partial rollouts mix several in one sequence."""
+    current_version: int | None = None
+    """Version of the policy that is being trained."""
+    turn_ids: Tensor | None = None
+    """int: the turn of its sequence that each token belongs to, from `turn_ids`; made here for whole sequences."""
+    draw: Tensor | None = None
+    """Uniform numbers from a generator of the caller's, `torch.rand(shape, generator=...)`: who draws tokens takes
+    those with the largest."""
+    cu_seqlens: Tensor | None = None
+    """[N + 1] starts of the packed sequences; None for [B, S]."""
+    context_parallel: ContextParallel | None = None
+    """How the sequences are split over ranks; None: they are whole. The loss is then this rank's share."""
+
+    def __post_init__(self) -> None:
+        require_same_shape(self.log_prob, "log_prob", {name: getattr(self, name) for name in _OF_TOKEN_SHAPE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObjectiveBatch(PolicyLossInputs):
+    """Clean inputs in one floating type: 0 at masked tokens, gamma 1. Only `log_prob` carries a gradient."""
+
     valid: ValidTokens
     ratio_level: Level
     """Of the objective: what `log_ratio` spans."""
-    router_shift_ratio: Tensor | None = None
-    """gamma, 1 at masked tokens; or None."""
     router_shift_order: Order = "before-clip"
-    rollout_log_prob: Tensor | None = None
-    policy_version: Tensor | None = None
-    """int64: version of the policy that generated each token."""
-    current_version: int | None = None
-    turn_ids: Tensor | None = None
-    draw: Tensor | None = None
 
     @property
     def moved(self) -> Tensor:
@@ -87,6 +121,7 @@ class ObjectiveBatch:
 
     def through_each_token(self, log_ratio: Tensor) -> Tensor:
         """Return sg(log_ratio) + log pi - sg(log pi), capped as in verl: each token's gradient is its own ratio."""
+        # The bracket is exactly 0 and has gradient 1: the value is the sequence's ratio, the gradient the token's.
         return (log_ratio.detach() + (self.log_prob - self.log_prob.detach())).clamp(max=_MAX_LOG_RATIO)
 
     @property
@@ -180,6 +215,7 @@ class Objective:
             ("formula", doc.partition("\n")[0].rstrip(".")),
             ("source", doc.partition("Source: ")[2].rstrip(".")),
         ):
+            # Frozen for everybody else; only here a default follows from another field.
             object.__setattr__(self, fact, getattr(self, fact) or default)
         for option in self.options:
             require_known(option, defaults, f"objective {self.name!r} has no option {option!r}.")
@@ -212,6 +248,7 @@ class Objective:
         """
         widths = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual}
         if self.name not in exact:
+            # Whether somebody set 0.2 or left it, nobody can tell, and for a sequence's mean 0.2 is no clip at all.
             widths = {name: each for name, each in widths.items() if each not in (0.2, None)}
             for name, each in widths.items():
                 require(name in self.options, f"{flag} {each:g} does not act on {self.name!r}, which has no {name}.")

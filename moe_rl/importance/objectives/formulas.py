@@ -229,6 +229,7 @@ def sapo(b: ObjectiveBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> T
     Source: arXiv 2511.20347; verl `compute_policy_loss_sapo`.
     """
     tau = (b.advantages > 0) * (tau_pos - tau_neg) + tau_neg
+    # A sigmoid's slope at 0 is 1 / 4: with 4 / tau the gate has slope 1 at rho = 1, that of plain PPO.
     return TokenLoss(loss=-b.advantages * torch.sigmoid(tau * (b.log_ratio.exp() - 1.0)) * 4.0 / tau)
 
 
@@ -304,6 +305,7 @@ def vespo(
     """
     # Each token is bounded before the sum: one impossible token must not decide for its sequence alone.
     d, layout = b.token_log_ratio.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND), b.valid.layout
+    # TRL's floor, ln 1e-8 = -18.4, and our cap: w^k e^(-lambda w) is 0 at both ends, and its logarithm finite.
     log_w = layout.sum(d).clamp(math.log(1e-8), SAFETY_BOUND)
     good, bad = (
         layout.expand((k * log_w + scale * (1.0 - log_w.exp())).exp(), d)
@@ -413,6 +415,7 @@ def clip_cov(
     )
     terms = ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
     covariance = _covariance(b)
+    # verl draws among tokens that still have a gradient: dropping a clipped one would change nothing.
     allowed = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & b.valid.mask
     assert terms.clipped is not None
     assert b.draw is not None
@@ -441,7 +444,7 @@ def _damped(b: ObjectiveBatch) -> Tensor:
 
 
 def _square(moved: Tensor) -> Tensor:
-    return moved.clamp(-_LARGEST, _LARGEST).square()
+    return moved.clamp(-_LARGEST, _LARGEST).square()  # at most 1e12: sums over 1e6 tokens stay within float32
 
 
 def _kept(b: ObjectiveBatch, weight: Tensor, dropped: Tensor, cap: float = math.inf) -> TokenLoss:
