@@ -106,7 +106,7 @@ test-oldest: $(OLDEST)/.created
 FRAMEWORKS := .venv-frameworks
 FRAMEWORK_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 VERL_NEEDS := mbridge tensordict ray hydra-core omegaconf codetiming accelerate datasets peft torchdata pandas pyarrow dill \
-    pylatexenc cachetools packaging einops
+    pylatexenc cachetools packaging einops fastapi uvicorn
 # DeepSpeed comes as source alone, and its build looks at the torch that is there. It compiles nothing with DS_BUILD_OPS=0.
 DEEPSPEED_NEEDS := setuptools wheel ninja hjson py-cpuinfo tqdm
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)

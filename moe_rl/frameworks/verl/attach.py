@@ -191,7 +191,8 @@ def _reported(
     if limit is not None:
         assign_non_tensor(data, max_token_len_per_gpu=limit)
     if output.get("metrics") is not None:
-        output["metrics"].update(run.last_metrics)
+        # verl's worker chains the lists of the data-parallel ranks, and raises for a number.
+        output["metrics"].update({name: [value] for name, value in run.last_metrics.items()})
     return output
 
 

@@ -48,7 +48,8 @@ def losses(built: Any, batches: list[Any]) -> tuple[dict[str, list[float]], list
         found = dict(output["metrics"])
         values["loss"].append(sum(found["loss"]))
         values["grad_norm"].append(float(found["grad_norm"]))
-        metrics.append({name: value for name, value in found.items() if name.startswith(("moe_rl/", "moe/"))})
+        ours = {name: values for name, values in found.items() if name.startswith(("moe_rl/", "moe/"))}
+        metrics.append({name: value for name, (value,) in ours.items()})
     return values, metrics
 
 

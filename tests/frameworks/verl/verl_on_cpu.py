@@ -43,6 +43,8 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if hasattr(torch.cpu, name):
             return getattr(torch.cpu, name)
+        if name == "get_device_name":
+            return lambda *_: "CPU"
         if name == "mem_get_info":
             return lambda *_, **__: (0, 0)
         if "memory" in name:
@@ -171,6 +173,55 @@ def verl_on_cpu() -> Iterator[None]:
         yield
 
 
+TRANSFORMER = {
+    "persist_layer_norm": False,
+    "moe_grouped_gemm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "use_cpu_initialization": True,
+    "perform_initialization": True,
+}
+"""`override_transformer_config` without what a GPU or TransformerEngine does."""
+
+
+def tiny_model(*, num_layers: int = NUM_LAYERS, dense: bool = False, **sizes: int) -> str:
+    """Folder with the configuration of a tiny Qwen3-MoE (or Qwen3); `sizes` by Transformers' names."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+    path = tempfile.mkdtemp()
+    words = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(path)
+    experts = {
+        "moe_intermediate_size": 16,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    given = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
+        **({} if dense else experts),
+        **sizes,
+    }
+    (Qwen3Config if dense else Qwen3MoeConfig)(**given).save_pretrained(path)
+    return path
+
+
 def engine(
     *,
     mode: str = "R3",
@@ -186,49 +237,14 @@ def engine(
     `common` is what all embeddings have in common, and what routers like in some experts, so that these take most.
     `model`: other sizes, by Transformers' names.
     """
-    from transformers import Qwen3Config, Qwen3MoeConfig
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
-    path = tempfile.mkdtemp()
-    experts = {
-        "moe_intermediate_size": 16,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.0,
-    }
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
-        **({} if dense else experts),
-        **(model or {}),
-    }
-    (Qwen3Config if dense else Qwen3MoeConfig)(**sizes).save_pretrained(path)
+    path = tiny_model(num_layers=num_layers, dense=dense, **(model or {}))
     model_config = HFModelConfig(path=path, load_tokenizer=False)
     model_config.tokenizer = SimpleNamespace(pad_token_id=0)
-    transformer = {
-        "persist_layer_norm": False,
-        "moe_grouped_gemm": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "use_cpu_initialization": True,
-        "perform_initialization": True,
-    }
     torch.manual_seed(3)
     built = EngineRegistry.get_engine_cls("language_model", "megatron")(
         model_config,
@@ -239,7 +255,7 @@ def engine(
             use_remove_padding=engine_config.pop("use_remove_padding", True),
             use_dynamic_bsz=False,
             router_replay=EngineRouterReplayConfig(mode=mode),
-            override_transformer_config=transformer,
+            override_transformer_config=TRANSFORMER,
             **engine_config,
         ),
         McoreOptimizerConfig(lr=lr, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
