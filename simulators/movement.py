@@ -37,7 +37,33 @@ def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
     copies = int(_resident_slots(plan.placement).sum()) * resident_transfers(pricing.passes[0])
     homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum()) * plan.migration.expert_bytes
     expert_bytes = pricing.model.expert_bytes
-    return int(replicas * expert_bytes + copies * expert_bytes) + homes // pricing.setting.reorder_interval
+    moved = replicas + copies - _copies_still_there(plan, pricing)
+    return int(moved * expert_bytes) + homes // pricing.setting.reorder_interval
+
+
+def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
+    """Return how many copies lie in their buffers when backward comes to their layer: they are not pushed again.
+
+    Layers share their buffers, and a layer's backward empties them. So where backward follows the forward of the same
+    micro-batch, these are the copies in the node of the last layer that has any copy, and those across nodes of the
+    last two layers that have some, which use the two halves of their buffers.
+    """
+    setting, replicas, placement = pricing.setting, plan.replicas, plan.placement
+    if setting.forward_only or setting.overlap_all_to_all or setting.num_virtual_stages > 1:
+        return 0
+    layers, node = replicas.num_layers, pricing.topology.node_of_rank
+    cell, copied = replicas.index_of_replica(), ~replicas.resident
+    home = placement.home_rank[cell % layers, replicas.expert]
+    across = node[home] != node[replicas.physical_id // placement.slots_per_rank]
+    counts = np.zeros((2, replicas.num_ep_groups, replicas.num_micro_batches, layers), np.int64)
+    np.add.at(counts.reshape(2, -1), (across[copied].astype(np.int64), cell[copied]), 1)
+    # Under 1F1B only the last stage runs a backward right after its forward.
+    stages = setting.pipeline_model_parallel_size
+    counts[..., : round(layers * (stages - 1) / stages)] = 0
+    anywhere = (counts.sum(axis=(0, 1)) > 0) | np.any(placement.resident_experts >= 0, axis=(1, 2))
+    of_last = (anywhere[:, ::-1].cumsum(axis=1) * anywhere[:, ::-1] == 1)[:, ::-1]
+    of_last_two = np.cumsum(counts[1, ..., ::-1] > 0, axis=-1)[..., ::-1] <= 2
+    return int(counts[0][:, of_last].sum() + counts[1][of_last_two].sum())
 
 
 def movement_time(plan: Plan, pricing: StepPricing) -> float:

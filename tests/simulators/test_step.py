@@ -195,7 +195,8 @@ def test_replicas_in_the_node_help_a_hot_rank_and_cost_what_they_move() -> None:
     assert result.static.prediction.imbalance == pytest.approx(16800 / 9200)
     assert one.prediction.replicas_per_plan == 1.0
     assert one.prediction.cross_node_replicas_per_plan == 0.0
-    assert one.prediction.moved_bytes == 4 * case.model.expert_bytes
+    # Of the 4 that are priced one is not sent: backward of the only layer finds the weights where forward left them.
+    assert one.prediction.moved_bytes == 3 * case.model.expert_bytes
     parts = one.prediction.breakdown_s
     assert parts["replicate"] == pytest.approx(0.3 * 4 * case.model.expert_bytes / 300e9 + 10e-6)
     assert parts["expert_gemm"] < result.static.prediction.breakdown_s["expert_gemm"]
