@@ -3,15 +3,16 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.python_launcher import model_words, read_python
 from moe_rl.doctor.shell.conditions import only_unset
+from moe_rl.doctor.shell.expansion import split
 from moe_rl.doctor.shell.follow import Launch, Shell
-from moe_rl.doctor.shell.words import split
-from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, entries_of_words, read_text
-from moe_rl.doctor.yaml_entries import interpolated, with_defaults
+from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text
+from moe_rl.doctor.yaml_entries import interpolated, read_yaml_file
 
 DUMPED = re.compile(r"^(?:.*?\s)?\s{2}([a-z_]\w*) \.{2,} (.*?)\s*$")
 """A line of Megatron's `print_args`, perhaps after the prefix of a logger."""
@@ -22,46 +23,33 @@ MAX_BYTES = 32_000_000
 
 def read_run(paths: list[Path]) -> RawRun:
     """Return what the files say together; a later file wins. Raises `InvalidInputError` for any other file."""
-    entries: list[Entry] = []
-    variables: dict[str, Text] = {}
-    words: list[str] = []
-    notes: list[str] = []
-    files: list[str] = []
-    absent: dict[str, str] = {}
-    shell = Shell(path=Path())
+    run = RawRun()
+    shell = Shell(path=Path(), run=run)
+    scripts: list[Path] = []
     for path in paths:
         text = _text(path)
         if path.suffix in (".yaml", ".yml", ".json"):
-            entries += with_defaults(path, text, notes, files, absent)
+            read_yaml_file(path, text, run)
         elif path.suffix == ".toml":
-            files.append(str(path))
-            entries += _of_toml(path, text)
-        elif (dumped := _dumped(path, text)) is not None:
-            files.append(str(path))
-            entries += dumped
+            _read_toml(path, text, run)
+        elif dumped := _dumped(path, text):
+            run.files.append(str(path))
+            run.entries.extend(dumped)
         elif path.suffix == ".py":
-            files.append(str(path))
-            set_in_code, python_words, python_variables = read_python(path, text, notes)
-            variables |= python_variables
-            found, plain = entries_of_words([*model_words(path, text, notes, files, absent), *python_words])
-            entries += [*set_in_code, *found]
-            words += plain
+            read_python(path, text, run)
         else:
-            entries += entries_of_words(model_words(path, text, notes, files, absent))[0]
-            shell.run_file(path, text)
-    found, plain, partial = _launched(shell, variables)
-    entries += found
-    words += plain
-    entries = list(interpolated(tuple(entries)))
+            scripts.append(path)
+            run.add_words(model_words(path, text, run))
+            shell.follow_file(path, text)
+    partial = bool(scripts) and _add_launch(shell, scripts[0], run)
+    entries = interpolated(run.entries)
     for entry in entries:
-        variables |= _variables(entry)
-    return RawRun(
-        entries=tuple(entries),
-        variables=variables,
-        words=tuple(words),
-        notes=tuple(dict.fromkeys([*notes, *shell.notes])),
-        files=tuple(dict.fromkeys([*files, *shell.files])),
-        absent=absent | shell.absent,
+        run.variables.update(_variables(entry))
+    return replace(
+        run,
+        entries=entries,
+        notes=list(dict.fromkeys(run.notes)),
+        files=list(dict.fromkeys(run.files)),
         partial=partial,
     )
 
@@ -76,46 +64,43 @@ def _text(path: Path) -> str:
     return text
 
 
-def _of_toml(path: Path, text: str) -> list[Entry]:
-    """Return the leaves of a TOML file, dotted; where in the file they stand its reader does not say."""
+def _read_toml(path: Path, text: str, run: RawRun) -> None:
+    """Add the leaves of a TOML file, dotted; where in the file they stand its reader does not say."""
+    run.files.append(str(path))
     try:
         tables = [("", tomllib.loads(text))]
     except tomllib.TOMLDecodeError as error:
         raise InvalidInputError(f"{path} is not a TOML file: {error}.") from error
-    entries = []
     for prefix, table in tables:  # tables inside are appended while it runs
         for name, value in table.items():
+            key = prefix + name
             if isinstance(value, dict):
-                tables.append((f"{prefix}{name}.", value))
+                tables.append((f"{key}.", value))
             else:
-                where = Where(path=str(path))
-                entries.append(Entry(key=prefix + name, value=value, written=prefix + name, where=where))
-    return entries
+                run.entries.append(Entry(key=key, value=value, written=key, where=Where(path=str(path))))
 
 
-def _dumped(path: Path, text: str) -> list[Entry] | None:
-    """Return the settings of a log that holds Megatron's argument dump; None where it holds none."""
+def _dumped(path: Path, text: str) -> list[Entry]:
+    """Return the settings of a log that holds Megatron's argument dump; none where it holds none."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         if match := DUMPED.match(line):
             key, value = match.groups()
             where = Where(path=str(path), line=number)
             found.append(Entry(key=key, value=(value,) if value else (), written=key, where=where))
-    return found or None
+    return found
 
 
-def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ...], tuple[str, ...], bool]:
-    """Return the settings of the command with the most settings: scripts also start Ray, download models, ...
+def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
+    """Add the settings of the command with the most settings: scripts also start Ray, download models, ...
 
-    Then the words that are not settings, and whether no command was found, only arguments for one.
+    Returns whether no command was found, only arguments for one.
     """
-    if not shell.files:
-        return (), (), False
     started = [launch for launch in shell.launches if not _is_loose(launch)]
     loose = [word for launch in shell.launches if launch not in started for word in launch.words]
     best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
     if _num_settings(best.words) and loose:
-        shell.notes.append(
+        run.notes.append(
             f"{loose[0].where}: these arguments stand as a command of their own (is a backslash missing at the end of "
             "the line before?); they are taken for the run's."
         )
@@ -123,10 +108,11 @@ def _launched(shell: Shell, variables: dict[str, Text]) -> tuple[tuple[Entry, ..
     words = _words_of_variables(shell) if partial else best.words + loose
     require(
         _num_settings(words) > 0,
-        f"{shell.files[0]} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
+        f"{script} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
     )
-    variables |= {name: value for name, value in best.variables.items() if not value.missing}
-    return *entries_of_words(words), partial
+    run.variables.update({name: value for name, value in best.variables.items() if not value.missing})
+    run.add_words(words)
+    return partial
 
 
 def _is_loose(launch: Launch) -> bool:
@@ -143,10 +129,11 @@ def _words_of_variables(shell: Shell) -> list[Text]:
     """Return the words of all arrays and strings of arguments, for a script that starts nothing."""
     words: list[Text] = []
     for value in shell.variables.values():
-        if isinstance(value, list):
-            words += value
-        elif re.search(r"(^|\s)--\w", value.text):
-            words += split(Text(text=value.text.replace("\\", " "), where=value.where))
+        for each in value:
+            if len(value) > 1 or OVERRIDE.fullmatch(each.text):
+                words.append(each)
+            elif re.search(r"(^|\s)--\w", each.text):
+                words += split(Text(text=each.text.replace("\\", " "), where=each.where))
     return words
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.python_source import OPERATIONS, syntax_tree
-from moe_rl.doctor.sources import Entry, Text, Where, read_text
+from moe_rl.doctor.sources import Entry, RawRun, Text, Where, read_text
 
 MODEL = re.compile(
     r'(?:megatron_model_type\b[^="\n]*=\s*|model_args_utils\.py"?\s+|load_sibling_model_args\(\s*__file__,\s*)'
@@ -21,18 +21,47 @@ NAMES_MODEL = re.compile(r"megatron_model_type|model_args_utils\.py|load_sibling
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
-def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], list[Text], dict[str, Text]]:
-    """Return settings, the words of all strings that hold flags, and the environment variables in dicts, in order.
+def read_python(path: Path, text: str, run: RawRun) -> None:
+    """Add settings, the environment variables in dicts, and the flags in strings, in the file's order.
 
     What is formatted in or computed is unknown. Where the defaults of annotated fields decide an `if` or `match`, the
     branch that runs counts alone; else a string inside one counts as if it ran, and a note says so.
     """
+    tree = _tree(path, text)
+    run.files.append(str(path))
+    run.entries.extend(_settings(tree, "", str(path)))
+    run.variables.update(_variables(tree, path))
+    flags = _flag_words(tree, path, run)
+    run.add_words([*model_words(path, text, run), *flags])
+
+
+def model_words(path: Path, text: str, run: RawRun) -> list[Text]:
+    """Return the flags of the model that a launcher of miles names, from `scripts/models`; none without such a file."""
+    if not NAMES_MODEL.search(text):
+        return []
+    named = MODEL.search(text)
+    roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
+    found = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
+    for target in found:
+        if target.is_file() and target != path:
+            inside = read_text(target)
+            run.files.append(str(target))
+            return model_words(target, inside, run) + _flag_words(_tree(target, inside), target, run)
+    run.absent["model arguments"] = f"{path} takes the model's arguments from scripts/models: give that file too."
+    return []
+
+
+def _tree(path: Path, text: str) -> ast.Module:
     try:
-        tree = syntax_tree(text)
+        return syntax_tree(text)
     except SyntaxError as error:
         place = f"{path}:{error.lineno}" if error.lineno else str(path)
         raise InvalidInputError(f"{place} is not Python: {error.msg}.") from error
-    notes.append(f"{path} is Python: what it computes was not followed.")
+
+
+def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
+    """Return the words of all strings that hold flags, in source order."""
+    run.notes.append(f"{path} is Python: what it computes was not followed.")
     words: list[Text] = []
     branches: list[int] = []
     for string, line, inside in _strings(tree, _defaults(tree), inside_branch=False):
@@ -51,24 +80,8 @@ def read_python(path: Path, text: str, notes: list[str]) -> tuple[list[Entry], l
         ]
     if branches:
         lines = ", ".join(str(line) for line in dict.fromkeys(branches[:8]))
-        notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
-    return list(_settings(tree, "", str(path))), words, _variables(tree, path)
-
-
-def model_words(path: Path, text: str, notes: list[str], files: list[str], absent: dict[str, str]) -> list[Text]:
-    """Return the flags of the model that a launcher of miles names, from `scripts/models`; none without such a file."""
-    if not NAMES_MODEL.search(text):
-        return []
-    named = MODEL.search(text)
-    roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
-    found = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
-    for target in found:
-        if target.is_file() and target != path:
-            inside = read_text(target)
-            files.append(str(target))
-            return model_words(target, inside, notes, files, absent) + read_python(target, inside, notes)[1]
-    absent["model arguments"] = f"{path} takes the model's arguments from scripts/models: give that file too."
-    return []
+        run.notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
+    return words
 
 
 def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
@@ -101,7 +114,10 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
         yield from _settings(value, "", path)
         where = Where(path=path, line=value.lineno)
         try:
-            yield Entry(key=key, value=ast.literal_eval(value), written=key, where=where)
+            literal = ast.literal_eval(value)
+            # A tuple is what an entry has where a flag's words stand.
+            literal = list(literal) if isinstance(literal, tuple) else literal
+            yield Entry(key=key, value=literal, written=key, where=where)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             yield Entry(key=key, value=None, written=key, where=where, missing=(f"`{ast.unparse(value)[:60]}`",))
     for child in inside:

@@ -1,7 +1,6 @@
 """What the files of a run say, before anyone knows which framework they are for."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -56,46 +55,47 @@ class Entry:
         return f"{self.written}{joint}{self.value}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawRun:
-    """All settings of all files in the order in which they count: a later one wins."""
-
-    entries: tuple[Entry, ...] = ()
-    variables: Mapping[str, Text] = field(default_factory=dict)
-    """Environment variables that the run's files set for the processes they start."""
-    words: tuple[str, ...] = ()
-    """Words of the launch command that are not settings, e.g. `verl.trainer.main_ppo`."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what was left out: files that are not there, conditions that could not be decided."""
-    files: tuple[str, ...] = ()
-    absent: Mapping[str, str] = field(default_factory=dict)
-    """Files that the run starts from or sources and that are not there, with a sentence on each."""
-    partial: bool = False
-    """Whether the files hold only some arguments of a command that stands elsewhere."""
-
-
 FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w/@-]*(?:\.[\w/@-]+)+)=(.*)", re.DOTALL)
 
 
-def entries_of_words(words: list[Text]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """Return the settings in the words of a command, and the words that are not."""
-    settings: list[tuple[Text, list[Text] | re.Match[str]]] = []
-    plain: list[Text] = []
-    values = plain
-    for word in words:
-        if word.text == "--":
-            values = plain
-        elif override := OVERRIDE.fullmatch(word.text):
-            settings.append((word, override))
-            values = plain
-        elif FLAG.match(word.text):
-            values = []
-            settings.append((word, values))
-        else:
-            values.append(word)
-    entries = (_override(word, of) if isinstance(of, re.Match) else _flag(word, of) for word, of in settings)
-    return tuple(entries), tuple(word.text for word in plain)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRun:
+    """All settings of all files in the order in which they count: a later one wins. Every file adds to the lists."""
+
+    entries: list[Entry] = field(default_factory=list)
+    variables: dict[str, Text] = field(default_factory=dict)
+    """Environment variables that the run's files set for the processes they start."""
+    words: list[str] = field(default_factory=list)
+    """Words of the launch command that are not settings, e.g. `verl.trainer.main_ppo`."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on what was left out: files that are not there, conditions that could not be decided."""
+    files: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Files that the run starts from or sources and that are not there, with a sentence on each."""
+    partial: bool = False
+    """Whether the files hold only some arguments of a command that stands elsewhere."""
+
+    def add_words(self, words: list[Text]) -> None:
+        """Add the settings in the words of a command, and the words that are not settings."""
+        settings: list[tuple[Text, list[Text] | re.Match[str]]] = []
+        plain: list[Text] = []
+        values = plain
+        for word in words:
+            if word.text == "--":
+                values = plain
+            elif override := OVERRIDE.fullmatch(word.text):
+                settings.append((word, override))
+                values = plain
+            elif FLAG.match(word.text):
+                values = []
+                settings.append((word, values))
+            else:
+                values.append(word)
+        self.entries.extend(
+            _override(word, of) if isinstance(of, re.Match) else _flag(word, of) for word, of in settings
+        )
+        self.words.extend(word.text for word in plain)
 
 
 def _flag(flag: Text, values: list[Text]) -> Entry:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.sources import Entry, Where, read_text
+from moe_rl.doctor.sources import Entry, RawRun, Where, read_text
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 MAX_DEFAULTS = 20
@@ -57,27 +57,24 @@ def value_of_word(text: str) -> object:
     return value
 
 
-def with_defaults(
-    path: Path, text: str, notes: list[str], files: list[str], absent: dict[str, str], depth: int = 0
-) -> list[Entry]:
-    """Return a file's entries after those of the files that its `defaults:` names; one that is not there is noted."""
+def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
+    """Add a file's entries after those of the files that its `defaults:` names; one that is not there is noted."""
     require(depth < MAX_DEFAULTS, f"{path}: files that name one another in `defaults` in a circle.")
-    files.append(str(path))
+    run.files.append(str(path))
     entries = entries_of_yaml(path, text)
     named = [entry.value for entry in entries if entry.key == "defaults"]
-    before: list[Entry] = []
     if named and isinstance(named[0], list) and any(isinstance(item, dict) for item in named[0]):
-        notes.append(
+        run.notes.append(
             f"{path} composes groups of files: give the composed configuration (Hydra leaves it in "
             ".hydra/config.yaml), or the launch script."
         )
     for name in _file_names(named[0] if named else None):
         target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
-            before += with_defaults(target, read_text(target), notes, files, absent, depth + 1)
+            read_yaml_file(target, read_text(target), run, depth + 1)
         else:
-            absent[name] = f"{path} starts from {name}, which is not there: values that only it sets are not known."
-    return before + [entry for entry in entries if entry.key != "defaults"]
+            run.absent[name] = f"{path} starts from {name}, which is not there: values that only it sets are not known."
+    run.entries.extend(entry for entry in entries if entry.key != "defaults")
 
 
 def _file_names(defaults: object) -> list[str]:
@@ -86,10 +83,10 @@ def _file_names(defaults: object) -> list[str]:
     return [item for item in listed if isinstance(item, str) and item != "_self_"]
 
 
-def interpolated(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def interpolated(entries: list[Entry]) -> list[Entry]:
     """Return the entries with `${other.key}` replaced; what cannot be resolved is named in `missing`."""
     last = {entry.key: entry for entry in entries}
-    return tuple(_resolved(entry, last, depth=0) for entry in entries)
+    return [_resolved(entry, last, depth=0) for entry in entries]
 
 
 def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:

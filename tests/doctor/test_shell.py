@@ -15,7 +15,7 @@ FLAGS = "--num-layers 4 --expert-model-parallel-size 2"
 
 def followed(text: str) -> Shell:
     shell = Shell(path=Path("run.sh"))
-    shell.run_file(Path("run.sh"), text)
+    shell.follow_file(Path("run.sh"), text)
     return shell
 
 
@@ -199,4 +199,4 @@ def test_variables_that_a_script_exports_or_hands_to_ray_are_kept(tmp_path: Path
     )
     raw = read_run([run])
     assert {name: value.text for name, value in raw.variables.items()} == {"A": "1", "C": "3", "D": "", "E": "5"}
-    assert raw.words == ("ray", "job", "submit", "python3", "train.py")
+    assert raw.words == ["ray", "job", "submit", "python3", "train.py"]

@@ -1,18 +1,20 @@
 """What words become: variables, arrays, defaults, arithmetic and the output of commands put in their place."""
 
+import fnmatch
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.doctor.shell.arithmetic import evaluate
 from moe_rl.doctor.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
-from moe_rl.doctor.shell.words import Value, as_list, glued, is_list, split, trimmed
 from moe_rl.doctor.sources import Text, Where
 
+Value = list[Text]
+"""What a variable holds; as in bash, text is an array of one element."""
+# How `${name:-word}` and its like go on after the name, the longer operators first.
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
-"""How `${name:-word}` and its like go on after the name."""
+# `${name:-"a b"}` is one word, `${name:-a b}` is two.
 QUOTED_DEFAULT = re.compile(r":?[-=+]\".*\"$", re.DOTALL)
-"""`${name:-"a b"}` is one word."""
 NUMBER = re.compile(r"\s*-?\d+\s*", re.ASCII)
 PARAMETER = re.compile(r"(!?#?)([A-Za-z_]\w*|[@*#?$!0-9-])(\[[^\]]*\])?(.*)", re.DOTALL)
 
@@ -26,24 +28,22 @@ class Expansion:
 
     def substituted(self, text: str, line: int) -> Text:
         """Return what `$( )` gives; who follows scripts knows how to."""
-        return Text(text="", where=self.where(line), missing=(f"$({text.strip()})",))
+        raise NotImplementedError
 
     def assign(self, assignment: Assignment) -> None:
         """Set or extend a variable."""
         name, value = assignment.name, self.value(assignment)
         old = self.variables.get(name)
-        if assignment.append and old is not None:
-            if isinstance(old, list) or isinstance(value, list):
-                value = as_list(old) + as_list(value)
-            else:
-                value = Text(text=old.text + value.text, where=old.where, missing=old.missing + value.missing)
+        if assignment.append and old:
+            # `A+=(x)` adds an element, `A+=x` adds to the text of the first one.
+            value = old + value if isinstance(assignment.value, tuple) else [glued(old[0], value[0]), *old[1:]]
         self.variables[name] = value
 
     def value(self, assignment: Assignment) -> Value:
         """Return what an assignment assigns."""
         if isinstance(assignment.value, tuple):
             return [each for raw in assignment.value for each in self.expand(raw)]
-        return self.expand_one(assignment.value)
+        return [self.expand_one(assignment.value)]
 
     def expand_one(self, raw: RawWord) -> Text:
         """Return a word's value without splitting it at blanks."""
@@ -64,13 +64,14 @@ class Expansion:
             if part.kind != "text" and not part.quoted and not QUOTED_DEFAULT.search(part.text):
                 pieces = [piece for each in pieces for piece in split(each)]
             for index, piece in enumerate(pieces):
+                # `a$X` with X="b c" is the words `ab` and `c`: only the first piece joins what stands before it.
                 if index and open_field is not None:
                     fields.append(open_field)
                     open_field = None
                 open_field = piece if open_field is None else glued(open_field, piece)
         fields += [open_field] if open_field is not None else []
         # "${ARGS[@]}" of an empty array is no word at all, "$EMPTY" is an empty one.
-        vanishes = any(part.kind == "variable" and is_list(part) for part in raw.parts)
+        vanishes = any(part.kind == "variable" and part.text.endswith(("@", "*", "[@]", "[*]")) for part in raw.parts)
         return [] if vanishes and [(each.text, each.missing) for each in fields] == [("", ())] else fields
 
     def _part(self, part: Part, line: int) -> list[Text]:
@@ -85,11 +86,11 @@ class Expansion:
             return [Text(text=str(number), where=where)]
         if part.kind == "command":
             return [self.substituted(part.text, line)]
-        return self._parameter(part, line)
+        return self._parameter(part, where)
 
-    def _parameter(self, part: Part, line: int) -> list[Text]:
+    def _parameter(self, part: Part, where: Where) -> list[Text]:
         match = PARAMETER.fullmatch(part.text)
-        where = self.where(line)
+        # `${!NAME}` is the variable whose name NAME holds: no launcher in 303 labeled ones needs it.
         if match is None or match.group(1).startswith("!"):
             return [Text(text="", where=where, missing=(f"${{{part.text}}}",))]
         length, name, index, operation = match.groups()
@@ -101,25 +102,23 @@ class Expansion:
             return self._operated(name, value, operation, where)
         if value is None:
             return [] if name in "@*" else [Text(text="", where=where, missing=(f"${name}",))]
-        if name in "*" or index == "[*]":
-            return [Text(text=self._joint().join(each.text for each in value), where=where)] if part.quoted else value
+        if part.quoted and index == "[*]":
+            # "${A[*]}" is one word, with the first character of IFS between the elements.
+            separators = self.variables.get("IFS")
+            joint = separators[0].text[:1] if separators and separators[0].text else " "
+            return [Text(text=joint.join(each.text for each in value), where=where)]
         return value
 
-    def _joint(self) -> str:
-        separators = self.variables.get("IFS")
-        return separators.text[:1] if isinstance(separators, Text) and separators.text else " "
-
     def _lookup(self, name: str, index: str | None, where: Where) -> list[Text] | None:
-        if name == "BASH_SOURCE" or name == "0":
+        if name in ("BASH_SOURCE", "0"):
             return [Text(text=str(self.path), where=where)]
         value = self.variables.get(name)
-        if value is None:
-            return None
-        texts = as_list(value)
-        if index in (None, "[@]", "[*]"):
-            return texts if index or name == "@" or not isinstance(value, list) else texts[:1]
-        position = evaluate(str(index)[1:-1], self.numbers())
-        return [texts[position]] if position is not None and -len(texts) <= position < len(texts) else None
+        if value is None or index in ("[@]", "[*]") or name == "@":
+            return value
+        position = evaluate(index[1:-1], self.numbers()) if index else 0
+        if position is None or not -len(value) <= position < len(value):
+            return None if index else value
+        return [value[position]]
 
     def _operated(self, name: str, value: list[Text] | None, operation: str, where: Where) -> list[Text]:
         text = " ".join(each.text for each in value) if value is not None else ""
@@ -134,7 +133,7 @@ class Expansion:
                 return [Text(text="", where=where, missing=(f"${name}",))]
             default = self.expand_one(Parser(operation[len(operator) :], line=where.line).word(until=TEXT_END))
             if operator[-1] == "=":
-                self.variables[name] = default
+                self.variables[name] = [default]
             return [default]
         rest = trimmed(text, operation)
         if value is None or rest is None:
@@ -143,9 +142,54 @@ class Expansion:
 
     def numbers(self) -> dict[str, int]:
         """Return the variables that are whole numbers."""
-        known = {name: value for name, value in self.variables.items() if isinstance(value, Text) and not value.missing}
-        return {name: int(value.text) for name, value in known.items() if NUMBER.fullmatch(value.text)}
+        first = {name: value[0] for name, value in self.variables.items() if value}
+        return {
+            name: int(text.text) for name, text in first.items() if not text.missing and NUMBER.fullmatch(text.text)
+        }
 
     def where(self, line: int) -> Where:
         """Return the place of a line of this script."""
         return Where(path=str(self.path), line=line)
+
+
+def same(left: Value | None, right: Value) -> bool:
+    """Return whether two values are the same text, wherever they stand."""
+    return left is not None and [(a.text, a.missing) for a in left] == [(b.text, b.missing) for b in right]
+
+
+def glued(left: Text, right: Text) -> Text:
+    """Return two texts as one word."""
+    where = left.where if left.text else right.where
+    return Text(text=left.text + right.text, where=where, missing=left.missing + right.missing)
+
+
+def split(value: Text) -> list[Text]:
+    """Split an unquoted value at blanks; pieces of a text over several lines keep their own line."""
+    found = [
+        Text(
+            text=match.group(),
+            where=Where(path=value.where.path, line=value.where.line + value.text[: match.start()].count("\n")),
+            missing=value.missing,
+        )
+        for match in re.finditer(r"\S+", value.text)
+    ]
+    # An unknown value may be empty, and a finding must still name what it hangs on.
+    return found or ([Text(text="", where=value.where, missing=value.missing)] if value.missing else [])
+
+
+def trimmed(text: str, operation: str) -> str | None:
+    """Return the text after `#`, `##`, `%`, `%%`, `,,` or `^^`; None for any other operation."""
+    if operation in (",,", "^^"):
+        return text.lower() if operation == ",," else text.upper()
+    match = re.match(r"##?|%%?", operation)
+    if match is None:
+        return None
+    operator, pattern = match.group(), operation[match.end() :]
+    front, longest = operator[0] == "#", len(operator) == 2
+    ends = range(len(text) + 1)
+    # A doubled operator takes the longest piece that fits the pattern, a single one the shortest.
+    for end in reversed(ends) if longest == front else ends:
+        piece, rest = (text[:end], text[end:]) if front else (text[end:], text[:end])
+        if fnmatch.fnmatchcase(piece, pattern):
+            return rest
+    return text

@@ -14,10 +14,9 @@ from pathlib import Path, PurePath
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.shell.arithmetic import run_statement
 from moe_rl.doctor.shell.conditions import printf, test
-from moe_rl.doctor.shell.expansion import Expansion
+from moe_rl.doctor.shell.expansion import Expansion, same
 from moe_rl.doctor.shell.syntax import DECLARATIONS, Body, Command, parse
-from moe_rl.doctor.shell.words import same
-from moe_rl.doctor.sources import Text, Where, read_text
+from moe_rl.doctor.sources import RawRun, Text, Where, read_text
 
 MAX_STEPS = 20_000
 """Commands run before a script counts as endless."""
@@ -49,24 +48,22 @@ class Shell(Expansion):
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Body] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
-    """Sourced files that are not there, those of the machine's set-up left out."""
+    run: RawRun = field(default_factory=RawRun)
+    """Takes the files that are read, and those that are sourced and not there, the machine's set-up left out."""
     steps: int = 0
     printed: list[str] | None = None
     """Output of `echo` and the like inside a command substitution."""
     folder: Path = Path()
     depth: int = 0
 
-    def run_file(self, path: Path, text: str) -> None:
+    def follow_file(self, path: Path, text: str) -> None:
         """Follow a script file."""
         before, self.path = self.path, path
-        self.files.append(str(path))
-        self.run(parse(text, where=str(path)))
+        self.run.files.append(str(path))
+        self.follow(parse(text, where=str(path)))
         self.path = before
 
-    def run(self, body: Body) -> bool | None:
+    def follow(self, body: Body) -> bool | None:
         """Follow commands; return whether the last one would succeed, None where nobody knows."""
         result: bool | None = True
         for command in body:
@@ -83,7 +80,7 @@ class Shell(Expansion):
             case "((":
                 holds, numbers = run_statement(command.text, self.numbers())
                 where = Where(path=str(self.path))
-                self.variables |= {name: Text(text=str(number), where=where) for name, number in numbers.items()}
+                self.variables |= {name: [Text(text=str(number), where=where)] for name, number in numbers.items()}
                 return holds
             case "!":
                 inner = self._run_one(command.bodies[0][0])
@@ -105,7 +102,7 @@ class Shell(Expansion):
             case "function":
                 self.functions[command.text] = command.bodies[0]
                 return True
-        return self.run(command.bodies[0])
+        return self.follow(command.bodies[0])
 
     def _joined(self, command: Command) -> bool | None:
         """Follow both sides of a pipe; of `&&` and `||` the right one where it may run."""
@@ -126,7 +123,7 @@ class Shell(Expansion):
     def _if(self, bodies: Sequence[Body]) -> bool | None:
         possible: list[Body] = []
         for condition, body in zip(bodies[:-1:2], bodies[1::2], strict=True):
-            holds = self.run(condition)
+            holds = self.follow(condition)
             if holds is False:
                 continue
             possible.append(body)
@@ -142,17 +139,17 @@ class Shell(Expansion):
             return self._any_of([arm.bodies[0] for arm in arms])
         for arm in arms:
             if any(fnmatch.fnmatchcase(word.text, self.expand_one(pattern).text) for pattern in arm.words):
-                return self.run(arm.bodies[0])
+                return self.follow(arm.bodies[0])
         return True
 
     def _any_of(self, bodies: list[Body]) -> bool | None:
         """Follow the bodies of which one would run; what they leave different is unknown afterwards."""
         if len(bodies) == 1:
-            return self.run(bodies[0])
+            return self.follow(bodies[0])
         before, ends = dict(self.variables), []
         for body in bodies:
-            self.variables = {name: list(v) if isinstance(v, list) else v for name, v in before.items()}
-            self.run(body)
+            self.variables = {name: list(value) for name, value in before.items()}
+            self.follow(body)
             ends.append(self.variables)
         self.variables = {}
         for name in dict.fromkeys(name for end in ends for name in end):
@@ -161,9 +158,8 @@ class Shell(Expansion):
             if all(same(value, known) for value in values):
                 self.variables[name] = known
             else:
-                first = known[0] if isinstance(known, list) and known else known
-                where = first.where if isinstance(first, Text) else Where(path=str(self.path))
-                self.variables[name] = Text(text="", where=where, missing=(name,))
+                where = known[0].where if known else Where(path=str(self.path))
+                self.variables[name] = [Text(text="", where=where, missing=(name,))]
         return None
 
     def _for(self, command: Command) -> bool | None:
@@ -173,19 +169,19 @@ class Shell(Expansion):
             # One unknown word, such as $(ls), may stand for none or for many: the body runs once or never.
             if word.missing:
                 return self._any_of([body, ()])
-            self.variables[command.text] = word
-            self.run(body)
+            self.variables[command.text] = [word]
+            self.follow(body)
         return True
 
     def _loop(self, condition: Body, body: Body, *, until: bool = False, at_most: int = MAX_STEPS) -> bool | None:
         for _ in range(at_most):
-            holds = self.run(condition)
+            holds = self.follow(condition)
             # Nobody knows how often: what the body changes is unknown afterwards.
             if holds is None:
                 return self._any_of([body, ()])
             if holds is until:
                 break
-            self.run(body)
+            self.follow(body)
         return True
 
     def _simple(self, command: Command) -> bool | None:
@@ -200,7 +196,7 @@ class Shell(Expansion):
         if name in self.functions:
             return self._call(name, words[1:])
         if name == "printf" and len(words) > 2 and words[1].text == "-v":
-            self.variables[words[2].text] = printf(words[3:], words[2].where)
+            self.variables[words[2].text] = [printf(words[3:], words[2].where)]
             return True
         if self.printed is not None:
             return self._print(name, words[1:], self.printed)
@@ -209,16 +205,11 @@ class Shell(Expansion):
         if name == "false":
             return False
         # `A=1 python train.py`: A is set for this command alone.
-        own = dict(self._environment())
+        own = {name: value[0] for name in self.exported if (value := self.variables.get(name))}
         for assignment in command.assignments:
-            value = self.value(assignment)
-            own[assignment.name] = value if isinstance(value, Text) else Text(text="", where=words[0].where)
+            own[assignment.name] = self.expand_one(assignment.value)
         self.launches.append(Launch(words, own))
         return None
-
-    def _environment(self) -> dict[str, Text]:
-        values = {name: self.variables.get(name) for name in self.exported}
-        return {name: value for name, value in values.items() if isinstance(value, Text)}
 
     def _declare(self, command: Command) -> bool:
         """Set variables, and name those that `export` hands on."""
@@ -237,17 +228,17 @@ class Shell(Expansion):
         if PurePath(target.text).name in SET_UP:
             return True
         if target.missing:
-            self.absent[target.text] = f"{said}, and {', '.join(target.missing)} is not known: give that file too."
+            self.run.absent[target.text] = f"{said}, and {', '.join(target.missing)} is not known: give that file too."
             return None
         candidates = [Path(target.text), self.path.parent / target.text]
         found = next((path for path in candidates if path.is_file()), None)
         if found is None:
-            self.absent[target.text] = f"{said}, which is not there: give that file too."
+            self.run.absent[target.text] = f"{said}, which is not there: give that file too."
             return None
         if self.depth > MAX_DEPTH:
             raise InvalidInputError(f"{said}: files that source one another in a circle.")
         self.depth += 1
-        self.run_file(found, read_text(found))
+        self.follow_file(found, read_text(found))
         self.depth -= 1
         return True
 
@@ -258,9 +249,9 @@ class Shell(Expansion):
         positional = {key: value for key, value in self.variables.items() if key.isdigit() or key == "@"}
         self.variables["@"] = arguments
         for index, argument in enumerate(arguments, start=1):
-            self.variables[str(index)] = argument
+            self.variables[str(index)] = [argument]
         self.depth += 1
-        result = self.run(self.functions[name])
+        result = self.follow(self.functions[name])
         self.depth -= 1
         for key in [key for key in self.variables if key.isdigit() or key == "@"]:
             del self.variables[key]
@@ -301,7 +292,7 @@ class Shell(Expansion):
         # A subshell: what it sets does not come back.
         child = Shell(path=self.path, variables=dict(self.variables), functions=self.functions, printed=[])
         child.depth = self.depth
-        child.run(parse(text, line=line, where=str(self.path)))
+        child.follow(parse(text, line=line, where=str(self.path)))
         printed = child.printed or []
         known = bool(printed) and UNKNOWN not in printed
         shown = " ".join(text.strip().split("\n")[0].split())[:60]
