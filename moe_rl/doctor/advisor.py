@@ -55,6 +55,10 @@ class Rule:
             return metric, abs(value) if self.magnitude else value
         return f"none of {', '.join(self.metrics)} is logged as a finite number"
 
+    def speaks(self, value: float) -> bool:
+        """Return whether a value is beyond the bound."""
+        return value > self.bound if self.above else value < self.bound
+
 
 RULES: Registry[Rule] = Registry(
     "advice rule",
@@ -84,35 +88,28 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     A metric that is not there is passed over (see `not_judged`). Raises where no record holds a metric of any rule.
     """
     require(len(records) > 0, "there are no metrics to advise on.")
-    read = {rule.name: rule.read(records) for rule in RULES}
-    found = []
-    for rule in RULES:
-        seen = read[rule.name]
-        if isinstance(seen, str):
-            continue
-        metric, value = seen
-        if value > rule.bound if rule.above else value < rule.bound:
-            found.append(
-                Advice(
-                    rule=rule.name,
-                    metric=metric,
-                    value=value,
-                    bound=rule.bound,
-                    advice=rule.advice,
-                    source=rule.source,
-                )
-            )
+    read = _readings(records)
+    found = [
+        Advice(rule=rule.name, metric=metric, value=value, bound=rule.bound, advice=rule.advice, source=rule.source)
+        for rule, metric, value in read
+        if rule.speaks(value)
+    ]
     found += _layers(records[len(records) // 2 :])
-    if all(isinstance(each, str) for each in read.values()) and not found:
+    if not read and not found:
         known = ", ".join(metric for rule in RULES for metric in rule.metrics)
         raise InvalidInputError(f"the metrics hold none that a rule reads: {known}.")
     return found
 
 
+def _readings(records: Sequence[Mapping[str, object]]) -> list[tuple[Rule, str, float]]:
+    """Return (rule, metric, value) of every rule that has something to read."""
+    return [(rule, *seen) for rule in RULES if not isinstance(seen := rule.read(records), str)]
+
+
+# A log of one step shows no danger, and the last half of a longer log leaves the first step out. In the first update
+# Adam's second moment is that of one gradient (arXiv 1908.03265: its variance is then largest), so that the step is as
+# long as the learning rate whatever the run is like: healthy runs of the Countdown study have a KL of up to 0.14 there.
 LEAST_STEPS = 2
-"""Of a log that can show a danger: readings of more steps leave the first one out. In the first update Adam's second
-moment is that of one gradient (arXiv 1908.03265: its variance is then largest), so that the step is as long as the
-learning rate, whatever the run is like: healthy runs of the Countdown study read a KL of up to 0.14 there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +124,8 @@ class Verdict:
 def verdict(records: Sequence[Mapping[str, object]]) -> Verdict:
     """Return whether two signs of different kinds agree that the run is about to collapse; one alone may be noise."""
     kinds = dict.fromkeys(rule.danger for rule in RULES if rule.danger)
-    logged = [kind for kind in kinds if any(r.danger == kind and not isinstance(r.read(records), str) for r in RULES)]
+    read = [(rule, value) for rule, _, value in _readings(records) if rule.danger]
+    logged = [kind for kind in kinds if kind in {rule.danger for rule, _ in read}]
     if len(records) < LEAST_STEPS:
         return Verdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
     if len(logged) < 2:
@@ -136,8 +134,8 @@ def verdict(records: Sequence[Mapping[str, object]]) -> Verdict:
             in_danger=None,
             reason=f"signs of two kinds must agree ({', '.join(kinds)}), and {only} can be read from what is logged.",
         )
-    speaking = dict.fromkeys(RULES[each.rule].danger for each in advise(records) if each.rule in RULES.names)
-    agreeing = [kind for kind in speaking if kind]
+    agreeing = dict.fromkeys(rule.danger for rule, value in read if rule.speaks(value))
+    # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
         return Verdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
     return Verdict(in_danger=False, reason=f"no two of its signs agree; read were those of {', '.join(logged)}.")
@@ -159,11 +157,11 @@ def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """Name the layer whose router moves three times as far as the average one."""
     names = dict.fromkeys(name for record in records for name in record)
     layers = [name for name in names if name.startswith("router_corr/layer_") and name.endswith("/shift")]
-    means = {name: values for name in layers if (values := _numbers(records, name))}
-    if len(means) < 2:
+    shifts = {name: fmean(values) for name in layers if (values := _numbers(records, name))}
+    if not shifts:
         return []
-    shifts = {name: fmean(values) for name, values in means.items()}
     worst, average = max(shifts, key=shifts.__getitem__), fmean(shifts.values())
+    # One layer alone is its own average, and layers that stand still have none to compare with.
     if shifts[worst] <= 3.0 * average or average <= 0.0:
         return []
     return [

@@ -7,7 +7,6 @@ from typing import Any
 
 from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.doctor.sources import Entry, RawRun
-from moe_rl.doctor.yaml_entries import value_of_word
 
 
 def is_on(value: object) -> bool:
@@ -71,33 +70,22 @@ class Reader:
         raw = self.prepare(raw)
         known: Known = {}
         source: dict[str, str] = {}
-        unresolved: dict[str, str] = {}
         undecided: dict[str, str] = {}
-        options: dict[str, Setting[Any]] = {}
-        ignored = 0
         for entry in raw.entries:
-            rule = self.keys.get(entry.key)
+            rule = self.keys.get(entry.key) or _as_it_is(self.option(entry.key))
             if rule is None:
-                ignored += 1
-                if name := self.option(entry.key):
-                    options.pop(name, None)
-                    undecided.pop(name, None)
-                    if entry.missing:
-                        undecided[name] = hangs_on(entry)
-                    elif (value := plain_value(entry)) is not None:
-                        options[name] = said_by(entry, value)
                 continue
-            unresolved.pop(entry.key, None)
             undecided.pop(rule.field, None)
+            setting: Setting[Any] | None = None
             if entry.missing and rule.by_presence:
-                setting: Setting[Any] | None = Setting(value="", written=entry.written, where=entry.where)
+                setting = Setting(value="", written=entry.written, where=entry.where)
             elif entry.missing and not (rule.by_part and setting_of(entry, rule.field, rule.meaning)):
-                unresolved[entry.key] = undecided[rule.field] = hangs_on(entry)
-                setting = None
+                undecided[rule.field] = hangs_on(entry)
             else:
                 setting = setting_of(entry, rule.field, rule.meaning)
             if setting is not None:
                 known[rule.field], source[rule.field] = setting, entry.key
+            # A key that says nothing takes back what it said, and nothing that another key said of the same field.
             elif source.get(rule.field) == entry.key:
                 del known[rule.field], source[rule.field]
         for name, (field, meaning) in VARIABLES.items():
@@ -109,11 +97,11 @@ class Reader:
         unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
         fields = {name: setting for name, setting in known.items() if name in KINDS}
-        others = {name: setting for name, setting in known.items() if name not in KINDS}
+        options = {name: setting for name, setting in known.items() if name not in KINDS}
         return ReadRun(
-            settings=RunSettings(framework=self.name, options=others | options, **fields),
-            num_ignored=ignored,
-            unresolved=tuple(unresolved.values()),
+            settings=RunSettings(framework=self.name, options=options, **fields),
+            num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
+            unresolved=tuple(undecided[name] for name in undecided if name in KINDS),
             undecided=undecided,
             notes=conditions + tuple(f"{name} is not there: its values are known." for name in known_files),
             conditions=conditions,
@@ -128,11 +116,9 @@ def hangs_on(entry: Entry) -> str:
     return f"{entry.written} ({entry.where}) hangs on {', '.join(dict.fromkeys(entry.missing))}"
 
 
-def plain_value(entry: Entry) -> object:
-    """Return a setting's value in Python's types, True for a flag without one; None where it says nothing."""
-    if isinstance(entry.value, tuple):
-        return value_of_word(" ".join(entry.value)) if entry.value else True
-    return value_of_word(entry.value) if isinstance(entry.value, str) else entry.value
+def _as_it_is(option: str | None) -> Rule | None:
+    """Return the rule of an option of Megatron that no field holds."""
+    return None if option is None or option in KINDS else Rule(option)
 
 
 def when(condition: bool, value: object) -> object:

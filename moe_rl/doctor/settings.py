@@ -179,8 +179,12 @@ class ReadRun:
 def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None = None) -> Setting[Any] | None:
     """Return an entry as the value of field `name`; None for null. Raises a sentence for a value of the wrong type.
 
-    `meaning` turns the framework's value into the field's.
+    `meaning` turns the framework's value into the field's. An option that no field holds is taken as YAML says it.
     """
+    if name not in KINDS:
+        value = " ".join(entry.value) if isinstance(entry.value, tuple) else entry.value
+        value = True if entry.value == () else value_of_word(value) if isinstance(value, str) else value
+        return None if value is None else said_by(entry, value)
     value = _plain(entry.value, KINDS[name] if meaning is None else None)
     if value is None:
         return None

@@ -5,16 +5,12 @@ from collections.abc import Mapping
 
 from moe_rl.doctor.python_source import syntax_tree, value_of
 
-TERNARY = re.compile(r"(.+?)\?(.+):(.+)", re.DOTALL)
 ASSIGNING = re.compile(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
     """Return the value of an expression; None where a variable is not a number or the expression is not understood."""
     plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
-    if match := TERNARY.fullmatch(plain):
-        condition = evaluate(match.group(1), numbers)
-        return None if condition is None else evaluate(match.group(2 if condition else 3), numbers)
     python = re.sub(r"!(?!=)", " not ", plain.replace("&&", " and ").replace("||", " or "))
     try:
         tree = syntax_tree(re.sub(r"(?<!/)/(?!/)", "//", python), expression=True)

@@ -112,6 +112,9 @@ class Expansion:
     def _lookup(self, name: str, index: str | None, where: Where) -> list[Text] | None:
         if name in ("BASH_SOURCE", "0"):
             return [Text(text=str(self.path), where=where)]
+        if name.isdigit():
+            # $3 is the third of a function's arguments; a script is followed as if it were started without any.
+            return self.variables.get("@", [])[int(name) - 1 : int(name)] or None
         value = self.variables.get(name)
         if value is None or index in ("[@]", "[*]") or name == "@":
             return value
@@ -178,9 +181,7 @@ def split(value: Text) -> list[Text]:
 
 
 def trimmed(text: str, operation: str) -> str | None:
-    """Return the text after `#`, `##`, `%`, `%%`, `,,` or `^^`; None for any other operation."""
-    if operation in (",,", "^^"):
-        return text.lower() if operation == ",," else text.upper()
+    """Return the text after `#`, `##`, `%` or `%%`; None for any other operation."""
     match = re.match(r"##?|%%?", operation)
     if match is None:
         return None
