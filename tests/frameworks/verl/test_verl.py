@@ -105,6 +105,23 @@ def test_updates_are_balanced_by_one_variable(case: str, most: float, source: st
         assert balanced["moved"] > 0
 
 
+@pytest.mark.multi_rank(world_size=4, case="recipe_cases.replayed", launch="recipe")
+def test_verls_recipe_for_router_replay_is_balanced_on_the_stand_ins(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced = rank["plain"], rank["balanced"]
+        assert balanced["log_probs"] == plain["log_probs"]
+        assert balanced["curve"]["loss"] == pytest.approx(plain["curve"]["loss"], rel=1e-6)
+        # DeepEP adds the outputs of a rank's experts in bf16 before it sends them: where copies lie enters rounding.
+        assert times_the_yardstick(plain["curve"], balanced["curve"], rank["yardstick"]["curve"]) <= DRAWS
+        assert rank["same_names"]
+        assert rank["apart"] <= 2 * UPDATES * LEARNING_RATE
+        for metrics in balanced["metrics"]:
+            assert metrics["moe_rl/static_imbalance"] > 2.0
+            assert metrics["moe_rl/imbalance"] <= 1.02
+            assert metrics["moe_rl/fallback"] == 0
+        assert balanced["moved"] > 0
+
+
 @pytest.mark.multi_rank(world_size=4, case="verl_cases.weights_that_change_fast", launch="verl")
 def test_updates_stay_balanced_while_weights_change_fast(outcome: list[Any]) -> None:
     for rank in outcome:

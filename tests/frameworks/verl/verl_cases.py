@@ -164,12 +164,13 @@ def rollouts(
     told: dict[str, str] | None = None,
     log_prob_pass: bool = True,
     mini_batches: int = MINI_BATCHES,
+    yardstick: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
     """RL steps: a log-prob pass over a rollout, then four updates on parts of it, packed otherwise.
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
-    experts of a test weigh what real ones do.
+    experts of a test weigh what real ones do. `yardstick`: plain once more, with smaller micro-batches.
     """
     given = settings_from_environment(
         {"MOE_RL": "moe-rl", "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"} | (told or {})
@@ -178,7 +179,7 @@ def rollouts(
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
     weights: list[dict[str, torch.Tensor]] = []
 
-    def run(built: Any) -> dict[str, Any]:
+    def run(built: Any, limit: int = 120) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         metrics, found, flips, sent = [], [], [], []
         for step in range(ROLLOUTS):
@@ -190,7 +191,7 @@ def rollouts(
                 found += [output["log_probs"].values().double().sum().item()] if output else []
             parts = make_iterator(data, SEQUENCES // mini_batches, 1, seed=step, dataloader_kwargs={"shuffle": True})
             for mini in parts:
-                assign_non_tensor(mini, max_token_len_per_gpu=120, global_batch_size=4 * len(mini))
+                assign_non_tensor(mini, max_token_len_per_gpu=limit, global_batch_size=4 * len(mini))
                 learn = patch.object(KnownRoutes, "learn", counting_flips(flips))
                 with built.train_mode(), learn, copies_sent(deduplicated=False) as copies:
                     output = built.train_batch(mini, loss).get("metrics", {})
@@ -208,7 +209,10 @@ def rollouts(
         return said | moved(built)
 
     results = both_ways(run, given=given, **build)
-    plain, balanced = weights
+    if yardstick:
+        with verl_on_cpu.verl_on_cpu():
+            results["yardstick"] = run(engine(**build), limit=80)
+    plain, balanced, *_ = weights
     results["same_names"] = list(plain) == list(balanced)
     results["apart"] = max(float((plain[name] - balanced[name]).abs().max()) for name in plain)
     return results

@@ -5,7 +5,7 @@ Import before verl is: the platform must be registered before verl first asks fo
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
 NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY = 3, 8, 2, 128
 POPULARITY = np.array([0.4, 0.25, 0.15, 0.1, 0.04, 0.03, 0.02, 0.01])
 """Experts 0 .. 3 live on EP rank 0."""
+FUSED = importlib.util.find_spec("transformer_engine") is not None
+"""Whether the stand-in of TransformerEngine is there."""
 
 
 class _Module(types.ModuleType):
@@ -119,7 +121,7 @@ impl = importlib.import_module("verl.workers.engine.megatron.transformer_impl") 
 
 @contextlib.contextmanager
 def verl_on_cpu() -> Iterator[None]:
-    """Megatron on CPU, with a layer spec without TransformerEngine whose attention takes packed sequences."""
+    """Megatron on CPU, with attention that takes packed sequences; its own modules, or the stand-ins'."""
     with cpu_megatron():
         import mbridge.core.llm_bridge as bridge
         import verl.models.mcore.mbridge  # noqa: F401
@@ -157,17 +159,17 @@ def verl_on_cpu() -> Iterator[None]:
 
         original = gpt_layer_specs.get_gpt_decoder_block_spec
 
-        def local_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
-            block = original(config, use_transformer_engine=False, **kwargs)
+        def spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
+            block = original(config, use_transformer_engine=FUSED, **kwargs)
             for layer in block.layer_specs:
                 attention = layer.submodules.self_attention.submodules
                 attention.core_attention = PackedAttention
-                if config.sequence_parallel:
+                if config.sequence_parallel and not FUSED:
                     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
                     attention.q_layernorm = attention.k_layernorm = block.layer_norm = SequenceParallelNorm
             return block
 
-        bridge.get_gpt_decoder_block_spec = local_spec
+        bridge.get_gpt_decoder_block_spec = spec
         # mbridge knows the weights of TEGroupedMLP only, by name; `fill` gives the model its weights instead.
         Bridge.load_weights = lambda *_, **__: None
         yield
@@ -230,12 +232,13 @@ def engine(
     lr: float = 1e-3,
     common: float = 0.0,
     model: Mapping[str, int] | None = None,
+    transformer: Mapping[str, Any] | None = None,
     **engine_config: Any,
 ) -> Any:
     """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone.
 
     `common` is what all embeddings have in common, and what routers like in some experts, so that these take most.
-    `model`: other sizes, by Transformers' names.
+    `model`: other sizes, by Transformers' names; `transformer`: more of verl's `override_transformer_config`.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -255,7 +258,7 @@ def engine(
             use_remove_padding=engine_config.pop("use_remove_padding", True),
             use_dynamic_bsz=False,
             router_replay=EngineRouterReplayConfig(mode=mode),
-            override_transformer_config=TRANSFORMER,
+            override_transformer_config={**TRANSFORMER, **(transformer or {})},
             **engine_config,
         ),
         McoreOptimizerConfig(lr=lr, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
