@@ -6,7 +6,7 @@ from; one that nobody has measured says "assumed: ...". An unknown key is an err
 
 import functools
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -57,32 +57,14 @@ Count = Annotated[SourcedInt, BeforeValidator(_bare_value)]
 """A bare number takes the source of its file."""
 
 
-class ModelFile(_Strict):
-    """One file of `configs/models`: MoE layers are `first_moe_layer` and all after it."""
+class _Model(_Strict):
+    """Names, sources and MoE layers of a model, `first_moe_layer` and all after it; `ModelFile` adds the counts."""
 
     name: str
     hugging_face: list[str] = []
     source: str
     activation: str = "swiglu"
-    num_layers: Count
     first_moe_layer: Count = SourcedInt(value=0)
-    num_experts: Count
-    top_k: Count
-    num_expert_groups: Count = SourcedInt(value=1)
-    expert_group_top_k: Count = SourcedInt(value=0)
-    hidden_size: Count
-    moe_ffn_hidden_size: Count
-    shared_expert_ffn_hidden_size: Count = SourcedInt(value=0)
-    dense_ffn_hidden_size: Count = SourcedInt(value=0)
-    latent_cache_width: Count = SourcedInt(value=0)
-    latent_rotary_width: Count = SourcedInt(value=0)
-    latent_query_width: Count = SourcedInt(value=0)
-    sliding_window: Count = SourcedInt(value=0)
-    num_sliding_window_layers: Count = SourcedInt(value=0)
-    num_attention_heads: Count
-    num_query_groups: Count
-    kv_channels: Count
-    vocab_size: Count
 
     def counts(self) -> dict[str, SourcedInt]:
         """Return every numeric field by name."""
@@ -98,6 +80,16 @@ class ModelFile(_Strict):
             moe_layer_ids=tuple(range(first, values["num_layers"])),
             **values,
         )
+
+
+def _count(default: Any) -> tuple[Any, Any]:
+    """Return type and default of a count in a model's file."""
+    return Count, ... if default is MISSING else SourcedInt(value=default)
+
+
+_COUNTS: dict[str, Any] = {item.name: _count(item.default) for item in fields(MoeModelSpec) if item.type is int}
+ModelFile: type[_Model] = create_model("ModelFile", __base__=_Model, **_COUNTS)
+"""One file of `configs/models`: the numbers of `MoeModelSpec`, which may each have a source of their own."""
 
 
 class _Cluster(_Strict):
@@ -117,15 +109,6 @@ class _Cluster(_Strict):
             sources={name: constant.source for name, constant in constants.items()},
             **{name: constant.value for name, constant in constants.items()},
         )
-
-    @classmethod
-    def of(cls, hardware: HardwareSpec, *, num_nodes: int | None = None) -> "_Cluster":
-        """Return the file that holds `hardware`; every constant must have a source."""
-        constants = {
-            name: {"value": getattr(hardware, name), "source": hardware.sources.get(name)} for name in _CONSTANTS
-        }
-        size = {} if num_nodes is None else {"num_nodes": {"value": num_nodes, "source": "as before"}}
-        return checked({"name": hardware.name, **size, **constants}, cls, where=f"cluster {hardware.name!r}")
 
 
 def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
@@ -183,9 +166,7 @@ def cluster_file(name: str) -> _Cluster:
     path = Path(name) if _is_path(name) else CONFIGS / "clusters" / f"{name.lower()}.yaml"
     if not _is_path(name) and not path.is_file():
         raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")
-    file = checked(
-        {key: value for key, value in _cluster_content(path).items() if key != "like"}, ClusterFile, where=str(path)
-    )
+    file = checked(_cluster_content(path), ClusterFile, where=str(path))
     require(file.num_nodes is None or file.num_nodes.value >= 1, f"{path}: num_nodes must be at least 1.")
     return file
 
@@ -193,7 +174,7 @@ def cluster_file(name: str) -> _Cluster:
 def _cluster_content(path: Path) -> dict[str, Any]:
     """Return a cluster file's keys and those of the cluster that it is `like`, whose constants it need not repeat."""
     own = read_yaml(path)
-    like = own.get("like")
+    like = own.pop("like", None)
     if like is None:
         return own
     base = CONFIGS / "clusters" / f"{str(like).lower()}.yaml"
@@ -208,9 +189,13 @@ def _cluster_content(path: Path) -> dict[str, Any]:
 
 
 def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str:
-    """Return the YAML that `load_cluster` reads back as `hardware`."""
-    content = ClusterFile.of(hardware, num_nodes=num_nodes).model_dump(exclude_none=True)
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
+    """Return the YAML that `load_cluster` reads back as `hardware`, each of whose constants must have a source."""
+    content: dict[str, Any] = {"name": hardware.name}
+    if num_nodes is not None:
+        content["num_nodes"] = {"value": num_nodes, "source": "as before"}
+    content |= {name: {"value": getattr(hardware, name), "source": hardware.sources.get(name)} for name in _CONSTANTS}
+    file = checked(content, ClusterFile, where=f"cluster {hardware.name!r}")
+    return str(yaml.safe_dump(file.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=110))
 
 
 def load_model(name: str) -> LoadedModel:
@@ -288,7 +273,7 @@ def _is_path(name: str) -> bool:
 
 
 @functools.cache
-def _models_by_name() -> dict[str, ModelFile]:
+def _models_by_name() -> dict[str, _Model]:
     """Return every model file by its lower-case names: file name, own name and Hugging Face ids."""
     known = {}
     for stem in model_names():
@@ -298,6 +283,6 @@ def _models_by_name() -> dict[str, ModelFile]:
     return known
 
 
-def _loaded(file: ModelFile, origin: str) -> LoadedModel:
+def _loaded(file: _Model, origin: str) -> LoadedModel:
     assumed = [f"{key}: {count.source}" for key, count in file.counts().items() if "assumed" in count.source]
     return LoadedModel(spec=file.spec(), origin=origin, assumptions=tuple(assumed))

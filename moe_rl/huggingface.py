@@ -16,6 +16,7 @@ from moe_rl.core.model import MoeModelSpec
 Config = Mapping[str, Any]
 MoeLayers = Callable[[Config, int], list[int]]
 
+# The first key that is there counts.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -25,11 +26,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads",),
     "vocab_size": ("vocab_size",),
 }
-"""Keys of config.json for a field, the first that is there counts."""
 
+# These use `sliding_window`, where it is set, in every layer; the other families list such layers in `layer_types`.
 ALWAYS_WINDOWED = ("mixtral", "phimoe")
-"""Families that use `sliding_window` in every layer where it is set; the others list their layers in `layer_types`."""
 
+# Linear attention is priced as a window of the 64 tokens in which Gated DeltaNet works.
 LINEAR_WINDOW = 64
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 LINEAR_NOTE = (
@@ -75,6 +76,7 @@ def _mixers(config: Config, _: int) -> list[int]:
     return [layer for layer, block in enumerate(behind) if block == "E"]
 
 
+# The rule for the MoE layers of a `model_type`. All but Nemotron-H's have gated experts (gate, up, down).
 FAMILIES: Mapping[str, MoeLayers] = {
     "qwen2_moe": _sparse_step,
     "qwen3_moe": _sparse_step,
@@ -98,7 +100,6 @@ FAMILIES: Mapping[str, MoeLayers] = {
     "flex_olmo": _every_layer,
     "phimoe": _every_layer,
 }
-"""`model_type` -> the rule for its MoE layers. All but Nemotron-H's have gated experts (gate, up, down)."""
 
 
 def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
@@ -125,41 +126,46 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
             f"{where}: model_type {family!r} is not a family whose MoE layers are known."
             f"{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
         )
-    return _spec(config, family, Path(where))
+    path = Path(where)
 
+    def size(*keys: str) -> int:
+        """Return the first of these keys that is set, 0 where none is."""
+        return int(next((config[key] for key in keys if config.get(key)), 0))
 
-def _spec(config: Config, family: str, path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
     values: dict[str, Any] = {field: _number(config, keys, path) for field, keys in ALIASES.items()}
     moe_layers = FAMILIES[family](config, values["num_layers"])
-    latent = bool(config.get("kv_lora_rank"))
-    heads = values["num_attention_heads"]
-    head_dim = config.get("v_head_dim") if latent else config.get("head_dim")
+    heads, latent = values["num_attention_heads"], size("kv_lora_rank")
+    # Latent attention caches a low-rank product of keys and values, and beside it one rotary key for all heads.
+    rotary = size("qk_rope_head_dim") if latent else 0
     has_dense_layers = len(moe_layers) < values["num_layers"]
     linear = _linear_layers(config, values["num_layers"]) if family in LINEAR_FAMILIES else 0
     if family == HYBRID:
         pattern = str(config.get("hybrid_override_pattern", ""))
-        require(
-            len(moe_layers) > 0, f"{path}: hybrid_override_pattern {pattern!r} has no mixer with experts behind it."
-        )
+        has_experts = len(moe_layers) > 0
+        require(has_experts, f"{path}: hybrid_override_pattern {pattern!r} has no mixer with experts behind it.")
+        # A block of the pattern is a mixer or an MLP: together they are what other families count as one layer.
         values["num_layers"], linear = pattern.count("M") + pattern.count("*"), pattern.count("M")
-    sparse = int(config.get("index_topk") or 0) if family == "deepseek_v32" else 0
-    windowed = linear or (
-        values["num_layers"] if sparse else _sliding_window_layers(config, family, values["num_layers"])
-    )
-    window = LINEAR_WINDOW if linear else sparse or int(config.get("sliding_window") or 0)
+    sparse = size("index_topk") if family == "deepseek_v32" else 0
+    everywhere = values["num_layers"] if sparse else 0
+    windowed = linear or everywhere or _sliding_window_layers(config, family, values["num_layers"])
+    window = LINEAR_WINDOW if linear else sparse or size("sliding_window")
+    groups, expert_width = size("n_group") or 1, values["moe_ffn_hidden_size"]
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
-        num_query_groups=heads if latent else int(config.get("num_key_value_heads") or heads),
-        kv_channels=int(head_dim or values["hidden_size"] // heads),
-        latent_rotary_width=int(config.get("qk_rope_head_dim") or 0) if latent else 0,
-        latent_query_width=int(config.get("q_lora_rank") or 0) if latent else 0,
-        latent_cache_width=int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
+        # Training expands latent attention's keys and values for every head.
+        num_query_groups=heads if latent else size("num_key_value_heads") or heads,
+        kv_channels=size("v_head_dim" if latent else "head_dim") or values["hidden_size"] // heads,
+        latent_rotary_width=rotary,
+        latent_query_width=size("q_lora_rank") if latent else 0,
+        latent_cache_width=latent + rotary,
         activation={"gpt_oss": "swiglu_oai", HYBRID: "relu2"}.get(family, "swiglu"),
-        num_expert_groups=int(config.get("n_group") or 1),
-        expert_group_top_k=int(config.get("topk_group") or 0) if int(config.get("n_group") or 1) > 1 else 0,
-        shared_expert_ffn_hidden_size=_shared_width(config, values["moe_ffn_hidden_size"]),
-        dense_ffn_hidden_size=int(config.get("intermediate_size") or 0) if has_dense_layers else 0,
+        num_expert_groups=groups,
+        expert_group_top_k=size("topk_group") if groups > 1 else 0,
+        # Some files give the width of all shared experts, others how many there are, each as wide as a routed one.
+        shared_expert_ffn_hidden_size=size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+        or size("n_shared_experts", "moe_num_shared_experts") * expert_width,
+        dense_ffn_hidden_size=size("intermediate_size") if has_dense_layers else 0,
         sliding_window=window if windowed else 0,
         num_sliding_window_layers=windowed,
         **values,
@@ -185,13 +191,6 @@ def _sliding_window_layers(config: Config, family: str, num_layers: int) -> int:
     if kinds is None:
         return num_layers if family in ALWAYS_WINDOWED else 0
     return list(kinds[:num_layers]).count("sliding_attention")
-
-
-def _shared_width(config: Config, expert_width: int) -> int:
-    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
-        if config.get(key):
-            return int(config[key])
-    return int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0) * expert_width
 
 
 def _number(config: Config, keys: tuple[str, ...], path: Path) -> int:

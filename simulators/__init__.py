@@ -12,10 +12,10 @@ from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
 from moe_rl.simulators.synthetic import synthetic_trace
-from moe_rl.simulators.timeline import step_timeline, write_timeline
+from moe_rl.simulators.timeline import chrome_json, step_timeline
 
 __all__ = [
     "SYNTHETIC", "SimulationResult", "StepSetting", "TrainingStep", "BalancedBatch",
-    "cost_params_for", "perturbed_rankings", "simulate_policies", "step_timeline",
-    "synthetic_trace", "write_timeline",
+    "chrome_json", "cost_params_for", "perturbed_rankings", "simulate_policies", "step_timeline",
+    "synthetic_trace",
 ]  # fmt: skip

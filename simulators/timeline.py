@@ -8,7 +8,6 @@ shows as a long all-to-all on a fast rank is waiting for a slow one.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -60,8 +59,8 @@ def step_timeline(
     return drawing.events
 
 
-def write_timeline(path: Path, timelines: Mapping[str, Iterable[TimelineEvent]], *, ranks_per_node: int) -> None:
-    """Write the timelines of several policies into one Chrome-trace JSON file."""
+def chrome_json(timelines: Mapping[str, Iterable[TimelineEvent]], *, ranks_per_node: int) -> str:
+    """Return the timelines of several policies as one Chrome trace in JSON."""
     events: list[dict[str, object]] = []
     processes: dict[tuple[str, int], int] = {}
     for policy, timeline in timelines.items():
@@ -76,7 +75,7 @@ def write_timeline(path: Path, timelines: Mapping[str, Iterable[TimelineEvent]],
                 rows.add((process, event.rank))
                 events.append(_name("thread_name", f"rank {event.rank}", process, event.rank))
             events.append(_complete(event, process))
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _name(kind: str, name: str, process: int, thread: int = 0) -> dict[str, object]:

@@ -20,8 +20,8 @@ from moe_rl.report.curves import LETTER
 from moe_rl.report.sweep_chart import check_picture
 from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions
+from moe_rl.study.run_sweep import NOT_SWEPT, flags, parse_grid
 from moe_rl.study.sweep_file import open_sweep
-from moe_rl.study.sweep_grid import NOT_SWEPT, flags, parse_grid
 
 SETTING = ("--ep-group-tokens", 200, "--tokens-per-rank", 4096, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
 GRID = ("--sweep", "ep=2,4", "--sweep", "replica_slots=0,1")
@@ -360,8 +360,8 @@ def test_results_and_their_order_do_not_depend_on_the_number_of_jobs(tmp_path: P
 
 def test_a_killed_worker_ends_the_sweep_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="a worker process was killed"):
-        list(executor_named("local", jobs=2).run(killed_at_two, range(6)))
-    assert sorted(executor_named("local", jobs=2).run(doubled, range(6))) == [(i, 2 * i) for i in range(6)]
+        list(executor_named("local", jobs=2)(killed_at_two, range(6)))
+    assert sorted(executor_named("local", jobs=2)(doubled, range(6))) == [(i, 2 * i) for i in range(6)]
 
 
 def doubled(index: int) -> int:

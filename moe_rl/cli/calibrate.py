@@ -34,8 +34,7 @@ def calibrate_cluster(
     from moe_rl.study.measured import predicted_seconds, read_timed
 
     require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster takes it for a file.")
-    for path in measurements:
-        check_outputs({"--out": out}, inputs=(path,))
+    check_outputs({"--out": out}, inputs=tuple(measurements))
     before = load_cluster(cluster)
     names = [name.strip() for name in constants.split(",") if name.strip()]
     require(len(names) > 0, f"--constants names no constant. Known: {', '.join(CONSTANTS)}.")
@@ -103,21 +102,18 @@ def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
     constants = figures_table("constant", cluster, "fitted", "change", "standard error", gap=2)
     for item in result.constants:
         change = item.after / item.before - 1.0
-        constants.add_row(
-            Text(item.name), f"{item.before:.4g}", f"{item.after:.4g}", f"{change:+.1%}", f"{item.uncertainty:.1%}"
-        )
+        figures = f"{item.before:.4g}", f"{item.after:.4g}", f"{change:+.1%}", f"{item.uncertainty:.1%}"
+        constants.add_row(Text(item.name), *figures)
     console.print(constants)
     errors = figures_table("mean error of", "points", f"with {cluster}", "fitted", "held out", gap=2)
+
+    def add(name: str, count: int, *shares: float | None) -> None:
+        errors.add_row(Text(name), str(count), *("" if share is None else f"{share:.1%}" for share in shares))
+
     for group in result.groups:
-        held_out = "" if group.held_out is None else f"{group.held_out:.1%}"
-        errors.add_row(
-            Text(group.group), str(group.num_measurements), f"{group.before:.1%}", f"{group.in_sample:.1%}", held_out
-        )
+        add(group.group, group.num_measurements, group.before, group.in_sample, group.held_out)
     errors.add_section()
-    held_out = "" if result.held_out_error is None else f"{result.held_out_error:.1%}"
-    errors.add_row(
-        "all", str(result.num_measurements), f"{result.error_before:.1%}", f"{result.in_sample_error:.1%}", held_out
-    )
+    add("all", result.num_measurements, result.error_before, result.in_sample_error, result.held_out_error)
     console.print(errors)
     for group in result.groups:
         if group.refused:

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -17,8 +17,7 @@ from moe_rl.core.outputs import encodable, printable, write_outputs
 Advance = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
 
-PLAIN_WIDTH = 100
-"""Columns of the output where it goes to a file or a pipe."""
+PLAIN_WIDTH = 100  # Columns of the output in a file or a pipe, for which rich takes 80: too few for policy tables.
 
 
 class _Console(Console):
@@ -40,6 +39,12 @@ def results(*, on_stderr: bool = False) -> Console:
 def say(message: str) -> None:
     """Print a line on stderr."""
     _Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(printable(message))
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Print what a reader must know beside the results."""
+    for note in notes:
+        say(f"note: {note}")
 
 
 def print_json(document: object) -> None:

@@ -10,7 +10,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from moe_rl.cli.console import say
+from moe_rl.cli.console import say_notes
 from moe_rl.cli.help import print_all
 from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOptions, merge_options
 
@@ -60,8 +60,7 @@ def _launched(files: list[Path]) -> dict[str, Any]:
     from moe_rl.study.launch import launch_options
 
     found, said = launch_options(files)
-    for sentence in said:
-        say(f"note: {sentence}")
+    say_notes(said)
     return found
 
 

@@ -11,9 +11,8 @@ from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
-from moe_rl.study.compare_recording import AttributedStep, attribute_recording
+from moe_rl.study.compare_recording import AttributedStep, PredictedStep, attribute_recording, read_prediction
 from moe_rl.study.options import SHOWN
-from moe_rl.study.read_predicted import PredictedStep, read_prediction
 
 
 def profile(
@@ -37,36 +36,32 @@ def profile(
 
     Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
     """
-    require(
-        predicted is None or policy_name is not None, "--predicted needs --policy-name: the policy that was running."
-    )
+    require(predicted is None or policy_name is not None, "--predicted needs --policy-name: the policy that ran.")
     require(predicted is not None or policy_name is None, "--policy-name needs --predicted.")
-    for path in traces:
-        check_outputs({"--measurements": measurements}, inputs=(path,))
+    check_outputs({"--measurements": measurements}, inputs=tuple(traces))
     shape = None
     if measurements is not None:
         require(measurements.suffix == ".csv", f"--measurements {measurements} must end in .csv.")
-        shape = _shape(
-            model, expert_model_parallel_size, ranks_per_node, tokens_per_rank, moe_token_dispatcher_type, group
+        # Before the recordings are read, which takes longest.
+        given = {"--model": model, "--expert-model-parallel-size": expert_model_parallel_size}
+        absent = [name for name, value in (given | {"--tokens-per-rank": tokens_per_rank}).items() if value is None]
+        require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
+        SHOWN["moe_token_dispatcher_type"].check(moe_token_dispatcher_type)
+        spec = load_model(str(model)).spec
+        shape = RecordedShape(
+            model=spec,
+            dispatcher="alltoall" if moe_token_dispatcher_type == "alltoall" else "deepep",
+            ep_size=int(expert_model_parallel_size or 0),
+            ranks_per_node=ranks_per_node,
+            tokens_per_rank=int(tokens_per_rank or 0),
+            group=group or spec.name,
         )
-    prediction = None
-    if predicted is not None and policy_name is not None:
-        prediction = read_prediction(predicted, policy_name)
+    prediction = read_prediction(predicted, str(policy_name)) if predicted is not None else None
     with progress_bar() as advance:
         runs = read_recordings(traces, advance)
         advance("attributing", 0, 1)
         profiled = attribute_recording(runs, steps, prediction)
-    _deliver(profiled, prediction, measurements, shape, as_json=as_json)
-
-
-def _deliver(
-    profiled: AttributedStep,
-    prediction: PredictedStep | None,
-    measurements: Path | None,
-    shape: RecordedShape | None,
-    *,
-    as_json: bool,
-) -> None:
+    derived = None
     if measurements is not None and shape is not None:
         require(profiled.busy is not None, "--measurements needs recordings of a GPU: these hold CPU operators only.")
         derived = derive_measurements(profiled.work, profiled.waiting, shape)
@@ -76,28 +71,10 @@ def _deliver(
         print_json(_document(profiled, prediction))
     else:
         print_profile(profiled, prediction, results())
-    if measurements is not None and shape is not None:
+    if measurements is not None and derived is not None:
         for sentence in derived.remarks:
             say(f"{measurements.name}: {sentence}")
         say(f"wrote {measurements}, {len(derived.rows)} rows")
-
-
-def _shape(
-    model: str | None, ep_size: int | None, ranks_per_node: int, tokens: int | None, dispatcher: str, group: str | None
-) -> RecordedShape:
-    given = {"--model": model, "--expert-model-parallel-size": ep_size, "--tokens-per-rank": tokens}
-    absent = [name for name, value in given.items() if value is None]
-    require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
-    SHOWN["moe_token_dispatcher_type"].check(dispatcher)
-    spec = load_model(str(model)).spec
-    return RecordedShape(
-        model=spec,
-        dispatcher="alltoall" if dispatcher == "alltoall" else "deepep",
-        ep_size=int(ep_size or 0),
-        ranks_per_node=ranks_per_node,
-        tokens_per_rank=int(tokens or 0),
-        group=group or spec.name,
-    )
 
 
 def _document(profiled: AttributedStep, prediction: PredictedStep | None) -> dict[str, object]:

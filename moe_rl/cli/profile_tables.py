@@ -10,14 +10,11 @@ from moe_rl.profiling.attribution import CATEGORIES
 from moe_rl.profiling.waiting import WaitSplit
 from moe_rl.report.tables import figures_table
 from moe_rl.report.units import decimals, time_unit
-from moe_rl.study.compare_recording import AttributedStep
-from moe_rl.study.read_predicted import PredictedStep
+from moe_rl.study.compare_recording import AttributedStep, PredictedStep
 
-MAX_RANK_COLUMNS = 8
-DIGITS = 4
-"""Significant digits of a table's largest number."""
-SELDOM = ("reorder", "plan", "optimizer")
-"""Categories that get a row only where they occur."""
+MAX_RANK_COLUMNS = 8  # With them and the mean a table still has at most 100 columns.
+DIGITS = 4  # Significant digits of a table's largest number.
+SELDOM = ("reorder", "plan", "optimizer")  # Categories that get a row only where they occur.
 
 
 def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, console: Console) -> None:

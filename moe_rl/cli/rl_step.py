@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 from rich.table import Table
 
-from moe_rl.cli.console import command_line, print_json, progress_bar, results, say
+from moe_rl.cli.console import command_line, print_json, progress_bar, results, say, say_notes
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
@@ -41,21 +41,20 @@ def rl_step(
     check_outputs({"--plot": plot}, inputs=() if trace is None else (trace,))
     with progress_bar() as advance, collected_notes() as warnings:
         passes = training_passes(trace, options, advance)
-        points = swept_steps(passes, options, sweep.split(",") if sweep else [])
+        points = swept_steps(passes, options, sweep)
     notes = [*rl_notes(options, of_lengths=trace is None), *warnings]
     if plot is not None:
-        drawing = rl_timeline(points[()])
+        drawing = rl_timeline(points[""])
         page = plot.suffix == ".html"
-        write_outputs({plot: _page(points[()], drawing, notes) if page else standalone(drawing).encode()})
+        write_outputs({plot: _page(points[""], drawing, notes) if page else standalone(drawing).encode()})
     if to_json:
-        by_point = {" ".join(point): as_json(steps) for point, steps in points.items()}
+        by_point = {point: as_json(steps) for point, steps in points.items()}
         figures = {"points": by_point} if sweep else {"policies": by_point[""]}
         print_json({"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes})
         return
     for point, steps in points.items():
-        results().print(_table(" ".join(point) or "part (s)", steps))
-    for note in notes:
-        say(f"note: {note}")
+        results().print(_table(point or "part (s)", steps))
+    say_notes(notes)
     if plot is not None:
         say(f"wrote {plot}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_rl.cli.console import command_line, deliver, progress_bar, say
+from moe_rl.cli.console import command_line, deliver, progress_bar, say, say_notes
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.report.tables import figures_table
@@ -43,8 +43,7 @@ def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_pat
 def _deliver(made: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
     document = json.dumps(made.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
     deliver(files, document, json_path, lambda console: _print(made, console))
-    for note in notes:
-        say(f"note: {note}")
+    say_notes(notes)
 
 
 def _print(made: RolloutMap, console: Console) -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from moe_rl.cli.console import command_line, deliver, progress_bar, results, say
+from moe_rl.cli.console import command_line, deliver, progress_bar, results, say, say_notes
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
@@ -31,7 +31,7 @@ def simulate_trace(
     from moe_rl.report.columns import check_columns
     from moe_rl.report.html import render_html
     from moe_rl.report.terminal import print_report
-    from moe_rl.study.chrome_timeline import chrome_trace
+    from moe_rl.study.plan_and_price import chrome_trace
     from moe_rl.study.resident_slots import open_scenario
     from moe_rl.study.rl_passes import predict_with_rl
 
@@ -159,6 +159,5 @@ def plan(
         console.print(f"{name:23} {value}")
     for sentence in made.capacity.sentences() if capacity and made.capacity else ():
         console.print(sentence, soft_wrap=True)
-    for note in (*made.notes, *warnings):
-        say(f"note: {note}")
+    say_notes((*made.notes, *warnings))
     say(f"wrote {out}")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_rl.cli.console import command_line, progress_bar, results, say
+from moe_rl.cli.console import command_line, progress_bar, results, say, say_notes
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
@@ -32,8 +32,7 @@ def sweep(
     from moe_rl.report.faces import PICTURES
     from moe_rl.report.sweep_chart import check_picture
     from moe_rl.report.terminal import print_sweep
-    from moe_rl.study.run_sweep import run_sweep
-    from moe_rl.study.sweep_grid import parse_grid
+    from moe_rl.study.run_sweep import parse_grid, run_sweep
 
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
@@ -49,8 +48,7 @@ def sweep(
     if plot is not None:
         found.save(plot)
     print_sweep(found, results())
-    for note in found.notes:
-        say(f"note: {note}")
+    say_notes(found.notes)
     say(f"{out} holds {len(found.points)} of {len(found.points)} points")
     if plot is not None:
         say(f"wrote {plot}")

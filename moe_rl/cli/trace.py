@@ -1,13 +1,16 @@
 """`moe-rl trace info | validate | convert | synth`."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, print_json, progress_bar, results, say
+from moe_rl.cli.console import Advance, print_json, progress_bar, results, say, say_notes
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require, require_kind
@@ -18,44 +21,45 @@ from moe_rl.study.options import TraceOptions, parse_value
 
 if TYPE_CHECKING:
     from moe_rl.core.trace import RoutingTrace
-    from moe_rl.replay import Manifest
+    from moe_rl.replay import Manifest, TraceSource
 
 app = plain_app(help="Read, check, convert and generate routing traces.", no_args_is_help=True)
+
+
+@contextmanager
+def _opened(trace: Path, options: TraceOptions) -> "Iterator[tuple[Advance, TraceSource]]":
+    """Open a trace under a progress bar; notes are said when the work is done."""
+    from moe_rl.study.traces import open_for_model
+
+    with progress_bar() as advance, collected_notes() as warnings:
+        advance("reading the trace", 0, 1)
+        yield advance, open_for_model(trace, options, None)
+    say_notes(warnings)
 
 
 @command(app, "trace info")
 @with_options(TraceOptions)
 def info(trace: Path, options: TraceOptions, as_json: bool = False) -> None:
     """Say what a trace holds: model shape, steps, sequences, tokens, size."""
-    from moe_rl.study.traces import describe_trace, open_for_model
+    from moe_rl.study.traces import describe_trace
 
-    with progress_bar() as advance, collected_notes() as warnings:
-        advance("reading the trace", 0, 1)
-        source = open_for_model(trace, options, None)
+    with _opened(trace, options) as (_, source):
         facts = describe_trace(source)
     if as_json:
         print_json(facts)
-    else:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for name, value in facts.items():
-            table.add_row(name.replace("_", " "), printable(_written(name, value)))
-        results().print(table)
-    for warning in warnings:
-        say(f"note: {warning}")
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), printable(_written(name, value)))
+    results().print(table)
 
 
 @command(app, "trace validate")
 @with_options(TraceOptions)
 def validate(trace: Path, options: TraceOptions) -> None:
     """Read every row and stop at the first damage: checksums, ids out of range or twice, layers not captured."""
-    from moe_rl.study.traces import open_for_model
-
-    with progress_bar() as advance, collected_notes() as warnings:
-        advance("reading the trace", 0, 1)
-        source = open_for_model(trace, options, None)
-        source.validate(lambda done, total: advance("checking", done, total))
-    for warning in warnings:
-        say(f"note: {warning}")
+    with _opened(trace, options) as (advance, source):
+        source.validate(partial(advance, "checking"))
     typer.echo(
         f"ok: {source.num_sequences} sequences, {source.num_tokens} tokens, {len(source.moe_layer_ids)} MoE layers, "
         f"{source.num_experts} experts, top-{source.top_k}"
@@ -77,13 +81,11 @@ def convert(
 ) -> None:
     """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
     from moe_rl.replay import convert_trace
-    from moe_rl.study.traces import open_for_model, options_of_model, size_of
+    from moe_rl.study.traces import options_of_model
 
-    options = options_of_model(trace, options, model)
-    with progress_bar() as advance, collected_notes() as warnings:
-        advance("reading the trace", 0, 1)
+    with _opened(trace, options_of_model(trace, options, model)) as (advance, source):
         written = convert_trace(
-            open_for_model(trace, options, None),
+            source,
             target,
             steps=None if steps is None else _steps(steps),
             routes_only=routes_only,
@@ -91,14 +93,9 @@ def convert(
             coded=coded,
             overwrite=overwrite,
             model=model,
-            progress=lambda done, total: advance("converting", done, total),
+            progress=partial(advance, "converting"),
         )
-    for warning in warnings:
-        say(f"note: {warning}")
-    manifest = written.manifest
-    typer.echo(
-        f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {format_bytes(size_of(target))}"
-    )
+    _say_written(target, written.manifest)
 
 
 def _steps(given: str) -> list[int]:
@@ -121,16 +118,12 @@ def synth(
     overwrite: bool = False,
 ) -> None:
     """Generate a synthetic trace: sequence-correlated presets, or GRPO groups."""
+    from moe_rl.replay import write_trace
     from moe_rl.simulators.registry import SYNTHETIC
-    from moe_rl.study.traces import routes_of_a_step, size_of
+    from moe_rl.study.traces import open_trace, routes_of_step
 
-    given: dict[str, Any] = {
-        "num_layers": num_layers,
-        "num_experts": num_experts,
-        "top_k": moe_router_topk,
-        "seed": seed,
-    }
-    wanted = {key: value for key, value in given.items() if value is not None}
+    given: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "top_k": moe_router_topk}
+    wanted = {key: value for key, value in (given | {"seed": seed}).items() if value is not None}
     for text in option or []:
         key, equals, value = text.partition("=")
         require(bool(key and equals), f"--option {text!r} must read name=value.")
@@ -145,49 +138,39 @@ def synth(
     with progress_bar() as advance:
         if like_trace is not None:
             advance("calibrating", 0, 1)
-            generator = generator.like(routes_of_a_step(like_trace))
+            generator = generator.like(routes_of_step(open_trace(like_trace)))
             fitted = {name: getattr(generator.config, name) for name in ("num_topics", "topic_sigma")}
             wanted |= fitted
         num_steps = int(getattr(generator.config, "num_steps", 1))
-        origin = {"generator": name} | wanted
-        written = _write_pieces(generator.steps(whole=False), target, num_steps, origin, advance, overwrite=overwrite)
+        # Piece by piece: a trace of Qwen3-235B with 1.3 M tokens is 1 GB of routes.
+        pieces = generator.steps(whole=False)
+        advance("generating", 0, num_steps)
+        first = next(pieces)
+
+        def generated() -> "Iterator[RoutingTrace]":
+            for piece in chain([first], pieces):
+                advance("generating", int(piece.step[0]), num_steps)
+                yield piece
+
+        written = write_trace(
+            generated(),
+            target,
+            num_experts=first.num_experts,
+            moe_layer_ids=first.moe_layer_ids,
+            top_k=first.top_k,
+            origin={"generator": name} | wanted,
+            overwrite=overwrite,
+        )
     if like_trace is not None:
         say(f"experts meet as in {like_trace}: {', '.join(f'{key} {value}' for key, value in fitted.items())}")
-    typer.echo(
-        f"{target}: {written.num_sequences} sequences, {written.num_tokens} tokens, {format_bytes(size_of(target))}"
-    )
+    _say_written(target, written.manifest)
 
 
-def _write_pieces(
-    pieces: "Iterator[RoutingTrace]",
-    target: Path,
-    num_steps: int,
-    origin: dict[str, int | float | str | bool],
-    advance: Advance,
-    *,
-    overwrite: bool,
-) -> "Manifest":
-    from moe_rl.replay import write_trace
+def _say_written(target: Path, manifest: "Manifest") -> None:
+    from moe_rl.study.traces import size_of
 
-    advance("generating", 0, num_steps)
-    first = next(pieces)
-
-    def generated() -> "Iterator[RoutingTrace]":
-        yield first
-        for piece in pieces:
-            advance("generating", int(piece.step[0]), num_steps)
-            yield piece
-
-    written = write_trace(
-        generated(),
-        target,
-        num_experts=first.num_experts,
-        moe_layer_ids=first.moe_layer_ids,
-        top_k=first.top_k,
-        origin=origin,
-        overwrite=overwrite,
-    )
-    return written.manifest
+    size = format_bytes(size_of(target))
+    typer.echo(f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {size}")
 
 
 def _written(name: str, value: object) -> str:

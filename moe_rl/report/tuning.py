@@ -24,8 +24,8 @@ the slower first in all three that it takes to differ by less, and the faster in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TunedSetting:
-    """One setting, priced."""
+class Shape:
+    """How the GPUs are shared out."""
 
     expert_model_parallel_size: int
     tensor_model_parallel_size: int
@@ -33,23 +33,17 @@ class TunedSetting:
     pipeline_model_parallel_size: int
     num_virtual_stages: int
     dispatcher: str
-    micro_batch_tokens: int
-    """Token budget of a data-parallel rank."""
-    num_micro_batches: int
-    recompute: str
-    tokens_per_s_per_gpu: float
-    peak_gib: float
-    parts: Mapping[str, float]
-    """Shares of the step by part."""
     expert_tensor_parallel_size: int = 1
-    resident_slots: int = 0
-    """Copies of experts per rank and layer for which the peak has room; balanced routing gains nothing from them."""
 
     @property
-    def limits(self) -> str:
-        """The largest parts of the step."""
-        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:LIMITS]
-        return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+    def expert_ranks(self) -> int:
+        """Ranks that share one set of experts."""
+        return self.expert_model_parallel_size * self.expert_tensor_parallel_size
+
+    @property
+    def slices(self) -> int:
+        """TP x CP."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def name(self) -> str:
@@ -65,6 +59,28 @@ class TunedSetting:
     def _beside_ep(self) -> dict[str, int]:
         sizes = (getattr(self, name) for name in (*SIZES[1:], "num_virtual_stages"))
         return {name: size for name, size in zip(("ETP", "TP", "CP", "PP", "VP"), sizes, strict=True) if size > 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedSetting(Shape):
+    """One setting of a shape, priced."""
+
+    micro_batch_tokens: int
+    """Token budget of a data-parallel rank."""
+    num_micro_batches: int
+    recompute: str
+    tokens_per_s_per_gpu: float
+    peak_gib: float
+    parts: Mapping[str, float]
+    """Shares of the step by part."""
+    resident_slots: int = 0
+    """Copies of experts per rank and layer for which the peak has room; balanced routing gains nothing from them."""
+
+    @property
+    def limits(self) -> str:
+        """The largest parts of the step."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:LIMITS]
+        return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
 
     def lines(self, framework: str) -> str:
         """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""

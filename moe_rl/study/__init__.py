@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from moe_rl.core.plan_file import load_plan, save_plan
     from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
     from moe_rl.study.batch import Batch
-    from moe_rl.study.chrome_timeline import chrome_trace
-    from moe_rl.study.compare_recording import AttributedStep, attribute_recording
+    from moe_rl.study.compare_recording import AttributedStep, PredictedStep, attribute_recording, read_prediction
     from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
-    from moe_rl.study.plan_and_price import load_bounds, load_under, make_plans, predict
-    from moe_rl.study.read_predicted import PredictedStep, read_prediction
+    from moe_rl.study.plan_and_price import chrome_trace, load_bounds, load_under, make_plans, predict
     from moe_rl.study.resident_slots import open_scenario
     from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
     from moe_rl.study.scenario import Scenario
@@ -33,10 +31,10 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "api": "plan rl_step simulate sweep tune", "batch": "Batch", "chrome_timeline": "chrome_trace",
-    "compare_recording": "AttributedStep attribute_recording",
+    "api": "plan rl_step simulate sweep tune", "batch": "Batch",
+    "compare_recording": "AttributedStep PredictedStep attribute_recording read_prediction",
     "options": "SimulationOptions TraceOptions merge_options",
-    "plan_and_price": "load_bounds load_under make_plans predict", "read_predicted": "PredictedStep read_prediction",
+    "plan_and_price": "chrome_trace load_bounds load_under make_plans predict",
     "resident_slots": "open_scenario", "rollout_map": "RolloutMap plan_rollout_map score_expert_map",
     "scenario": "Scenario", "traces": "TraceLike open_trace",
 }  # fmt: skip

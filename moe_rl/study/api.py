@@ -1,6 +1,5 @@
 """What a notebook or a framework calls: simulate, plan and sweep with the options of the command line as keywords."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from moe_rl.study.plan_and_price import make_plans
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RlStepOptions, TuneOptions
 from moe_rl.study.rl_passes import predict_with_rl, training_passes
-from moe_rl.study.run_sweep import run_sweep
+from moe_rl.study.run_sweep import run_sweep, span_grid
 from moe_rl.study.scenario import Progress
 from moe_rl.study.search_layouts import tune as search_layouts
-from moe_rl.study.sweep_grid import span_grid
 from moe_rl.study.traces import TraceLike
 
 
@@ -126,11 +124,9 @@ def sweep(
     if out is not None:
         require(Path(out).suffix == ".jsonl", f"{out} must end in .jsonl.")
         check_outputs({"": Path(out)}, inputs=(Path(trace),) if isinstance(trace, str | Path) else ())
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "sweep.jsonl") if out is None else Path(out)
-        workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
-        command = _call("sweep", trace, options)
-        return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
+    workers, file = executor_named(executor, jobs=jobs, ray_address=ray_address), None if out is None else Path(out)
+    command = _call("sweep", trace, options)
+    return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
 
 
 @takes_options(TuneOptions)

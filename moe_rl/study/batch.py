@@ -99,7 +99,6 @@ def cut_step(
         return loads[key]
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
-    require(options.seed >= 0, f"the seed must be at least 0, got {options.seed}.")
     every = tuple(parts)
     known = _known(every, lengths, options) if as_planners_know_it else every
     unrouted = sum(_unrouted(part) for part in parts)
@@ -124,9 +123,14 @@ def cut_step(
 
 def _counted(parts: Sequence[Trace]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return [S, L, E] pairs and [S] tokens with a route of every sequence."""
-    counts = [part if isinstance(part, SequenceCounts) else count_sequences(part) for part in parts]
+    counts = [counts_of(part) for part in parts]
     pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
     return pairs, np.concatenate([part.num_valid_tokens for part in counts]).astype(np.int64)
+
+
+def counts_of(part: Trace) -> SequenceCounts:
+    """Return the counts of every sequence of a trace, which may hold nothing else."""
+    return part if isinstance(part, SequenceCounts) else count_sequences(part)
 
 
 def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[Trace, ...]:
@@ -138,6 +142,7 @@ def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: Simula
     for part in parts:
         here = hidden[first : first + len(part.sequence_lengths)]
         first += len(here)
+        # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
         if isinstance(part, RoutingTrace):
             lost = np.repeat(here, part.sequence_lengths)
             if options.unknown_pairs:

@@ -1,15 +1,71 @@
-"""A recorded step, attributed: what `moe-rl profile` prints."""
+"""A recorded step, attributed, beside a policy's step out of a file of `moe-rl simulate --json`: `moe-rl profile`."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.profiling.attribution import AttributedWork, attribute, seconds_by_category
+from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.profiling.attribution import AttributedWork, Call, attribute, seconds_by_category
 from moe_rl.profiling.busy_time import BusyTime, busy_time
-from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
+from moe_rl.profiling.comparison import PART_OF_PREDICTION, ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.waiting import WaitSplit, split_waiting
-from moe_rl.study.read_predicted import PredictedStep
+from moe_rl.report.document import SCHEMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """What the simulator said of one policy."""
+
+    policy: str
+    breakdown_s: Mapping[str, float]
+    num_micro_batches: int | None
+    """None: the file does not say."""
+
+    def share_of_step(self, calls: Collection[Call]) -> tuple[float, list[str]]:
+        """Return which share of the predicted micro-batches was recorded, and what a reader must know about it."""
+        predicted = self.num_micro_batches
+        recorded = len({call.micro_batch for call in calls if call.micro_batch is not None})
+        if not recorded or predicted is None:
+            return 1.0, ["the recording does not say which micro-batches it holds: it is taken as whole steps."]
+        require(
+            recorded <= predicted,
+            f"the recording holds {recorded} micro-batches, the prediction {predicted}: it is of another step.",
+        )
+        if recorded == predicted:
+            return 1.0, []
+        return recorded / predicted, [
+            f"the recording holds {recorded} of {predicted} micro-batches: predicted seconds are scaled by that share."
+        ]
+
+    def notes(self) -> list[str]:
+        """Return what of the prediction is not compared."""
+        unseen = {name: s for name, s in self.breakdown_s.items() if name not in PART_OF_PREDICTION and s}
+        said = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
+        return [f"predicted and no work of a GPU, so not compared: {said}."] if said else []
+
+
+def read_prediction(path: Path, policy: str) -> PredictedStep:
+    """Read one policy, or yardstick, of a simulation with times."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInputError(f"--predicted {path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidInputError(f"--predicted {path} is not a JSON file: {error}.") from None
+    is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
+    require(is_ours, f"--predicted {path} is not a file of moe-rl simulate --json ({SCHEMA}).")
+    known = {**document.get("yardsticks", {}), **document.get("policies", {})}
+    require_known(policy, known, f"--policy-name {policy!r} is not in {path}.")
+    breakdown = known[policy].get("breakdown_s")
+    timed = isinstance(breakdown, dict)
+    require(timed, f"{path} holds no times of {policy!r}: simulate with --objective time to compare.")
+    return PredictedStep(
+        policy=policy,
+        breakdown_s={name: float(seconds) for name, seconds in breakdown.items()},
+        num_micro_batches=document.get("setting", {}).get("num_micro_batches"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +104,7 @@ def attribute_recording(
     """Attribute the recordings and hold them against the prediction; `steps` None: as many as were marked."""
     work = [attribute(run) for run in runs.values()]
     waiting, why = None, ""
-    try:
+    try:  # It needs ranges and two ranks: without them everything else is still worth printing.
         waiting = split_waiting(work)
     except InvalidInputError as error:
         why = str(error)
@@ -95,6 +151,7 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
         said.append(
             "no moe_rl range was recorded (moe_rl.profiling.ranges.enable): kernels count by their names alone."
         )
+    # A flat NCCL all-to-all has one kernel name for whatever it moves.
     outside = sum(item.seconds for mine in work for item in mine if item.kernel_class == "all_to_all" and not item.call)
     if outside > 0:
         said.append(

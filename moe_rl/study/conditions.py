@@ -19,10 +19,8 @@ from moe_rl.yaml_files import read_yaml
 
 MOE_RL = "moe-rl"
 SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_name("sentences.yaml"))
-SMALL_PART = 0.5
-"""A trace that fills less of its micro-batches than this is too short for them."""
-LITTLE_SHARE = 0.01
-"""Moves that take a smaller share of a step are not what makes a policy slow."""
+SMALL_PART = 0.5  # A trace that fills less of its micro-batches than this is too short for them.
+LITTLE_SHARE = 0.01  # Moves that take a smaller share of a step are not what makes a policy slow.
 
 
 def trace_facts(scenario: Scenario) -> dict[str, object]:
@@ -56,6 +54,10 @@ SAID = (
     "filler", "reorder_interval", "seed",
 )  # fmt: skip
 """Options that a report repeats under their own names."""
+OF_STEP = ("overlap_all_to_all", "overlap_shared_experts", "precision", "cuda_graph", "fused_grouped_mlp")
+"""The same of the simulator's setting."""
+SHARES = ("reroute", "unknown_routes", "unknown_pairs")
+"""Options that say which share of the routes is not as planned; each has its sentence, absent at 0."""
 
 
 def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) -> dict[str, object]:
@@ -82,15 +84,9 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "micro_batches": _micro_batch_rule(scenario),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
-        "overlap_all_to_all": step.overlap_all_to_all,
-        "overlap_shared_experts": step.overlap_shared_experts,
-        "precision": step.precision,
-        "cuda_graph": step.cuda_graph,
-        "fused_grouped_mlp": step.fused_grouped_mlp,
+        **{name: getattr(step, name) for name in OF_STEP},
         "recompute_modules": list(step.recompute_modules),
-        "reroute": options.reroute or None,
-        "unknown_routes": options.unknown_routes or None,
-        "unknown_pairs": options.unknown_pairs or None,
+        **{name: getattr(options, name) or None for name in SHARES},
         "eplb_history": scenario.history,
         "steps_served": problem.steps_served,
         "model_origin": scenario.model.origin,
@@ -127,9 +123,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
         "scaled": options.tokens_per_rank is not None,
         "earlier_homes": scenario.homes_chosen_at is not None,
-        "rerouted": options.reroute,
-        "unknown_routes": options.unknown_routes,
-        "unknown_pairs": options.unknown_pairs,
+        **{name: getattr(options, name) for name in SHARES},
         "recorded_lengths": timed and options.seq_length is None,
         "unrouted": batch.unrouted_tokens and options.filler == "none",
         "unpriced": unpriced,
@@ -144,7 +138,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         "asked": format_count(options.tokens_per_rank or 0),
         "mean": format_count(float(batch.lengths.mean())),
         "unpriced": ", ".join(unpriced),
-        **{name: 100 * getattr(options, name) for name in ("reroute", "unknown_routes", "unknown_pairs")},
+        **{name: 100 * getattr(options, name) for name in SHARES},
     }
     said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
     said += [
@@ -164,29 +158,19 @@ def cautions(
 
     `simulate` prices the same plans in another setting.
     """
-    moves = _moves_that_cost(scenario, result, simulate) if scenario.options.objective == "time" else []
-    assumed = scenario.topology.hardware.assumption() if scenario.options.objective == "time" else None
-    return [
-        *_memory_that_lacks(scenario, result),
-        *_budget_that_is_empty(scenario),
-        *moves,
-        *filter(None, [assumed]),
-    ]
+    said = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
+    if scenario.options.objective != "time":
+        return said
+    assumed = scenario.topology.hardware.assumption()
+    return [*said, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed])]
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     """Name `--tokens-per-rank` where the trace is too short for the micro-batches that are asked for."""
-    options, batch, topology = scenario.options, scenario.batch, scenario.topology
-    if options.tokens_per_rank is not None:
-        return []
-    if options.ep_group_tokens is not None:
-        budget = options.ep_group_tokens / topology.ep_size
-    elif options.micro_batch_tokens is not None:
-        budget = options.micro_batch_tokens / topology.slices_per_dp_rank
-    else:
-        return []
-    held = batch.recorded_tokens_per_rank
-    if held >= SMALL_PART * budget:
+    options, held = scenario.options, scenario.batch.recorded_tokens_per_rank
+    # An EP group with one budget is one data-parallel rank of as many slices.
+    budget = (options.ep_group_tokens or options.micro_batch_tokens or 0) / scenario.topology.slices_per_dp_rank
+    if options.tokens_per_rank is not None or held >= SMALL_PART * budget:
         return []
     return [
         f"The trace fills {held / budget:.0%} of the budget, {held:,.0f} of {budget:,.0f} tokens per rank and "
@@ -208,7 +192,7 @@ def _moves_that_cost(
     if not slow:
         return []
     setting = scenario.training_step.setting
-    served = 10 * setting.reorder_interval
+    served = 10 * setting.reorder_interval  # Moves that take 10 % of one step take 1 % of ten: LITTLE_SHARE.
     spread = simulate(replace(setting, reorder_interval=served)).policies
     return [
         f"{name} is {own.speedup_vs_static:.2f}x as fast as static because moving experts takes "
@@ -239,8 +223,9 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     )
     first = next(iter(lacking))
     fewer, *others = lacking[first].remedies
-    fitting = [name for name in result.policies if name not in lacking]
-    copies = [f"the copies of {' or '.join(fitting)}"] * bool(fitting)
+    # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
+    fitting = " or ".join(name for name in result.policies if name not in lacking)
+    copies = [f"the copies of {fitting}"] if fitting else []
     return [
         f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}. What would "
         f"fit: {'; '.join([f'{fewer} under {first}', *copies, *others])}."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_known
+from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.yaml_files import FROM_TRACE, checked, read_yaml
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num
          "kv_channels", "vocab_size")  # fmt: skip
 """Fields of a model that options of the same name set."""
 AUTO = "auto"
-LARGEST = 2**31 - 1
-"""No count of tokens, ranks or slots is larger; what is, would overflow far from the option that was mistyped."""
+LARGEST = 2**31 - 1  # A larger count would overflow an int32 far from the option that was mistyped.
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
 """Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
@@ -40,29 +39,30 @@ SAME_IN_STEP = (
 """Options that the simulator's setting has by the same name."""
 
 
-def _split(given: object) -> object:
-    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+def _read_by(parse: Callable[[str], object], refusal: str) -> BeforeValidator:
+    """Let an option be a text, as on the command line, which `parse` reads."""
+
+    def read(given: object) -> object:
+        try:
+            return parse(given) if isinstance(given, str) else given
+        except ValueError:
+            raise ValueError(refusal.format(given)) from None
+
+    return BeforeValidator(read)
 
 
-def _integers(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError:
-        raise ValueError(f"{given!r} is not a list of whole numbers") from None
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _slots(given: object) -> object:
-    try:
-        return given if given == AUTO or not isinstance(given, str) else int(given)
-    except ValueError:
-        raise ValueError(f"neither a whole number nor {AUTO}") from None
-
-
-Names = Annotated[list[str], BeforeValidator(_split)]
-Numbers = Annotated[list[int], BeforeValidator(_integers)]
-Slots = Annotated[int | Literal["auto"], BeforeValidator(_slots)]
+Names = Annotated[list[str], _read_by(_parts, "")]
+Numbers = Annotated[
+    list[int], _read_by(lambda text: [int(part) for part in text.split(",")], "{!r} is not a list of whole numbers")
+]
+Slots = Annotated[
+    int | Literal["auto"],
+    _read_by(lambda text: text if text == AUTO else int(text), f"neither a whole number nor {AUTO}"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,7 @@ class TraceOptions(BaseModel):
             "pipeline_size": self.recorded_pipeline_size,
         }
         if self.first_k_dense is not None:
+            # Both say which layers are dense, and the user's word wins over the model's.
             known.pop("moe_layer_ids", None)
         said = {name: value for name, value in given.items() if value is not None}
         return ImportOptions(mask_capture_holes=self.mask_capture_holes, **known | said)
@@ -245,6 +246,7 @@ class SimulationOptions(TraceOptions):
             "--recompute-modules needs --recompute-granularity selective.",
         )
         require(len(self.policy) > 0, "--policy names no policy.")
+        # FSDP2 gathers all experts of a layer in every pass: another program than Megatron's FSDP beside EP.
         require(
             self.expert_model_parallel_size > 1 or not self.use_megatron_fsdp,
             "--use-megatron-fsdp with --ep 1 is a training loop without expert parallelism, as FSDP2 trainers run it: "
@@ -286,7 +288,7 @@ class SimulationOptions(TraceOptions):
         known, given = [item.name for item in fields(SoftwareCosts)], {}
         for one in self.software:
             name, _, value = one.partition("=")
-            require(name in known, f"--software {name!r} is unknown.{nearest_name(name, known)}")
+            require_known(name, known, f"--software {name!r} is unknown.")
             try:
                 given[name] = float(value)
             except ValueError:

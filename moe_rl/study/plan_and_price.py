@@ -15,31 +15,28 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.core.trace import SequenceCounts
 from moe_rl.planner.base import ALL_LEVERS
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.domain_engine import engine_of
 from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.registry import POLICIES, make_planner
-from moe_rl.replay import count_sequences
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.simulation import BASELINE, UNPACKED, LoadBounds, PolicyLoads
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
-from moe_rl.study.batch import Batch
+from moe_rl.simulators.timeline import chrome_json, step_timeline
+from moe_rl.study.batch import Batch, counts_of
 from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, trace_facts
 from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.version import __version__
 
-RESAMPLES = 128
-"""Traces that might have been recorded instead, by which the headline's interval is estimated."""
+RESAMPLES = 128  # Traces that might have been recorded instead, by which the headline's interval is estimated.
+# Half of the interval: of 800 random tenths of the development trace 96, 96 and 97 % then hold the whole trace's
+# imbalance at EP8, 16 and 32 (with 2.0: 95, 95 and 97 %).
 STANDARD_ERRORS = 2.2
-"""Half of the interval: of 800 random tenths of the development trace 96, 96 and 97 % then hold the whole trace's
-imbalance at EP8, 16 and 32 (with 2.0: 95, 95 and 97 %)."""
-PRECISE = 0.03
-"""Half of an interval that is narrow enough."""
+PRECISE = 0.03  # Half of an interval that is narrow enough.
 TIME_FIELDS = (
     "step_time_s",
     "tokens_per_s",
@@ -62,8 +59,9 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
         for index, name in enumerate(policies):
             progress(f"planning {name}", index, len(policies))
             plan = made[name].result()
-            # Counting 235B again takes seconds: only for the plan that was asked for, or that a report is about.
-            plans[name] = certified(scenario, plan) if name == MOE_RL or len(policies) == 1 else plan
+            # Counting 235B again takes 0.8 s: only for the plan that was asked for, or that a report is about.
+            about = len(policies) == 1 or name in (MOE_RL, UNPACKED)
+            plans[name] = certified(scenario, plan) if about else plan
     return plans
 
 
@@ -114,9 +112,11 @@ def predict(
 
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
-    plans = plans_beside_static(scenario, progress)
-    split = MOE_RL in plans and UNPACKED not in plans and scenario.problem.sequence_load is not None
-    priced = {**plans, **make_plans(scenario, [UNPACKED] * split, progress)}
+    asked = beside_static(scenario.options.policy)
+    # What balancing brings without packing is said beside the table, of one more plan that has no row in it.
+    split = MOE_RL in asked and UNPACKED not in asked and scenario.problem.sequence_load is not None
+    priced = make_plans(scenario, [*asked, *[UNPACKED] * split], progress)
+    plans = {name: priced[name] for name in asked}
     progress("simulating", 0, 1)
     timed = scenario.options.objective == "time"
     simulate, loads = pricing_of(scenario, priced)
@@ -150,19 +150,17 @@ def predict(
 
 
 def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) -> tuple[float, ...]:
-    """Return what the fastest policy brings, and the ends of an interval: what the recorded sequences leave open.
-
-    The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
-    """
+    """Return what the fastest policy brings, and the ends of an interval: what the recorded sequences leave open."""
     speedup, seconds = best.speedup_vs_static or 1.0, static.breakdown_s or {}
     topology, rows = scenario.topology, list[NDArray[np.float32]]()
     parts = tuple(scenario.source.parts(scenario.batch.step))
     for part in parts:
-        pairs = (part if isinstance(part, SequenceCounts) else count_sequences(part)).tokens_per_expert
+        pairs = counts_of(part).tokens_per_expert
         rows.append(pairs.reshape(*pairs.shape[:2], topology.ep_size, -1).sum(axis=3, dtype=np.float32))
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     seed, drawn = scenario.options.seed, len(scenario.batch.lengths)
     below, above = imbalance_left_open(np.concatenate(rows), lengths, drawn=drawn, seed=seed)
+    # The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
     waits = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
     return speedup, max(0.0, speedup * (1.0 - waits * below)), speedup * (1.0 + waits * above)
 
@@ -183,10 +181,7 @@ def imbalance_left_open(
 ) -> tuple[float, float]:
     """Return by which shares the imbalance of `drawn` sequences may lie below and above that of the recorded ones.
 
-    From [S, L, P] rows of every sequence and [S] lengths: recordings are drawn anew, and from them a batch. The fullest
-    rank of few sequences is too full, so the interval goes as far down again as redrawn recordings exceed this one. To
-    correct the speed-up itself by that would not help: 27 sequences of the development trace have at EP16 an imbalance
-    that is off by 5.7 % (root mean square), corrected by 6.0 %.
+    From [S, L, P] rows of every sequence and [S] lengths: recordings are drawn anew, and from each a batch.
     """
     recorded, rng = len(rows), np.random.default_rng(seed)
     times = [
@@ -198,13 +193,15 @@ def imbalance_left_open(
     # A long sequence counts more, so all are worth fewer; Student's t of so few is wider than a normal error.
     worth = float(lengths.sum()) ** 2 / float((lengths.astype(np.float64) ** 2).sum())
     half = STANDARD_ERRORS * math.sqrt(worth / max(1.0, worth - 3.0)) * float(np.std(others))
+    # The fullest rank of few sequences is too full: the interval goes as far down again as redrawn recordings exceed
+    # this one. The speed-up itself stays: 27 sequences of the development trace have at EP16 an imbalance that is off
+    # by 5.7 % (root mean square), corrected so by 6.0 %.
     return (half + max(0.0, float(np.mean(others)) - itself)) / itself, half / itself
 
 
-def plans_beside_static(scenario: Scenario, progress: Progress) -> dict[str, Plan]:
-    """Return the plans of the policies that were asked for, static always among them."""
-    asked = scenario.options.policy
-    return make_plans(scenario, asked if BASELINE in asked else [BASELINE, *asked], progress)
+def beside_static(policies: Sequence[str]) -> Sequence[str]:
+    """Return the policies with static, with which all are compared, among them."""
+    return policies if BASELINE in policies else [BASELINE, *policies]
 
 
 def pricing_of(
@@ -257,3 +254,16 @@ def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
 def _shown(prediction: StepPrediction, *, timed: bool) -> StepPrediction:
     absent: dict[str, Any] = dict.fromkeys(TIME_FIELDS)
     return prediction if timed else replace(prediction, **absent)
+
+
+def chrome_trace(scenario: Scenario, plans: Mapping[str, Plan], *, num_micro_batches: int) -> bytes:
+    """Return a Chrome trace, for Perfetto, of the first micro-batches of EP group 0 under every plan."""
+    timelines = {
+        name: step_timeline(
+            plan,
+            replace(scenario.training_step, load=load_under(plan, scenario.batch), layout=plan.layout),
+            micro_batches=range(min(num_micro_batches, plan.layout.num_micro_batches)),
+        )
+        for name, plan in plans.items()
+    }
+    return chrome_json(timelines, ranks_per_node=scenario.topology.ranks_per_domain).encode()

@@ -20,8 +20,7 @@ from moe_rl.routes import CheckedSequence, Verdict, check_routes
 from moe_rl.study.options import TraceOptions
 from moe_rl.study.traces import is_native, located_trace
 
-BATCH = 16
-"""Sequences that are compared with each other."""
+BATCH = 16  # Sequences that are compared with each other, to tell whose routes a row has.
 Reference = tuple[NDArray[np.integer], NDArray[np.floating] | None]
 
 

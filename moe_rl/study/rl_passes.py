@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import load_cluster, load_model, override_model
+from moe_rl.config import load_cluster
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
@@ -18,13 +18,12 @@ from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.rl_step import RlStep, rl_step
 from moe_rl.simulators.rl_update import UpdateBatch
-from moe_rl.study.options import SHOWN, Names, merge_options
-from moe_rl.study.plan_and_price import plans_beside_static, predict, pricing_of
+from moe_rl.study.options import SHOWN, merge_options
+from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
-from moe_rl.study.scenario import Progress, Scenario
+from moe_rl.study.scenario import Progress, Scenario, named_model
 from moe_rl.study.traces import TraceLike
-from moe_rl.yaml_files import FROM_TRACE
 
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
 """Parts of an update that every mini-batch has again."""
@@ -74,10 +73,10 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
         options.tokens_per_rank is None, "--tokens-per-rank scales loads: a step of RL has the samples of the trace."
     )
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
-        given = getattr(options, name)
-        require(given is None, f"--{name.replace('_', '-')} {given} describes a step without a trace: leave it out.")
+        given, flag = getattr(options, name), SHOWN[name].flags[0]
+        require(given is None, f"{flag} {given} describes a step without a trace: leave it out.")
     scenario = open_scenario(trace, options, progress)
-    plans = plans_beside_static(scenario, progress)
+    plans = make_plans(scenario, beside_static(options.policy), progress)
     progress("simulating", 0, 1)
     return _passes(scenario, plans, mini_batches=options.mini_batches)
 
@@ -109,7 +108,7 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> Sim
     """
     report, setting = predict(scenario, progress, **asked), scenario.training_step.setting
     other_pass = setting.forward_only or setting.log_prob_passes
-    if not report.timed or other_pass or report.baseline is None or report.best is report.baseline:
+    if not report.timed or other_pass or report.best is report.baseline:
         return report
     best = report.best.policy
     plans = {name: report.plans[name] for name in ("static", best)}
@@ -127,6 +126,7 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> Sim
 
 def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
     """Return the GPUs of the smallest rollout engine whose weights take at most half of its memory."""
+    # BF16 weights; the other half is for keys and values, without which an engine decodes few samples at once.
     size = 2 * (dense_params(model) + model.num_moe_layers * model.num_experts * model.expert_params)
     return 1 << max(0, int(np.ceil(np.log2(2 * size / (hardware.hbm_gib * GIB)))))
 
@@ -138,6 +138,7 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
     longest = options.max_length or 4 * mean
     require(mean <= longest, f"--mean-length {mean} is above --max-length {longest}.")
     sigma = float(np.sqrt(np.log1p(options.length_spread**2)))
+    # exp(N(-s^2 / 2, s)) has mean 1.
     drawn = mean * np.random.default_rng(options.seed).lognormal(-(sigma**2) / 2, sigma, samples)
     lengths: NDArray[np.int64] = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
     return lengths
@@ -145,9 +146,8 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
 
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     gpus, budget = _needed(options, "train_gpus"), _needed(options, "micro_batch_tokens")
-    require(options.model != FROM_TRACE, "without a trace a step of RL needs a --model.")
     lengths = drawn_lengths(options)
-    model = override_model(load_model(options.model), options.model_overrides()).spec
+    model = named_model(options, "a step of RL")
     batch = UpdateBatch(
         model=model,
         hardware=load_cluster(options.cluster),
@@ -170,8 +170,7 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
 
 
 def _needed(options: LengthOptions, name: str) -> int:
-    value = getattr(options, name)
-    flag = "--" + name.replace("_", "-")
+    value, flag = getattr(options, name), SHOWN[name].flags[0]
     require(value is not None, f"without a trace {flag} is needed.")
     require(value >= 1, f"{flag} must be at least 1, got {value}.")
     return int(value)
@@ -198,19 +197,17 @@ def rl_notes(options: RlStepOptions, *, of_lengths: bool) -> list[str]:
     return said
 
 
-def swept_steps(
-    passes: TrainingPasses, options: RlStepOptions, sweep: Names
-) -> dict[tuple[str, ...], dict[str, RlStep]]:
-    """Return steps for every value of one option of the RL step, `("name=value",)` first; one entry without a sweep."""
+def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> dict[str, dict[str, RlStep]]:
+    """Return steps by "name=value" for every value of one option of the RL step; without a sweep, by ""."""
     if not sweep:
-        return {(): passes.steps(options)}
-    name, equals, first = sweep[0].partition("=")
+        return {"": passes.steps(options)}
+    name, _, values = sweep.partition("=")
     field = name.lstrip("-").replace("-", "_")
     swept = field in RlStepOptions.model_fields and SHOWN[field].panel == RL
-    require(bool(equals) and swept, f"--sweep {sweep[0]!r} must read NAME=VALUE,VALUE with an option of the RL step.")
+    require(bool(values) and swept, f"--sweep {sweep!r} must read NAME=VALUE,VALUE with an option of the RL step.")
     given = options.model_dump(exclude_unset=True)
-    points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in (first, *sweep[1:])}
-    return {(f"{field}={value}",): passes.steps(point) for value, point in points.items()}
+    points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
+    return {f"{field}={value}": passes.steps(point) for value, point in points.items()}
 
 
 def as_json(steps: Mapping[str, RlStep]) -> dict[str, object]:

@@ -12,31 +12,27 @@ from numpy.typing import NDArray
 
 from moe_rl.config import load_cluster
 from moe_rl.core.decode import DecodeBatches
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import require
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.core.metrics import imbalance
-from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.eplb import rebalance_experts
 from moe_rl.planner.rollout_map import spread_copies
-from moe_rl.replay import TraceSource, concatenate
+from moe_rl.replay import TraceSource
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
 from moe_rl.rollout_engines.base import Shape
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
-from moe_rl.study.traces import TraceLike
+from moe_rl.study.traces import TraceLike, routes_of_step
 from moe_rl.version import __version__
 from moe_rl.yaml_files import FROM_TRACE
 
 SCHEMA = "moe_rl.rollout-map/1"
-REQUESTS_PER_RANK = 32
-"""That are decoded at once where `--ep-group-tokens` says nothing."""
-MAX_BATCHES = 64
-"""Decode batches that are looked at, of those planned on and of those scored on."""
+REQUESTS_PER_RANK = 32  # Decoded at once where `--ep-group-tokens` says nothing.
+MAX_BATCHES = 64  # Decode batches that are looked at, of those planned on and of those scored on.
 POLICY = "moe-rl"
-START, EPLB = "start", "eplb"
-"""What the engine holds when it is given no map, and what its own balancer makes of the same loads."""
+START, EPLB = "start", "eplb"  # The map of an engine that is given none, and its own balancer's for the same loads.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +67,7 @@ class RolloutMap:
             "engine": self.engine.name,
             **self.facts,
             "maps": {
-                name: {
-                    "twins": self.twins[name],
-                    "choices": {choice: asdict(score) for choice, score in scores.items()},
-                }
+                name: {"twins": self.twins[name], "choices": {choice: asdict(each) for choice, each in scores.items()}}
                 for name, scores in self.scores.items()
             },
             "notes": list(self.notes),
@@ -108,14 +101,7 @@ def score_expert_map(
 ) -> RolloutMap:
     """Return how the map in a file of an engine does on the trace, beside the engine's start map and its EPLB."""
     rollouts = _Rollouts.read(trace, options, progress)
-    spec = rollouts.spec
-    shape = Shape(
-        num_layers=spec.num_layers,
-        moe_layer_ids=spec.moe_layer_ids,
-        num_experts=spec.num_experts,
-        ep_size=options.expert_model_parallel_size,
-    )
-    engine, read = read_expert_map(path, shape)
+    engine, read = read_expert_map(path, rollouts.shape)
     return rollouts.scored_with(engine, Path(path).name, read, progress)
 
 
@@ -123,8 +109,8 @@ def score_expert_map(
 class _Rollouts:
     """Decode batches to plan on, others to score on, and the model that they are of."""
 
-    spec: MoeModelSpec
-    options: SimulationOptions
+    shape: Shape
+    num_expert_groups: int
     ranks_per_node: int
     planned: DecodeBatches
     scored: DecodeBatches
@@ -169,8 +155,13 @@ class _Rollouts:
                 f"plan on and {scored.num_sequences} to score on."
             )
         return cls(
-            spec=spec,
-            options=options,
+            shape=Shape(
+                num_layers=spec.num_layers,
+                moe_layer_ids=spec.moe_layer_ids,
+                num_experts=spec.num_experts,
+                ep_size=ranks,
+            ),
+            num_expert_groups=spec.num_expert_groups,
             ranks_per_node=topology.ranks_per_domain,
             planned=batches(planned),
             scored=batches(scored),
@@ -180,13 +171,7 @@ class _Rollouts:
 
     def start(self, *, copies: int) -> ExpertMap:
         """Return the map that an engine starts with."""
-        return ExpertMap.start(
-            num_layers=self.spec.num_layers,
-            moe_layer_ids=self.spec.moe_layer_ids,
-            num_experts=self.spec.num_experts,
-            ep_size=self.options.expert_model_parallel_size,
-            copies=copies,
-        )
+        return ExpertMap.start(**asdict(self.shape), copies=copies)
 
     def scored_with(self, engine: RolloutEngine, name: str, made: ExpertMap, progress: Progress) -> RolloutMap:
         """Return the map and its scores beside those of the start map and of EPLB."""
@@ -195,12 +180,8 @@ class _Rollouts:
         scores = {}
         for index, (of, expert_map) in enumerate(maps.items()):
             progress(f"scoring {of}", index, len(maps))
-            scores[of] = {
-                choice.name: score_map(
-                    expert_map, self.scored, choice.serve(expert_map, self.scored, self.ranks_per_node)
-                )
-                for choice in engine.choices
-            }
+            served = {each.name: each.serve(expert_map, self.scored, self.ranks_per_node) for each in engine.choices}
+            scores[of] = {choice: score_map(expert_map, self.scored, slots) for choice, slots in served.items()}
         twins = {of: expert_map.num_twins() for of, expert_map in maps.items()}
         notes = [*self.notes]
         if twins[EPLB]:
@@ -218,8 +199,9 @@ class _Rollouts:
         )
 
     def _eplb(self, start: ExpertMap) -> ExpertMap:
-        """Return what the engines' copies of EPLB make of the loads planned on: by nodes where groups fill them."""
-        nodes, groups = start.ep_size // self.ranks_per_node, self.spec.num_expert_groups
+        """Return what the engines' copies of EPLB make of the loads planned on."""
+        nodes, groups = start.ep_size // self.ranks_per_node, self.num_expert_groups
+        # EPLB's own rule: it works node by node where expert groups, and slots, fill the nodes.
         by_nodes = groups > 1 and groups % nodes == 0 and start.num_slots % nodes == 0
         slots = rebalance_experts(
             self.planned.load().sum(axis=0),
@@ -250,24 +232,15 @@ def _planned_and_scored(
     """Return the sequences to plan on, those to score on (the same object where there is no other), and their names."""
     step = source.steps[-1] if options.step is None else options.step
     source.require_step(step)
-    scored = _routes(source, step)
+    scored = routes_of_step(source, step)
     index = source.steps.index(step)
     if index > 0:
         earlier = source.steps[index - 1]
-        return _routes(source, earlier), scored, {"planned_on": f"step {earlier}", "scored_on": f"step {step}"}
+        return routes_of_step(source, earlier), scored, {"planned_on": f"step {earlier}", "scored_on": f"step {step}"}
+    # Prompt groups, not sequences: samples of one prompt choose alike, and a map would be scored on what it has seen.
     _, group = np.unique(scored.group_id, return_inverse=True)
     even, odd = np.flatnonzero(group % 2 == 0), np.flatnonzero(group % 2 == 1)
     if not len(odd):
         return scored, scored, {"planned_on": f"step {step}", "scored_on": f"step {step}"}
-    named: dict[str, object] = {
-        "planned_on": f"every other prompt group of step {step}",
-        "scored_on": f"the other prompt groups of step {step}",
-    }
-    return scored.select(even), scored.select(odd), named
-
-
-def _routes(source: TraceSource, step: int) -> RoutingTrace:
-    joined = concatenate(list(source.parts(step)))
-    if not isinstance(joined, RoutingTrace):
-        raise InvalidInputError(f"{source.path} holds counts alone; decode batches need the routes of single tokens.")
-    return joined
+    named = {"planned_on": f"every other prompt group of step {step}"}
+    return scored.select(even), scored.select(odd), {**named, "scored_on": f"the other prompt groups of step {step}"}

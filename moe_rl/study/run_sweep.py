@@ -1,71 +1,134 @@
-"""Simulate a trace over a grid of settings, points side by side, to be stopped and resumed."""
+"""Simulate a trace over every combination of the values of some options, side by side, to be stopped and resumed."""
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_rl.config import load_cluster, load_model
-from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
 from moe_rl.report.faces import SimulationReport, Sweep
-from moe_rl.report.sweep import SweptPoint, describe
+from moe_rl.report.sweep import SweptPoint, Value, describe
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import Executor
-from moe_rl.study.options import AUTO, SimulationOptions
+from moe_rl.study.options import AUTO, SHOWN, SimulationOptions, TraceOptions
 from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
 from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
-from moe_rl.study.sweep_file import open_sweep
-from moe_rl.study.sweep_grid import Grid
+from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
-from moe_rl.yaml_files import FROM_TRACE
+from moe_rl.yaml_files import FROM_TRACE, checked
 
 logger = logging.getLogger(__name__)
 
+# Facts of a report that are the same for every point: a line's `settings` have them.
 TOO_LONG = ("constants", "assumptions", "model_shape")
-"""Facts of a report that are the same for every point and stand in its settings."""
+
+
+NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
+"""How the trace is read, lists, and what decides which figures there are."""
+
+
+def flags() -> dict[str, str]:
+    """Return the options that can be swept, by every name that they go by."""
+    known = {}
+    for field, info in SimulationOptions.model_fields.items():
+        if field not in NOT_SWEPT and not isinstance(info.default, list):
+            for name in SHOWN[field].flags:
+                known[name.removeprefix("--").replace("-", "_")] = field
+    return known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Swept options with their values, in the order given."""
+
+    values: Mapping[str, tuple[Value, ...]]
+    options: tuple[SimulationOptions, ...]
+    """One per point; the last option varies fastest."""
+
+    @property
+    def points(self) -> list[dict[str, Value]]:
+        """The swept values of every point."""
+        return [{name: getattr(options, name) for name in self.values} for options in self.options]
+
+
+def parse_grid(given: Sequence[str], base: SimulationOptions) -> Grid:
+    """Return the grid that `name=value,value` entries span over `base`; "none" stands for an option not given."""
+    axes: list[tuple[str, list[Value]]] = []
+    for entry in given:
+        name, equals, rest = entry.partition("=")
+        require(bool(equals and rest.strip()), f"--sweep {entry!r} must read name=value,value.")
+        texts = [text.strip() for text in rest.split(",") if text.strip()]
+        axes.append((name, [None if text == "none" else text for text in texts]))
+    return span_grid(axes, base)
+
+
+def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptions) -> Grid:
+    """Return every combination of the values of options over `base`; every value is checked as the option is."""
+    known, values_of = flags(), dict[str, Sequence[Value]]()
+    for name, values in axes:
+        field = known.get(name.strip().removeprefix("--").replace("-", "_"))
+        if field is None:
+            raise InvalidInputError(f"--sweep {name!r} is not an option to sweep.{nearest_name(name, known)}")
+        require(field not in values_of, f"--sweep names {field} twice.")
+        require(
+            isinstance(values, list | tuple | range) and len(values) > 0,
+            f"--sweep of {field} needs a list of values, got {values!r}.",
+        )
+        values_of[field] = values
+    require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
+    # Only what was said: a default that follows from another option must follow from the point's.
+    said = base.model_dump(exclude_unset=True)
+    options = [
+        checked(said | dict(zip(values_of, combination, strict=True)), SimulationOptions)
+        for combination in itertools.product(*values_of.values())
+    ]
+    values_seen = {name: tuple(dict.fromkeys(getattr(one, name) for one in options)) for name in values_of}
+    for name, values in values_of.items():
+        require(len(values_seen[name]) == len(values), f"--sweep gives a value of {name} twice.")
+    return Grid(values=values_seen, options=tuple(options))
 
 
 def run_sweep(
     trace: TraceLike,
     grid: Grid,
     options: SimulationOptions,
-    out: Path,
+    out: Path | None,
     *,
     progress: Progress,
     executor: Executor,
     command: str = "",
     tell: Callable[[str], None] = logger.info,
 ) -> Sweep:
-    """Simulate every point of `grid` that is not in the file `out` yet; `options` are those the grid varies.
+    """Simulate every point of `grid` that is not in the file `out` yet (None: no file); the grid varies `options`.
 
-    Every point is checked before the first is simulated. `tell` gets sentences about what was found in the file.
+    `tell` gets sentences about the points that were found in the file.
     """
     progress("checking the settings", 0, 1)
+    # Every point before any is simulated: nobody waits an hour for a sentence about the last one.
     with collected_notes():
-        _check_points(trace, grid)
-    with open_sweep(out, _settings(trace, options, grid)) as file:
-        if file.dropped:
-            tell(f"note: the last line of {out} was incomplete; its point is simulated again.")
-        task = _PointTask(trace, grid, command)
-        file.complete(grid.points, task, executor, name=describe, progress=progress, tell=tell)
-        return _sweep(grid, [file.line(point) or {} for point in grid.points])
+        for point, its_options in zip(grid.points, grid.options, strict=True):
+            with located(describe(point)):
+                _check(trace, its_options)
+    task = partial(_figures_of_point, trace, grid, command)
+    settings = _settings(trace, options, grid)
+    lines = finish_points(out, settings, grid.points, task, executor, name=describe, progress=progress, tell=tell)
+    return _sweep(grid, lines)
 
 
-def _check_points(trace: TraceLike, grid: Grid) -> None:
-    """Raise for a point that cannot be simulated, before any is."""
-    for point, options in zip(grid.points, grid.options, strict=True):
-        try:
-            check_policies(options)
-            source, model = open_trace_of_model(trace, options)
-            for name in KINDS:
-                if getattr(options, name) == AUTO:
-                    deciding_policy(options, model.spec, name)
-            topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{describe(point)}: {error}") from error
+def _check(trace: TraceLike, options: SimulationOptions) -> None:
+    """Raise where a point cannot be simulated, as far as that shows without counting its loads."""
+    check_policies(options)
+    source, model = open_trace_of_model(trace, options)
+    for name in KINDS:
+        if getattr(options, name) == AUTO:
+            deciding_policy(options, model.spec, name)
+    topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
 
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:
@@ -85,22 +148,11 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
     return settings
 
 
-@dataclass(frozen=True, slots=True)
-class _PointTask:
-    """Figures of a point by its index, wherever that runs."""
-
-    trace: TraceLike
-    grid: Grid
-    command: str
-
-    def __call__(self, index: int) -> dict[str, object]:
-        point, options = self.grid.points[index], self.grid.options[index]
-        try:
-            with collected_notes() as warnings:
-                scenario = open_scenario(self.trace, options, _silent)
-                return _figures(predict(scenario, _silent, command=self.command, warnings=warnings))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{describe(point)}: {error}") from error
+def _figures_of_point(trace: TraceLike, grid: Grid, command: str, index: int) -> dict[str, object]:
+    """Return the figures of a point, wherever that runs."""
+    with located(describe(grid.points[index])), collected_notes() as warnings:
+        scenario = open_scenario(trace, grid.options[index], _silent)
+        return _figures(predict(scenario, _silent, command=command, warnings=warnings))
 
 
 def _silent(what: str, done: int, total: int) -> None:

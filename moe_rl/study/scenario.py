@@ -10,14 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_rl.config import (
-    LoadedModel,
-    cluster_num_nodes,
-    load_cluster,
-    load_model,
-    model_from_trace,
-    override_model,
-)
+from moe_rl.config import LoadedModel, cluster_num_nodes, load_cluster, load_model, model_from_trace, override_model
 from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
@@ -26,7 +19,7 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import Trace, TraceSource
-from moe_rl.report.units import listed
+from moe_rl.report.units import counted, listed
 from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
@@ -40,12 +33,11 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called with (what is done now, items done, items in all)."""
 
+# Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
 FULL_SIZE_TOKENS = 8192
-"""Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768."""
-FULL_BATCHES = 4
-"""Micro-batches of a batch that nobody states."""
+FULL_BATCHES = 4  # Micro-batches of a batch whose size nobody gives.
+# With so many pairs per expert, a model whose upper half of experts never occurs is the wrong one.
 TELLING_PAIRS_PER_EXPERT = 20
-"""With so many token-expert pairs per expert, a model whose upper half of experts never occurs is the wrong one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +54,15 @@ class Scenario:
     problem: PlanProblem
     history: str | None
     """Which loads policies know beside the step's own; None where no policy needs them."""
-    resampled: bool
-    """The step's sequences were drawn, with replacement, from the recorded ones."""
     told: Batch
     """The batch as planners know it."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
+
+    @property
+    def resampled(self) -> bool:
+        """Whether the step's sequences were drawn, with replacement, from the recorded ones."""
+        return self.options.global_batch_tokens is not None
 
     @property
     def knows_earlier_steps(self) -> bool:
@@ -86,9 +81,7 @@ class Scenario:
 
 
 def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are
-    none.
-    """
+    """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are 0."""
     check_policies(options)
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
@@ -98,7 +91,6 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     parts = tuple(source.parts(step))
     options = _full_size(options, parts, num_experts=model.spec.num_experts)
     topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
-    resampled = options.global_batch_tokens is not None
     if options.global_batch_tokens is not None:
         parts = _drawn(parts, options.global_batch_tokens, seed=options.seed)
     progress("counting tokens per expert", 0, 1)
@@ -108,7 +100,11 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     options = _with_plannable_defaults(options, source, batch)
     index = source.steps.index(step)
     chosen_at = index - index % options.reorder_interval
-    history, history_kind = _history(source, chosen_at, batch, options, topology, model.spec)
+
+    def cut(earlier: int) -> Batch:
+        return cut_step(earlier, tuple(source.parts(earlier)), options, topology, model.spec)
+
+    history, history_kind = _history(source, chosen_at, batch, options, cut)
     training_step = TrainingStep(
         load=batch.load,
         layout=batch.layout,
@@ -124,8 +120,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
-        earlier = _cut(source, source.steps[chosen_at], options, topology, model.spec)
-        homes_chosen_at = _problem(earlier, training_step, cost, history, options)
+        homes_chosen_at = _problem(cut(source.steps[chosen_at]), training_step, cost, history, options)
     return Scenario(
         options=options,
         source=source,
@@ -135,7 +130,6 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         training_step=training_step,
         problem=_problem(told, training_step, cost, history, options),
         history=history_kind,
-        resampled=resampled,
         told=told,
         homes_chosen_at=homes_chosen_at,
     )
@@ -181,13 +175,27 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ..
 
 def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[TraceSource, LoadedModel]:
     """Return the trace and the model that it is of; raise where the options name another."""
-    named = (
-        None if options.model == FROM_TRACE else override_model(load_model(options.model), options.model_overrides())
-    )
+    named = None if options.model == FROM_TRACE else _named(options)
     source = open_for_model(trace, options, named)
-    model = named or _model_of_trace(source, options)
+    model = named or model_from_trace(
+        name=source.model,
+        moe_layer_ids=source.moe_layer_ids,
+        num_experts=source.num_experts,
+        top_k=source.top_k,
+        given=options.model_overrides(),
+    )
     _check_model_fits(model, source)
     return source, model
+
+
+def named_model(options: SimulationOptions, of: str) -> MoeModelSpec:
+    """Return the model of `--model` where there is no trace; `of` is what needs it."""
+    require(options.model != FROM_TRACE, f"without a trace {of} needs a --model.")
+    return _named(options).spec
+
+
+def _named(options: SimulationOptions) -> LoadedModel:
+    return override_model(load_model(options.model), options.model_overrides())
 
 
 def _problem(
@@ -214,12 +222,6 @@ def _problem(
         domain_balance=options.domain_balance,
         seed=options.seed,
     )
-
-
-def _cut(
-    source: TraceSource, step: int, options: SimulationOptions, topology: ClusterTopology, model: MoeModelSpec
-) -> Batch:
-    return cut_step(step, tuple(source.parts(step)), options, topology, model)
 
 
 def check_policies(options: SimulationOptions) -> None:
@@ -270,11 +272,8 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
         for size in range(1, num_experts + 1)
         if num_experts % size == 0 and (size <= per_node or size % per_node == 0)
     ]
-    near = [
-        max((size for size in possible if size < ep_size), default=0),
-        *(size for size in possible if size > ep_size),
-    ]
-    said = " or ".join(f"--ep {size}" for size in near[:2] if size)
+    below, above = [size for size in possible if size < ep_size], [size for size in possible if size > ep_size]
+    said = " or ".join(f"--ep {size}" for size in [*below[-1:], *above[:1]])
     require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {said} does.")
     require(
         ep_size in possible,
@@ -307,31 +306,19 @@ def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:
     )
 
 
-def _model_of_trace(source: TraceSource, options: SimulationOptions) -> LoadedModel:
-    return model_from_trace(
-        name=source.model,
-        moe_layer_ids=source.moe_layer_ids,
-        num_experts=source.num_experts,
-        top_k=source.top_k,
-        given=options.model_overrides(),
-    )
-
-
 def _check_model_fits(model: LoadedModel, source: TraceSource) -> None:
     spec = model.spec
-    have = (len(source.moe_layer_ids), source.num_experts, source.top_k)
-    want = (spec.num_moe_layers, spec.num_experts, spec.top_k)
-    for (name, plural), in_trace, in_model in zip(
-        (("MoE layer", "MoE layers"), ("expert", "experts"), ("expert per token", "experts per token")),
-        have,
-        want,
-        strict=True,
+    for one, several, in_trace, in_model in (
+        ("MoE layer", "MoE layers", len(source.moe_layer_ids), spec.num_moe_layers),
+        ("expert", "experts", source.num_experts, spec.num_experts),
+        ("expert per token", "experts per token", source.top_k, spec.top_k),
     ):
         require(
             in_trace == in_model,
-            f"{source.path} has {in_trace} {name if in_trace == 1 else plural}, model {spec.name!r} has {in_model}: "
-            "the model is not the one of the trace.",
+            f"{source.path} has {counted(in_trace, one, several)}, model {spec.name!r} has {in_model}: the model is "
+            "not the one of the trace.",
         )
+    # A trace that numbers its layers 0, 1, ... may count MoE layers alone: then their number is all there is to check.
     counted_from_zero = source.moe_layer_ids == tuple(range(len(source.moe_layer_ids)))
     require(
         counted_from_zero or source.moe_layer_ids == spec.moe_layer_ids,
@@ -379,12 +366,7 @@ def _forecasting(options: SimulationOptions) -> list[str]:
 
 
 def _history(
-    source: TraceSource,
-    chosen_at: int,
-    batch: Batch,
-    options: SimulationOptions,
-    topology: ClusterTopology,
-    model: MoeModelSpec,
+    source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, cut: Callable[[int], Batch]
 ) -> tuple[StepLoad | None, str | None]:
     """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and what they are."""
     forecasting = _forecasting(options)
@@ -393,8 +375,9 @@ def _history(
         return None, None
     steps = source.steps[max(0, chosen_at - options.history_steps) : chosen_at]
     if steps:
-        loads = [_cut(source, step, options, topology, model).load for step in steps]
-        return StepLoad.joined(loads), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
+        return StepLoad.joined(
+            [cut(step).load for step in steps]
+        ), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
     if not forecasting:
         return None, None
     half = batch.load.num_micro_batches // 2

@@ -5,7 +5,6 @@ balancer comes close to. Ratios to forced balance say nothing between shapes; to
 """
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import load_cluster, load_model, override_model
+from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.micro_batch_cost import SMOOTH
@@ -23,7 +22,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
-from moe_rl.report.tuning import ALIKE, Tuned, TunedSetting
+from moe_rl.report.tuning import ALIKE, SIZES, Shape, Tuned, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.memory import held_expert_bytes
@@ -34,58 +33,27 @@ from moe_rl.study.options import AUTO
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.rl_passes import drawn_lengths
-from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
-from moe_rl.study.sweep_file import open_sweep
+from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
+from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
-from moe_rl.yaml_files import FROM_TRACE
 
+# Tokens of a rank in a micro-batch: slime's and verl's MoE scripts have 8,192 to 32,768; one step more on either side.
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
-"""Tokens of a rank in a micro-batch that are tried."""
-RECOMPUTE = ("none", "moe", "full")
-"""From the fastest to the smallest: more is tried only where less does not fit."""
+RECOMPUTE = ("none", "moe", "full")  # From the fastest to the smallest: more is tried only where less does not fit.
 VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
-MOST_RESIDENT = 4
-"""Resident slots that `auto` makes room for: on the development trace a third saves nothing."""
+MOST_RESIDENT = 4  # Resident slots that `auto` makes room for: on the development trace a third saves nothing.
 
 SEARCHED = {
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "tensor_model_parallel_size": "tensor_model_parallel_size",
-    "context_parallel_size": "context_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    **{name: name for name in (*SIZES, "micro_batch_tokens")},
     "num_virtual_stages_per_pipeline_rank": "num_virtual_stages",
     "moe_token_dispatcher_type": "dispatcher",
     "moe_flex_dispatcher_backend": "dispatcher",
     "recompute_granularity": "recompute",
-    "micro_batch_tokens": "micro_batch_tokens",
 }
 """Options that are searched where they are not given, and what they decide of a setting."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How the GPUs are shared out; what else is searched is searched inside one."""
-
-    expert_model_parallel_size: int
-    tensor_model_parallel_size: int
-    context_parallel_size: int
-    pipeline_model_parallel_size: int
-    num_virtual_stages: int
-    dispatcher: str
-    expert_tensor_parallel_size: int = 1
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that share one set of experts."""
-        return self.expert_model_parallel_size * self.expert_tensor_parallel_size
-
-    @property
-    def slices(self) -> int:
-        """TP x CP."""
-        return self.tensor_model_parallel_size * self.context_parallel_size
 
 
 def shapes_of(
@@ -93,8 +61,7 @@ def shapes_of(
 ) -> Iterator[Shape]:
     """Yield every way to share out the GPUs that Megatron could start and that fills whole nodes.
 
-    Without a given `expert_tensor` size experts are cut only where no larger EP divides them: EP16 holds what EP8 x
-    expert TP 2 does, multiplies wider matrices, and sends a token to fewer ranks.
+    Without a given `expert_tensor` size experts are cut only where no larger EP divides them.
     """
     for tp, cp, pp, ep, parts in itertools.product(POWERS, POWERS, POWERS, POWERS, EXPERT_TENSOR):
         ranks = gpus // pp
@@ -104,6 +71,7 @@ def shapes_of(
             continue
         if model.moe_ffn_hidden_size % parts or parts != (expert_tensor or parts):
             continue
+        # EP16 holds what EP8 x expert TP 2 does, multiplies wider matrices, and sends a token to fewer ranks.
         if expert_tensor is None and parts > 1 and model.num_experts % (ep * parts) == 0:
             continue
         try:
@@ -121,11 +89,8 @@ def shapes_of(
 
 
 def in_parts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
-    """Return the model whose experts are the parts that expert TP cuts its experts into: a token goes to all of them.
-
-    So Megatron's flex dispatcher sends them; its `alltoall` gathers the parts' rows inside a node, for which this is an
-    upper bound.
-    """
+    """Return the model whose experts are the parts that expert TP cuts its experts into; a token goes to all parts."""
+    # So Megatron's flex dispatcher sends tokens; its alltoall gathers the parts' rows in a node, in no more time.
     return replace(
         model, num_experts=model.num_experts * parts, top_k=model.top_k * parts,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size // parts,
@@ -260,9 +225,7 @@ def tune(
 ) -> Tuned:
     """Price every setting of every shape on `options.gpus` GPUs, but for shapes that stand in the file `out`.
 
-    Settings as fast as the fastest (`ALIKE`) come first, those with fewer kinds of parallelism before the others: a
-    tensor-parallel group's launches, for one, are not priced (of GPT-OSS-20B 5 x 24 collectives of some 25 us in each
-    micro-batch, 0.5 % of a step of 3 s), and what is simpler has less to go wrong.
+    Settings as fast as the fastest (`ALIKE`) come first, those with fewer kinds of parallelism before the others.
     Raises `InvalidInputError` where no setting fits into memory.
     """
     model, lengths = _batch(trace, options)
@@ -298,11 +261,8 @@ def tune(
         "trace_sha256": None if trace is None else digest_of(trace),
         "options": options.model_dump(),
     }
-    with tempfile.TemporaryDirectory() as folder, open_sweep(out or Path(folder, "tune.jsonl"), settings) as file:
-        points = [asdict(shape) for shape in shapes]
-        named = "EP{expert_model_parallel_size}".format_map
-        file.complete(points, task, executor, name=named, progress=progress, tell=tell)
-        lines = [file.line(point) or {} for point in points]
+    points, named = [asdict(shape) for shape in shapes], "EP{expert_model_parallel_size}".format_map
+    lines = finish_points(out, settings, points, task, executor, name=named, progress=progress, tell=tell)
     rows = [TunedSetting(**row) for line in lines for row in line["found"]]
     if not rows:
         raise InvalidInputError(
@@ -310,6 +270,8 @@ def tune(
             f"layouts{said}, whatever is recomputed: give more --gpus, or --optimizer-offload-fraction."
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
+    # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
+    # group are not (GPT-OSS-20B: 5 x 24 collectives of some 25 us in a micro-batch, 0.5 % of a step of 3 s).
     alike = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
     rows[:alike] = sorted(rows[:alike], key=lambda row: row.num_kinds)
     return Tuned(
@@ -321,8 +283,7 @@ def tune(
 def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:
     """Return the model and the lengths of an optimizer step, prompts included."""
     if trace is None:
-        require(options.model != FROM_TRACE, "without a trace tune needs a --model.")
-        return override_model(load_model(options.model), options.model_overrides()).spec, drawn_lengths(options)
+        return named_model(options, "tune"), drawn_lengths(options)
     source, model = open_trace_of_model(trace, options)
     step = source.steps[-1] if options.step is None else options.step
     recorded = np.concatenate([part.sequence_lengths for part in source.parts(step)]).astype(np.int64)

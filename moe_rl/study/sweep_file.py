@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,11 @@ from typing import Any
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.report.sweep import Value
 from moe_rl.study.executors import Executor, Task
+from moe_rl.study.scenario import Progress
 
 SCHEMA = "moe_rl.sweep/1"
 
 Point = Mapping[str, Value]
-Progress = Callable[[str, int, int], None]
 Line = dict[str, Any]
 
 
@@ -32,15 +33,6 @@ class SweepFile:
     finished: dict[str, Line] = field(default_factory=dict)
     dropped: bool = False
     """True: the last line was incomplete and was taken away."""
-
-    def line(self, point: Point) -> Line | None:
-        """Return the finished line of a point, or None."""
-        return self.finished.get(_key(point))
-
-    @property
-    def num_lines(self) -> int:
-        """Points in the file, whether or not this sweep asks for them."""
-        return self.path.read_bytes().count(b"\n")
 
     def append(self, point: Point, figures: Mapping[str, object]) -> None:
         """Add a finished point: one write, on disk when this returns; on a full disk the file is as before."""
@@ -57,41 +49,52 @@ class SweepFile:
             raise
         self.finished[_key(point)] = json.loads(content)
 
-    def complete(
-        self,
-        points: Sequence[Point],
-        task: Task,
-        executor: Executor,
-        *,
-        name: Callable[[Point], str],
-        progress: Progress,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Run the task of every point that is not in the file; it gets the point's index and returns its figures.
 
-        Lines are written in the order of the points, or as they are when the run is stopped.
-        """
-        missing = [index for index, point in enumerate(points) if self.line(point) is None]
+def finish_points(
+    out: Path | None,
+    settings: Mapping[str, Any],
+    points: Sequence[Point],
+    task: Task,
+    executor: Executor,
+    *,
+    name: Callable[[Point], str],
+    progress: Progress,
+    tell: Callable[[str], None],
+) -> list[Line]:
+    """Return the line of every point, after running the task of those that are not in the file `out`; None: no file.
+
+    The task gets a point's index and returns its figures. Lines are written in the order of the points, or as they are
+    when the run is stopped.
+    """
+    with tempfile.TemporaryDirectory() as folder, open_sweep(out or Path(folder, "points.jsonl"), settings) as file:
+        if file.dropped:
+            tell(f"note: the last line of {out} was incomplete; its point is simulated again.")
+        missing = [index for index, point in enumerate(points) if _key(point) not in file.finished]
         before, total = len(points) - len(missing), len(points)
         if before:
-            tell(f"{before} of {total} points are in {self.path} already")
+            tell(f"{before} of {total} points are in {out} already")
         progress(f"{len(missing)} points", before, total)
         waiting, arrived = iter(missing), dict[int, Mapping[str, object]]()
         following = next(waiting, None)
         try:
-            with closing(executor.run(task, missing)) as results:
+            with closing(executor(task, missing)) as results:
                 for done, (index, figures) in enumerate(results, start=before + 1):
                     arrived[index] = figures
+                    # In order, so that the file of a sweep on many cores, or on Ray, equals that of one core.
                     while following in arrived:
-                        self.append(points[following], arrived.pop(following))
+                        file.append(points[following], arrived.pop(following))
                         following = next(waiting, None)
                     progress(name(points[index]), done, total)
         except BaseException as error:
+            # Stopped or refused: a point that is done is worth more than the order.
             for index in sorted(arrived):
-                self.append(points[index], arrived[index])
-            if isinstance(error, KeyboardInterrupt):
-                tell(f"stopped with {self.num_lines} points in {self.path}: the same command goes on")
+                file.append(points[index], arrived[index])
+            if out is not None and isinstance(error, KeyboardInterrupt):
+                # Counted in the file: Ctrl-C may come while a line is on its way to the disk.
+                done = out.read_bytes().count(b"\n")
+                tell(f"stopped with {done} points in {out}: the same command goes on")
             raise
+        return [file.finished[_key(point)] for point in points]
 
 
 @contextmanager

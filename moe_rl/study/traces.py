@@ -66,10 +66,9 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         ) from error
 
 
-def routes_of_a_step(trace: TraceLike) -> RoutingTrace:
-    """Return the routes of the first step of a trace; raise where it holds counts alone."""
-    source = open_trace(trace)
-    routes = concatenate(tuple(source.parts(source.steps[0])))
+def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace:
+    """Return the routes of a step of a trace, by default the first; raise where it holds counts alone."""
+    routes = concatenate(tuple(source.parts(source.steps[0] if step is None else step)))
     if not isinstance(routes, RoutingTrace):
         raise InvalidInputError(f"{source.path} holds counts, which do not say which experts meet in a token.")
     return routes
@@ -145,6 +144,7 @@ def digest_of(trace: TraceLike) -> str:
     path = located_trace(trace) if isinstance(trace, str | Path) else trace.path
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
+        # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
         with file_path.open("rb") as file:
             digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

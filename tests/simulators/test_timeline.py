@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from strategies import HARDWARE, layout_for, load_of, model_spec, random_pairs
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.timeline import WAIT, TimelineEvent, step_timeline, write_timeline
+from moe_rl.simulators.timeline import WAIT, TimelineEvent, chrome_json, step_timeline
 
 
 def timeline(case: StepCase, policy: str = "replicas", **options: object) -> list[TimelineEvent]:
@@ -57,7 +56,7 @@ def test_a_rank_does_one_thing_at_a_time_and_never_rests_unseen(case: StepCase) 
         assert np.allclose([event.start_s for event in mine], [0.0, *ends][: len(mine)], rtol=1e-9, atol=1e-12)
 
 
-def test_the_slowest_rank_waits_for_nobody_and_the_others_for_it(tmp_path: Path) -> None:
+def test_the_slowest_rank_waits_for_nobody_and_the_others_for_it() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
     pairs = random_pairs(np.random.default_rng(0), (1, 2, 2, 4, 8), most=10) * 0 + 200
     pairs[..., 6:] = 4000  # rank 3 is home of experts 6 and 7
@@ -73,9 +72,7 @@ def test_the_slowest_rank_waits_for_nobody_and_the_others_for_it(tmp_path: Path)
     gemm = [event for event in events if event.name == "expert_gemm"]
     assert {event.rows for event in gemm if event.rank == 3} >= {2 * 4 * 4000}
 
-    path = tmp_path / "timeline.json"
-    write_timeline(path, {"static": events, "other": events[:10]}, ranks_per_node=2)
-    trace = json.loads(path.read_text())["traceEvents"]
+    trace = json.loads(chrome_json({"static": events, "other": events[:10]}, ranks_per_node=2))["traceEvents"]
     names = {event["args"]["name"] for event in trace if event["name"] == "process_name"}
     assert names >= {"static, node 0", "static, node 1"}
     threads = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from moe_rl.replay import write_trace
 from moe_rl.simulators.registry import SYNTHETIC
 from moe_rl.study.executors import RETRIES, Executor, Task, executor_named
 from moe_rl.study.options import SimulationOptions, merge_options
-from moe_rl.study.run_sweep import run_sweep
-from moe_rl.study.sweep_grid import span_grid
+from moe_rl.study.run_sweep import run_sweep, span_grid
 
 pytestmark = [pytest.mark.framework, pytest.mark.filterwarnings("ignore")]  # Ray leaves its own files open
 
@@ -50,8 +49,8 @@ class Losing:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
-    def run(self, task: Task, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        return executor_named("ray").run(DiesOnce(self.marker, task), indices)
+    def __call__(self, task: Task, indices: Sequence[int]) -> Generator[tuple[int, Any]]:
+        return executor_named("ray")(DiesOnce(self.marker, task), indices)
 
 
 def refused(index: int) -> int:
@@ -65,26 +64,26 @@ def always_dies(index: int) -> int:
 
 def test_a_lost_worker_is_replaced_and_nothing_changes(tmp_path: Path) -> None:
     marker = tmp_path / "died"
-    found = sorted(executor_named("ray").run(DiesOnce(marker), range(8)))
+    found = sorted(executor_named("ray")(DiesOnce(marker), range(8)))
     assert marker.exists()
     assert found == [(index, index**2) for index in range(8)]
 
 
 def test_a_refusal_reaches_the_user_as_it_is() -> None:
     with pytest.raises(InvalidInputError, match="point 0 has no experts"):
-        list(executor_named("ray").run(refused, [0]))
+        list(executor_named("ray")(refused, [0]))
 
 
 def test_a_task_that_kills_every_worker_is_given_up() -> None:
     with pytest.raises(InvalidInputError, match=f"lost {RETRIES + 1} times"):
-        list(executor_named("ray").run(always_dies, [0]))
+        list(executor_named("ray")(always_dies, [0]))
 
 
 def test_a_task_that_workers_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def task(index): return index")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InvalidInputError, match=r"cannot load the task.* No module named 'only_here'"):
-        list(executor_named("ray").run(importlib.import_module("only_here").task, [0]))
+        list(executor_named("ray")(importlib.import_module("only_here").task, [0]))
 
 
 def test_a_sweep_on_ray_equals_a_local_one(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from cli_runner import moe_rl
 import moe_rl as product
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.tuning import ALIKE, PASTED, Tuned, TunedSetting
+from moe_rl.report.tuning import ALIKE, PASTED, Shape, Tuned, TunedSetting
 from moe_rl.simulators.whole_runs import WholeRun
-from moe_rl.study.search_layouts import Shape, ShapeTask, shapes_of
+from moe_rl.study.search_layouts import ShapeTask, shapes_of
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.json"
 LONG_TAIL = {
