@@ -70,7 +70,7 @@ def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace
     """Return the routes of a step of a trace, by default the first; raise where it holds counts alone."""
     routes = concatenate(tuple(source.parts(source.steps[0] if step is None else step)))
     if not isinstance(routes, RoutingTrace):
-        raise InvalidInputError(f"{source.path} holds counts, which do not say which experts meet in a token.")
+        raise InvalidInputError(f"{source.path} holds counts alone, and the routes of single tokens are needed.")
     return routes
 
 
