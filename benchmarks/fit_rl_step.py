@@ -18,7 +18,7 @@ import numpy as np
 from moe_rl.config import load_cluster, load_model
 from moe_rl.simulators import rl_step as model_of_step
 from moe_rl.simulators.rl_step import FITTED, RlStep, RlStepSetting, rl_step
-from moe_rl.simulators.rl_update import UpdateBatch
+from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 
 IMBALANCE = 1.5
@@ -34,16 +34,17 @@ class PublishedStep:
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.normal(row["mean_seq"], row["mean_seq"] / 3, row["samples"]), 1, row["max_seq"])
         lengths = lengths.astype(np.int64)
-        batch = UpdateBatch(
-            model=self.model,
-            hardware=self.hardware,
-            setting=StepSetting(**row["setting"]),
+        self.forward_s, self.update_s = trainer_seconds(
+            self.model,
+            self.hardware,
+            StepSetting(**row["setting"]),
+            lengths,
             train_gpus=row["train_gpus"],
             ep_size=row["ep_size"],
             micro_batch_tokens=row["micro_batch_tokens"],
             mini_batches=row["updates"],
+            imbalance=IMBALANCE,
         )
-        self.forward_s, self.update_s = batch.seconds(lengths, imbalance=IMBALANCE)
         self.responses = np.maximum(lengths - row["prompt"], 1)
 
     def predicted(self) -> RlStep:

@@ -29,9 +29,8 @@ from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
-from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, stacked
+from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, rl_bars, stacked
 from moe_rl.report.maps import rank_maps
-from moe_rl.report.rl_timeline import rl_timeline
 from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
 from moe_rl.report.sweep_chart import sweep_panels
 from moe_rl.study.options import SHOWN
@@ -355,7 +354,7 @@ def tune_picture() -> Markup:
 def timeline_picture() -> Markup:
     """Draw who works when in a step of RL on the bundled trace."""
     steps = moe_rl.rl_step("countdown-grpo", cluster="h100", ep=16, policy="static,eplb,moe-rl", rollout_engine_size=4)
-    return rl_timeline(steps)
+    return rl_bars(steps)
 
 
 def roofs_picture() -> Markup:

@@ -4,7 +4,8 @@
     attributed = [attribute(run) for run in runs.values()]
     split = split_waiting(attributed)                                       # all-to-all time: transfer, and waiting
     rows = derive_measurements(attributed, split, shape).rows
-    hardware = calibrate(rows, load_cluster("h100"), ["gemm_tflops"], source="our cluster").hardware
+    predict = moe_rl.study.measured.predicted_seconds
+    hardware = calibrate(rows, load_cluster("h100"), ["gemm_tflops"], source="ours", predict=predict).hardware
 
 `ranges` names the parts of a step for NVTX and torch.profiler. Imported as `moe_rl.profiling`, without torch.
 """
@@ -12,7 +13,7 @@
 from moe_rl.profiling import ranges
 from moe_rl.profiling.attribution import AttributedWork, attribute, seconds_by_category
 from moe_rl.profiling.busy_time import BusyTime, busy_time
-from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate, predict_seconds
+from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.kernel_classes import classify_kernel
@@ -25,6 +26,6 @@ __all__ = [
     "CONSTANTS", "AttributedWork", "BusyTime", "CalibrationResult", "ComparedPart", "DerivedMeasurements",
     "Measurement", "ProfiledRun", "RecordedShape", "WaitSplit", "attribute", "busy_time",
     "calibrate", "classify_kernel", "compare", "derive_measurements", "measured_parts", "measurements_csv",
-    "predict_seconds", "ranges", "read_measurements", "read_recording", "read_recordings",
+    "ranges", "read_measurements", "read_recording", "read_recordings",
     "seconds_by_category", "split_waiting",
 ]  # fmt: skip

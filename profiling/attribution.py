@@ -1,13 +1,14 @@
-"""Where the time of a step went: every piece of work gets one category.
+"""Where the time of a step went: every piece of work gets one category, and one part of the cost model.
 
 A kernel belongs to the innermost moe_rl range that was open on the launching thread; without one, its name decides.
-What a kernel is, communication or computation, its name decides in any case.
+Whether it is communication or computation, its name decides in any case.
 """
 
 import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moe_rl.profiling import ranges
 from moe_rl.profiling.events import HostRange, ProfiledRun, Work
@@ -15,6 +16,9 @@ from moe_rl.profiling.kernel_classes import COMMUNICATION, classify_kernel
 from moe_rl.profiling.ranges import RangeName
 
 CATEGORIES = (*ranges.CATEGORIES, "other")
+EXPERT_GEMM, ALL_TO_ALL, OUTSIDE_EXPERTS = "expert_gemm", "all_to_all", "outside_experts"
+"""Parts of the cost model, beside the categories that are parts themselves."""
+_OWN_PARTS = ("replicate", "reorder", "optimizer", "attention", EXPERT_GEMM)
 _NAMED_BY_KERNEL = ("router", "dispatch", "combine", "expert_gemm", "attention", "optimizer")
 """Kernel classes that are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline."""
 
@@ -49,6 +53,20 @@ class AttributedWork:
     def seconds(self) -> float:
         """How long it ran; on a GPU, on its stream."""
         return self.work.duration_us * 1e-6
+
+    @property
+    def cost_part(self) -> str:
+        """The part of the cost model that prices it, so that predicted and measured seconds mean the same."""
+        # Megatron permutes rows inside its dispatcher, the cost model prices permutation with the expert GEMM: of a
+        # dispatch or combine only kernels that move data between ranks are the all-to-all.
+        if self.category in ("dispatch", "combine"):
+            return ALL_TO_ALL if self.is_communication else EXPERT_GEMM
+        return self.category if self.category in _OWN_PARTS else OUTSIDE_EXPERTS
+
+
+AllToAll = tuple[str, Call]
+"""("dispatch" or "combine", call)."""
+Key = TypeVar("Key", bound=Hashable)
 
 
 class _Nesting:
@@ -100,7 +118,32 @@ def attribute(run: ProfiledRun) -> list[AttributedWork]:
 
 def seconds_by_category(attributed: Sequence[AttributedWork]) -> dict[str, float]:
     """Return summed work time per category, in seconds; every category is present."""
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    return dict.fromkeys(CATEGORIES, 0.0) | _seconds_by(attributed, lambda item: item.category)
+
+
+def seconds_by_part(attributed: Sequence[AttributedWork]) -> dict[str, float]:
+    """Return summed work time per part of the cost model, of the parts that occur."""
+    return _seconds_by(attributed, lambda item: item.cost_part)
+
+
+def expert_seconds(attributed: Sequence[AttributedWork]) -> dict[Call, float]:
+    """Return the time of the experts, permutation included, of every call that a range marks."""
+    return _seconds_by(attributed, lambda item: item.call if item.cost_part == EXPERT_GEMM else None)
+
+
+def all_to_all_seconds(attributed: Sequence[AttributedWork]) -> dict[AllToAll, float]:
+    """Return the time of every dispatch and combine that a range marks, waiting included."""
+
+    def key(item: AttributedWork) -> AllToAll | None:
+        return (item.category, item.call) if item.call is not None and item.cost_part == ALL_TO_ALL else None
+
+    return _seconds_by(attributed, key)
+
+
+def _seconds_by(attributed: Sequence[AttributedWork], key: Callable[[AttributedWork], Key | None]) -> dict[Key, float]:
+    """Return summed seconds by key; work with the key None does not count."""
+    seconds: dict[Key, float] = defaultdict(float)
     for item in attributed:
-        seconds[item.category] += item.seconds
-    return seconds
+        if (found := key(item)) is not None:
+            seconds[found] += item.seconds
+    return dict(seconds)

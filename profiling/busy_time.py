@@ -42,6 +42,7 @@ def busy_time(attributed: Sequence[AttributedWork]) -> BusyTime:
         span_s=max(item.work.end_us for item in attributed) * 1e-6 - start * 1e-6,
         computing_s=computing,
         communicating_s=communicating,
+        # |A and B| = |A| + |B| - |A or B|; rounding may leave -1e-17.
         hidden_s=max(0.0, computing + communicating - either),
     )
 

@@ -4,26 +4,15 @@ The constants are fitted by least squares on log(time), so that a microsecond ke
 one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import (
-    LayerRows,
-    all_to_all_time,
-    flat_shares,
-    gemm_time,
-    independent_visits,
-    layer_cost_params,
-    padded_rows,
-)
 from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.profiling.measurements import MOE_KINDS, Measurement
 
 CONSTANTS = (
     "gemm_tflops", "hbm_gb_per_s", "gemm_fixed_us", "nvlink_gb_per_s", "rdma_gb_per_s", "intra_node_latency_us",
@@ -80,24 +69,12 @@ class CalibrationResult:
         """Measurements that were fitted."""
         return sum(group.num_measurements for group in self.groups)
 
-    @property
-    def error_before(self) -> float:
-        """Mean error with the constants that the fit started from."""
-        return self._mean(group.before for group in self.groups)
+    def mean_error(self, figure: str) -> float | None:
+        """Return the mean over measurements of the groups' `figure`: before, in_sample or held_out.
 
-    @property
-    def in_sample_error(self) -> float:
-        """Mean error of the measurements that were fitted."""
-        return self._mean(group.in_sample for group in self.groups)
-
-    def _mean(self, errors: Iterable[float]) -> float:
-        counts = [group.num_measurements for group in self.groups]
-        return sum(error * count for error, count in zip(errors, counts, strict=True)) / self.num_measurements
-
-    @property
-    def held_out_error(self) -> float | None:
-        """Mean error of the measurements whose group was left out of the fit; None where no group could be."""
-        known = [(group.held_out, group.num_measurements) for group in self.groups if group.held_out is not None]
+        Groups without the figure do not count; None where no group has it.
+        """
+        known = [(error, one.num_measurements) for one in self.groups if (error := getattr(one, figure)) is not None]
         return sum(error * count for error, count in known) / sum(count for _, count in known) if known else None
 
 
@@ -114,36 +91,10 @@ class Timed(Protocol):
 
 
 Predict = Callable[[Any, HardwareSpec], float]
-"""(what was timed, a cluster) -> seconds."""
+"""(what was timed, a cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`."""
 
 
-def predict_seconds(measurement: Measurement, hardware: HardwareSpec) -> float:
-    """Return what the cost model says the measured operation takes under uniform routing.
-
-    Raises for operations that need more than the layer cost model (`moe_rl.study.measured` prices those).
-    """
-    require(
-        measurement.kind in MOE_KINDS, f"kind {measurement.kind!r} is not an operation of the routed experts alone."
-    )
-    rows = _uniform_rows(measurement, float(hardware.gemm_tile_rows))
-    params = layer_cost_params(
-        measurement.model(),
-        measurement.topology(hardware),
-        hierarchical=measurement.dispatcher == "deepep",
-        fp8=measurement.precision == "fp8",
-    )
-    backward = measurement.phase == "backward"
-    all_to_all = float(all_to_all_time(params, rows))
-    if measurement.kind == "all_to_all":
-        return all_to_all
-    gemm = float(gemm_time(params, rows, backward=backward).max())
-    if measurement.kind == "expert_gemm":
-        return gemm
-    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
-    return gemm + 2.0 * all_to_all + fixed_ms * 1e-3
-
-
-def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, *, predict: Predict = predict_seconds) -> float:
+def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, predict: Predict) -> float:
     """Return the mean absolute relative error of the predicted times."""
     return float(np.mean([abs(predict(m, hardware) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
 
@@ -154,7 +105,7 @@ def calibrate(
     constants: Sequence[str],
     *,
     source: str,
-    predict: Predict = predict_seconds,
+    predict: Predict,
 ) -> CalibrationResult:
     """Fit `constants` of `hardware` to what `predict` says of the measurements; the other constants keep their values.
 
@@ -171,14 +122,14 @@ def calibrate(
         held_out, refused = None, ""
         if others:
             try:
-                held_out = mean_error(mine, _fit(others, hardware, constants, predict)[0], predict=predict)
+                held_out = mean_error(mine, _fit(others, hardware, constants, predict)[0], predict)
             except InvalidInputError as error:
                 refused = str(error)
         return GroupError(
             group=group,
             num_measurements=len(mine),
-            before=mean_error(mine, hardware, predict=predict),
-            in_sample=mean_error(mine, fitted, predict=predict),
+            before=mean_error(mine, hardware, predict),
+            in_sample=mean_error(mine, fitted, predict),
             held_out=held_out,
             refused=refused,
         )
@@ -221,6 +172,7 @@ def _fit(
         distance: NDArray[np.float64] = np.log(predicted) - measured
         return distance
 
+    # Logarithms of factors: constants of any unit take steps of the same size, and none turns negative.
     bound = float(np.log(SEARCH_FACTOR))
     solution = least_squares(residuals, np.zeros(len(start)), bounds=(-bound, bound), x_scale=1.0)
     jacobian = np.asarray(solution.jac)
@@ -272,31 +224,3 @@ def _uncertainty(jacobian: NDArray[np.float64], scatter: float, constants: Seque
         "measurements where it matters, or leave it out.",
     )
     return dict(zip(constants, errors, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _uniform_rows(measurement: Measurement, tile_rows: float) -> LayerRows:
-    """Return where the rows go when every expert takes the same share of every rank's tokens."""
-    ranks, experts = measurement.ep_size, measurement.num_experts
-    local = experts // ranks
-    # Uniform routing: T P K / E rows for every expert.
-    rows_per_expert = measurement.tokens_per_rank * ranks * measurement.top_k / experts
-    shares = np.zeros((ranks, experts))
-    shares[np.arange(experts) // local, np.arange(experts)] = measurement.top_k / experts
-    tokens = np.asarray(float(measurement.tokens_per_rank))
-    ranks_per_domain = min(ranks, measurement.ranks_per_node)
-    visits, ingress, egress = independent_visits(shares, tokens, ranks_per_domain)
-    rows = np.full(ranks, rows_per_expert * local)
-    if measurement.dispatcher != "deepep":
-        near, far = flat_shares(ranks, ranks_per_domain)
-        visits, ingress, egress = near * rows, far * rows, far * rows
-    return LayerRows(
-        rows=rows,
-        padded_rows=np.full(ranks, padded_rows(np.asarray(rows_per_expert), tile_rows) * local),
-        active_experts=np.full(ranks, float(min(local, rows_per_expert * local))),
-        rank_visits=visits,
-        nic_ingress=ingress,
-        nic_egress=egress,
-        replicas=np.asarray(0.0),
-        cross_node_replicas=np.asarray(0.0),
-    )

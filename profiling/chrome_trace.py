@@ -90,6 +90,7 @@ def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> t
     work = []
     for event in on_gpu:
         arguments = _object(event, "args")
+        # A launch before the recording began has no event: the kernel then counts by its name.
         link = arguments.get("correlation")
         launch = launches.get(link) if isinstance(link, int) else None
         work.append(_work(event, float(event.get("dur", 0)), launch, arguments.get("stream", event.get("tid"))))

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_rl.core.errors import require
-from moe_rl.profiling.attribution import AttributedWork
-from moe_rl.profiling.cost_parts import ALL_TO_ALL, EXPERT_GEMM, OUTSIDE_EXPERTS, seconds_by_part
+from moe_rl.profiling.attribution import ALL_TO_ALL, EXPERT_GEMM, OUTSIDE_EXPERTS, AttributedWork, seconds_by_part
 from moe_rl.profiling.waiting import WaitSplit
 
 PART_OF_PREDICTION = {
@@ -43,6 +42,7 @@ def measured_parts(per_rank: Sequence[Sequence[AttributedWork]], waiting: WaitSp
     totals = [seconds_by_part(attributed) for attributed in per_rank]
     measured = {part: max(mine.get(part, 0.0) for mine in totals) for mine in totals for part in mine}
     if ALL_TO_ALL in measured:
+        # The rank that spends least in it waits least: nearest to the transfer alone.
         measured[ALL_TO_ALL] = min(mine.get(ALL_TO_ALL, 0.0) for mine in totals)
     if waiting is not None:
         measured[ALL_TO_ALL] = waiting.transfer_s

@@ -5,8 +5,6 @@ All times are microseconds on the recording's own clock.
 
 from dataclasses import dataclass
 
-from moe_rl.core.errors import require
-
 STEP_MARK = "ProfilerStep#"
 
 
@@ -58,6 +56,3 @@ class ProfiledRun:
     def num_steps(self) -> int | None:
         """Training steps that torch.profiler's `step()` marked; None where it marked none."""
         return len({item.name for item in self.ranges if item.name.startswith(STEP_MARK)}) or None
-
-    def __post_init__(self) -> None:
-        require(self.device in ("cuda", "cpu"), f"device {self.device!r} is neither cuda nor cpu.")

@@ -47,6 +47,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
     require(bool(work), f"{path} holds no CUDA kernels.")
+    # Kernels and copies come from different tables; attribution counts ranges in the order of time.
     work.sort(key=lambda item: item.start_us)
     return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges)
 

@@ -62,6 +62,7 @@ class RangeName:
 
 def enable(*, nvtx: bool = True, record_function: bool = True) -> None:
     """Send ranges to NVTX (package `nvtx`) and to torch.profiler; raise ImportError if a requested one is missing."""
+    # A tuple that is replaced whole: threads that open a range meanwhile see the old sinks or the new ones.
     global _sinks
     sinks: list[Callable[[str], AbstractContextManager[Any]]] = []
     if nvtx:

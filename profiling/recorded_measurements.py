@@ -6,8 +6,7 @@ from statistics import fmean, median
 
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.profiling.attribution import AttributedWork, Call
-from moe_rl.profiling.cost_parts import expert_seconds
+from moe_rl.profiling.attribution import AttributedWork, Call, expert_seconds
 from moe_rl.profiling.measurements import PHASES, Measurement
 from moe_rl.profiling.waiting import WaitSplit
 
@@ -99,17 +98,13 @@ def _expert_call_seconds(per_rank: Sequence[Sequence[AttributedWork]], phase: st
 
 
 def _row(shape: RecordedShape, kind: str, phase: str, seconds: Sequence[float]) -> Measurement:
+    of_model = ("hidden_size", "moe_ffn_hidden_size", "num_experts", "top_k")
+    of_run = ("dispatcher", "ep_size", "ranks_per_node", "tokens_per_rank", "group")
     return Measurement(
         kind=kind,
         phase=phase,
-        dispatcher=shape.dispatcher,
-        hidden_size=shape.model.hidden_size,
-        moe_ffn_hidden_size=shape.model.moe_ffn_hidden_size,
-        num_experts=shape.model.num_experts,
-        top_k=shape.model.top_k,
-        ep_size=shape.ep_size,
-        ranks_per_node=shape.ranks_per_node,
-        tokens_per_rank=shape.tokens_per_rank,
+        # The median: the first calls of a recording often wait for an allocation or for a kernel to load.
         time_ms=1e3 * median(seconds),
-        group=shape.group,
+        **{name: getattr(shape.model, name) for name in of_model},
+        **{name: getattr(shape, name) for name in of_run},
     )

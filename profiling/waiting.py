@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_rl.core.errors import require
-from moe_rl.profiling.attribution import AttributedWork, Call
-from moe_rl.profiling.cost_parts import AllToAll, all_to_all_seconds, expert_seconds
+from moe_rl.profiling.attribution import AllToAll, AttributedWork, Call, all_to_all_seconds, expert_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
     """
     assert load.routes is not None
     counts, drawn = visits.count_visits(plan, load, topology), np.diff(load.routes.cell_start)
+    # 256 drawn of 512 tokens weigh 256 / (256 + 128) = 0.67; where every token was drawn the weight is 1.
     own = drawn / np.maximum(drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
     weight = own.reshape(load.tokens.shape[:2])[:, :, None, None]
     counts = replace(
@@ -74,7 +75,7 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
         between_nodes=_estimated(
             counts.between_nodes, copies_of_alike_sources(rows.nic_ingress, topology), weight[..., None]
         ),
-        counted=np.ones_like(counts.counted),
+        counted=np.ones_like(counts.counted),  # what was not counted is estimated now
     )
     counted = counts.put_into(rows)
     difference = VisitDifference(

@@ -1,9 +1,9 @@
 """A step with forced balance and equal sequences, without a trace: what published benchmarks run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,6 @@ from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing
 from moe_rl.simulators.result import IMBALANCE_PARTS
 from moe_rl.simulators.setting import StepSetting, TrainingRun, TrainingStep
-
-Arrays = TypeVar("Arrays", LayerRows, SourceWork)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,28 +68,27 @@ class BalancedBatch:
         layer = StepPricing.without_windows(TrainingRun(model=model, topology=group, setting=setting)).uniform(load)
 
         def alike(values: Floats) -> Floats:
+            # All layers, ranks and nodes are alike: one rank and one node stand for all.
             one = values[..., :1] if values.ndim == 4 else values
             return np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
 
         return cls(
             model=model,
-            # All layers, ranks and nodes are alike: one rank and one node stand for all.
-            rows=_each(layer, alike),
+            rows=LayerRows(**{item.name: alike(getattr(layer, item.name)) for item in fields(layer)}),
             work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, model),
             sequence_length=sequence_length,
         )
 
     def memory(self, topology: ClusterTopology, setting: StepSetting, *, buffers: int = 0) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
+        # 1F1B lets the first of S stages hold most: S micro-batches against one of the last.
         held = ceil(in_flight(setting, 0))
         rows, visits, tokens = (
             np.broadcast_to(one, (1, held, *one.shape[2:]))
             for one in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
         )
-        model = self.model
-        return forecast_memory(
-            rows, tokens, None, model=model, topology=topology, setting=setting, visits=visits, buffers=buffers
-        )
+        run = TrainingRun(model=self.model, topology=topology, setting=setting)
+        return forecast_memory(rows, tokens, None, run=run, visits=visits, buffers=buffers)
 
     def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:
         """Return the step of that many such micro-batches."""
@@ -103,6 +100,7 @@ class BalancedBatch:
         parts = {name: seconds * num_micro_batches for name, seconds in once.items()}
         breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
         breakdown |= once_per_step(pricing, breakdown, micro_batches=num_micro_batches)
+        # All S stages work on the same tokens: a GPU is credited with 1 / S of them.
         done = tokens * num_micro_batches / setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
         return BalancedStep(
@@ -111,11 +109,6 @@ class BalancedBatch:
             tflops_per_s_per_gpu=tokens_per_s * flops_per_token(self.model, self.sequence_length) / 1e12,
             phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
         )
-
-
-def _each(arrays: Arrays, change: Callable[[Floats], Floats]) -> Arrays:
-    """Return the same kind of arrays, each of them changed."""
-    return replace(arrays, **{item.name: change(getattr(arrays, item.name)) for item in fields(arrays)})
 
 
 def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
@@ -139,20 +132,16 @@ def cost_of_lengths(
     Overlap of all-to-all and computation is taken at the mean.
     """
     lengths = sequence_lengths.astype(np.float64)
-    mean = max(2, round(tokens_per_rank) // 2 * 2)
+    mean = max(2, round(tokens_per_rank) // 2 * 2)  # even, so that the half batch is whole as well
     pricing = StepPricing.without_windows(TrainingRun(model=model, topology=topology, setting=setting))
-    batches = [
-        BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
-        for tokens in (mean // 2, mean)
-    ]
-    parts = [
-        {
-            name: float(part[0, 0])
-            for name, part in pricing.seconds(batch.rows, batch.work, micro_batches=8).parts.items()
-        }
-        for batch in batches
-    ]
-    routed = [sum(part[name] for name in (*ROUTED_PARTS, "overlap")) for part in parts]
+
+    def routed_s(tokens: int) -> float:
+        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
+        # Of 8 micro-batches seven have a backward beside their forward, which is what overlap hides under.
+        parts = pricing.seconds(batch.rows, batch.work, micro_batches=8).parts
+        return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
+
+    half, whole = routed_s(mean // 2), routed_s(mean)
     waits = pricing.waits()
     alike = setting.sequence_length
     attended = attention_squares(sequence_lengths if alike is None else np.array([alike], np.int64), model)
@@ -164,15 +153,17 @@ def cost_of_lengths(
         sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
         / topology.slices_per_dp_rank,
         sequence_tokens=lengths,
-        routed_token_s=2.0 * (routed[1] - routed[0]) / mean,
+        routed_token_s=2.0 * (whole - half) / mean,
         fixed_s=sum(part.fixed_s for part in waits),
-        routed_fixed_s=max(0.0, 2.0 * routed[0] - routed[1]),
+        # A line through T / 2 and T meets zero tokens at twice the first less the second.
+        routed_fixed_s=max(0.0, 2.0 * half - whole),
         host_s=sum(
             count * host_seconds(pricing, backward_passes=params.backward_passes, moe_layer=moe_layer)
             for params in pricing.passes
             for moe_layer, count in layers
         ),
         bubble=(stages - 1) / virtual,
+        # Megatron refuses an interleaved schedule whose micro-batches are no multiple of the stages.
         multiple_of=stages if virtual > 1 else 1,
     )
 
@@ -180,6 +171,7 @@ def cost_of_lengths(
 def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_rank: int) -> StepLoad:
     """Return one micro-batch in which every expert takes the same share, up to rounding."""
     experts = model.num_experts
+    # Differences of rounded sums: 10 pairs over 4 experts are 2, 3, 2, 3, and none is lost.
     ends = np.arange(1, experts + 1) * (tokens_per_rank * model.top_k) // experts
     pairs = np.diff(ends, prepend=0).astype(np.int32)
     shape = (topology.num_ep_groups, 1, model.num_moe_layers, topology.ep_size, experts)

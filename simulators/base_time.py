@@ -112,6 +112,7 @@ def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats
     step costs; a single layer's time is that of the mean layer.
     """
     full = lengths.astype(np.float64) ** 2
+    # Every query after the first w sees w keys: pairs are n w - w^2 / 2, twice that is 2 n w - w^2.
     window = np.minimum(lengths, model.sliding_window).astype(np.float64)
     share = model.num_sliding_window_layers / model.num_layers
     mean: Floats = (1.0 - share) * full + share * window * (2.0 * lengths - window)
@@ -220,6 +221,7 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
         return 0.0
     left = software.launched(setting.cuda_graph)
     wider = 1.0 + software.host_per_tensor_rank * (setting.tensor_model_parallel_size - 1)
+    # A dense layer has neither router nor dispatcher: taken as half of the launches.
     layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
     if moe_layer and not setting.fused_grouped_mlp:
         each = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
@@ -241,6 +243,7 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
     )
     handled = model.query_channels + model.key_value_channels
     moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
+    # Half of the n^2 pairs are computed, 2 operations each: n^2 per channel of Q K^T, and of its product with V.
     core_flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
     core_tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
     if model.kv_channels < 128:

@@ -32,6 +32,7 @@ def coactivation(trace: RoutingTrace) -> float:
     tokens = tokens[:: -(-len(tokens) // MOST_TOKENS) or 1]
     layers = np.unique(np.linspace(0, trace.num_layers - 1, MOST_LAYERS).round().astype(int))
     sequence = np.searchsorted(trace.cu_seqlens, tokens, side="right") - 1
+    # By sequence: tokens of one sequence are alike, and halves that share them would agree by chance.
     half = np.random.default_rng(0).permutation(trace.num_sequences)[sequence] % 2
     return float(np.mean([_of_layer(trace.routed_experts[tokens, layer], half, trace.num_experts) for layer in layers]))
 
@@ -54,6 +55,7 @@ def like(model: SequenceModel, trace: RoutingTrace) -> SequenceModel:
         f"experts of the trace meet more than {model.num_topics} topics can bring about (mean-square contingency "
         f"{wanted:.2f}): give fewer (num_topics).",
     )
+    # Eight halvings of 0 .. 8 leave 0.03, finer than draws of one sigma are alike.
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if reached(middle) < wanted else (low, middle)

@@ -5,46 +5,38 @@ weights gathered while the first runs forward; under FSDP both happen in every m
 beside costs nothing more: it ran there in the runs that the rates were fitted on.
 """
 
-from dataclasses import dataclass
-
 from moe_rl.core.cost import BF16_BYTES
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.memory import gradient_bytes, stage_params
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
-    """Ranks that share one kind of parameters out among them."""
-
-    ranks: float
-    gb_per_s: float
-    """Rate at which each of them takes part in a collective."""
-
-    def seconds(self, held_bytes: float) -> float:
-        """Return the time of one all-gather or reduce-scatter of what each rank holds in full."""
-        return held_bytes * (1.0 - 1.0 / max(1.0, self.ranks)) / (self.gb_per_s * 1e9)
-
-
-def dense_shards(topology: ClusterTopology, setting: StepSetting) -> Shards:
-    """Return the ranks that share parameters outside the routed experts: all but tensor-parallel ones."""
+def dense_shards(topology: ClusterTopology, setting: StepSetting) -> tuple[float, float]:
+    """Return the ranks that share parameters outside the routed experts (all but tensor-parallel ones), and GB/s."""
     tensor_parallel = setting.tensor_model_parallel_size
     ranks = max(1.0, topology.num_ranks / tensor_parallel)
-    return _shards(topology, ranks, topology.hardware.ranks_per_node / tensor_parallel)
+    return ranks, _gb_per_s(topology, ranks, topology.hardware.ranks_per_node / tensor_parallel)
 
 
-def expert_shards(topology: ClusterTopology) -> Shards:
-    """Return the ranks that hold the same experts, one of every EP group."""
-    return _shards(topology, topology.num_ep_groups, topology.hardware.ranks_per_node / topology.ep_size)
+def expert_shards(topology: ClusterTopology) -> tuple[float, float]:
+    """Return the ranks that hold the same experts, one of every EP group, and GB/s of each."""
+    groups = topology.num_ep_groups
+    return groups, _gb_per_s(topology, groups, topology.hardware.ranks_per_node / topology.ep_size)
 
 
-def _shards(topology: ClusterTopology, ranks: float, in_one_domain: float) -> Shards:
-    """Return the ranks with their rate: NVLink's where one domain holds them all, else that of their domain's NICs."""
+def _gb_per_s(topology: ClusterTopology, ranks: float, in_one_domain: float) -> float:
+    """Return the rate at which each of `ranks` takes part: NVLink's in one domain, else that of the domain's NICs."""
     hardware, beside = topology.hardware, max(1.0, in_one_domain)
-    rate = hardware.nvlink_gb_per_s
-    if ranks > beside:
-        rate = min(rate, beside * (hardware.flat_rdma_gb_per_s or hardware.rdma_gb_per_s))
-    return Shards(ranks=ranks, gb_per_s=rate)
+    if ranks <= beside:
+        return hardware.nvlink_gb_per_s
+    # A ring enters and leaves a node once, so the ranks beside each other send over all of their NICs.
+    return min(hardware.nvlink_gb_per_s, beside * (hardware.flat_rdma_gb_per_s or hardware.rdma_gb_per_s))
+
+
+def collective_seconds(held_bytes: float, ranks: float, gb_per_s: float) -> float:
+    """Return the time of one all-gather or reduce-scatter of the `held_bytes` that each of the ranks holds in full."""
+    # A rank has its own shard already: of 4 ranks each sends 3/4 of the bytes.
+    return held_bytes * (1.0 - 1.0 / max(1.0, ranks)) / (gb_per_s * 1e9)
 
 
 def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: int) -> dict[str, float]:
@@ -52,15 +44,20 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
 
     `micro_batch_s` is what a stage computes for one of the step's micro-batches, forward and backward: the window.
     """
-    model, topology, setting = run.model, run.topology, run.setting
+    setting = run.setting
     if setting.forward_only or micro_batches == 0:
         return {"grad_reduce": 0.0, "param_gather": 0.0}
     stages = range(setting.pipeline_model_parallel_size)
-    dense, experts = dense_shards(topology, setting), expert_shards(topology)
+    shards = dense_shards(run.topology, setting), expert_shards(run.topology)
 
     def fullest(bytes_each: int) -> float:
-        held = [stage_params(model, topology, setting, stage) for stage in stages]
-        return max(dense.seconds(bytes_each * one) + experts.seconds(bytes_each * other) for one, other in held)
+        return max(
+            sum(
+                collective_seconds(bytes_each * held, *of)
+                for held, of in zip(stage_params(run, stage), shards, strict=True)
+            )
+            for stage in stages
+        )
 
     reduced, gathered = fullest(gradient_bytes(setting)), fullest(BF16_BYTES)
     forward = micro_batch_s / (2.0 + setting.forward_passes)  # what is recomputed runs in backward

@@ -15,4 +15,5 @@ def flops_per_token(model: MoeModelSpec, sequence_length: float) -> float:
     dense_layers = model.num_layers - model.num_moe_layers
     ffn = per_width * (model.num_moe_layers * moe + dense_layers * model.dense_ffn_hidden_size)
     head = 2.0 * model.hidden_size * model.vocab_size
+    # Backward computes two products for every one of forward.
     return 3.0 * (model.num_layers * attention + ffn + head)

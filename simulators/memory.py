@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import BF16_BYTES, FP8_ROW_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
-from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 GIB = 1 << 30
 WEIGHT_BYTES, MASTER_BYTES = 2, 4
@@ -117,9 +116,7 @@ def forecast_memory(
     tokens: Floats,
     placement: ExpertPlacement | None,
     *,
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
+    run: TrainingRun,
     visits: Floats | None = None,
     buffers: float = 0.0,
     stage: int | None = None,
@@ -133,6 +130,7 @@ def forecast_memory(
     """
     if visits is None:
         visits = np.minimum(rows, tokens.sum(axis=2)[:, :, None, None])
+    topology, setting = run.topology, run.setting
     stages = setting.pipeline_model_parallel_size
     of_layers = _stage_of_layer(rows.shape[2], stages) if stage is None else np.full(rows.shape[2], stage)
     most = float(tokens.max(initial=0.0))
@@ -140,19 +138,21 @@ def forecast_memory(
     held = _resident_slots(placement)
 
     def forecast(
-        how: StepSetting = setting, *, width: int = 1, slots: float = buffers, resident: int = held
+        *, recompute: str = setting.recompute, width: int = 1, slots: float = buffers, resident: int = held
     ) -> MemoryForecast:
-        """Return the forecast under a setting when `width` ranks each share their rows."""
-        common = [_common_parts(model, topology, how, resident, slots, most, each) for each in range(stages)]
-        leveled, received = (_leveled(each, width) for each in (rows, rows if how.dispatcher == "alltoall" else visits))
-        routed = _routed_bytes(leveled, received, of_layers, model, how)
-        if routed.shape[1] == 1:
-            routed = np.broadcast_to(routed, (stages, topology.ep_size))
+        """Return the forecast where every `width` ranks share their rows."""
+        how = replace(run, setting=replace(setting, recompute=recompute))
+        common = [_common_parts(how, resident, slots, most, each) for each in range(stages)]
+        leveled, received = (
+            _leveled(each, width) for each in (rows, rows if setting.dispatcher == "alltoall" else visits)
+        )
+        routed = _routed_bytes(leveled, received, of_layers, how)
         per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]
         worst = int(per_rank.max(axis=1).argmax()) if stage is None else stage
         parts = {name: round(value) for name, value in common[worst].items()}
         of_peak = per_rank.max(axis=0) if stage is None else per_rank[stage]
-        peaks: NDArray[np.int64] = np.rint(of_peak).astype(np.int64)
+        # Rows that stand for all ranks (P = 1) give every rank the same peak.
+        peaks: NDArray[np.int64] = np.broadcast_to(np.rint(of_peak).astype(np.int64), topology.ep_size)
         parts["routed_rows"] = int(peaks.max()) - sum(parts.values())
         return MemoryForecast(
             parts_bytes=parts,
@@ -165,7 +165,7 @@ def forecast_memory(
     if found.fits:
         return found
     others = {
-        "recomputation (--recompute-granularity full)": forecast(replace(setting, recompute="full")),
+        "recomputation (--recompute-granularity full)": forecast(recompute="full"),
         "replicas that level the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
     }
     if ranks > domain:
@@ -181,10 +181,9 @@ def _leveled(values: Floats, width: int) -> Floats:
     return np.repeat(values.reshape(*values.shape[:3], -1, width).mean(axis=4), width, axis=3)
 
 
-def _routed_bytes(
-    rows: Floats, received: Floats, of_layers: NDArray[np.int64], model: MoeModelSpec, setting: StepSetting
-) -> Floats:
+def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], run: TrainingRun) -> Floats:
     """Return [stages, P] bytes of routed rows in every rank's worst group and micro-batch."""
+    model, setting = run.model, run.setting
     stages = setting.pipeline_model_parallel_size
     saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
     # What is on its way to the host: one layer's.
@@ -201,21 +200,14 @@ def _routed_bytes(
     return by_stage
 
 
-def _common_parts(
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    resident: int,
-    buffers: float,
-    tokens: float,
-    stage: int,
-) -> dict[str, float]:
+def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float, stage: int) -> dict[str, float]:
     """Return what every rank of a stage holds whatever the routing; `tokens` is the fullest rank's micro-batch."""
+    model, setting = run.model, run.setting
     stages = setting.pipeline_model_parallel_size
     updates = not setting.forward_only
     layers, moe_layers = model.num_layers / stages, model.num_moe_layers / stages
-    sharded = optimizer_params(model, topology, setting, stage)
-    held = sum(stage_params(model, topology, setting, stage))
+    sharded = optimizer_params(run, stage)
+    held = sum(stage_params(run, stage))
     if setting.use_megatron_fsdp:
         # Its own share, and the layer that is gathered for use.
         held = sharded + held / layers
@@ -240,28 +232,27 @@ def _common_parts(
     }
 
 
-def stage_params(
-    model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, stage: int
-) -> tuple[float, float]:
+def stage_params(run: TrainingRun, stage: int) -> tuple[float, float]:
     """Return parameters of one rank of a pipeline stage: outside the routed experts, and of its routed experts.
 
     The first and the last stage hold an embedding and an output matrix.
     """
-    stages, tensor_parallel = setting.pipeline_model_parallel_size, setting.tensor_model_parallel_size
+    model, stages = run.model, run.setting.pipeline_model_parallel_size
+    tensor_parallel = run.setting.tensor_model_parallel_size
     ends = (stage == 0) + (stage == stages - 1)
     dense = (dense_params(model) / stages + ends * model.hidden_size * model.vocab_size) / tensor_parallel
-    experts = model.num_moe_layers / stages * model.num_experts / topology.ep_size * model.expert_params
+    experts = model.num_moe_layers / stages * model.num_experts / run.topology.ep_size * model.expert_params
     return dense, experts
 
 
-def optimizer_params(model: MoeModelSpec, topology: ClusterTopology, setting: StepSetting, stage: int) -> float:
+def optimizer_params(run: TrainingRun, stage: int) -> float:
     """Return parameters whose optimizer state one rank holds: the distributed optimizer shares them out.
 
     Dense ones over all data-parallel ranks of the topology (context-parallel ones included), experts over EP groups.
     """
-    dense, experts = stage_params(model, topology, setting, stage)
-    shards = max(1.0, topology.num_ranks / setting.tensor_model_parallel_size)
-    return dense / shards + experts / topology.num_ep_groups
+    dense, experts = stage_params(run, stage)
+    shards = max(1.0, run.topology.num_ranks / run.setting.tensor_model_parallel_size)
+    return dense / shards + experts / run.topology.num_ep_groups
 
 
 def _resident_slots(placement: ExpertPlacement | None) -> int:

@@ -83,6 +83,7 @@ def movement_time(plan: Plan, pricing: StepPricing) -> float:
         moved_s = reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
         moved_s += reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
         resident_s = resident_time(params, *copies[:, :, start:stop].sum(axis=2))
+        # Stages move side by side, a rank only the layers of its own.
         by_stage.append(moved_s / setting.reorder_interval + resident_s)
     return max(by_stage)
 
@@ -103,7 +104,7 @@ def optimizer_time(run: TrainingRun) -> float:
     """
     setting = run.setting
     stages = range(setting.pipeline_model_parallel_size)
-    params = max(optimizer_params(run.model, run.topology, setting, stage) for stage in stages)
+    params = max(optimizer_params(run, stage) for stage in stages)
     moved, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
     on_gpu_s = (1.0 - on_host) * moved / (run.topology.hardware.hbm_gb_per_s * 1e9)
     return max(on_gpu_s, on_host * moved / (setting.software.host_adam_gb_per_s * 1e9))

@@ -125,18 +125,10 @@ class StepPricing(TrainingRun):
                 parts[name] = parts[name] + seconds
         return StepSeconds(parts=parts, moe=np.sum([one.moe for one in passes], axis=0))
 
-    def congestion(self, rows: LayerRows) -> Floats:
-        """Return [G, M, L] factors on the all-to-all: 1 unless the setting prices incast."""
-        mean = rows.rows.mean(axis=-1)
-        excess = np.where(mean > 0, rows.rows.max(axis=-1) / np.maximum(mean, 1e-300) - 1.0, 0.0)
-        factor: Floats = 1.0 + self.setting.a2a_congestion * excess
-        return factor
-
     def _pass_seconds(self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady: Floats) -> StepSeconds:
         running = (work.tokens.sum(axis=2) > 0)[:, :, None]
         time = layer_time(params, rows)
         routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
-        routed["all_to_all"] = routed["all_to_all"] * self.congestion(rows)
         moe = np.sum(list(routed.values()), axis=0)
         moe_base = self._layer_base(params, work, moe_layer=True)
         dense_base = self._layer_base(params, work, moe_layer=False)
@@ -144,7 +136,7 @@ class StepPricing(TrainingRun):
         launches = self._waits_for_host(params, _whole(moe_base)[:, :, None] + moe - hidden, moe_layer=True)
         moe_layers, dense_layers = self.model.num_moe_layers, self.model.num_layers - self.model.num_moe_layers
         # A layer of multi-token prediction is priced as the mean MoE layer.
-        prediction = self.setting.mtp_num_layers if params.backward_passes > 0 else 0
+        prediction = self._prediction_layers(params)
         grown = 1.0 + prediction / moe_layers
         parts: dict[str, Floats] = {name: grown * seconds.sum(axis=2) for name, seconds in routed.items()}
         for base, layers in ((moe_base, moe_layers + prediction), (dense_base, dense_layers)):
@@ -170,12 +162,9 @@ class StepPricing(TrainingRun):
 
     def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:
         """Return [G, M] seconds of one layer outside its routed experts, by part, all phases of a pass."""
-        updates = params.backward_passes > 0
-        forwards = self.setting.forward_passes if updates else 1
-        hardware = self.topology.hardware
         total: dict[str, Floats] = {}
-        for backward, times in ((False, forwards), (True, int(updates))):
-            parts = layer_parts(self.model, hardware, self.setting, backward=backward, moe_layer=moe_layer)
+        for backward, times in self._phases(params):
+            parts = self._layer_parts(backward=backward, moe_layer=moe_layer)
             for name, seconds in slowest_rank(parts, work).items():
                 total[name] = total.get(name, 0.0) + times * seconds
         return total
@@ -203,25 +192,34 @@ class StepPricing(TrainingRun):
         """Return what a micro-batch waits for its slowest rank in beside its routed experts, in all layers and passes:
         forward, backward, the output layer.
         """
-        dense, phases = self.model.num_layers - self.model.num_moe_layers, (False, True)
+        dense = self.model.num_layers - self.model.num_moe_layers
         found = [LinearTime()] * 3
         for params in self.passes:
-            updates = int(params.backward_passes > 0)
-            prediction = self.setting.mtp_num_layers * updates
-            for backward, times in zip(phases, (self.setting.forward_passes if updates else 1, updates), strict=True):
+            prediction = self._prediction_layers(params)
+            for backward, times in self._phases(params):
                 for moe_layer, layers in ((True, self.model.num_moe_layers + prediction), (False, dense)):
-                    parts = layer_parts(
-                        self.model, self.topology.hardware, self.setting, backward=backward, moe_layer=moe_layer
-                    )
+                    parts = self._layer_parts(backward=backward, moe_layer=moe_layer)
                     found[backward] = found[backward].plus(parts, times * layers)
+                # The output layer is never computed again, however often a layer's forward runs.
                 head = head_parts(self.model, self.topology.hardware, backward=backward)
-                found[2] = found[2].plus(head, min(1, times) * (1 + prediction))
+                found[2] = found[2].plus(head, 1 + prediction)
         return tuple(found)
 
-    def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
-        phases = (False, True) if params.backward_passes > 0 else (False,)
+    def _phases(self, params: LayerCostParams) -> list[tuple[bool, int]]:
+        """Return (backward, how often) of every phase of a pass: full recomputation runs forward twice."""
+        return [(False, self.setting.forward_passes), (True, 1)] if params.backward_passes > 0 else [(False, 1)]
+
+    def _prediction_layers(self, params: LayerCostParams) -> int:
+        """Return the layers of multi-token prediction: only an update has them."""
+        return self.setting.mtp_num_layers if params.backward_passes > 0 else 0
+
+    def _layer_parts(self, *, backward: bool, moe_layer: bool) -> Mapping[str, LinearTime]:
         hardware = self.topology.hardware
-        seconds = [slowest_rank(head_parts(self.model, hardware, backward=phase), work)["head"] for phase in phases]
+        return layer_parts(self.model, hardware, self.setting, backward=backward, moe_layer=moe_layer)
+
+    def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
+        hardware, phases = self.topology.hardware, self._phases(params)
+        seconds = [slowest_rank(head_parts(self.model, hardware, backward=phase), work)["head"] for phase, _ in phases]
         total: Floats = np.sum(seconds, axis=0)
         return total
 

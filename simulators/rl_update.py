@@ -1,11 +1,11 @@
 """Forward pass and update of an RL step from lengths alone, with a given imbalance and micro-batches packed to size."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require, require_least
+from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch
@@ -15,74 +15,54 @@ GROWING = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
 """Rows of `LayerRows` that the fullest rank has more of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateBatch:
-    """How a trainer runs the samples of a step.
+def trainer_seconds(
+    model: MoeModelSpec,
+    hardware: HardwareSpec,
+    setting: StepSetting,
+    lengths: NDArray[np.int64],
+    *,
+    train_gpus: int,
+    ep_size: int,
+    micro_batch_tokens: int,
+    mini_batches: int = 1,
+    imbalance: float = 1.0,
+) -> tuple[float, float]:
+    """Return seconds of one forward pass and of one update over sequences of `lengths` [N], prompts included.
 
-    Raises `InvalidInputError` where the parallel layout does not fit the GPUs.
+    `micro_batch_tokens` is the budget of a data-parallel rank, `mini_batches` the optimizer steps that use every sample
+    once, `imbalance` the rows of the fullest rank over the mean (1.0 is forced balance). Raises `InvalidInputError`
+    where the parallel layout does not fit the GPUs.
     """
-
-    model: MoeModelSpec
-    hardware: HardwareSpec
-    setting: StepSetting
-    train_gpus: int
-    ep_size: int
-    micro_batch_tokens: int
-    """Of one data-parallel rank."""
-    mini_batches: int = 1
-    """Optimizer steps in which the samples are used once."""
-
-    def __post_init__(self) -> None:
-        require_least(self, mini_batches=1, micro_batch_tokens=1)
-        for name, size in (("TP x CP x PP", self._per_replica), ("EP x PP", self.ep_size * self._stages)):
-            require(
-                self.train_gpus % size == 0, f"{name} = {size} does not divide the {self.train_gpus} training GPUs."
-            )
-
-    @property
-    def _stages(self) -> int:
-        return self.setting.pipeline_model_parallel_size
-
-    @property
-    def _slices(self) -> int:
-        return self.setting.tensor_model_parallel_size * self.setting.context_parallel_size
-
-    @property
-    def _per_replica(self) -> int:
-        return self._slices * self._stages
-
-    def seconds(self, lengths: NDArray[np.int64], *, imbalance: float = 1.0) -> tuple[float, float]:
-        """Return seconds of one forward pass and of one update over sequences of `lengths` [N], prompts included.
-
-        `imbalance`: rows of the fullest rank over the mean; 1.0 is forced balance.
-        """
-        require(imbalance >= 1.0, f"imbalance must be at least 1, got {imbalance}.")
-        ranks = self.train_gpus // self._per_replica
-        each = np.array_split(np.asarray(lengths, np.int64), self.mini_batches)
-        bins = [first_fit(one, self.micro_batch_tokens) for one in each if len(one)]
-        if not bins:
-            return 0.0, 0.0
-        topology = ClusterTopology(
-            hardware=self.hardware,
-            ep_size=self.ep_size,
-            num_ep_groups=self.train_gpus // (self._stages * self.ep_size),
-            ranks_per_node=min(self.hardware.ranks_per_node, self.ep_size),
-        )
-        counts = [-(-len(one) // ranks) for one in bins]
-        tokens = int(lengths.sum()) / (sum(counts) * ranks * self._slices)
-        squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
-        batch = BalancedBatch.of(
-            self.model,
-            topology,
-            self.setting,
-            tokens_per_rank=max(1, round(tokens)),
-            sequence_length=max(1, round(squares)),
-        )
-        uneven = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
-        batch = replace(batch, rows=replace(batch.rows, **uneven))
-        forward = replace(self.setting, forward_only=True)
-        update = sum(batch.step(topology, self.setting, num_micro_batches=count).step_time_s for count in counts)
-        return batch.step(topology, forward, num_micro_batches=sum(counts)).step_time_s, update
+    for name, value in (("mini_batches", mini_batches), ("micro_batch_tokens", micro_batch_tokens)):
+        require(value >= 1, f"{name} must be at least 1, got {value}.")
+    require(imbalance >= 1.0, f"imbalance must be at least 1, got {imbalance}.")
+    stages = setting.pipeline_model_parallel_size
+    slices = setting.tensor_model_parallel_size * setting.context_parallel_size
+    for name, size in (("TP x CP x PP", slices * stages), ("EP x PP", ep_size * stages)):
+        require(train_gpus % size == 0, f"{name} = {size} does not divide the {train_gpus} training GPUs.")
+    ranks = train_gpus // (slices * stages)
+    each = np.array_split(np.asarray(lengths, np.int64), mini_batches)
+    bins = [first_fit(one, micro_batch_tokens) for one in each if len(one)]
+    if not bins:
+        return 0.0, 0.0
+    topology = ClusterTopology(
+        hardware=hardware,
+        ep_size=ep_size,
+        num_ep_groups=train_gpus // (stages * ep_size),
+        ranks_per_node=min(hardware.ranks_per_node, ep_size),
+    )
+    # Ranks run in step: a mini-batch of 33 bins on 32 ranks takes two micro-batches of all of them.
+    counts = [-(-len(one) // ranks) for one in bins]
+    tokens = int(lengths.sum()) / (sum(counts) * ranks * slices)
+    # Attention costs the sum of squared lengths: sequences of sum(n^2) / sum(n) tokens cost as much.
+    squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
+    batch = BalancedBatch.of(
+        model, topology, setting, tokens_per_rank=max(1, round(tokens)), sequence_length=max(1, round(squares))
+    )
+    uneven = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
+    batch = replace(batch, rows=replace(batch.rows, **uneven))
+    forward = batch.step(topology, replace(setting, forward_only=True), num_micro_batches=sum(counts)).step_time_s
+    return forward, sum(batch.step(topology, setting, num_micro_batches=count).step_time_s for count in counts)
 
 
 def first_fit(lengths: NDArray[np.int64], token_budget: int) -> list[int]:

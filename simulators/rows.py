@@ -47,6 +47,7 @@ def uniform_rows(
     per_rank = topology.experts_per_rank(experts)
     pairs = load.pairs.sum(axis=(3, 4), dtype=np.int64).astype(np.float64)
     tokens = np.broadcast_to(load.tokens.sum(axis=2)[:, :, None].astype(np.float64), pairs.shape)
+    # Layers and micro-batches repeat few ratios of pairs to tokens: visits are computed once for each.
     kinds, which = np.unique(pairs / np.maximum(tokens, 1.0), return_inverse=True)
     picked, one = np.repeat(kinds[:, None] / experts, experts, axis=1), np.ones(len(kinds))
     home_rank = np.arange(experts)[None, :] // per_rank

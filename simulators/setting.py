@@ -55,8 +55,6 @@ class StepSetting:
     """Share of the optimizer's state and step on the host's CPUs (`--optimizer-cpu-offload`)."""
     mtp_num_layers: int = 0
     """Layers of multi-token prediction: each is one more MoE layer and output layer, on the last pipeline stage."""
-    fp8_dispatch: bool = False
-    """True: forward's dispatch travels in FP8, as DeepEP offers and Megatron does not ask for."""
     grad_reduce_in_fp32: bool = True
     """False: gradients are kept and reduced in BF16."""
     bf16_moments: bool = False
@@ -75,9 +73,6 @@ class StepSetting:
     """Price attention as if every sequence had this length; None: the batch's own lengths."""
     reorder_interval: int = 1
     """Steps that share what it costs to move homes."""
-    a2a_congestion: float = 0.0
-    """c: an all-to-all takes 1 + c (max / mean rank rows - 1) times its bandwidth's time. Incast under skew is not in
-    the bandwidths, its size is not published: measure it before setting this. Planners do not know of it."""
     replica_exposed: float = REPLICA_CONTENTION
     """Share of replica traffic that costs time although other work runs beside it."""
     overlap_grad_reduce: bool = True
@@ -97,7 +92,6 @@ class StepSetting:
         require_least(
             self, pipeline_model_parallel_size=1, num_virtual_stages=1, tensor_model_parallel_size=1,
             context_parallel_size=1, reorder_interval=1, sequence_length=1, mtp_num_layers=0, log_prob_passes=0,
-            a2a_congestion=0,
         )  # fmt: skip
         require(
             self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
@@ -147,7 +141,6 @@ class StepSetting:
             prefetch_hidden_s=prefetch_hidden_s,
             replica_hidden_s=replica_hidden_s,
             fp8=self.precision == "fp8",
-            fp8_dispatch=self.fp8_dispatch,
             fused_mlp=self.fused_grouped_mlp,
             activation_again="moe_act" in self.recompute_modules,
             software=self.software,

@@ -8,7 +8,7 @@ stretched by the pipeline bubble, plus what moves once per step. G EP groups, M 
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,45 +48,58 @@ def simulate_policies(
     known = {} if destinations is None else destinations
     own_loads = loads or {}
     _check(plans, step, own_loads)
-    pricing, load = StepPricing.of(step), step.load
-    given = _Batch.of(step)
-    batches = {
-        name: _Batch.of(replace(step, load=own_loads[name], layout=plan.layout)) if name in own_loads else given
+    pricing = StepPricing.of(step)
+    steps = {
+        name: replace(step, load=own_loads[name], layout=plan.layout) if name in own_loads else step
         for name, plan in plans.items()
     }
-    static = _static_plan(load, step.layout)
-    yardsticks = _Yardsticks(
-        static=_policy("static", static, pricing, given, _placed(YARDSTICK, static, pricing, given, known)),
-        forced_balance=_forced_balance(pricing, given),
-    )
-    bounds: dict[tuple[int, int], PolicyResult] = {}
+    static_plan, bounds = _static_plan(step.load, step.layout), dict[tuple[int, int], PolicyResult]()
+    static = _policy("static", static_plan, pricing, step, _placed(YARDSTICK, static_plan, pricing, step, known))
+    balanced = _forced_balance(pricing, step)
+    phi = _phi(balanced)
 
-    def bound(plan: Plan, batch: _Batch) -> PolicyResult:
+    def bound(plan: Plan, under: TrainingStep) -> PolicyResult:
         """Return the lower bound of plans with this layout and as many slots, whatever other policies have."""
         slots = max(plan.placement.slots_per_rank, pricing.topology.experts_per_rank(pricing.model.num_experts))
-        if (id(batch), slots) not in bounds:
-            bounds[id(batch), slots] = _ideal(pricing, batch, slots)
-        return bounds[id(batch), slots]
+        if (id(under), slots) not in bounds:
+            bounds[id(under), slots] = _ideal(pricing, under, slots)
+        return bounds[id(under), slots]
 
     def result(name: str) -> PolicyResult:
-        plan, batch = plans[name], batches[name]
-        return _policy(name, plan, pricing, batch, _placed(name, plan, pricing, batch, known))
+        plan, under = plans[name], steps[name]
+        return _policy(name, plan, pricing, under, _placed(name, plan, pricing, under, known))
+
+    def compared(one: PolicyResult, ideal: PolicyResult) -> PolicyResult:
+        """Return the result with its ratios, `ideal` being its lower bound; a step that takes no time has none."""
+        seconds = one.step_time_s
+        if seconds <= 0:
+            return one
+        prediction = replace(
+            one.prediction,
+            tokens_per_s=one.tokens / seconds,
+            speedup_vs_static=static.step_time_s / seconds,
+            fraction_of_forced_balance=balanced.step_time_s / seconds,
+            fraction_of_ideal=ideal.step_time_s / seconds,
+            phi=phi,
+        )
+        return replace(one, prediction=prediction)
 
     # A policy's arrays are its own, and numpy and the core let other threads run.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         results = dict(zip(plans, pool.map(result, plans), strict=True))
-    of_static = bound(static, given)
-    of_policies = {name: bound(plan, batches[name]) for name, plan in plans.items()}
+    # A policy with more slots than static, or another layout, may go lower: the lowest bound is the one shown.
+    of_static = bound(static_plan, step)
+    of_policies = {name: bound(plan, steps[name]) for name, plan in plans.items()}
     ideal = min(
         [of_static, *of_policies.values()],
         key=lambda one: (one.step_time_s, one.prediction.inter_node_copies_per_token or 0.0),
     )
     return SimulationResult(
-        policies={name: yardsticks.compare(result, of_policies[name]) for name, result in results.items()},
-        static=yardsticks.compare(yardsticks.static, of_static),
-        forced_balance=yardsticks.compare(yardsticks.forced_balance, of_static),
-        ideal=yardsticks.compare(ideal, ideal),
-        conditions=_conditions(pricing, given, yardsticks),
+        policies={name: compared(one, of_policies[name]) for name, one in results.items()},
+        static=compared(static, of_static),
+        forced_balance=compared(balanced, of_static),
+        ideal=compared(ideal, ideal),
+        conditions=_conditions(pricing, step, static, phi),
     )
 
 
@@ -103,57 +116,23 @@ ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_
 """Parts that are not a micro-batch's way through the layers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """The step under one layout."""
-
-    load: StepLoad
-    work: SourceWork
-
-    @classmethod
-    def of(cls, step: TrainingStep) -> "_Batch":
-        """Return what a step holds."""
-        return cls(load=step.load, work=SourceWork.of(step))
+def _phi(balanced: PolicyResult) -> float | None:
+    """Return the share of balanced micro-batches that grows with imbalance; None for a step without tokens."""
+    parts = balanced.prediction.breakdown_s or {}
+    total = sum(seconds for name, seconds in parts.items() if name not in ONCE_PER_STEP)
+    return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Yardsticks:
-    """What every result is compared with."""
-
-    static: PolicyResult
-    forced_balance: PolicyResult
-
-    @property
-    def phi(self) -> float | None:
-        """Share of balanced micro-batches that grows with imbalance; None for a step without tokens."""
-        parts = self.forced_balance.prediction.breakdown_s or {}
-        total = sum(seconds for name, seconds in parts.items() if name not in ONCE_PER_STEP)
-        return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
-
-    def compare(self, result: PolicyResult, ideal: PolicyResult) -> PolicyResult:
-        """Return the result with its ratios, `ideal` being its lower bound; a step that takes no time has none."""
-        seconds = result.step_time_s
-        if seconds <= 0:
-            return result
-        prediction = replace(
-            result.prediction,
-            tokens_per_s=result.tokens / seconds,
-            speedup_vs_static=self.static.step_time_s / seconds,
-            fraction_of_forced_balance=self.forced_balance.step_time_s / seconds,
-            fraction_of_ideal=ideal.step_time_s / seconds,
-            phi=self.phi,
-        )
-        return replace(result, prediction=prediction)
-
-
-def _placed(key: str, plan: Plan, pricing: StepPricing, batch: _Batch, known: DestinationsByPolicy) -> Destinations:
+def _placed(
+    key: str, plan: Plan, pricing: StepPricing, step: TrainingStep, known: DestinationsByPolicy
+) -> Destinations:
     """Return where the plan's rows go, from `known` if they were asked for before."""
     if key not in known:
-        known[key] = pricing.destinations(plan, batch.load)
+        known[key] = pricing.destinations(plan, step.load)
     return known[key]
 
 
-def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: Destinations) -> PolicyResult:
+def _policy(name: str, plan: Plan, pricing: StepPricing, step: TrainingStep, placed: Destinations) -> PolicyResult:
     topology, loads = pricing.topology, placed.rows.rows.astype(np.int64)
     prediction = StepPrediction(
         policy=name,
@@ -164,9 +143,9 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, batch: _Batch, placed: 
         moved_bytes=moved_bytes(plan, pricing),
         plan_time_s=plan.solve_time_s,
     )
-    buffers = Replicas.of(plan, batch.load).buffers(loads[..., 0].size, topology)
-    most = _certified_rows(plan, batch.load)
-    return _timed(prediction, pricing, batch.work, placed, plan=plan, buffers=buffers, most_rows=most)
+    buffers = Replicas.of(plan, step.load).buffers(loads[..., 0].size, topology)
+    most = _certified_rows(plan, step.load)
+    return _timed(prediction, pricing, SourceWork.of(step), placed, plan=plan, buffers=buffers, most_rows=most)
 
 
 def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
@@ -175,23 +154,24 @@ def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
     return None if capacity is None or not np.array_equal(capacity.tokens, load.tokens) else capacity.rows
 
 
-def _forced_balance(pricing: StepPricing, batch: _Batch) -> PolicyResult:
-    rows = pricing.uniform(batch.load, distinct=batch.load.routes is not None)
+def _forced_balance(pricing: StepPricing, step: TrainingStep) -> PolicyResult:
+    rows = pricing.uniform(step.load, distinct=step.load.routes is not None)
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    return _timed(prediction, pricing, batch.work, Destinations.of_alike_sources(rows, pricing.topology))
+    placed = Destinations.of_alike_sources(rows, pricing.topology)
+    return _timed(prediction, pricing, SourceWork.of(step), placed)
 
 
-def _ideal(pricing: StepPricing, batch: _Batch, slots_per_rank: int) -> PolicyResult:
-    """Return the lower bound of plans with the batch's layout and so many slots on every rank."""
+def _ideal(pricing: StepPricing, step: TrainingStep, slots_per_rank: int) -> PolicyResult:
+    """Return the lower bound of plans with the step's layout and so many slots on every rank."""
     rows = fewest_rows(
-        batch.load,
+        step.load,
         pricing.topology,
         slots_per_rank=slots_per_rank,
         limit=pricing.group_limit,
         deduplicated=pricing.deduplicates,
     )
     prediction = StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0)
-    return _timed(prediction, pricing, batch.work.mean(), Destinations(rows=rows))
+    return _timed(prediction, pricing, SourceWork.of(step).mean(), Destinations(rows=rows))
 
 
 def _timed(
@@ -210,7 +190,7 @@ def _timed(
     `most_rows` [G, M, L, P], where they are known: what buffers must hold.
     """
     rows, seconds = found.rows, pricing.seconds(found.rows, work)
-    model, topology, setting = pricing.model, pricing.topology, pricing.setting
+    topology = pricing.topology
     micro_batch_s = seconds.micro_batch
     running = (micro_batch_s > 0).sum(axis=1).tolist()
     groups = []
@@ -224,10 +204,7 @@ def _timed(
     breakdown["reorder"] = movement_s = movement_time(plan, pricing) if plan else 0.0
     placement = plan.placement if plan else None
     held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
-    memory = forecast_memory(
-        held, work.tokens, placement, model=model, topology=topology, setting=setting, visits=rows.rank_visits,
-        buffers=buffers,
-    )  # fmt: skip
+    memory = forecast_memory(held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
     sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
@@ -255,15 +232,17 @@ def _timed(
     )
 
 
-def _conditions(pricing: StepPricing, given: _Batch, yardsticks: _Yardsticks) -> SimulationConditions:
-    load, topology = given.load, pricing.topology
+def _conditions(
+    pricing: StepPricing, step: TrainingStep, static: PolicyResult, phi: float | None
+) -> SimulationConditions:
+    load, topology = step.load, pricing.topology
     running = load.tokens[load.tokens.sum(axis=2) > 0]
     return SimulationConditions(
-        phi=yardsticks.phi,
-        imbalance_static=yardsticks.static.prediction.imbalance,
+        phi=phi,
+        imbalance_static=static.prediction.imbalance,
         num_micro_batches=load.num_micro_batches,
         tokens_per_rank=float(running.mean()) if running.size else 0.0,
-        sequence_length=given.work.effective_sequence_length,
+        sequence_length=SourceWork.of(step).effective_sequence_length,
         ep_size=topology.ep_size,
         ranks_per_node=topology.ranks_per_domain,
         dispatcher=pricing.setting.dispatcher,

@@ -7,7 +7,7 @@ shows as a long all-to-all on a fast rank is waiting for a slow one.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
 from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, rank_seconds
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
-
-WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ def step_timeline(
     require(0 <= group < load.num_ep_groups, f"EP group {group} is outside 0 .. {load.num_ep_groups - 1}.")
     pricing = StepPricing.of(step)
     rows = pricing.destinations(plan, load).rows
-    drawing = _Drawing.of(pricing, rows, SourceWork.of(step), group)
+    drawing = _Drawing(pricing, rows, SourceWork.of(step), group)
     for micro_batch in chosen:
         if load.tokens[group, micro_batch].any():
             drawing.draw(micro_batch, updates=not setting.forward_only, recompute=setting.recompute)
@@ -60,87 +58,70 @@ def step_timeline(
 
 
 def chrome_json(timelines: Mapping[str, Iterable[TimelineEvent]], *, ranks_per_node: int) -> str:
-    """Return the timelines of several policies as one Chrome trace in JSON."""
+    """Return the timelines of several policies as one Chrome-trace JSON file: a process per policy and node."""
     events: list[dict[str, object]] = []
-    processes: dict[tuple[str, int], int] = {}
+    processes: dict[str, int] = {}
+    threads: set[tuple[int, int]] = set()
+
+    def name(kind: str, said: str, process: int, thread: int = 0) -> None:
+        events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": said}})
+
     for policy, timeline in timelines.items():
-        rows: set[tuple[int, int]] = set()
         for event in timeline:
-            node = event.rank // ranks_per_node
-            if (policy, node) not in processes:
-                processes[policy, node] = len(processes)
-                events.append(_name("process_name", f"{policy}, node {node}", processes[policy, node]))
-            process = processes[policy, node]
-            if (process, event.rank) not in rows:
-                rows.add((process, event.rank))
-                events.append(_name("thread_name", f"rank {event.rank}", process, event.rank))
-            events.append(_complete(event, process))
+            node = f"{policy}, node {event.rank // ranks_per_node}"
+            if node not in processes:
+                processes[node] = len(processes)
+                name("process_name", node, processes[node])
+            place = processes[node], event.rank
+            if place not in threads:
+                threads.add(place)
+                name("thread_name", f"rank {event.rank}", *place)
+            values = {"micro_batch": event.micro_batch, "layer": event.layer, "rows": event.rows}
+            # Chrome counts in microseconds, and shows `args` for an event that is clicked on.
+            events.append(
+                {
+                    "ph": "X",
+                    "name": event.name,
+                    "cat": event.name.split()[0],
+                    "pid": place[0],
+                    "tid": place[1],
+                    "ts": event.start_s * 1e6,
+                    "dur": event.duration_s * 1e6,
+                    "args": {name: value for name, value in values.items() if value is not None},
+                }
+            )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _name(kind: str, name: str, process: int, thread: int = 0) -> dict[str, object]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _complete(event: TimelineEvent, process: int) -> dict[str, object]:
-    values = {"micro_batch": event.micro_batch, "layer": event.layer, "rows": event.rows}
-    return {
-        "ph": "X",
-        "name": event.name,
-        "cat": event.name.split()[0],
-        "pid": process,
-        "tid": event.rank,
-        "ts": event.start_s * 1e6,
-        "dur": event.duration_s * 1e6,
-        "args": {name: value for name, value in values.items() if value is not None},
-    }
-
-
-@dataclass(slots=True, kw_only=True)
 class _Drawing:
-    """A cursor per rank, moved by computation and joined by barriers."""
+    """A cursor per rank of one EP group, moved by computation and joined by barriers. M, L, P as everywhere."""
 
-    seconds: Mapping[str, Floats]
-    """[M, P] of attention parts, dense layers and head, forward and backward."""
-    gemm: tuple[Floats, Floats]
-    """[M, L, P] forward and backward"""
-    all_to_all: Floats
-    """[M, L] of one dispatch or combine"""
-    replicas: Mapping[str, Floats]
-    """[M, L] exposed seconds"""
-    rows: Floats
-    """[M, L, P] that each expert GEMM computes."""
-    now: Floats
-    """[P] end of what each rank has done"""
-    micro_batch: int = 0
-    events: list[TimelineEvent] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, pricing: StepPricing, rows: LayerRows, work: SourceWork, group: int) -> "_Drawing":
+    def __init__(self, pricing: StepPricing, rows: LayerRows, work: SourceWork, group: int) -> None:
         params, model, hardware = pricing.passes[0], pricing.model, pricing.topology.hardware
-        num_dense = model.num_layers - model.num_moe_layers
 
         def layer(*, backward: bool, moe_layer: bool) -> Floats:
             parts = layer_parts(model, hardware, pricing.setting, backward=backward, moe_layer=moe_layer)
             total: Floats = np.sum([*rank_seconds(parts, work).values()], axis=0)[group]
             return total
 
-        seconds: dict[str, Floats] = {}
+        self.seconds: dict[str, Floats] = {}  # [M, P] outside the routed experts
         for phase, backward in (("", False), (" backward", True)):
-            seconds[f"attention{phase}"] = layer(backward=backward, moe_layer=True)
-            seconds[f"dense layers{phase}"] = num_dense * layer(backward=backward, moe_layer=False)
-            seconds[f"head{phase}"] = rank_seconds(head_parts(model, hardware, backward=backward), work)["head"][group]
-        return cls(
-            seconds=seconds,
-            gemm=(gemm_time(params, rows)[group], gemm_time(params, rows, backward=True)[group]),
-            all_to_all=(all_to_all_time(params, rows) * pricing.congestion(rows))[group],
-            replicas={
-                "replicate": replicate_time(params, rows.replicas)[group],
-                "prefetch": prefetch_time(params, rows.cross_node_replicas)[group],
-            },
-            rows=rows.rows[group],
-            now=np.zeros(rows.rows.shape[3]),
-        )
+            head = rank_seconds(head_parts(model, hardware, backward=backward), work)["head"]
+            self.seconds[f"attention{phase}"] = layer(backward=backward, moe_layer=True)
+            dense = model.num_layers - model.num_moe_layers
+            self.seconds[f"dense layers{phase}"] = dense * layer(backward=backward, moe_layer=False)
+            self.seconds[f"head{phase}"] = head[group]
+        self.rows = rows.rows[group]  # [M, L, P]
+        self.gemm = [gemm_time(params, rows, backward=backward)[group] for backward in (False, True)]  # [M, L, P]
+        # [M, L]: one dispatch or combine, and the seconds of copies that other work does not hide
+        self.all_to_all = all_to_all_time(params, rows)[group]
+        self.copies = {
+            "replicate": replicate_time(params, rows.replicas)[group],
+            "prefetch": prefetch_time(params, rows.cross_node_replicas)[group],
+        }
+        self.now = np.zeros(self.rows.shape[2])  # [P] end of what each rank has done
+        self.micro_batch = 0
+        self.events: list[TimelineEvent] = []
 
     def draw(self, micro_batch: int, *, updates: bool, recompute: str) -> None:
         """Draw forward through all layers, and backward through them in reverse for an update."""
@@ -149,7 +130,7 @@ class _Drawing:
         self._outside("dense layers")
         for layer in layers:
             self._compute("attention", self.seconds["attention"][micro_batch], layer)
-            for name, exposed in self.replicas.items():
+            for name, exposed in self.copies.items():
                 self._together(name, float(exposed[micro_batch, layer]), layer)
             self._experts(layer)
         self._outside("head")
@@ -170,6 +151,7 @@ class _Drawing:
 
     def _experts(self, layer: int, phase: str = "", *, backward: bool = False) -> None:
         transfer = float(self.all_to_all[self.micro_batch, layer])
+        # Backward sends gradients the way back: what combine brought home is dispatched again.
         first, last = ("combine", "dispatch") if backward else ("dispatch", "combine")
         self._together(first + phase, transfer, layer)
         self._compute("expert_gemm" + phase, self.gemm[backward][self.micro_batch, layer], layer, rows=True)
@@ -179,37 +161,31 @@ class _Drawing:
         self._compute(name + phase, self.seconds[name][self.micro_batch], None)
         self._wait(None)
 
-    def _compute(self, name: str, seconds: Floats, layer: int | None, *, rows: bool = False) -> None:
-        for rank, duration in enumerate(seconds.tolist()):
-            count = int(self.rows[self.micro_batch, layer, rank]) if rows and layer is not None else None
-            self._add(name, rank, duration, layer, count)
-        self.now = self.now + seconds
-
     def _wait(self, layer: int | None) -> None:
         """Let every rank wait for the slowest."""
-        slowest = float(self.now.max())
-        for rank, now in enumerate(self.now.tolist()):
-            self._add(WAIT, rank, slowest - now, layer)
+        slowest = self.now.max()
+        self._compute("wait", slowest - self.now, layer)
+        # now + (slowest - now) may miss `slowest` by a rounding error, which the next wait would draw.
         self.now = np.full_like(self.now, slowest)
 
     def _together(self, name: str, seconds: float, layer: int) -> None:
-        if seconds <= 0.0:
-            return
-        self._wait(layer)
-        for rank in range(len(self.now)):
-            self._add(name, rank, seconds, layer)
-        self.now = self.now + seconds
+        if seconds > 0.0:
+            self._wait(layer)
+            self._compute(name, np.full_like(self.now, seconds), layer)
 
-    def _add(self, name: str, rank: int, duration: float, layer: int | None, rows: int | None = None) -> None:
-        if duration > 0.0:
+    def _compute(self, name: str, seconds: Floats, layer: int | None, *, rows: bool = False) -> None:
+        """Let rank p be busy for seconds[p]; a rank with none shows nothing."""
+        computed = self.rows[self.micro_batch, layer].tolist() if rows else [None] * len(self.now)
+        for rank in np.flatnonzero(seconds > 0.0).tolist():
             self.events.append(
                 TimelineEvent(
                     name=name,
                     rank=rank,
                     start_s=float(self.now[rank]),
-                    duration_s=duration,
+                    duration_s=float(seconds[rank]),
                     micro_batch=self.micro_batch,
                     layer=layer,
-                    rows=rows,
+                    rows=None if computed[rank] is None else int(computed[rank]),
                 )
             )
+        self.now = self.now + seconds

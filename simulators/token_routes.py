@@ -92,12 +92,15 @@ def _normal(
     """Return nearly normal numbers [n, L, E] of one token: a 32-bit hash, and a hash of it, as four uniforms."""
     low, high = keys.astype(np.uint32)[:, :, None], (keys >> np.uint64(32)).astype(np.uint32)[:, :, None]
     counter = (np.arange(num_experts, dtype=np.uint64) + np.uint64(token * num_experts)).astype(np.uint32)
+    # 2^32 / golden ratio spreads the counter; then lowbias32 of Chris Wellons' hash-prospector, whose multipliers were
+    # searched for least bias: its first half, the key's other word, its second half.
     a = counter * np.uint32(0x9E3779B9) + low
     a = (a ^ a >> SIXTEEN) * np.uint32(0x7FEB352D) ^ high
     a = (a ^ a >> np.uint32(15)) * np.uint32(0x846CA68B)
     b = (a ^ a >> SIXTEEN) * np.uint32(0xD168AAAD)
     total = (a >> SIXTEEN) + (a & LOW) + (b >> SIXTEEN) + (b & LOW)
     _, _, inverse_deviation, linear, cubic, *_ = process
+    # Four uniforms of 0 .. 65535 have the mean 4 x 32767.5.
     x = (total.astype(np.int32) - 131070).astype(np.float32) * inverse_deviation
     normal: NDArray[np.float32] = x * (linear + cubic * (x * x))
     return normal

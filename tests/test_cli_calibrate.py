@@ -12,8 +12,8 @@ from cli_runner import moe_rl, snapshot, write_npz
 from strategies import measurement
 
 from moe_rl.config import cluster_names, cluster_yaml, load_cluster
-from moe_rl.profiling.calibration import predict_seconds
 from moe_rl.profiling.measurements import measurements_csv
+from moe_rl.study.measured import predicted_seconds
 
 TRUTH = replace(load_cluster("h100"), gemm_tflops=610.0, nvlink_gb_per_s=210.0, rdma_gb_per_s=31.0)
 FITTED = ("gemm_tflops", "nvlink_gb_per_s", "rdma_gb_per_s")
@@ -32,7 +32,7 @@ def measured(*, noise: float = 0.0, groups: tuple[str, ...] = ("small", "large")
                     kind=kind, ep_size=ep_size, hidden_size=hidden, moe_ffn_hidden_size=width, group=group,
                     tokens_per_rank=tokens,
                 )  # fmt: skip
-                seconds = predict_seconds(row, TRUTH) * float(np.exp(noise * rng.standard_normal()))
+                seconds = predicted_seconds(row, TRUTH) * float(np.exp(noise * rng.standard_normal()))
                 rows.append(replace(row, time_ms=factor * seconds))
     return measurements_csv(rows)
 

@@ -12,9 +12,9 @@ import pytest
 from cli_runner import Ran, moe_rl, snapshot, write_npz
 
 from moe_rl.config import load_cluster, load_model
-from moe_rl.profiling.calibration import predict_seconds
 from moe_rl.profiling.measurements import Measurement, measurements_csv, read_measurements
 from moe_rl.profiling.ranges import RangeName
+from moe_rl.study.measured import predicted_seconds
 
 KERNELS = {
     "dispatch": "void deep_ep::internode::dispatch<false, 4, 8>(int4*)",
@@ -274,8 +274,8 @@ def balanced_run(folder: Path, tokens: int, *, ranks: int = 8, skew: float = 0.0
             for phase in ("forward", "backward"):
                 for category in ("dispatch", "expert_gemm", "combine"):
                     kind = "expert_gemm" if category == "expert_gemm" else "all_to_all"
-                    seconds = predict_seconds(measured(kind, phase, tokens), cluster)
-                    experts = predict_seconds(measured("expert_gemm", phase, tokens), cluster)
+                    seconds = predicted_seconds(measured(kind, phase, tokens), cluster)
+                    experts = predicted_seconds(measured("expert_gemm", phase, tokens), cluster)
                     if category == "expert_gemm" and rank == 0:
                         seconds += skew * experts
                     if category == "combine" and rank != 0:
@@ -313,7 +313,7 @@ def test_recordings_feed_calibrate_which_finds_the_cluster_that_made_them(tmp_pa
     assert [(row.kind, row.phase) for row in rows] == [
         ("expert_gemm", "forward"), ("expert_gemm", "backward"), ("all_to_all", "forward"), ("all_to_all", "backward"),
     ]  # fmt: skip
-    assert rows[2].time_ms == pytest.approx(1e3 * predict_seconds(measured("all_to_all", "forward", 1024), truth()))
+    assert rows[2].time_ms == pytest.approx(1e3 * predicted_seconds(measured("all_to_all", "forward", 1024), truth()))
     out = tmp_path / "mine.yaml"
     ran = moe_rl("calibrate", *files, "--cluster", "h100", "--constants", "gemm_tflops,nvlink_gb_per_s", "--out", out)
     assert ran.code == 0, ran.err
@@ -337,7 +337,7 @@ def test_all_to_alls_that_are_not_uniform_transfers_are_left_out(
     assert sentence in " ".join(ran.err.split())
     rows = read_measurements(tmp_path / "m.csv")
     assert {row.kind for row in rows} == {"expert_gemm"}
-    expected = predict_seconds(measured("expert_gemm", "forward", 4096), truth()) * (1 + skew / 8)
+    expected = predicted_seconds(measured("expert_gemm", "forward", 4096), truth()) * (1 + skew / 8)
     assert rows[0].time_ms == pytest.approx(1e3 * expected)
 
 
@@ -379,6 +379,7 @@ TWO_RANKS = """
 import os, sys, torch, torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 from moe_rl.profiling import ranges
+from moe_rl.study.measured import predicted_seconds
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

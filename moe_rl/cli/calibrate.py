@@ -56,10 +56,11 @@ def _named(
     result: CalibrationResult, before: HardwareSpec, rows: Sequence[object], files: Sequence[Path], out: Path
 ) -> HardwareSpec:
     """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
-    held_out = "" if result.held_out_error is None else f", {result.held_out_error:.1%} on held-out groups"
+    error = result.mean_error("held_out")
+    held_out = "" if error is None else f", {error:.1%} on held-out groups"
     source = (
         f"moe-rl calibrate: fitted to {len(rows)} measurements of {', '.join(path.name for path in files)}; "
-        f"mean error {result.in_sample_error:.1%}{held_out}"
+        f"mean error {result.mean_error('in_sample'):.1%}{held_out}"
     )
     fitted = {
         item.name: f"{source}; standard error {item.uncertainty:.1%}; started from {item.before:g}"
@@ -84,10 +85,10 @@ def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> d
             "constants": {
                 item.name: {"source": hardware.sources[item.name], **asdict(item)} for item in result.constants
             },
-            "error_before": result.error_before,
-            "in_sample_error": result.in_sample_error,
+            "error_before": result.mean_error("before"),
+            "in_sample_error": result.mean_error("in_sample"),
             "groups": groups,
-            "held_out_error": result.held_out_error,
+            "held_out_error": result.mean_error("held_out"),
         }
     )
 
@@ -113,7 +114,8 @@ def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
     for group in result.groups:
         add(group.group, group.num_measurements, group.before, group.in_sample, group.held_out)
     errors.add_section()
-    add("all", result.num_measurements, result.error_before, result.in_sample_error, result.held_out_error)
+    means = [result.mean_error(figure) for figure in ("before", "in_sample", "held_out")]
+    add("all", result.num_measurements, *means)
     console.print(errors)
     for group in result.groups:
         if group.refused:

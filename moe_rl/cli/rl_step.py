@@ -33,7 +33,7 @@ def rl_step(
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16
     """
-    from moe_rl.report.rl_timeline import rl_timeline
+    from moe_rl.report.bars import rl_bars
     from moe_rl.study.rl_passes import as_json, rl_notes, swept_steps, training_passes
 
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
@@ -44,7 +44,7 @@ def rl_step(
         points = swept_steps(passes, options, sweep)
     notes = [*rl_notes(options, of_lengths=trace is None), *warnings]
     if plot is not None:
-        drawing = rl_timeline(points[""])
+        drawing = rl_bars(points[""])
         page = plot.suffix == ".html"
         write_outputs({plot: _page(points[""], drawing, notes) if page else standalone(drawing).encode()})
     if to_json:

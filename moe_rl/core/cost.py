@@ -284,7 +284,6 @@ def layer_cost_params(
     prefetch_hidden_s: float = 0.0,
     replica_hidden_s: float = ANY_TIME_S,
     fp8: bool = False,
-    fp8_dispatch: bool = False,
     fused_mlp: bool = False,
     activation_again: bool = False,
     software: SoftwareCosts = SoftwareCosts(),
@@ -293,8 +292,8 @@ def layer_cost_params(
 
     `prefetch_hidden_s` 0 is the cautious choice when the NIC's idle time is not known; without `replica_hidden_s`
     attention leaves room for all copies inside a node, as published systems report it. `fp8` multiplies in FP8 and pays
-    for the casts; `fp8_dispatch` sends forward's dispatch in FP8, everything else stays BF16. `fused_mlp`: one kernel
-    computes product, activation and cast. `activation_again`: backward computes the activation once more.
+    for the casts. `fused_mlp`: one kernel computes product, activation and cast. `activation_again`: backward computes
+    the activation once more.
     """
     hardware = topology.hardware
     hidden = model.hidden_size
@@ -318,9 +317,7 @@ def layer_cost_params(
         gemm_fixed_s=hardware.gemm_fixed_us * 1e-6,
         gemm_tile_rows=float(hardware.gemm_tile_rows),
         a2a_hierarchical=float(hierarchical),
-        a2a_row_bytes=sends
-        * hidden
-        * (_dispatched_bytes(forward_passes, backward_passes) if fp8_dispatch else BF16_BYTES),
+        a2a_row_bytes=sends * hidden * BF16_BYTES,
         nvlink_bytes_per_s=hardware.nvlink_gb_per_s * 1e9,
         rdma_bytes_per_s=1e9 * (hardware.rdma_gb_per_s if hierarchical else flat_rdma),
         a2a_mixing=hardware.a2a_mixing,
@@ -354,12 +351,6 @@ def _activation_bytes(model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool
     if again:
         activation *= 1.0 + 1.0 / 3.0 / (1.0 + BACKWARD_ACTIVATION_FACTOR)
     return 8 * hidden + activation + casts
-
-
-def _dispatched_bytes(forward_passes: float, backward_passes: float) -> float:
-    """Return bytes per element averaged over a layer's all-to-alls, forward's dispatches being FP8."""
-    passes = forward_passes + backward_passes
-    return (forward_passes * (FP8_ROW_BYTES + BF16_BYTES) + backward_passes * 2 * BF16_BYTES) / (2 * passes)
 
 
 def padded_rows(rows: NDArray[np.int64] | Floats, tile_rows: float) -> NDArray[np.float64]:

@@ -39,6 +39,7 @@ from moe_rl.megatron.routed_rows import replayed_rows
 from moe_rl.megatron.step_setting import step_setting_of
 from moe_rl.megatron.transport import Transport
 from moe_rl.simulators.memory import MemoryForecast, forecast_memory
+from moe_rl.simulators.setting import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class Balancer(PassCycle[PassTables]):
         )
         on_gpu = self._device.type == "cuda"
         return partial(
-            forecast_memory, model=model, topology=self.topology, setting=setting,
+            forecast_memory, run=TrainingRun(model=model, topology=self.topology, setting=setting),
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             buffers=self.config.replica_slots + 2 * self.config.cross_node_slots,
             hbm_bytes=torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,

@@ -11,6 +11,7 @@ from moe_rl.report.simulation import LoadBounds
 from moe_rl.report.svg import WIDTH, Svg
 from moe_rl.report.units import GIB, decimals, ticks, time_unit
 from moe_rl.simulators.memory import MemoryForecast
+from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
 FAR = 2.0
@@ -106,6 +107,27 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
     )
 
 
+def rl_bars(steps: Mapping[str, RlStep]) -> Markup:
+    """Draw who works when in a step of RL: a bar per policy, and one of the trainer's GPUs where they are apart."""
+    unit, size = time_unit([step.step_time_s for step in steps.values()])
+    places = decimals(max(step.step_time_s for step in steps.values()) / size, 3)
+    bars = []
+    for name, step in steps.items():
+        lanes = {name: dict(step.parts_s)}
+        if step.beside:
+            # Whoever is done first waits for the other, and both for the new weights.
+            sync = step.parts_s["weight_sync"]
+            apart = {name: ("rollout", "reward"), "its trainer": TRAINING_PARTS}
+            lanes = {who: {part: step.parts_s[part] for part in parts} for who, parts in apart.items()}
+            for lane in lanes.values():
+                lane |= {"idle": step.step_time_s - sync - sum(lane.values()), "weight_sync": sync}
+        end = f"{step.step_time_s / size:.{places}f}"
+        bars += [
+            Bar(name=who, parts={part: s / size for part, s in lane.items()}, end=end) for who, lane in lanes.items()
+        ]
+    return stacked(bars, label="Who works when in a step of RL", axis="one step of RL", unit=unit, legend=True)
+
+
 def part_name(part: str) -> str:
     """Return the words for a part of a bar."""
     words = {"all_to_all": "all-to-all", "expert_gemm": "expert GEMM", "split": "split of tokens"}
@@ -113,10 +135,18 @@ def part_name(part: str) -> str:
 
 
 def stacked(
-    bars: Sequence[Bar], *, label: str, axis: str, unit: str, limit: Limit | None = None, right: int = RIGHT
+    bars: Sequence[Bar],
+    *,
+    label: str,
+    axis: str,
+    unit: str,
+    limit: Limit | None = None,
+    right: int = RIGHT,
+    legend: bool = False,
 ) -> Markup:
-    """Draw the bars over a common axis; `right` is the room behind them."""
+    """Draw the bars over a common axis; `right` is the room behind them. A page writes the legend itself."""
     above = TOP + 16 * (limit is not None)
+    # One gap sets the yardsticks apart; bars of yardsticks alone need none.
     num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
     svg = Svg(height=height, label=label)
@@ -152,6 +182,14 @@ def stacked(
     elif limit is not None:
         svg.line(line, above - 6, line, height - BOTTOM, "limit")
         svg.text(line, above - 9, limit.name, anchor="end" if line > WIDTH / 2 else "start", css="limit-name")
+    if legend:
+
+        def sample(name: str, x: float, y: float) -> None:
+            fill = part_color(part_of[name])
+            svg.raw(f'<rect x="{x + 10:.1f}" y="{y - 5:.1f}" width="12" height="12" fill="{fill}"/>')
+
+        part_of = {part_name(part): part for bar in bars for part, value in bar.parts.items() if value > 0}
+        svg.height = svg.legend(part_of, sample, top=height + 6.0)
     return svg.markup()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from moe_rl.core.errors import require
-from moe_rl.report.svg import Svg
+from moe_rl.report.svg import LETTER, Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
@@ -15,8 +15,6 @@ MARKED_POINTS = 40
 """Curves of at most so many points show every point."""
 SAMPLE_WIDTH = 26
 """Of the piece of a line in a legend."""
-LETTER = 6.6
-"""Mean width of a letter."""
 MARGIN = 12.0
 """How far what stands on an axis may reach beyond its ends."""
 MARKERS = {
@@ -76,12 +74,16 @@ class Box:
     inset: float = 0.0
 
 
-def line_chart(lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260) -> Markup:
+def line_chart(
+    lines: Mapping[str, Line], axes: Axes, *, width: float = 460, height: float = 260, legend: bool = False
+) -> Markup:
     """Draw named lines over common axes; raises `InvalidInputError` if there is nothing to draw."""
     svg = Svg(height=height, width=width, label=f"{axes.y} against {axes.x}: {', '.join(lines)}")
     plot(svg, lines, axes, Box(left=LEFT, top=TOP, width=width - LEFT - RIGHT, height=height - TOP - BOTTOM))
     svg.text((LEFT + width - RIGHT) / 2, height - 6, axes.x, anchor="middle", css="label")
     svg.text(15, (TOP + height - BOTTOM) / 2, axes.y, anchor="middle", css="label", turn=True)
+    if legend:
+        svg.height = svg.legend(lines, lambda name, x, y: draw_sample(svg, lines[name], x, y), top=height + 4)
     return svg.markup()
 
 
@@ -90,6 +92,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
     every = [point for points in shown.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
+    # A band may reach beyond every line, and must not leave the plot.
     edges = [y for line in lines.values() for _, *ends in line.band for y in ends if axes.can_show(y)]
     low, high, marks = _y_axis([*(y for _, y in every), *edges], axes)
     places = [x for x, _ in every] + list(axes.marks or ())

@@ -5,16 +5,14 @@ The terminal's parts are imported where something is printed, so that the librar
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.document import document
-from moe_rl.report.html import render_html, render_notebook, render_picture
+from moe_rl.report.html import render_html, render_notebook, render_picture, save_as
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import SweepData
 from moe_rl.report.sweep_chart import draw_sweep, sweep_panels
@@ -46,7 +44,7 @@ class SimulationReport(ReportData):
 
     def save(self, path: Path | str) -> None:
         """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""
-        _save(path, {".html": lambda: render_html(self).encode(), ".json": lambda: self.json().encode()})
+        save_as(path, {".html": lambda: render_html(self).encode(), ".json": lambda: self.json().encode()})
 
     def as_json(self) -> dict[str, object]:
         """Return the figures of `--json`; a figure that was not computed is absent."""
@@ -80,21 +78,13 @@ class Sweep(SweepData):
     def save(self, path: Path | str) -> None:
         """Draw the sweep: a page (`.html`) or `.svg`; `.png` and `.pdf` need the extra `plot`."""
         drawn = {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES if kind != ".html"}
-        _save(path, {".html": self._page, **drawn})
+        save_as(path, {".html": self._page, **drawn})
 
     def _page(self) -> bytes:
         return render_picture("moe_rl sweep", self.finding, sweep_panels(self), self.table(PAGE_COLUMNS))
 
     def _repr_svg_(self) -> str:
         return draw_sweep(self, "svg").decode()
-
-
-def _save(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
-    """Write what the kind of `path`'s suffix makes; raises first for another suffix or a bad place."""
-    path = Path(path)
-    require(path.suffix in kinds, f"{path} must end in {', '.join(kinds)}.")
-    check_outputs({"": path})
-    write_outputs({path: kinds[path.suffix]()})
 
 
 def printed(show: "Callable[[Console], None]", width: int) -> str:

@@ -72,6 +72,7 @@ def _shares(report: ReportData, what: str, figure: str) -> str:
     static, unpacked, whole = (found.get(name) for name in ("static", UNPACKED, WHOLE))
     if report.best.policy != WHOLE or not (static and unpacked and whole):
         return ""
+    # Packing may also undo a little of what balancing gains: shares stay within 0 and 100 %.
     balancing = min(max((static - unpacked) / (static - whole), 0.0), 1.0)
     return str(WORDS["shares"].format(balancing=balancing, what=what, packing=1.0 - balancing))
 

@@ -3,15 +3,18 @@
 Names of traces, models and policies come from outside and are escaped everywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
+from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
 from moe_rl.report.colors import BASELINE_COLOR, part_color, policy_colors
 from moe_rl.report.columns import Column, chosen_columns, columns
@@ -26,8 +29,8 @@ from moe_rl.report.units import format_time, parallelism, sequences_of
 
 def render_html(report: ReportData) -> str:
     """Return the page."""
+    # One color per policy on the whole page: dots of tables and the verdict's bars read as one legend.
     colors = policy_colors(prediction.policy for prediction in report.policies)
-    rows = (*report.policies, *report.yardsticks)
     kinds = [rank_maps(report), micro_batch_maps(report)]
     return (
         environment()
@@ -48,7 +51,7 @@ def render_html(report: ReportData) -> str:
             map_data=[kind.data() for kind in kinds],
             style=asset("style.css"),
             script=asset("script.js"),
-            **_bars(report, rows),
+            charts=_charts(report),
         )
     )
 
@@ -74,7 +77,7 @@ def render_picture(
 
 def render_notebook(report: ReportData) -> str:
     """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
-    timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]
+    time = _charts(report).get("time")
     return (
         environment()
         .get_template("notebook.html.j2")
@@ -84,10 +87,18 @@ def render_notebook(report: ReportData) -> str:
             table=policy_rows(report, chosen_columns(report)),
             cautions=report.cautions,
             notes=report.notes,
-            bars=standalone(time_bars(timed, num_policies=len(report.policies))) if timed else None,
-            parts=_legend([row.breakdown_s or {} for row in timed]),
+            bars=standalone(time["drawing"]) if time else None,
+            parts=time["parts"] if time else (),
         )
     )
+
+
+def save_as(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
+    """Write the bytes that `kinds` makes for `path`'s suffix; raises first for another suffix or a bad place."""
+    path = Path(path)
+    require(path.suffix in kinds, f"{path} must end in {', '.join(kinds)}.")
+    check_outputs({"": path})
+    write_outputs({path: kinds[path.suffix]()})
 
 
 def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]:
@@ -111,21 +122,32 @@ def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]
     ]
 
 
-def _bars(report: ReportData, rows: tuple[StepPrediction, ...]) -> dict[str, Any]:
-    """Return the bar charts that the report has figures for, and the legends of their parts."""
-    num_policies = len(report.policies)
+def _charts(report: ReportData) -> dict[str, dict[str, Any]]:
+    """Return the bar charts that the report has figures for, by what they show, each with the legend of its parts."""
+    rows, num_policies = (*report.policies, *report.yardsticks), len(report.policies)
     timed = [row for row in rows if row.breakdown_s]
     memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
-    bounded = [policy for policy in report.policies if policy.policy in report.bounds]
-    excess = [report.bounds[policy.policy].excess(policy) for policy in bounded]
+    bounded = [row for row in report.policies if row.policy in report.bounds]
+    charts = {}
+    if timed:
+        seconds = [row.breakdown_s or {} for row in timed]
+        charts["time"] = _chart(time_bars(timed, num_policies=num_policies), seconds)
+    if memory:
+        parts = [forecast.parts_bytes for forecast in memory.values()]
+        charts["memory"] = _chart(memory_bars(memory, num_policies=num_policies), parts)
+    if bounded:
+        excess = [report.bounds[row.policy].excess(row) for row in bounded]
+        charts["excess"] = _chart(excess_bars(bounded, report.bounds), excess)
+    return charts
+
+
+def _chart(drawing: Markup, bars: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return a drawing with name and color of every part that some bar shows."""
+    shown = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
     return {
-        "bars": time_bars(timed, num_policies=num_policies) if timed else None,
-        "parts": _legend([row.breakdown_s or {} for row in timed]),
-        "overlaps": any(min((row.breakdown_s or {"": 0.0}).values()) < 0 for row in timed),
-        "memory_bars": memory_bars(memory, num_policies=num_policies) if memory else None,
-        "memory_parts": _legend([forecast.parts_bytes for forecast in memory.values()]),
-        "excess_bars": excess_bars(bounded, report.bounds) if bounded else None,
-        "excess_parts": _legend(excess),
+        "drawing": drawing,
+        "parts": [{"name": part_name(part), "color": part_color(part)} for part in shown],
+        "hides": any(value < 0 for bar in bars for value in bar.values()),
     }
 
 
@@ -142,12 +164,6 @@ def policy_rows(report: ReportData, shown: Sequence[Column]) -> dict[str, Any]:
         "rows": [row(prediction) for prediction in report.policies],
         "yardsticks": [row(prediction) for prediction in report.yardsticks],
     }
-
-
-def _legend(bars: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
-    """Return name and color of every part that some bar shows."""
-    names = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
-    return [{"name": part_name(part), "color": part_color(part)} for part in names]
 
 
 def asset(name: str) -> Markup:

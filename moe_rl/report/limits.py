@@ -103,6 +103,7 @@ def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: 
         "share": seconds[spent] / sum(seconds.values()) if seconds else 0.0,
         "largest": _largest_parts(best) if verdict == "kernel" else "",
     }
+    # Node, placement and split are told alike: as waiting for routing.
     said = WORDS["limits"].get(verdict) or WORDS["limits"]["routing" if seconds else "untimed"]
     return (sentence.format(**facts) for sentence in said)
 

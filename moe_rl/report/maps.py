@@ -3,6 +3,9 @@
 L MoE layers, P EP ranks, M micro-batches.
 """
 
+import base64
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +13,48 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from moe_rl.report.charts import layer_map
-from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
 from moe_rl.report.simulation import ReportData
+from moe_rl.report.svg import Svg
 from moe_rl.report.words import read_words
 
 WORDS = read_words("sentences.yaml")["maps"]
+MAP_WIDTH = 460
+"""Two maps stand side by side."""
+WORDS_LENGTH = 68
+"""Length of the words beside a map, which may have few layers."""
+LEVELS = 255
+_COLORS = ((33, 102, 172), (247, 247, 244), (214, 96, 77), (103, 0, 31))
+"""Of no load, of the mean, at 60 % of the way from the mean to the top, and of the top."""
+
+
+def stops(top: float) -> tuple[float, ...]:
+    """Return the relative loads that have exactly the `_COLORS`; between them colors change linearly."""
+    return 0.0, 1.0, 1.0 + 0.6 * (top - 1.0), top
+
+
+def color_of(value: float, top: float) -> tuple[int, int, int]:
+    """Return red, green, blue of a relative load: blue below 1, near white at 1, red up to `top`."""
+    red, green, blue = (round(float(np.interp(value, stops(top), channel))) for channel in zip(*_COLORS, strict=True))
+    return red, green, blue
+
+
+def levels(values: NDArray[np.floating], top: float) -> NDArray[np.uint8]:
+    """Return relative loads as one byte each: load = byte * top / 255."""
+    return np.rint(np.clip(values / top, 0.0, 1.0) * LEVELS).astype(np.uint8)
+
+
+def png_data_uri(values: NDArray[np.floating], top: float) -> str:
+    """Return the `data:` URI of an indexed PNG for relative loads [rows, columns], one pixel each."""
+    rows, columns = values.shape
+    lines = np.concatenate([np.zeros((rows, 1), np.uint8), levels(values, top)], axis=1)
+    palette = bytes(part for index in range(LEVELS + 1) for part in color_of(index / LEVELS * top, top))
+    # 8 bits per pixel, colour type 3: an index into the palette; every row starts with filter 0.
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, content in chunks:
+        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +68,7 @@ class MapKind:
     across: str
     """What the columns are."""
     every: int
-    """Columns between dashed lines; 0 for none."""
+    """Columns between dashed lines (the ranks of a node); 0 for none."""
     layer_ids: Sequence[int]
     values: Mapping[str, NDArray[np.float32]]
     """By policy."""
@@ -44,27 +83,40 @@ class MapKind:
     @property
     def gradient(self) -> Markup:
         """Stops of the scale's CSS gradient."""
-        top = self.top
-        stops = [0.0, 0.5, 1.0, *(1.0 + (top - 1.0) * share for share in (0.2, 0.4, 0.6, 0.8, 1.0))]
-        colors = ["#{:02x}{:02x}{:02x}".format(*color_of(value, top)) for value in stops]
-        return Markup(", ".join(f"{color} {value / top:.1%}" for value, color in zip(stops, colors, strict=True)))
+        said = (f"rgb{color} {at / self.top:.1%}" for at, color in zip(stops(self.top), _COLORS, strict=True))
+        return Markup(", ".join(said))
 
     def pictures(self) -> list[dict[str, object]]:
         """Return name and chart of the policies shown first."""
-        return [
-            {
-                "name": name,
-                "svg": layer_map(
-                    self.values[name],
-                    label=f"{self.title}: {name}",
-                    layer_ids=self.layer_ids,
-                    across=self.across,
-                    every=self.every,
-                    top=self.top,
-                ),
-            }
-            for name in self.shown
-        ]
+        return [{"name": name, "svg": self.picture(name)} for name in self.shown]
+
+    def picture(self, name: str) -> Markup:
+        """Draw the map of a policy: layers down, what `across` names from left to right."""
+        values = self.values[name]
+        layers, columns = values.shape
+        left, right, above, below = 52, 10, 8, 42
+        # 94 layers get 3.6 units each; few layers stop growing at 16.
+        cell_height = min(16.0, max(3.2, 340.0 / layers))
+        height = above + layers * cell_height + below
+        svg = Svg(height=height, width=MAP_WIDTH, label=f"{self.title}: {name}")
+        width, bottom = MAP_WIDTH - left - right, above + layers * cell_height
+        svg.raw(
+            f'<image class="pixels" data-map="1" x="{left}" y="{above}" width="{width}" height="{bottom - above:.1f}" '
+            f'preserveAspectRatio="none" href="{png_data_uri(values, self.top)}"/>'
+        )
+        for column in _whole_ticks(columns, at_most=16):
+            svg.text(left + (column + 0.5) * width / columns, bottom + 15, column, anchor="middle", css="tick")
+        for layer in _whole_ticks(layers, at_most=8):
+            y = above + (layer + 0.5) * cell_height + 4
+            svg.text(left - 6, y, self.layer_ids[layer], anchor="end", css="tick")
+        edges = range(self.every, columns, self.every) if self.every else range(0)
+        for edge in edges:
+            svg.line(left + edge * width / columns, above - 4, left + edge * width / columns, bottom + 4, "node")
+        said = self.across + (" (dashed: node boundary)" if len(edges) else "")
+        svg.text(left + width / 2, height - 6, said, anchor="middle", css="label")
+        middle = max(above + (bottom - above) / 2, WORDS_LENGTH / 2)
+        svg.text(13, middle, "MoE layer", anchor="middle", css="label", turn=True)
+        return svg.markup()
 
     def data(self) -> dict[str, object]:
         """Return what the page's script needs to show another policy and a tool tip."""
@@ -76,10 +128,19 @@ class MapKind:
             "column": self.across.removeprefix("EP "),
             "shown": list(self.shown),
             "policies": {
-                name: {"png": png_data_uri(value, top), "levels": levels_base64(value, top)}
+                name: {
+                    "png": png_data_uri(value, top),
+                    "levels": base64.b64encode(levels(value, top).tobytes()).decode("ascii"),
+                }
                 for name, value in self.values.items()
             },
         }
+
+
+def _whole_ticks(count: int, *, at_most: int) -> list[int]:
+    """Return indices to label on an axis of `count` places."""
+    step = next(s for s in (1, 2, 4, 8, 10, 16, 20, 32, 50, 100, 200, 500, 1000, 10_000) if (count - 1) / s <= at_most)
+    return list(range(0, count, step))
 
 
 def rank_maps(report: ReportData) -> MapKind:

@@ -53,6 +53,7 @@ class PolicyLoads:
         mean = np.maximum(total.mean(axis=1, keepdims=True), 1e-300)
         # A layer without rows counts as balanced.
         share = np.where(total.sum(axis=1, keepdims=True) > 0, total / mean, 1.0)
+        # Sums first, then the ratio: a small micro-batch that is uneven costs little and must count for little.
         largest, level = loads.max(axis=3).sum(axis=0), loads.mean(axis=3).sum(axis=0)  # [M, L]
         return cls(
             rank_share=share.astype(np.float32),

@@ -1,11 +1,14 @@
 """A growing SVG document; text and lines take their colors from the page's style sheet."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
 WIDTH = 600
+LETTER = 6.6
+"""Mean width of a letter."""
+LEGEND_LEFT, LEGEND_SAMPLE = 64.0, 32
 STYLE = (
     ".moe-rl{{background:{paper};font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}}"
     ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"
@@ -45,6 +48,18 @@ class Svg:
     def raw(self, element: str) -> None:
         """Add an element as it is; it must hold nothing from outside."""
         self.parts.append(element)
+
+    def legend(self, names: Iterable[str], sample: Callable[[str, float, float], None], *, top: float) -> float:
+        """Write names, each behind what `sample(name, x, y)` draws, in as many rows as they need; return their end."""
+        x, y = LEGEND_LEFT, top + 8
+        for name in names:
+            needed = LEGEND_SAMPLE + LETTER * len(name) + 18
+            if x + needed > self.width and x > LEGEND_LEFT:
+                x, y = LEGEND_LEFT, y + 20
+            sample(name, x, y - 4)
+            self.text(x + LEGEND_SAMPLE, y, name)
+            x += needed
+        return y + 14
 
     def markup(self) -> Markup:
         """Return the document."""

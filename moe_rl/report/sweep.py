@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_rl.core.errors import require
 from moe_rl.report.words import read_words
 
 Value = int | float | str | bool | None
@@ -42,10 +41,6 @@ class SweepData:
     """Conditions that hold for every point."""
     notes: tuple[str, ...] = ()
     """Sentences that hold for every point."""
-
-    def __post_init__(self) -> None:
-        require(self.metric in METRICS, f"a sweep cannot show {self.metric!r}.")
-        require(len(self.points) > 0, "a sweep needs a point.")
 
     @property
     def policies(self) -> list[str]:

@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.curves import LETTER, MARKERS, Axes, Box, Line, draw_sample, plot
-from moe_rl.report.svg import WIDTH, Svg, standalone
+from moe_rl.report.curves import MARKERS, Axes, Box, Line, draw_sample, plot
+from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
 
@@ -79,7 +79,8 @@ def sweep_panels(sweep: SweepData) -> Markup:
     top, legend = 20 + LINE * len(head), dict[str, Line]()
     for row in rows:
         top = _draw_row(svg, sweep, row, top, legend)
-    svg.height = _draw_legend(svg, legend, top)
+    yardsticks_last = sorted(legend, key=lambda name: legend[name].marker is None)
+    svg.height = svg.legend(yardsticks_last, lambda name, x, y: draw_sample(svg, legend[name], x, y), top=top)
     return svg.markup()
 
 
@@ -138,19 +139,6 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
     )
 
 
-def _draw_legend(svg: Svg, lines: Mapping[str, Line], top: float) -> float:
-    """Draw a sample of every line, in as many rows as they need, and return where they end."""
-    x, y = LEFT, top + 8
-    for name, line in sorted(lines.items(), key=lambda item: item[1].marker is None):  # yardsticks last
-        needed = 32 + LETTER * len(name) + 18
-        if x + needed > svg.width and x > LEFT:
-            x, y = LEFT, y + LINE + 4
-        draw_sample(svg, line, x, y - 4)
-        svg.text(x + 32, y, name)
-        x += needed
-    return y + 14
-
-
 def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
     """Return a panel for every setting of the other parameters.
 
@@ -178,8 +166,9 @@ def _spread(values: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
-    """Return a value in at most so many letters, but five: the end of a path says most."""
+    """Return a value in at most so many letters, but at least five."""
     text, room = text_of(value), max(letters, 5)
+    # The end of a path says most.
     return text if len(text) <= room else "..." + text[3 - room :]
 
 
@@ -187,6 +176,7 @@ def _limits(sweep: SweepData) -> tuple[float, float]:
     shown = [value for point in sweep.points for value in point.policies.values()]
     shown += [point.yardsticks["forced_balance"] for point in sweep.points if "forced_balance" in point.yardsticks]
     low, high = min(1.0, *shown), max(1.02, *shown)
+    # Markers reach 3 units beyond their point: 6 % of a panel of 200 keeps them inside.
     room = 0.06 * (high - low)
     return low - room, high + room
 

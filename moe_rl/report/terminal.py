@@ -63,6 +63,7 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
 @contextmanager
 def _wide_enough(console: Console, table: Table) -> Iterator[None]:
     """Let the terminal wrap a table that is wider than itself, rather than cut its figures."""
+    # rich shortens cells to the console's width: "1.18…" would be read as a figure.
     before = console.width
     console.width = max(
         before, console.measure(table, options=console.options.update(max_width=10 * MAX_WIDTH)).maximum

@@ -7,12 +7,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.curves import Axes, Box, Line, draw_sample, plot
-from moe_rl.report.html import render_picture
-from moe_rl.report.svg import Svg, standalone
+from moe_rl.report.curves import Axes, Line, line_chart
+from moe_rl.report.html import render_picture, save_as
+from moe_rl.report.svg import standalone
 from moe_rl.report.units import format_count
 
 BEST = 10
@@ -122,6 +120,7 @@ def _megatron(row: TunedSetting) -> str:
 
 
 def _slime(row: TunedSetting) -> str:
+    # slime counts the tokens of a GPU, and CP cuts each sequence over several.
     per_gpu = row.micro_batch_tokens // row.context_parallel_size
     return f"{_megatron(row)} --use-dynamic-batch-size --max-tokens-per-gpu {per_gpu}"
 
@@ -222,22 +221,17 @@ class Tuned:
     def picture(self) -> Markup:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""
         colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
-        axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
-        svg = Svg(height=320, width=640, label=f"{axes.y} against {axes.x}")
         lines = {}
-        for index, (name, color) in enumerate(colors.items()):
+        for name, color in colors.items():
             rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu / 1000) for row in self.settings
                           if f"EP{row.expert_model_parallel_size}" == name)  # fmt: skip
+            # More memory is only worth a point where it is faster than everything that needs less.
             best = [
                 point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
             ]
             lines[name] = Line(points=best, color=color)
-            draw_sample(svg, lines[name], 560, 24 + 18 * index)
-            svg.text(592, 28 + 18 * index, name, css="label")
-        plot(svg, lines, axes, Box(left=50, top=12, width=490, height=262))
-        svg.text(295, 312, axes.x, anchor="middle", css="label")
-        svg.text(14, 143, axes.y, anchor="middle", css="label", turn=True)
-        return svg.markup()
+        axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
+        return line_chart(lines, axes, width=640, height=320, legend=True)
 
     def page(self) -> bytes:
         """Return the picture with the table and the lines to paste, as a page."""
@@ -248,7 +242,4 @@ class Tuned:
 
     def save(self, path: Path | str) -> None:
         """Write a page (.html) or the picture alone (.svg)."""
-        path = Path(path)
-        require(path.suffix in (".html", ".svg"), f"{path} must end in .html or .svg.")
-        check_outputs({"": path})
-        write_outputs({path: self.page() if path.suffix == ".html" else standalone(self.picture()).encode()})
+        save_as(path, {".html": self.page, ".svg": lambda: standalone(self.picture()).encode()})

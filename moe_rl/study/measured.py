@@ -4,16 +4,19 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from moe_rl.config import load_cluster, load_model
+from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.profiling.calibration import predict_seconds
-from moe_rl.profiling.measurements import MOE_KINDS, Measurement, read_measurements
+from moe_rl.profiling.measurements import Measurement, read_measurements
+from moe_rl.simulators.balanced import uniform_load
 from moe_rl.simulators.base_time import layer_parts
+from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
 from moe_rl.yaml_files import read_yaml
@@ -57,12 +60,28 @@ def predicted_seconds(timed: Measurement | TimedStep, hardware: HardwareSpec) ->
     """Return what the simulator says that it takes on `hardware`, routing being uniform."""
     if isinstance(timed, TimedStep):
         return 1.0 / timed.run.predicted(hardware).tokens_per_s_per_gpu
-    if timed.kind in MOE_KINDS:
-        return predict_seconds(timed, hardware)
-    backward, setting = timed.phase == "backward", StepSetting(precision=timed.precision)
-    part = layer_parts(timed.model(), hardware, setting, backward=backward, moe_layer=True)["attention"]
-    tokens = timed.tokens_per_rank
+    model, setting = timed.model(), StepSetting(dispatcher=timed.dispatcher, precision=timed.precision)
+    backward, tokens = timed.phase == "backward", timed.tokens_per_rank
+    part = layer_parts(model, hardware, setting, backward=backward, moe_layer=True)["attention"]
     attention = part.per_token * tokens + part.per_square * tokens * timed.sequence_length
     if timed.kind == "attention":
         return attention
-    return attention + predict_seconds(replace(timed, kind="moe_layer"), hardware)
+    params = setting.layer_cost_params(model, timed.topology(hardware))
+    rows = _uniform_rows(timed, float(hardware.gemm_tile_rows))
+    all_to_all = float(all_to_all_time(params, rows).max())
+    gemm = float(gemm_time(params, rows, backward=backward).max())
+    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    moe_layer = gemm + 2.0 * all_to_all + fixed_ms * 1e-3
+    by_kind = {"all_to_all": all_to_all, "expert_gemm": gemm, "moe_layer": moe_layer, "layer": attention + moe_layer}
+    return by_kind[timed.kind]
+
+
+@lru_cache(maxsize=4096)
+def _uniform_rows(timed: Measurement, tile_rows: float) -> LayerRows:
+    """Return where the rows go when every expert takes the same share of every rank's tokens.
+
+    A fit prices every measurement some hundred times, and no constant that it moves changes where rows go.
+    """
+    model, topology = timed.model(), timed.topology(load_cluster("h100"))
+    load = uniform_load(model, topology, tokens_per_rank=timed.tokens_per_rank)
+    return uniform_rows(load, topology, tile_rows=tile_rows, deduplicated=timed.dispatcher == "deepep")

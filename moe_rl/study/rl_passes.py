@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from moe_rl.report.units import GIB
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.rl_step import RlStep, rl_step
-from moe_rl.simulators.rl_update import UpdateBatch
+from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.study.options import SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.resident_slots import open_scenario
@@ -147,25 +148,18 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     gpus, budget = _needed(options, "train_gpus"), _needed(options, "micro_batch_tokens")
     lengths = drawn_lengths(options)
-    model = named_model(options, "a step of RL")
-    batch = UpdateBatch(
-        model=model,
-        hardware=load_cluster(options.cluster),
-        setting=options.step_setting(),
-        train_gpus=gpus,
-        ep_size=options.expert_model_parallel_size,
-        micro_batch_tokens=budget,
+    model, hardware = named_model(options, "a step of RL"), load_cluster(options.cluster)
+    priced = partial(
+        trainer_seconds, model, hardware, options.step_setting(), lengths,
+        train_gpus=gpus, ep_size=options.expert_model_parallel_size, micro_batch_tokens=budget,
         mini_batches=options.mini_batches,
-    )
+    )  # fmt: skip
     return TrainingPasses(
         model=model,
-        hardware=batch.hardware,
+        hardware=hardware,
         train_gpus=gpus,
         lengths=lengths,
-        seconds={
-            "static": batch.seconds(lengths, imbalance=options.imbalance),
-            "forced_balance": batch.seconds(lengths),
-        },
+        seconds={"static": priced(imbalance=options.imbalance), "forced_balance": priced()},
     )
 
 

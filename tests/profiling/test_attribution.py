@@ -9,11 +9,10 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.profiling import ranges
-from moe_rl.profiling.attribution import CATEGORIES, attribute, seconds_by_category
+from moe_rl.profiling.attribution import CATEGORIES, attribute, seconds_by_category, seconds_by_part
 from moe_rl.profiling.busy_time import busy_time
 from moe_rl.profiling.chrome_trace import read_chrome_trace
 from moe_rl.profiling.comparison import compare, measured_parts
-from moe_rl.profiling.cost_parts import seconds_by_part
 from moe_rl.profiling.nsys_sqlite import read_nsys_sqlite
 from moe_rl.profiling.recordings import read_recording, read_recordings
 from moe_rl.profiling.waiting import split_waiting

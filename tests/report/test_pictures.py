@@ -12,9 +12,8 @@ from report_samples import BOUNDS, forecast, prediction
 
 from benchmarks.make_tables import wait_bars
 from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars
-from moe_rl.report.charts import layer_map
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.heatmap import color_of, levels_base64, png_data_uri
+from moe_rl.report.maps import MapKind, color_of, levels, png_data_uri
 from moe_rl.report.svg import DARK, LIGHT, WIDTH, standalone
 
 
@@ -55,8 +54,7 @@ def test_colors_are_monotone_in_the_load() -> None:
 
 
 def test_levels_are_one_byte_per_cell() -> None:
-    levels = base64.b64decode(levels_base64(np.array([[0.0, 2.0], [4.0, 8.0]]), 4.0))
-    assert list(levels) == [0, 128, 255, 255]
+    assert levels(np.array([[0.0, 2.0], [4.0, 8.0]]), 4.0).tobytes() == bytes([0, 128, 255, 255])
 
 
 def bars_of(svg: str) -> list[tuple[float, float, str]]:
@@ -84,9 +82,9 @@ def test_hidden_time_lies_over_the_end_of_the_bar() -> None:
 
 def test_a_map_has_a_line_between_nodes_and_labels_on_both_axes() -> None:
     def drawn(ranks: int, every: int) -> str:
-        values = np.ones((4, ranks), np.float32)
-        ids = [3, 4, 5, 6]
-        return str(layer_map(values, label="x", layer_ids=ids, across="EP rank", every=every, top=2.0))
+        values = {"static": np.ones((4, ranks), np.float32)}
+        said = {"title": "x", "caption": "", "quantity": "", "across": "EP rank", "shown": ("static",)}
+        return str(MapKind(**said, every=every, layer_ids=[3, 4, 5, 6], values=values).picture("static"))
 
     svg = drawn(16, 8)
     assert svg.count('class="node"') == 1

@@ -120,7 +120,6 @@ def settings_(draw: st.DrawFn) -> StepSetting:
         tensor_model_parallel_size=draw(st.sampled_from([1, 2])),
         log_prob_passes=draw(st.integers(0, 1)),
         overlap_all_to_all=draw(st.booleans()),
-        a2a_congestion=draw(st.sampled_from([0.0, 0.0, 0.4])),
     )
 
 

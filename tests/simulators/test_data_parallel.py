@@ -31,16 +31,15 @@ def exposed(topology: ClusterTopology, window_s: float, **setting: object) -> di
 def test_experts_of_several_nodes_meet_over_one_nic_each_and_dense_weights_over_all_of_a_node() -> None:
     topology = ranks(8, 4)
     experts, dense = expert_shards(topology), dense_shards(topology, StepSetting())
-    assert (experts.ranks, experts.gb_per_s) == (4, 50.0)
-    assert (dense.ranks, dense.gb_per_s) == (32, min(8 * 50.0, HARDWARE.nvlink_gb_per_s))
-    inside = expert_shards(ranks(8, 4, domain=64))
-    assert inside.gb_per_s == HARDWARE.nvlink_gb_per_s
-    assert dense_shards(topology, StepSetting(tensor_model_parallel_size=2)).ranks == 16
+    assert experts == (4, 50.0)
+    assert dense == (32, min(8 * 50.0, HARDWARE.nvlink_gb_per_s))
+    assert expert_shards(ranks(8, 4, domain=64)) == (4, HARDWARE.nvlink_gb_per_s)
+    assert dense_shards(topology, StepSetting(tensor_model_parallel_size=2))[0] == 16
 
 
 def test_without_a_window_both_take_their_transfers_in_full() -> None:
     topology = ranks(8, 4)
-    dense, experts = stage_params(QWEN, topology, StepSetting(), 0)
+    dense, experts = stage_params(TrainingRun(model=QWEN, topology=topology, setting=StepSetting()), 0)
     gathered = 2 * (dense * 31 / 32 / HARDWARE.nvlink_gb_per_s + experts * 3 / 4 / 50.0) / 1e9
     found = exposed(topology, 0.0)
     assert found == pytest.approx({"param_gather": gathered, "grad_reduce": 2 * gathered})  # fp32 against bf16

@@ -1,7 +1,6 @@
 """Peak memory: what grows with imbalance, what recomputation takes away, and when it does not fit."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from moe_rl.simulators.memory import (
     transient_row_bytes,
 )
 from moe_rl.simulators.result import PolicyResult
-from moe_rl.simulators.setting import OFFLOAD_MODULES, StepSetting
+from moe_rl.simulators.setting import OFFLOAD_MODULES, StepSetting, TrainingRun
 
 HIDDEN, WIDTH = 2048, 768
 
@@ -156,16 +155,16 @@ def test_each_remedy_of_a_forecast_that_does_not_fit_would_do_alone() -> None:
     rows = np.zeros((1, 1, 48, 4))
     rows[..., :] = [60_000.0, 8_000.0, 6_000.0, 6_000.0]
     tokens = np.full((1, 1, 4), 2_500.0)
-    asked: dict[str, Any] = {
-        "model": load_model("qwen3-30b-a3b").spec,
-        "topology": ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2),
-        "setting": StepSetting(),
-    }
-    whole = forecast_memory(rows, tokens, None, **asked)
+    run = TrainingRun(
+        model=load_model("qwen3-30b-a3b").spec,
+        topology=ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2),
+        setting=StepSetting(),
+    )
+    whole = forecast_memory(rows, tokens, None, run=run)
     fixed = whole.peak_bytes - sum(
         whole.parts_bytes[name] for name in ("attention_activations", "logits", "routed_rows")
     )
-    lacking = forecast_memory(rows, tokens, None, **asked, hbm_bytes=whole.peak_bytes - 1)
+    lacking = forecast_memory(rows, tokens, None, run=run, hbm_bytes=whole.peak_bytes - 1)
     assert (lacking.fits, lacking.fullest_rank, lacking.tokens) == (False, 0, 2_500)
     assert lacking.remedies == (
         "micro-batches of 100% of the tokens",
@@ -174,10 +173,10 @@ def test_each_remedy_of_a_forecast_that_does_not_fit_would_do_alone() -> None:
         "resident copies that level all ranks",
     )
     assert lacking.largest_micro_batch == 2_499
-    fewer = forecast_memory(rows * 0.9996, tokens * 0.9996, None, **asked, hbm_bytes=whole.peak_bytes - 1)
+    fewer = forecast_memory(rows * 0.9996, tokens * 0.9996, None, run=run, hbm_bytes=whole.peak_bytes - 1)
     assert fewer.fits
     assert fewer.remedies == ()
-    nothing = forecast_memory(rows, tokens, None, **asked, hbm_bytes=fixed - 1)
+    nothing = forecast_memory(rows, tokens, None, run=run, hbm_bytes=fixed - 1)
     assert nothing.remedies == ("micro-batches of 0% of the tokens",)
     assert f"the GPU {nothing.hbm_bytes / GIB:.1f} GiB" in str(nothing)
 
@@ -189,8 +188,8 @@ def test_a_run_forecasts_what_a_simulation_of_its_plan_does() -> None:
     placement = ExpertPlacement.contiguous(num_layers=3, num_experts=4, ep_size=2)
 
     def foretold(setting: StepSetting) -> MemoryForecast:
-        tokens, model = case.load.tokens.astype(float), case.model
-        return forecast_memory(rows, tokens, placement, model=model, topology=case.topology, setting=setting, stage=0)
+        run = TrainingRun(model=case.model, topology=case.topology, setting=setting)
+        return forecast_memory(rows, case.load.tokens.astype(float), placement, run=run, stage=0)
 
     flat = replace(case.setting, dispatcher="alltoall")
     simulated = case.simulate(setting=flat).static.memory

@@ -16,7 +16,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step, rollout_of
-from moe_rl.simulators.rl_update import UpdateBatch, first_fit
+from moe_rl.simulators.rl_update import first_fit, trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 
 MODEL, H100 = load_model("qwen3-30b-a3b").spec, load_cluster("h100")
@@ -145,18 +145,20 @@ def test_a_step_without_rollout_and_framework_is_its_passes() -> None:
 
 @pytest.mark.parametrize("mini_batches", [1, 4])
 def test_lengths_alone_price_what_a_trainer_runs(mini_batches: int) -> None:
-    batch = UpdateBatch(
-        model=MODEL, hardware=H100, setting=StepSetting(), train_gpus=32, ep_size=8, micro_batch_tokens=8192,
-        mini_batches=mini_batches,
-    )  # fmt: skip
-    forward, update = batch.seconds(LENGTHS)
+    def priced(lengths: np.ndarray = LENGTHS, *, ep_size: int = 8, imbalance: float = 1.0) -> tuple[float, float]:
+        return trainer_seconds(
+            MODEL, H100, StepSetting(), lengths, train_gpus=32, ep_size=ep_size, micro_batch_tokens=8192,
+            mini_batches=mini_batches, imbalance=imbalance,
+        )  # fmt: skip
+
+    forward, update = priced()
     assert 0 < forward < update
-    skewed = batch.seconds(LENGTHS, imbalance=2.0)
+    skewed = priced(imbalance=2.0)
     assert skewed[0] > forward
     assert skewed[1] > update
-    assert batch.seconds(np.zeros(0, np.int64)) == (0.0, 0.0)
+    assert priced(np.zeros(0, np.int64)) == (0.0, 0.0)
     with pytest.raises(InvalidInputError, match="does not divide the 32 training GPUs"):
-        replace(batch, ep_size=64)
+        priced(ep_size=64)
 
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 120))

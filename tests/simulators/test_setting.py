@@ -40,29 +40,9 @@ def test_fp8_multiplies_faster_and_pays_for_its_casts() -> None:
     assert fp8["all_to_all"] == bf16["all_to_all"]
 
 
-def test_fp8_dispatch_thins_one_of_four_all_to_alls() -> None:
-    bf16, fp8 = parts(), parts(fp8_dispatch=True)
-    latency = 3 * 4 * 60e-6
-    halved = (1 + 4 / 128) / 2
-    assert (fp8["all_to_all"] - latency) / (bf16["all_to_all"] - latency) == pytest.approx((3 + halved) / 4)
-
-
 def test_hybridep_is_priced_as_deepep_and_flat_all_to_all_is_not() -> None:
     assert parts(dispatcher="hybridep") == parts(dispatcher="deepep")
     assert parts(dispatcher="alltoall")["all_to_all"] != parts(dispatcher="deepep")["all_to_all"]
-
-
-def test_congestion_multiplies_the_all_to_all_by_its_excess() -> None:
-    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
-    pairs = np.full((1, 1, 3, 4, 8), 500, np.int32)
-    pairs[..., :2] = 1500  # rank 0 computes twice the mean
-    case = case_of(load_of(pairs, 2), topology, np.random.default_rng(0), policies=())
-    plain = case.simulate(setting=StepSetting())
-    congested = case.simulate(setting=StepSetting(a2a_congestion=0.5))
-    assert plain.static.prediction.imbalance == 2.0
-    ratio = congested.static.prediction.breakdown_s["all_to_all"] / plain.static.prediction.breakdown_s["all_to_all"]
-    assert ratio == pytest.approx(1.5)
-    assert congested.forced_balance.step_time_s == plain.forced_balance.step_time_s
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])

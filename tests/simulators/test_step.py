@@ -77,14 +77,14 @@ def test_more_rate_never_costs_time(case: StepCase, constant: str) -> None:
 def test_fewer_tokens_never_cost_time(case: StepCase, seed: int) -> None:
     """Every source rank loses a share of its tokens, some all of them.
 
-    Without pipelining (fewer micro-batches wait relatively longer), congestion (which follows the ratio to the mean)
-    and copies across nodes (which then have less work to hide under).
+    Without pipelining (fewer micro-batches wait relatively longer) and copies across nodes (which then have less work
+    to hide under).
     """
     rng = np.random.default_rng(seed)
     kept = rng.random(case.load.tokens.shape) * (rng.random(case.load.tokens.shape) < 0.8)
     pairs = np.floor(case.load.pairs * kept[:, :, None, :, None]).astype(np.int32)
     fewer = replace(case.load, pairs=pairs, tokens=np.ceil(case.load.tokens * kept).astype(np.int64))
-    setting = replace(case.setting, pipeline_model_parallel_size=1, num_virtual_stages=1, a2a_congestion=0.0)
+    setting = replace(case.setting, pipeline_model_parallel_size=1, num_virtual_stages=1)
     plans = {"resident": case.plans["resident"]}
     all_of_them = case.times(setting=setting, plans=plans)
     some = case.times(load=fewer, lengths=lengths_for(fewer, case.topology), setting=setting, plans=plans)
@@ -395,7 +395,6 @@ def test_a_policy_that_repacks_needs_its_own_load() -> None:
         ({"forward_only": True, "log_prob_passes": 1}, "forward_only has none"),
         ({"log_prob_passes": -1}, "log_prob_passes must be at least 0"),
         ({"sequence_length": 0}, "sequence_length must be at least 1"),
-        ({"a2a_congestion": -0.1}, "a2a_congestion must be at least 0"),
         ({"precision": "fp4"}, "precision 'fp4' is unknown"),
         ({"replica_exposed": 1.5}, r"replica_exposed must lie in \[0, 1\]"),
     ],
