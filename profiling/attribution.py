@@ -16,11 +16,11 @@ from moe_rl.profiling.kernel_classes import COMMUNICATION, classify_kernel
 from moe_rl.profiling.ranges import RangeName
 
 CATEGORIES = (*ranges.CATEGORIES, "other")
+# Parts of the cost model, beside the categories that are parts themselves.
 EXPERT_GEMM, ALL_TO_ALL, OUTSIDE_EXPERTS = "expert_gemm", "all_to_all", "outside_experts"
-"""Parts of the cost model, beside the categories that are parts themselves."""
 _OWN_PARTS = ("replicate", "reorder", "optimizer", "attention", EXPERT_GEMM)
+# Kernel classes that are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline.
 _NAMED_BY_KERNEL = ("router", "dispatch", "combine", "expert_gemm", "attention", "optimizer")
-"""Kernel classes that are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class AttributedWork:
         return self.category if self.category in _OWN_PARTS else OUTSIDE_EXPERTS
 
 
+# ("dispatch" or "combine", call).
 AllToAll = tuple[str, Call]
-"""("dispatch" or "combine", call)."""
 Key = TypeVar("Key", bound=Hashable)
 
 

@@ -20,14 +20,14 @@ CONSTANTS = (
     "flat_rdma_gb_per_s", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops",
     "host_layer_ms", "host_expert_ms", "host_chunk_ms", "step_fixed_s",
 )  # fmt: skip
+# A constant may move by this factor either way from its starting value.
 SEARCH_FACTOR = 30.0
-"""A constant may move by this factor either way from its starting value."""
+# A constant counts as unseen when doubling it changes no measured time by more than about 1.4 %.
 MIN_SENSITIVITY = 0.02
-"""A constant counts as unseen when doubling it changes no measured time by more than about 1.4 %."""
+# Smallest ratio of singular values of the scaled Jacobian at which two constants count as told apart.
 MIN_SEPARATION = 0.02
-"""Smallest ratio of singular values of the scaled Jacobian at which two constants count as told apart."""
+# Largest relative standard error at which a constant counts as known.
 MAX_UNCERTAINTY = 0.5
-"""Largest relative standard error at which a constant counts as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ class Timed(Protocol):
         """What is held out together."""
 
 
+# (what was timed, a cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`.
 Predict = Callable[[Any, HardwareSpec], float]
-"""(what was timed, a cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`."""
 
 
 def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, predict: Predict) -> float:

@@ -7,13 +7,13 @@ from moe_rl.core.errors import require
 from moe_rl.profiling.attribution import ALL_TO_ALL, EXPERT_GEMM, OUTSIDE_EXPERTS, AttributedWork, seconds_by_part
 from moe_rl.profiling.waiting import WaitSplit
 
+# Keys of a prediction's `breakdown_s`; `overlap` and `pipeline_bubble` are not work of a GPU.
 PART_OF_PREDICTION = {
     "expert_gemm": EXPERT_GEMM, "all_to_all": ALL_TO_ALL, "replicate": "replicate", "prefetch": "replicate",
     "attention": "attention", "tensor_parallel": "attention", "context_parallel": "attention",
     "shared_experts": OUTSIDE_EXPERTS, "dense_mlp": OUTSIDE_EXPERTS, "fixed": OUTSIDE_EXPERTS, "head": OUTSIDE_EXPERTS,
     "optimizer": "optimizer", "reorder": "reorder",
 }  # fmt: skip
-"""Keys of a prediction's `breakdown_s`; `overlap` and `pipeline_bubble` are not work of a GPU."""
 ONCE_PER_STEP = ("optimizer", "reorder")
 
 

@@ -20,8 +20,8 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 MOE_KINDS = ("expert_gemm", "all_to_all", "moe_layer")
 KINDS = (*MOE_KINDS, "attention", "layer")
 PRECISIONS = ("bf16", "fp8")
+# Columns that say what attention computes.
 ATTENTION = ("sequence_length", "num_attention_heads", "num_query_groups", "kv_channels")
-"""Columns that say what attention computes."""
 PHASES = ("forward", "backward")
 DISPATCHERS = ("deepep", "alltoall")
 

@@ -10,8 +10,8 @@ from moe_rl.profiling.attribution import AttributedWork, Call, expert_seconds
 from moe_rl.profiling.measurements import PHASES, Measurement
 from moe_rl.profiling.waiting import WaitSplit
 
+# Largest max / mean expert time of a rank at which routing counts as uniform.
 BALANCED_WITHIN = 1.1
-"""Largest max / mean expert time of a rank at which routing counts as uniform."""
 
 NO_HOST_TIME = (
     "no moe_layer rows (for layer_fixed_forward_ms and layer_fixed_backward_ms): a recording of kernels does not show "

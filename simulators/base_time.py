@@ -17,26 +17,26 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.setting import StepSetting, TrainingRun, TrainingStep
 
+# Hidden-size elements read and written by norms and residuals of a layer, forward and backward.
 NORM_PASSES = (14.0, 24.0)
-"""Hidden-size elements read and written by norms and residuals of a layer, forward and backward."""
+# The same for query, key and value elements: rotary embedding, normalization, layout.
 QKV_PASSES = (6.0, 10.0)
-"""The same for query, key and value elements: rotary embedding, normalization, layout."""
+# Backward core attention recomputes the scores: 5 matrix products against forward's 2.
 BACKWARD_ATTENTION_FLOPS = 2.5
-"""Backward core attention recomputes the scores: 5 matrix products against forward's 2."""
+# Share of a latent attention's projections in the two that its module `mla_up_proj` computes again, from the shapes of
+# DeepSeek-V3 and Kimi-K2.
 MLA_UP_PROJECTION = 0.23
-"""Share of a latent attention's projections in the two that its module `mla_up_proj` computes again, from the shapes of
-DeepSeek-V3 and Kimi-K2."""
+# Hidden-size elements that the module `layernorm` reads and writes again.
 LAYER_NORM_PASSES = 8.0
-"""Hidden-size elements that the module `layernorm` reads and writes again."""
+# Core attention of heads of 64 channels against 128, per floating-point operation, forward and backward: cuDNN 9.19 on
+# H200 and GB200 (NVIDIA/cudnn-frontend@afa9f7c:benchmark/sdpa_benchmark_training/results, gpt-oss and Llama).
 NARROW_HEAD = (1.6, 1.35)
-"""Core attention of heads of 64 channels against 128, per floating-point operation, forward and backward: cuDNN 9.19 on
-H200 and GB200 (NVIDIA/cudnn-frontend@afa9f7c:benchmark/sdpa_benchmark_training/results, gpt-oss and Llama)."""
+# Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed.
 LOSS_BYTES = (6.0, 8.0)
-"""Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed."""
+# All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward.
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
-"""All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward."""
+# How often keys and values travel around the ring of context parallelism: backward sends their gradients, too.
 RING_TRIPS = (1.0, 2.0)
-"""How often keys and values travel around the ring of context parallelism: backward sends their gradients, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.synthetic import SequenceModel, synthetic_trace
 
+# Of a trace that are looked at, evenly spread.
 MOST_TOKENS, MOST_LAYERS = 1 << 16, 8
-"""Of a trace that are looked at, evenly spread."""
+# Topics of a generator that has none: so many make real traces as easy to split over nodes as they are.
 TOPICS = 8
-"""Topics of a generator that has none: so many make real traces as easy to split over nodes as they are."""
+# Layers and sequences of a draw that is tried.
 SAMPLE = (4, 120)
-"""Layers and sequences of a draw that is tried."""
+# Where the spread of topics' tastes is looked for, and how often that range is halved.
 SIGMAS, HALVINGS = (0.0, 8.0), 8
-"""Where the spread of topics' tastes is looked for, and how often that range is halved."""
 
 
 def coactivation(trace: RoutingTrace) -> float:

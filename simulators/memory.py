@@ -18,17 +18,17 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 GIB = 1 << 30
+# Per parameter: bf16 weight; fp32 master.
 WEIGHT_BYTES, MASTER_BYTES = 2, 4
-"""Per parameter: bf16 weight; fp32 master."""
+# Bytes per expert width kept for backward: first product and activation in bf16 (a gated first product is twice as
+# wide and its activation half).
 FIRST_PRODUCT_SAVED, ACTIVATION_SAVED = 4, 2
-"""Bytes per expert width kept for backward: first product and activation in bf16 (a gated first product is twice as
-wide and its activation half)."""
+# Bytes per expert width that backward of one layer adds: gradients, and for unfused GELU its fp32 temporaries.
 ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13, "relu2": 4}
-"""Bytes per expert width that backward of one layer adds: gradients, and for unfused GELU its fp32 temporaries."""
+# Copies of every row that a flat all-to-all holds while its layer runs: before sending and before sorting.
 FLAT_COPIES = 2
-"""Copies of every row that a flat all-to-all holds while its layer runs: before sending and before sorting."""
+# Per token and vocabulary entry: bf16 logits and the fp32 copy of the loss.
 LOGIT_BYTES = 6
-"""Per token and vocabulary entry: bf16 logits and the fp32 copy of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from moe_rl.simulators.setting import TrainingRun
 
 Ints = NDArray[np.int64]
 
+# What an update adds to its micro-batches.
 STEP_PARTS = ("grad_reduce", "param_gather", "step_fixed", "optimizer")
-"""What an update adds to its micro-batches."""
+# Per parameter: gradient, master and two moments read, master, moments and bf16 weight written.
 OPTIMIZER_PASS_BYTES = 30
-"""Per parameter: gradient, master and two moments read, master, moments and bf16 weight written."""
 
 
 def moved_bytes(plan: Plan, pricing: StepPricing) -> int:

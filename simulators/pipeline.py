@@ -12,10 +12,10 @@ from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
+# Parts of a step that dense layers have none of, or little.
 ONLY_MOE = ("shared_experts", "expert_gemm", "all_to_all", "replicate", "prefetch", "overlap", "host")
-"""Parts of a step that dense layers have none of, or little."""
+# Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC.
 LARGE_DOMAIN = 8
-"""Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC."""
 
 
 def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]:

@@ -30,35 +30,34 @@ from moe_rl.simulators.memory import GIB, dense_params
 
 Floats = NDArray[np.float64]
 
+# Stretches of a step's iterations; a token is priced at the middle of each.
 BINS = 256
-"""Stretches of a step's iterations; a token is priced at the middle of each."""
+# Steps that are simulated where samples carry over; the last half counts.
 STEPS = 8
-"""Steps that are simulated where samples carry over; the last half counts."""
+# Bytes of a weight in the rollout engine.
 PRECISIONS = {"bf16": 2.0, "fp8": 1.0}
-"""Bytes of a weight in the rollout engine."""
 TRAINING_PARTS = ("log_prob", "reference", "update", "framework")
 
+# Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
+#
+# decode_layer_s: kernels of one layer that decoding waits for, whatever the batch.
+# framework_share: time that an RL trainer adds to its passes, as a share of what `simulate` says they take.
+# sender_share: share of one NIC at which weights reach engines on other GPUs; one trainer sends.
+# gather_share: share of a link at which colocated trainers gather whole tensors for their engines.
+# host_link_gb_per_s: rate of one GPU to pageable host memory, there and back.
 FITTED = {"decode_layer_s": 16e-6, "framework_share": 0.63, "sender_share": 0.9, "gather_share": 0.41,
           "host_link_gb_per_s": 2.6}  # fmt: skip
-"""Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
-
-decode_layer_s: kernels of one layer that decoding waits for, whatever the batch.
-framework_share: time that an RL trainer adds to its passes, as a share of what `simulate` says they take.
-sender_share: share of one NIC at which weights reach engines on other GPUs; one trainer sends.
-gather_share: share of a link at which colocated trainers gather whole tensors for their engines.
-host_link_gb_per_s: rate of one GPU to pageable host memory, there and back.
-"""
+# Share of a GPU's memory that an engine gives to weights and cache, with a trainer on the same GPU and without;
+# assumed: recipes set 0.5 to 0.7 and 0.8 to 0.9.
 CACHE_SHARE = {True: 0.6, False: 0.85}
-"""Share of a GPU's memory that an engine gives to weights and cache, with a trainer on the same GPU and without;
-assumed: recipes set 0.5 to 0.7 and 0.8 to 0.9."""
+# Share of the achievable memory bandwidth and GEMM rate that decoding reaches; assumed.
 DECODE_EFFICIENCY = 0.7
-"""Share of the achievable memory bandwidth and GEMM rate that decoding reaches; assumed."""
+# Host work of an engine between two iterations; assumed.
 SCHEDULER_S = 2e-3
-"""Host work of an engine between two iterations; assumed."""
+# Share of a layer's host time that is its forward pass.
 FORWARD_LAUNCHES = 1.0 / 3.0
-"""Share of a layer's host time that is its forward pass."""
+# Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments.
 STATE_BYTES = 16.0
-"""Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

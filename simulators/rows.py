@@ -15,8 +15,8 @@ from moe_rl.core.topology import ClusterTopology
 
 Ints = NDArray[np.int64]
 
+# Log-probability that stands for 0 without being infinite.
 NEVER = math.log(np.finfo(np.float64).eps)
-"""Log-probability that stands for 0 without being infinite."""
 
 
 def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> Floats:

@@ -11,6 +11,7 @@ from itertools import combinations
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
 
+# Constants that are moved together.
 PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
     "expert GEMM": ("gemm_tflops",),
     "attention": ("attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),
@@ -21,10 +22,9 @@ PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
     "fixed costs": ("gemm_fixed_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms", "step_fixed_s"),
     "host": ("host_layer_ms", "host_expert_ms", "host_chunk_ms"),
 }
-"""Constants that are moved together."""
 FACTORS = (0.7, 1.3)
+# Policies whose step times differ by less count as equal: the model cannot tell them apart.
 TIE = 0.005
-"""Policies whose step times differ by less count as equal: the model cannot tell them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

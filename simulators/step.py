@@ -108,12 +108,12 @@ def cost_params_for(step: TrainingStep) -> LayerCostParams:
     return StepPricing.of(step).passes[0]
 
 
+# Key of the yardstick's rows, beside those of a policy `static`.
 YARDSTICK = "static yardstick"
-"""Key of the yardstick's rows, beside those of a policy `static`."""
+# Where the rows of every policy's plan go.
 DestinationsByPolicy = dict[str, Destinations]
-"""Where the rows of every policy's plan go."""
+# Parts that are not a micro-batch's way through the layers.
 ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_PARTS, "reorder")
-"""Parts that are not a micro-batch's way through the layers."""
 
 
 def _phi(balanced: PolicyResult) -> float | None:

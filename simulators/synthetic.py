@@ -27,10 +27,10 @@ from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_field
 from moe_rl.simulators.token_routes import draw_routes
 
 MIN_LENGTH = 20
+# Logits [sequences, L, E] held at a time.
 BATCH_VALUES = 1 << 22
-"""Logits [sequences, L, E] held at a time."""
+# Of routes that are drawn at a time, more where one sequence has more.
 PIECE_BYTES = 1 << 27
-"""Of routes that are drawn at a time, more where one sequence has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ class SequenceModel:
         return self.step_drift * math.sqrt(2 * math.pi)
 
 
+# Many fine experts, strong domains: fitted to real traces of short answers; micro-batches of 1024 tokens.
 PRESET_A = SequenceModel(
     num_experts=64,
     top_k=6,
@@ -116,8 +117,8 @@ PRESET_A = SequenceModel(
     sequence_sigma=0.3,
     token_persistence=0.6,
 )
-"""Many fine experts, strong domains: fitted to real traces of short answers; micro-batches of 1024 tokens."""
 
+# Few coarse experts, strong sequences, the shape of GPT-OSS-20B; micro-batches of 2048 tokens.
 PRESET_B = SequenceModel(
     num_experts=32,
     top_k=4,
@@ -128,11 +129,10 @@ PRESET_B = SequenceModel(
     sequence_sigma=0.9,
     token_persistence=0.6,
 )
-"""Few coarse experts, strong sequences, the shape of GPT-OSS-20B; micro-batches of 2048 tokens."""
 
+# The same, and experts meet in tokens as often as in a real trace of GPT-OSS-20B: the mean of three seeds of
+# `moe-rl trace synth preset_b TARGET --like TRACE`.
 PRESET_C = replace(PRESET_B, num_topics=8, topic_sigma=2.86)
-"""The same, and experts meet in tokens as often as in a real trace of GPT-OSS-20B: the mean of three seeds of
-`moe-rl trace synth preset_b TARGET --like TRACE`."""
 
 
 def synthetic_trace(model: SequenceModel) -> RoutingTrace:

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from moe_rl.core.native import native_core
 
+# Standard deviation of the sum of four uniform 16-bit numbers.
 DEVIATION = 65536 / math.sqrt(3)
-"""Standard deviation of the sum of four uniform 16-bit numbers."""
 SIXTEEN, LOW = np.uint32(16), np.uint32(0xFFFF)
+# x (LINEAR + CUBIC x^2) of the standardized sum x has the variance and the kurtosis of a normal number. Its
+# distribution function is within .0021 of the normal one, and it stays within 4.06.
 LINEAR, CUBIC = 0.9490355, 0.01864152
-"""x (LINEAR + CUBIC x^2) of the standardized sum x has the variance and the kurtosis of a normal number. Its
-distribution function is within .0021 of the normal one, and it stays within 4.06."""
 LIMIT = 5.0
+# By rising power: -ln(-ln u) of u = 1 / (1 + exp(-1.702 z)), the logistic approximation of the normal distribution
+# function, for z within +- LIMIT; off by .01 at most (Chebyshev fit).
 GUMBEL = (
     0.3744787,
     1.21523,
@@ -30,8 +32,6 @@ GUMBEL = (
     -8.814219e-6,
     -4.465335e-6,
 )
-"""By rising power: -ln(-ln u) of u = 1 / (1 + exp(-1.702 z)), the logistic approximation of the normal distribution
-function, for z within +- LIMIT; off by .01 at most (Chebyshev fit)."""
 
 
 def draw_routes(

@@ -16,8 +16,8 @@ ModelNamed = Callable[[str], MoeModelSpec]
 ClusterNamed = Callable[[str], HardwareSpec]
 
 
+# Keys of a row that decide its prediction, beside its setting.
 DECIDING = ("model", "cluster", "gpus", "ep_size", "sequence_length", "tokens_per_rank", "num_micro_batches")
-"""Keys of a row that decide its prediction, beside its setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

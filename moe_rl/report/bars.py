@@ -14,15 +14,15 @@ from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
+# A limit beyond so many times the longest bar is named and not drawn: bars have the width.
 FAR = 2.0
-"""A limit beyond so many times the longest bar is named and not drawn: bars have the width."""
+# Room behind the bars where some end with words.
 WORDS_RIGHT = 128
-"""Room behind the bars where some end with words."""
+# Pattern of time that overlap hides.
 HATCH = (
     '<defs><pattern id="hid" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect class="hatch" width="6" height="6"/><line class="axis" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>'
 )
-"""Pattern of time that overlap hides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from moe_rl.report.words import read_words
 
 BASELINE_COLOR = "#7d8590"
+# The palette of Okabe and Ito without black, and two more. Its orange and its sky blue are darker here: a line has a
+# contrast of 3:1 to light paper and to dark.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c98500", "#3595cf", "#8c6bb1", "#a6761d")
-"""The palette of Okabe and Ito without black, and two more. Its orange and its sky blue are darker here: a line has a
-contrast of 3:1 to light paper and to dark."""
 
 PART_COLORS: dict[str, str] = read_words("colors.yaml")
 

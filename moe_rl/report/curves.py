@@ -11,12 +11,12 @@ from moe_rl.report.svg import LETTER, Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
+# Curves of at most so many points show every point.
 MARKED_POINTS = 40
-"""Curves of at most so many points show every point."""
+# Of the piece of a line in a legend.
 SAMPLE_WIDTH = 26
-"""Of the piece of a line in a legend."""
+# How far what stands on an axis may reach beyond its ends.
 MARGIN = 12.0
-"""How far what stands on an axis may reach beyond its ends."""
 MARKERS = {
     "circle": '<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{color}"/>',
     "square": '<rect x="{left:.1f}" y="{top:.1f}" width="6" height="6" fill="{color}"/>',

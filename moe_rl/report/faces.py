@@ -20,10 +20,10 @@ from moe_rl.report.sweep_chart import draw_sweep, sweep_panels
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Kinds of file that a sweep is drawn as.
 PICTURES = (".html", ".svg", ".png", ".pdf")
-"""Kinds of file that a sweep is drawn as."""
+# Of the table below the picture of a page, which scrolls.
 PAGE_COLUMNS = 140
-"""Of the table below the picture of a page, which scrolls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

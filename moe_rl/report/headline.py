@@ -7,10 +7,10 @@ from moe_rl.report.simulation import UNPACKED, ReportData
 from moe_rl.report.units import format_bytes
 from moe_rl.report.words import read_words
 
+# A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little.
 LITTLE = 0.03
-"""A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little."""
+# The policy with packing and balancing.
 WHOLE = "moe-rl"
-"""The policy with packing and balancing."""
 WORDS = read_words("sentences.yaml")["headline"]
 
 

@@ -15,13 +15,13 @@ from moe_rl.report.simulation import LoadBounds, ReportData
 from moe_rl.report.words import read_words
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
+# Parts that follow the sequences of a rank.
 PER_RANK_PARTS = ("attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "head")
-"""Parts that follow the sequences of a rank."""
 PLAN_PARTS = ("replicate", "prefetch", "reorder")
+# Waiting below this share of the step is inside the model's error: what is left is work.
 LITTLE_TIME = 0.03
-"""Waiting below this share of the step is inside the model's error: what is left is work."""
+# Imbalance below this counts as balanced.
 LITTLE_LOAD = 0.02
-"""Imbalance below this counts as balanced."""
 WORDS = read_words("sentences.yaml")
 
 

@@ -18,13 +18,13 @@ from moe_rl.report.svg import Svg
 from moe_rl.report.words import read_words
 
 WORDS = read_words("sentences.yaml")["maps"]
+# Two maps stand side by side.
 MAP_WIDTH = 460
-"""Two maps stand side by side."""
+# Length of the words beside a map, which may have few layers.
 WORDS_LENGTH = 68
-"""Length of the words beside a map, which may have few layers."""
 LEVELS = 255
+# Of no load, of the mean, at 60 % of the way from the mean to the top, and of the top.
 _COLORS = ((33, 102, 172), (247, 247, 244), (214, 96, 77), (103, 0, 31))
-"""Of no load, of the mean, at 60 % of the way from the mean to the top, and of the top."""
 
 
 def stops(top: float) -> tuple[float, ...]:

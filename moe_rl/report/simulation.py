@@ -18,15 +18,15 @@ from moe_rl.simulators.sensitivity import PerturbedRanking
 
 BASELINE = "static"
 UNPACKED = "moe-rl-unpacked"
+# Policies that part what packing brings from what balancing brings.
 PARTS = ("static+pack", UNPACKED)
-"""Policies that part what packing brings from what balancing brings."""
 
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
+# Without these a result means nothing: every report has them.
 SETTING_KEYS = (
     "model", "cluster", "ep_size", "ranks_per_node", "num_micro_batches", "tokens_per_rank", "sequence_length",
     "slots", "objective", "dispatcher", "recompute", "scaled",
 )  # fmt: skip
-"""Without these a result means nothing: every report has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

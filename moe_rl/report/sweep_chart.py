@@ -15,20 +15,20 @@ from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
 
+# Pixels of a PNG for each unit of the drawing.
 PNG_SCALE = 2.0
-"""Pixels of a PNG for each unit of the drawing."""
+# Settings of the other parameters that a row shows.
 MAX_PANELS = 4
-"""Settings of the other parameters that a row shows."""
+# Largest over smallest value from which an axis is logarithmic.
 LOGARITHMIC_FROM = 4.0
-"""Largest over smallest value from which an axis is logarithmic."""
 MIN_PANEL, PANEL_HEIGHT = 210.0, 200.0
 LEFT, RIGHT, GAP, INSET, LINE = 64.0, 16.0, 16.0, 22.0, 16.0
+# Room below a plot for two rows of values and the name of the axis.
 BELOW = 60.0
-"""Room below a plot for two rows of values and the name of the axis."""
+# Of a value at an axis or in a title: a longer one leaves the panels no room.
 LABEL_LETTERS = 20
-"""Of a value at an axis or in a title: a longer one leaves the panels no room."""
+# Seen on white and on black.
 FORCED_BALANCE = "#777f88"
-"""Seen on white and on black."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,10 @@ from moe_rl.report.tables import figures_table
 from moe_rl.report.units import counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
+# Slots of which a setting has none unless it says so.
 SLOTS = ("cross_node_slots", "resident_slots")
-"""Slots of which a setting has none unless it says so."""
+# Columns below which what is left out takes two lines; lines of sentences below the table.
 NARROW, LINES = 80, 6
-"""Columns below which what is left out takes two lines; lines of sentences below the table."""
 
 
 def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
