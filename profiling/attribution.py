@@ -16,10 +16,10 @@ from moe_rl.profiling.kernel_classes import COMMUNICATION, classify_kernel
 from moe_rl.profiling.ranges import RangeName
 
 CATEGORIES = (*ranges.CATEGORIES, "other")
-# Parts of the cost model, beside the categories that are parts themselves.
+# The cost model has these parts beside the categories that are parts themselves.
 EXPERT_GEMM, ALL_TO_ALL, OUTSIDE_EXPERTS = "expert_gemm", "all_to_all", "outside_experts"
 _OWN_PARTS = ("replicate", "reorder", "optimizer", "attention", EXPERT_GEMM)
-# Kernel classes that are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline.
+# These kernel classes are categories. An all-to-all of NCCL outside a range may be dispatch, combine or pipeline.
 _NAMED_BY_KERNEL = ("router", "dispatch", "combine", "expert_gemm", "attention", "optimizer")
 
 

@@ -16,13 +16,13 @@ from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.simulators.synthetic import SequenceModel, synthetic_trace
 
-# Of a trace that are looked at, evenly spread.
+# Of a trace so many tokens and layers are looked at, evenly spread.
 MOST_TOKENS, MOST_LAYERS = 1 << 16, 8
-# Topics of a generator that has none: so many make real traces as easy to split over nodes as they are.
+# A generator without topics gets 8: with these a trace is as easy to split over nodes as real ones are.
 TOPICS = 8
-# Layers and sequences of a draw that is tried.
+# A draw that is tried has so many layers and sequences.
 SAMPLE = (4, 120)
-# Where the spread of topics' tastes is looked for, and how often that range is halved.
+# The spread of topics' tastes is looked for in this range, which is halved so often.
 SIGMAS, HALVINGS = (0.0, 8.0), 8
 
 

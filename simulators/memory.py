@@ -18,7 +18,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 GIB = 1 << 30
-# Per parameter: bf16 weight; fp32 master.
+# A parameter has a bf16 weight and an fp32 master.
 WEIGHT_BYTES, MASTER_BYTES = 2, 4
 # Bytes per expert width kept for backward: first product and activation in bf16 (a gated first product is twice as
 # wide and its activation half).
@@ -27,7 +27,7 @@ FIRST_PRODUCT_SAVED, ACTIVATION_SAVED = 4, 2
 ACTIVATION_TRANSIENT = {"swiglu": 6, "swiglu_oai": 6, "gelu": 13, "relu2": 4}
 # Copies of every row that a flat all-to-all holds while its layer runs: before sending and before sorting.
 FLAT_COPIES = 2
-# Per token and vocabulary entry: bf16 logits and the fp32 copy of the loss.
+# Of a token and vocabulary entry: 2 bytes of bf16 logits, 4 of the fp32 copy that the loss makes.
 LOGIT_BYTES = 6
 
 

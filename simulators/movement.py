@@ -22,9 +22,9 @@ from moe_rl.simulators.setting import TrainingRun
 
 Ints = NDArray[np.int64]
 
-# What an update adds to its micro-batches.
+# An update has these parts once, beside its micro-batches.
 STEP_PARTS = ("grad_reduce", "param_gather", "step_fixed", "optimizer")
-# Per parameter: gradient, master and two moments read, master, moments and bf16 weight written.
+# Of a parameter: gradient, master and two moments read (16), master, moments and bf16 weight written (14).
 OPTIMIZER_PASS_BYTES = 30
 
 

@@ -12,7 +12,7 @@ from moe_rl.core.cost import BF16_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
-# Parts of a step that dense layers have none of, or little.
+# Dense layers have nothing of these parts, or little.
 ONLY_MOE = ("shared_experts", "expert_gemm", "all_to_all", "replicate", "prefetch", "overlap", "host")
 # Stages of GPUs in a larger NVLink domain talk over NVLink, others over a NIC.
 LARGE_DOMAIN = 8

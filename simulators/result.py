@@ -11,8 +11,8 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.simulators.all_to_all import VisitDifference
 from moe_rl.simulators.memory import MemoryForecast
 
-# Keys of `StepPrediction.breakdown_s`. `overlap` is negative: time of other parts that overlap hides. `host` is what
-# layers wait for launches; `pipeline_imbalance` what the slowest stage takes beyond the mean one.
+# Keys of `StepPrediction.breakdown_s`. `overlap` is negative: time of other parts that overlap hides. In `host`
+# layers wait for launches; `pipeline_imbalance` is the time of the slowest stage beyond the mean one.
 BREAKDOWN_PARTS = (
     "attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "fixed", "expert_gemm",
     "all_to_all", "replicate", "prefetch", "head", "host", "overlap", "pipeline_imbalance", "pipeline_p2p",

@@ -30,12 +30,11 @@ from moe_rl.simulators.memory import GIB, dense_params
 
 Floats = NDArray[np.float64]
 
-# Stretches of a step's iterations; a token is priced at the middle of each.
+# A step's iterations are cut into so many stretches, each priced at its middle.
 BINS = 256
-# Steps that are simulated where samples carry over; the last half counts.
+# Where samples carry over, 8 steps are simulated and the last 4 count.
 STEPS = 8
-# Bytes of a weight in the rollout engine.
-PRECISIONS = {"bf16": 2.0, "fp8": 1.0}
+PRECISIONS = {"bf16": 2.0, "fp8": 1.0}  # Bytes of a weight in the rollout engine.
 TRAINING_PARTS = ("log_prob", "reference", "update", "framework")
 
 # Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
@@ -54,7 +53,7 @@ CACHE_SHARE = {True: 0.6, False: 0.85}
 DECODE_EFFICIENCY = 0.7
 # Host work of an engine between two iterations; assumed.
 SCHEDULER_S = 2e-3
-# Share of a layer's host time that is its forward pass.
+# Forward is a third of a layer's host time: backward launches twice as much.
 FORWARD_LAUNCHES = 1.0 / 3.0
 # Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments.
 STATE_BYTES = 16.0

@@ -11,7 +11,7 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.setting import StepSetting
 
-# Rows of `LayerRows` that the fullest rank has more of.
+# The fullest rank has more of these `LayerRows`.
 GROWING = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
 
 

@@ -15,7 +15,7 @@ from moe_rl.core.topology import ClusterTopology
 
 Ints = NDArray[np.int64]
 
-# Log-probability that stands for 0 without being infinite.
+# A log-probability that stands for 0 without being infinite.
 NEVER = math.log(np.finfo(np.float64).eps)
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
 
-# Constants that are moved together.
+# Constants of one group are moved together: the same measurement would be wrong about all of them.
 PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
     "expert GEMM": ("gemm_tflops",),
     "attention": ("attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops"),

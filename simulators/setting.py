@@ -17,13 +17,13 @@ from moe_rl.core.topology import ClusterTopology
 # expert. HybridEP is priced as DeepEP: its published bandwidths are what DeepEP's constants were fitted to.
 DISPATCHERS = ("deepep", "hybridep", "alltoall")
 PRECISIONS = ("bf16", "fp8")
-# What backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer.
+# Backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer.
 RECOMPUTE = ("none", "moe", "full")
 # Single modules that backward computes again (`--recompute-modules`).
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 # Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`).
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-# What graphs launch (`--cuda-graph-scope`): nothing; router and preprocessing; attention, too; everything.
+# CUDA graphs launch (`--cuda-graph-scope`): nothing; router and preprocessing; attention, too; everything.
 CUDA_GRAPHS = ("none", "router", "partial", "full_iteration")
 
 

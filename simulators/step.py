@@ -108,11 +108,10 @@ def cost_params_for(step: TrainingStep) -> LayerCostParams:
     return StepPricing.of(step).passes[0]
 
 
-# Key of the yardstick's rows, beside those of a policy `static`.
+# The yardstick's rows have a key of their own, since a policy `static` may be among the plans.
 YARDSTICK = "static yardstick"
-# Where the rows of every policy's plan go.
 DestinationsByPolicy = dict[str, Destinations]
-# Parts that are not a micro-batch's way through the layers.
+# These parts do not belong to a micro-batch's way through the layers.
 ONCE_PER_STEP = ("pipeline_imbalance", "pipeline_p2p", "pipeline_bubble", *STEP_PARTS, "reorder")
 
 

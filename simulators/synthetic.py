@@ -27,9 +27,9 @@ from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, fill_sequence_field
 from moe_rl.simulators.token_routes import draw_routes
 
 MIN_LENGTH = 20
-# Logits [sequences, L, E] held at a time.
+# Logits [sequences, L, E] that are held at a time: 16 MiB of float32.
 BATCH_VALUES = 1 << 22
-# Of routes that are drawn at a time, more where one sequence has more.
+# 128 MiB of routes are drawn at a time, more where one sequence has more.
 PIECE_BYTES = 1 << 27
 
 

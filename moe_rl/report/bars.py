@@ -14,11 +14,11 @@ from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.rl_step import TRAINING_PARTS, RlStep
 
 LEFT, RIGHT, BAR, GAP, APART, TOP, BOTTOM = 118, 66, 24, 9, 12, 6, 44
-# A limit beyond so many times the longest bar is named and not drawn: bars have the width.
+# A limit farther than twice the longest bar is named, not drawn: bars keep at least half of the width.
 FAR = 2.0
-# Room behind the bars where some end with words.
+# Some bars end with words such as "81.3 does not fit".
 WORDS_RIGHT = 128
-# Pattern of time that overlap hides.
+# Time that overlap hides is hatched.
 HATCH = (
     '<defs><pattern id="hid" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect class="hatch" width="6" height="6"/><line class="axis" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>'

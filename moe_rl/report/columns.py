@@ -11,11 +11,11 @@ from moe_rl.report.units import GIB, byte_unit, decimals, time_unit
 from moe_rl.report.words import read_words
 
 WORDS: dict[str, dict[str, Any]] = read_words("columns.yaml")
+# The columns that a terminal shows, with and without times; the page and `--json` have all.
 DEFAULT_TIMED = (
     "imbalance", "step_time_s", "speedup_vs_static", "fraction_of_forced_balance", "moved_bytes",
     "peak_memory_bytes",
 )  # fmt: skip
-# What a terminal shows beside the policies' names, with and without times; the page and `--json` have all of it.
 DEFAULT_LOADS = ("imbalance", "node_imbalance", "node_bound", "placement_bound", "replicas_per_plan", "moved_bytes")
 ALL = "all"
 

@@ -11,11 +11,10 @@ from moe_rl.report.svg import LETTER, Svg
 from moe_rl.report.units import ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
-# Curves of at most so many points show every point.
+# Points of a longer curve would touch each other.
 MARKED_POINTS = 40
-# Of the piece of a line in a legend.
-SAMPLE_WIDTH = 26
-# How far what stands on an axis may reach beyond its ends.
+SAMPLE_WIDTH = 26  # A legend shows a piece of each line.
+# The texts of an axis may reach this far beyond its ends.
 MARGIN = 12.0
 MARKERS = {
     "circle": '<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{color}"/>',

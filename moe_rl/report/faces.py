@@ -20,9 +20,9 @@ from moe_rl.report.sweep_chart import draw_sweep, sweep_panels
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Kinds of file that a sweep is drawn as.
+# A sweep is drawn as any of these; the last two need CairoSVG.
 PICTURES = (".html", ".svg", ".png", ".pdf")
-# Of the table below the picture of a page, which scrolls.
+# A page scrolls the table below its picture, so the table may be wider than a terminal.
 PAGE_COLUMNS = 140
 
 

@@ -15,7 +15,7 @@ from moe_rl.report.simulation import LoadBounds, ReportData
 from moe_rl.report.words import read_words
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
-# Parts that follow the sequences of a rank.
+# These parts grow with the sequences of a rank, whatever its experts do.
 PER_RANK_PARTS = ("attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "head")
 PLAN_PARTS = ("replicate", "prefetch", "reorder")
 # Waiting below this share of the step is inside the model's error: what is left is work.

@@ -20,10 +20,10 @@ from moe_rl.report.words import read_words
 WORDS = read_words("sentences.yaml")["maps"]
 # Two maps stand side by side.
 MAP_WIDTH = 460
-# Length of the words beside a map, which may have few layers.
+# "MoE layer", turned upwards, is this long: a map of few layers is shorter.
 WORDS_LENGTH = 68
 LEVELS = 255
-# Of no load, of the mean, at 60 % of the way from the mean to the top, and of the top.
+# Blue has no load, white the mean, red 60 % of the way from the mean to the top, dark red the top.
 _COLORS = ((33, 102, 172), (247, 247, 244), (214, 96, 77), (103, 0, 31))
 
 
@@ -40,7 +40,8 @@ def color_of(value: float, top: float) -> tuple[int, int, int]:
 
 def levels(values: NDArray[np.floating], top: float) -> NDArray[np.uint8]:
     """Return relative loads as one byte each: load = byte * top / 255."""
-    return np.rint(np.clip(values / top, 0.0, 1.0) * LEVELS).astype(np.uint8)
+    level: NDArray[np.uint8] = np.rint(np.clip(values / top, 0.0, 1.0) * LEVELS).astype(np.uint8)
+    return level
 
 
 def png_data_uri(values: NDArray[np.floating], top: float) -> str:

@@ -18,11 +18,11 @@ from moe_rl.simulators.sensitivity import PerturbedRanking
 
 BASELINE = "static"
 UNPACKED = "moe-rl-unpacked"
-# Policies that part what packing brings from what balancing brings.
+# These policies only tell the gain of packing from the gain of balancing.
 PARTS = ("static+pack", UNPACKED)
 
+# A speed-up without these means nothing, so a report that lacks one is refused.
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
-# Without these a result means nothing: every report has them.
 SETTING_KEYS = (
     "model", "cluster", "ep_size", "ranks_per_node", "num_micro_batches", "tokens_per_rank", "sequence_length",
     "slots", "objective", "dispatcher", "recompute", "scaled",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 WIDTH = 600
-# Mean width of a letter.
-LETTER = 6.6
+LETTER = 6.6  # The mean width of a letter of 12 px DejaVu Sans.
 LEGEND_LEFT, LEGEND_SAMPLE = 64.0, 32
+# A picture that stands alone has the colors of the pages as values, because not every renderer knows CSS variables.
 STYLE = (
     ".moe-rl{{background:{paper};font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}}"
     ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"
@@ -18,7 +18,6 @@ STYLE = (
     ".moe-rl .hatch{{fill:{paper};fill-opacity:.75}}.moe-rl .curve{{fill:none;stroke-width:2;stroke-linejoin:round}}"
 )
 LIGHT = {"paper": "#fff", "text": "#1b1f24", "quiet": "#5b6570", "alarm": "#b3261e", "grid": "#dfe3e8"}
-# Style of a picture that stands alone: the colors of the pages, as values that every renderer knows.
 DARK = {"paper": "#0d1117", "text": "#e6edf3", "quiet": "#9aa5b1", "alarm": "#ff7b72", "grid": "#30363d"}
 
 

@@ -15,19 +15,17 @@ from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
 
-# Pixels of a PNG for each unit of the drawing.
-PNG_SCALE = 2.0
-# Settings of the other parameters that a row shows.
-MAX_PANELS = 4
-# Largest over smallest value from which an axis is logarithmic.
+PNG_SCALE = 2.0  # Pixels per unit of the drawing: text stays sharp on a screen of high density.
+MAX_PANELS = 4  # More panels of 210 units in a row would not fit a page.
+# 8, 16, 32 are a ratio of 4: from there on an axis is logarithmic.
 LOGARITHMIC_FROM = 4.0
 MIN_PANEL, PANEL_HEIGHT = 210.0, 200.0
 LEFT, RIGHT, GAP, INSET, LINE = 64.0, 16.0, 16.0, 22.0, 16.0
-# Room below a plot for two rows of values and the name of the axis.
+# Two rows of values and the name of the axis stand below a plot.
 BELOW = 60.0
-# Of a value at an axis or in a title: a longer one leaves the panels no room.
+# A longer value at an axis or in a title leaves the panels no room.
 LABEL_LETTERS = 20
-# Seen on white and on black.
+# This gray is seen on white and on black.
 FORCED_BALANCE = "#777f88"
 
 

@@ -18,9 +18,9 @@ from moe_rl.report.tables import figures_table
 from moe_rl.report.units import counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
-# Slots of which a setting has none unless it says so.
+# A setting has no slots of these kinds unless it says so.
 SLOTS = ("cross_node_slots", "resident_slots")
-# Columns below which what is left out takes two lines; lines of sentences below the table.
+# The sentences below the table get 6 lines; in fewer than 80 columns the hint at the others takes two of them.
 NARROW, LINES = 80, 6
 
 

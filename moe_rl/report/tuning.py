@@ -14,9 +14,8 @@ from moe_rl.report.svg import standalone
 from moe_rl.report.units import format_count
 
 BEST = 10
-# Parts of a step that are named as its limits.
-LIMITS = 3
-# Steps whose lengths differ by a smaller share are as fast to the simulator. Of 34 published pairs of settings it puts
+LIMITS = 3  # The largest parts of a step are named as its limits.
+# The simulator does not tell apart steps whose lengths differ by less. Of 34 published pairs of settings it puts
 # the slower first in all three that it takes to differ by less, and the faster in 29 of the other 31.
 ALIKE = 0.03
 
