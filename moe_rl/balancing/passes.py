@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.exchange import gathered
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
 from moe_rl.balancing.migrate import ExpertGrid
+from moe_rl.balancing.packing import RankSequences, packed_micro_batches
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import ROWS, PassPlanner, PassRequest, PlannedPass, joined, moved_since
-from moe_rl.balancing.schedule import require_useful_slots
+from moe_rl.balancing.schedule import cluster_topology, require_useful_slots
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -159,6 +161,53 @@ class PassCycle(ABC, Generic[Tables]):
 
         `later` wait for the tables of the micro-batches after those of `planned`.
         """
+
+    def packed(
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        tokens: Sequence[Any],
+        *,
+        token_budget: int,
+        routes: Routes | None = None,
+    ) -> list[list[int]]:
+        """Return this rank's sequences in as many micro-batches, so that those of all ranks complement each other.
+
+        `micro_batches` are the framework's: which sequences are in each. `tokens` [N] are the ids of each sequence, by
+        which the log-prob pass is asked where there are no `routes` [N, L, K] of it. Every micro-batch keeps a sequence
+        and has at most `token_budget` tokens of its data-parallel rank. Where nothing is known of the sequences the
+        given ones come back. Call it for the update that comes, before `begin_pass`: experts move first, where they
+        will. A collective of all ranks.
+        """
+        self._require_no_pass("packed()")
+        self._rearrange()
+        if routes is not None:
+            read = self._reader(routes, self._planner.layers)
+        else:
+            held = [HeldRows.of_tokens([each]) for each in tokens]
+            read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
+        homes = self.placement.home_rank[self._planner.layers]
+        lengths = [len(each) for each in tokens]
+        mine = self._thread.submit(lambda: self._own_sequences(read(), homes, lengths, micro_batches)).result()
+        everyone = [one for one in gathered(mine) if one is not None]
+        packed = packed_micro_batches(
+            everyone,
+            config=self.config,
+            model=self.model,
+            ep_size=self._planner.exchange.size,
+            num_ep_groups=self._planner.exchange.num_groups,
+            token_budget=token_budget,
+            setting=self._planner.setting,
+        )
+        given = [list(each) for each in micro_batches]
+        if packed is None:
+            return given
+        of_rank = packed[self._data_parallel[0]]
+        return [np.flatnonzero(of_rank == index).tolist() for index in range(len(given))]
+
+    @property
+    def _data_parallel(self) -> tuple[int, int, bool]:
+        """This rank's data-parallel rank and pipeline stage, and whether it speaks for the ranks that share both."""
+        return dist.get_rank(), 0, True
 
     def reorder(self, target: Plan | ExpertPlacement) -> int:
         """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
@@ -416,6 +465,28 @@ class PassCycle(ABC, Generic[Tables]):
             return None
         request = self._request(may=may, of_stage=True, updates=self._updates[1])
         return self._thread.submit(lambda: self._planner.plan_pass(request, loads.result))
+
+    def _own_sequences(
+        self,
+        rows: RankRows,
+        homes: NDArray[np.int32],
+        tokens: Sequence[int],
+        micro_batches: Sequence[Sequence[int]],
+    ) -> RankSequences | None:
+        dp_rank, stage, speaks = self._data_parallel
+        if not speaks:
+            return None
+        exchange = self._planner.exchange
+        return RankSequences.of(
+            rows.pairs,
+            homes,
+            tokens=tokens,
+            topology=cluster_topology(self.config, ep_size=exchange.size, num_ep_groups=exchange.num_groups),
+            by_rank=self.config.replica_slots == 0,
+            dp_rank=dp_rank,
+            stage=stage,
+            micro_batches=micro_batches,
+        )
 
     def _rearrange(self) -> None:
         """Move experts and choose copies as was proposed; gradients are zero and weights whole now."""

@@ -76,7 +76,7 @@ class Packing {
     bool propose(Rng &rng) {
         first_ = static_cast<int>(rng.below(p_.sequences));
         from_ = place_of_[first_];
-        if (rng.below(2) == 0) {
+        if (p_.ranks == 0 && rng.below(2) == 0) {
             // With one about as long, places keep their work and their budgets: seven long-tailed batches at EP32 became
             // .17 % faster. All orders of distance are as likely, so that no length scale has to be known.
             const std::int64_t other = rank_[first_] + 1 + rng.below(std::int64_t{1} << rng.below(distances_));
@@ -85,8 +85,9 @@ class Packing {
             second_ = by_tokens_[other];
             to_ = place_of_[second_];
         } else {
-            to_ = static_cast<int>(rng.below(p_.places - 1));
-            to_ += to_ >= from_ ? 1 : 0;
+            // Among all places, or those of the sequence's rank: every `stride`-th.
+            const int stride = std::max(1, p_.ranks), other = static_cast<int>(rng.below(p_.places / stride - 1));
+            to_ = from_ % stride + stride * (other + (other >= from_ / stride ? 1 : 0));
             const auto partners = static_cast<std::int64_t>(members_[to_].size());
             const std::int64_t pick = rng.below(partners + 1);
             second_ = pick < partners ? members_[to_][pick] : -1;
@@ -231,7 +232,7 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
                   std::uint64_t seed, std::vector<std::int32_t> &place_of) {
     Rng rng(seed);
     Packing packing(problem, place_of);
-    if (problem.places < 2 || problem.sequences == 0)
+    if (problem.places / std::max(1, problem.ranks) < 2 || problem.sequences == 0)
         return packing.cost();
     std::vector<std::int32_t> best = place_of;
     const std::int64_t best_cost =

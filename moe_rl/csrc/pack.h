@@ -23,6 +23,7 @@ struct PackProblem {
     const std::int32_t *node_of;   // [places] node that holds the place's tokens; -1: several do
     int nodes;
     std::int32_t limit;            // rows of a bin above which a row costs STEEP more: what sizes a static buffer
+    int ranks;                     // > 0: place % ranks is a sequence's DP rank, which it keeps
 };
 
 // A batch costs the sum over layers of its busiest bin + its busiest place of every part, a group the sum over its batches.

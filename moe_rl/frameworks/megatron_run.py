@@ -42,6 +42,10 @@ def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[tor
     or two for copies that stay, if these take at most a twentieth of the device with the least memory.
     """
     levers = POLICIES[config.policy].levers
+    require(
+        "pack" not in given or not config.pack or levers.pack,
+        f"pack has no effect: policy {config.policy!r} packs no sequences.",
+    )
     if "reorders" not in given:
         config = replace(config, reorders=levers.move_homes)
     if parallel_state.get_expert_model_parallel_world_size() <= config.ranks_per_node:
@@ -171,6 +175,14 @@ class MegatronRun:
             )  # fmt: skip
         self._limit = taken
         return taken
+
+    @property
+    def packs(self) -> bool:
+        """Whether sequences may change their micro-batch: as set, where the policy has the lever."""
+        if self.balancer is None:
+            return False
+        config = self.balancer.config
+        return config.pack and POLICIES[config.policy].levers.pack
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""

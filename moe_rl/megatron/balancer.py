@@ -246,6 +246,12 @@ class Balancer(PassCycle[PassTables]):
         _, error = attempted(lambda: ExpertOptimizerState(self._optimizer))
         return None if self._optimizer is not None and error is None else str(error or "attach was given no optimizer")
 
+    @property
+    def _data_parallel(self) -> tuple[int, int, bool]:
+        inside = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return parallel_state.get_data_parallel_rank(), stage, inside == 0
+
     def _of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
         mine = [state.layer for state in self._states]
         merged = {}

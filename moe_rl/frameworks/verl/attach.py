@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,8 @@ from moe_rl.frameworks.verl.contract import FRAMEWORK
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 RUNS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 """First model chunk of an engine -> its engine and its `MegatronRun`."""
+UPDATE: "ContextVar[Any]" = ContextVar("moe_rl_verl_update", default=None)
+"""The engine that forms the micro-batches of an update."""
 
 
 def install_when_imported(settings: Settings) -> None:
@@ -39,6 +42,7 @@ def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
     engine, home = module.MegatronEngine, functools.partial(_at_home, module=module)
     undo = [
         wrap(module, "get_forward_backward_func", _planned_schedules),
+        wrap(module, "prepare_micro_batches", _packed_anew),
         wrap(engine, "_build_optimizer", functools.partial(_built, settings=settings)),
         wrap(engine, "forward_backward_batch", _reported),
         wrap(module.MegatronEngineWithLMHead, "postprocess_micro_batch_func", _weighed),
@@ -102,6 +106,25 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
         return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
 
     return planned
+
+
+def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let an update's sequences change their micro-batch where verl's own are dynamic."""
+    from verl.utils.tensordict_utils import get_non_tensor_data, index_select_tensor_dict
+
+    micro_batches, indices = original(data, *args, **kwargs)
+    engine = UPDATE.get()
+    run = None if engine is None else _run_of(engine)
+    grouped = get_non_tensor_data(data, "force_group_size", 1) > 1
+    if run is None or not run.packs or indices is None or len(indices) == 1 or grouped:
+        return micro_batches, indices
+    replayed = data.get("routed_experts", None)
+    routes = None
+    if replayed is not None:
+        routes = [of_moe_layers(each, run.balancer.model) for each in replayed.unbind()]
+    budget = data["max_token_len_per_gpu"] * get_non_tensor_data(data, "sp_size", 1)
+    packed = run.balancer.packed(indices, data["input_ids"].unbind(), token_budget=budget, routes=routes)
+    return [index_select_tensor_dict(data, each) for each in packed], packed
 
 
 def _known(micro_batches: list[Any], engine: Any, model: Any) -> dict[str, Any]:
@@ -187,7 +210,11 @@ def _reported(
     if limit is not None and told("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
         longest = -(-max(map(len, data["input_ids"].unbind())) // config.context_parallel_size)
         assign_non_tensor(data, max_token_len_per_gpu=run.micro_batch_limit(limit, longest))
-    output = original(self, data, loss_function, forward_only=forward_only)
+    updates = UPDATE.set(self)
+    try:
+        output = original(self, data, loss_function, forward_only=forward_only)
+    finally:
+        UPDATE.reset(updates)
     if limit is not None:
         assign_non_tensor(data, max_token_len_per_gpu=limit)
     if output.get("metrics") is not None:

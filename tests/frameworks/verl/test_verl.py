@@ -122,6 +122,16 @@ def test_verls_recipe_for_router_replay_is_balanced_on_the_stand_ins(outcome: li
         assert balanced["moved"] > 0
 
 
+@pytest.mark.multi_rank(world_size=4, case="verl_cases.packed", launch="verl")
+def test_sequences_change_their_micro_batch_and_nothing_else(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for name, values in rank["true"]["curve"].items():
+            assert values == pytest.approx(rank["plain"]["curve"][name], rel=1e-6), name
+        before, after = ([each["moe_rl/imbalance"] for each in rank[pack]["metrics"]] for pack in ("false", "true"))
+        for packed, given in zip(after, before, strict=True):
+            assert packed < given - 0.1, (before, after)
+
+
 @pytest.mark.multi_rank(world_size=4, case="verl_cases.weights_that_change_fast", launch="verl")
 def test_updates_stay_balanced_while_weights_change_fast(outcome: list[Any]) -> None:
     for rank in outcome:

@@ -15,8 +15,8 @@ import verl_on_cpu
 from lora_cases import adapted
 from megatron.core import parallel_state
 from plan_path_cases import SLOW, copies_sent
-from verl.utils.tensordict_utils import assign_non_tensor, make_iterator
-from verl_on_cpu import batch, engine, impl, loss
+from verl.utils.tensordict_utils import assign_non_tensor, index_select_tensor_dict, make_iterator
+from verl_on_cpu import TOP_K, batch, engine, impl, loss
 
 import moe_rl
 from moe_rl.balancing.heard import KnownRoutes
@@ -155,6 +155,7 @@ def every_row_replayed() -> dict[str, Any]:
 
 
 ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
+OF_TEST = {"MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"}
 LEARNING_RATE = 3e-4
 """At which 11 % of the choices flip until the first rollout's fourth update."""
 
@@ -170,11 +171,10 @@ def rollouts(
     """RL steps: a log-prob pass over a rollout, then four updates on parts of it, packed otherwise.
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
-    experts of a test weigh what real ones do. `yardstick`: plain once more, with smaller micro-batches.
+    experts of a test weigh what real ones do. Micro-batches are verl's own, so that sums are taken in verl's order.
+    `yardstick`: plain once more, with smaller micro-batches.
     """
-    given = settings_from_environment(
-        {"MOE_RL": "moe-rl", "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"} | (told or {})
-    )
+    given = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | OF_TEST | (told or {}))
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
     weights: list[dict[str, torch.Tensor]] = []
@@ -312,6 +312,56 @@ def beside_simulation(told: dict[str, str]) -> dict[str, Any]:
             }
         )
     return {"run": found, "simulated": simulated}
+
+
+def packed() -> dict[str, Any]:
+    """Sequences that like the experts of one node or of the other, in verl's micro-batches and dealt anew to them; then
+    plain verl with those: a sequence's last token predicts the first one of its neighbor, which enters this loss.
+
+    What packing can do alone: replicas level the ranks of a node, and experts stay in their nodes.
+    """
+    told = {"MOE_RL_REORDERS": "false", "MOE_RL_CROSS_NODE_SLOTS": "0", "MOE_RL_RESIDENT_SLOTS": "0"} | MOVES_ARE_FREE
+    formed: list[list[list[int]]] = []
+    anew = adapter._packed_anew
+
+    def noted(original: Any, data: Any, **kwargs: Any) -> Any:
+        micro_batches, indices = anew(original, data, **kwargs)
+        assert max(len(each["input_ids"].values()) for each in micro_batches) <= data["max_token_len_per_gpu"]
+        formed.append(indices)
+        return micro_batches, indices
+
+    def again(data: Any, **_: Any) -> Any:
+        indices = formed.pop(0)
+        return [index_select_tensor_dict(data, each) for each in indices], indices
+
+    def run() -> dict[str, Any]:
+        built, batches = engine(ep_size=4, lr=1e-6), []
+        for step in range(3):
+            draw = np.random.default_rng(100 * step + parallel_state.get_data_parallel_rank())
+            data = batch(
+                step, tuple(draw.integers(20, 60, 8).tolist()), use_dynamic_bsz=True, max_token_len_per_gpu=120
+            )
+            for ids in data["routed_experts"].unbind():
+                ids[:] = torch.from_numpy(
+                    draw.permuted(np.tile(np.arange(4), (*ids.shape[:2], 1)), axis=2)[:, :, :TOP_K]
+                )
+                ids += 4 * int(draw.integers(2))
+            batches.append(data)
+        values, metrics = losses(built, batches)
+        return {"curve": values, "metrics": metrics}
+
+    found = {}
+    with verl_on_cpu.verl_on_cpu():
+        for pack in ("false", "true"):
+            formed.clear()
+            given = settings_from_environment({"MOE_RL": "moe-rl"} | OF_TEST | told | {"MOE_RL_PACK": pack})
+            with patch.object(adapter, "_packed_anew", noted):
+                uninstall = adapter.install(impl, settings=given)
+            found[pack] = run()
+            uninstall()
+        with patch.object(impl, "prepare_micro_batches", again):
+            found["plain"] = run()
+    return found
 
 
 def homes_that_move() -> dict[str, Any]:

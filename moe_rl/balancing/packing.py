@@ -1,0 +1,116 @@
+"""Micro-batches of a running pass packed anew: every data-parallel rank deals its own sequences to them.
+
+A framework has given each rank its sequences, and forms micro-batches on each rank by length alone. Which of them run
+at the same time on all ranks decides how well their experts' loads complement each other. S sequences of a rank, M
+micro-batches, l MoE layers of a pipeline stage, B bins (nodes, or ranks where there are no replicas).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import cluster_topology, step_setting
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.native import native_core
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.packing import packed_on_their_ranks
+from moe_rl.simulators.balanced import cost_of_lengths
+from moe_rl.simulators.setting import StepSetting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSequences:
+    """What a rank tells all others of its sequences."""
+
+    dp_rank: int
+    stage: int
+    """Pipeline stage, whose layers are counted."""
+    tokens: NDArray[np.int64]
+    """[S]"""
+    micro_batch: NDArray[np.int32]
+    """[S] as the framework has formed them."""
+    bin_load: NDArray[np.int32]
+    """[S, B, l] rows that the experts of each bin get."""
+
+    @classmethod
+    def of(
+        cls,
+        pairs: NDArray[np.int32],
+        home_rank: NDArray[np.int32],
+        *,
+        tokens: Sequence[int],
+        topology: ClusterTopology,
+        by_rank: bool,
+        dp_rank: int,
+        stage: int,
+        micro_batches: Sequence[Sequence[int]],
+    ) -> "RankSequences":
+        """Return them from the pairs [S, l, E] of the sequences and the homes [l, E] of this stage's experts."""
+        core, bins = native_core(), bins_of(topology, by_rank=by_rank)
+        micro_batch = np.empty(len(tokens), np.int32)
+        for index, held in enumerate(micro_batches):
+            micro_batch[list(held)] = index
+        bin_of = (home_rank // (topology.ep_size // bins)).astype(np.int32)
+        shape = len(tokens), bins, len(home_rank)
+        load = np.zeros(shape, np.int32) if core is None else core.bin_loads(pairs, bin_of, bins, 1).reshape(shape)
+        held = np.array(tokens, np.int64)
+        return cls(dp_rank=dp_rank, stage=stage, tokens=held, micro_batch=micro_batch, bin_load=load)
+
+
+def bins_of(topology: ClusterTopology, *, by_rank: bool) -> int:
+    """Return B: replicas level the ranks of a node, so that only nodes are left to complement each other."""
+    return topology.ep_size if by_rank else topology.num_nodes
+
+
+def packed_micro_batches(
+    everyone: Sequence[RankSequences],
+    *,
+    config: BalancerConfig,
+    model: MoeModelSpec,
+    ep_size: int,
+    num_ep_groups: int,
+    token_budget: int,
+    setting: StepSetting | None,
+) -> dict[int, NDArray[np.int32]] | None:
+    """Return [S] micro-batch of every sequence, by data-parallel rank; None where there is nothing to pack for.
+
+    `everyone` are all ranks of the run, one for each data-parallel rank and stage. No sequence changes its rank, no
+    micro-batch is left empty or gets more than `token_budget` tokens, and the price is no higher than of what the
+    framework has formed. The same on every rank.
+    """
+    core, ranks = native_core(), sorted({one.dp_rank for one in everyone})
+    slices, rest = divmod(ep_size * num_ep_groups, len(ranks))
+    by_place = {(one.dp_rank, one.stage): one for one in everyone}
+    stages = sorted({one.stage for one in everyone})
+    here = [by_place[rank, stages[0]] for rank in ranks]
+    load = np.concatenate(
+        [np.concatenate([by_place[rank, stage].bin_load for stage in stages], axis=2, dtype=np.int32) for rank in ranks]
+    )
+    if core is None or rest or not load.any():
+        return None
+    topology = cluster_topology(config, ep_size=ep_size, num_ep_groups=num_ep_groups, slices_per_dp_rank=slices)
+    tokens = np.concatenate([one.tokens for one in here])
+    owner = np.repeat(np.arange(len(ranks), dtype=np.int32), [len(one.tokens) for one in here])
+    given = BatchLayout(
+        micro_batch=np.concatenate([one.micro_batch for one in here]),
+        dp_rank=owner,
+        order=np.arange(len(tokens), dtype=np.int32),
+        num_micro_batches=int(max(one.micro_batch.max() for one in here)) + 1,
+        num_dp_ranks=len(ranks),
+        token_budget=token_budget,
+    )
+    work = np.zeros((1, len(tokens)), np.int64)
+    bins = bins_of(topology, by_rank=config.replica_slots == 0)
+    if config.objective == "time":
+        per_rank = tokens.sum() / topology.num_ranks / given.num_micro_batches
+        setting = step_setting(config, setting, forward_only=False)
+        cost = cost_of_lengths(model, topology, setting, tokens, tokens_per_rank=per_rank)
+        # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
+        row_s = cost.routed_token_s / model.top_k / model.num_moe_layers / (ep_size // bins)
+        work = np.rint(cost.sequence_s / row_s).astype(np.int64)
+    packed = packed_on_their_ranks(given, load, tokens=tokens, work=work, topology=topology, core=core)
+    return {rank: packed[owner == index] for index, rank in enumerate(ranks)}
