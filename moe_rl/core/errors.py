@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
@@ -39,6 +39,14 @@ def require_least(given: object, *, whose: str = "", **least: float) -> None:
     for name, lowest in least.items():
         value = getattr(given, name)
         require(value is None or value >= lowest, f"{whose}{name} must be at least {lowest}, got {value}.")
+
+
+def require_shapes(given: object, sizes: Mapping[str, int], *, whose: str = "", **letters: str) -> None:
+    """Raise unless each named array of `given` is None or has the shape that its letters give, such as "TLK"."""
+    for name, dimensions in letters.items():
+        array, wanted = getattr(given, name), [sizes[letter] for letter in dimensions]
+        found = wanted if array is None else list(array.shape)
+        require(found == wanted, f"{whose}{name} must be [{', '.join(dimensions)}] = {wanted}, got {found}.")
 
 
 def require_positive(given: object, *names: str, whose: str = "") -> None:

@@ -3,14 +3,14 @@
 T tokens of all sequences one after the other, L MoE layers, K experts per token, S sequences, E experts per layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, require, require_shapes, require_words
 from moe_rl.core.pages import drop_pages
 
 PROVENANCES = ("R2", "R3", "live", "synthetic", "unknown")
@@ -42,24 +42,10 @@ def fill_sequence_fields(num_sequences: int, given: dict[str, NDArray[np.integer
 
     Defaults: samples numbered in order, every sequence its own prompt group, step 0, no micro-batch or DP rank (-1).
     """
-    order = np.arange(num_sequences)
-    defaults = {
-        "sample_id": order,
-        "group_id": order,
-        "step": np.zeros_like(order),
-        "micro_batch": np.full_like(order, -1),
-        "dp_rank": np.full_like(order, -1),
-    }
-    filled = {}
-    for name, dtype in SEQUENCE_FIELDS.items():
-        column = given.get(name)
-        column = defaults[name] if column is None else np.asarray(column)
-        require(
-            column.shape == (num_sequences,),
-            f"{name} must have one entry per sequence ({num_sequences}), got shape {column.shape}.",
-        )
-        filled[name] = column.astype(dtype)
-    return filled
+    order, unassigned = np.arange(num_sequences), np.full(num_sequences, -1)
+    columns = {"sample_id": order, "group_id": order, "step": np.zeros_like(order)}
+    columns |= {name: np.asarray(column) for name, column in given.items() if column is not None}
+    return {name: columns.get(name, unassigned).astype(dtype) for name, dtype in SEQUENCE_FIELDS.items()}
 
 
 def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence[int], num_experts: int) -> None:
@@ -109,17 +95,10 @@ class SequenceColumns:
     """R2 (trainer's old policy), R3 (rollout engine), live, synthetic or unknown."""
     model: str = ""
 
-    def check_columns(self, num_sequences: int, *more: str) -> None:
-        """Raise unless each per-sequence column, those named `more` too, is `[S]`, and the provenance is known."""
-        for name in (*more, *SEQUENCE_FIELDS):
-            shape = getattr(self, name).shape
-            require(
-                shape == (num_sequences,),
-                f"{name} must have one entry per sequence ({num_sequences}), got shape {shape}.",
-            )
-        require(
-            self.provenance in PROVENANCES, f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}."
-        )
+    def check_columns(self, sizes: Mapping[str, int], **letters: str) -> None:
+        """Raise unless the columns of sequences are `[S]`, the others as `letters` say, and the provenance is known."""
+        require_shapes(self, sizes, **letters, **dict.fromkeys(SEQUENCE_FIELDS, "S"))
+        require_words(self, provenance=PROVENANCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +136,14 @@ class RoutingTrace(SequenceColumns):
             len(self.moe_layer_ids) == num_layers,
             f"moe_layer_ids names {len(self.moe_layer_ids)} layers, routed_experts has {num_layers}.",
         )
-        require(self.valid.shape == (num_tokens,), f"valid must be [T] = [{num_tokens}], got {self.valid.shape}.")
         seqlens = self.cu_seqlens
         require(
             seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[0] == 0 and seqlens[-1] == num_tokens,
             f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}).",
         )
         require(bool((np.diff(seqlens) >= 0).all()), "cu_seqlens must not decrease.")
-        self.check_columns(len(seqlens) - 1)
-        if self.policy_version is not None:
-            require(self.policy_version.shape == (num_tokens,), "policy_version must be [T].")
-        if self.router_logprobs is not None:
-            require(
-                self.router_logprobs.shape == routes.shape, "router_logprobs must have the shape of routed_experts."
-            )
+        sizes = {"T": num_tokens, "L": num_layers, "K": top_k, "S": len(seqlens) - 1}
+        self.check_columns(sizes, valid="T", policy_version="T", router_logprobs="TLK")
 
     @classmethod
     def from_sequences(
@@ -182,12 +155,14 @@ class RoutingTrace(SequenceColumns):
         valid: Sequence[NDArray[np.bool_]] | None = None,
         provenance: str = "unknown",
         model: str = "",
+        whole: bool = True,
         **columns: NDArray[np.integer] | None,
     ) -> Self:
         """Build a trace from one `[tokens, L, K]` id array per sequence and check every id.
 
         `valid` `[tokens]` per sequence marks the rows that hold a route; the ids of other rows may be anything and are
-        kept as 0. `columns` are any of sample_id, group_id, step, micro_batch and dp_rank, `[S]` each.
+        kept as 0. `columns` are any of sample_id, group_id, step, micro_batch and dp_rank, `[S]` each. Not `whole`: the
+        sequences are a part of a trace, in which a layer may send every token to expert 0.
         """
         require(len(sequences) > 0, "the trace is empty: it holds no sequence.")
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
@@ -195,29 +170,34 @@ class RoutingTrace(SequenceColumns):
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
             f"every sequence must be [tokens, L, K] with the same L and K, got {sorted(shapes)}.",
         )
-        lengths = [len(ids) for ids in sequences]
-        if valid is not None:
-            require(
-                [np.shape(rows) for rows in valid] == [(length,) for length in lengths],
-                "valid must hold one entry per row of every sequence.",
-            )
-            sequences = [np.where(rows[:, None, None], ids, 0) for ids, rows in zip(sequences, valid, strict=True)]
-        for index, ids in enumerate(sequences):
-            if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_experts):
-                wrong = int(ids.max()) if int(ids.max()) >= num_experts else int(ids.min())
-                raise InvalidInputError(f"sequence {index} holds expert id {wrong}, outside 0 .. {num_experts - 1}.")
-        routes = np.concatenate([np.asarray(ids).astype(route_dtype(num_experts)) for ids in sequences])
+        starts = np.cumsum([0, *map(len, sequences)])
+        known = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
+        require(
+            [np.shape(rows) for rows in known] == [(len(ids),) for ids in sequences],
+            "valid must hold one entry per row of every sequence.",
+        )
+        routes: NDArray[Any] = np.zeros((starts[-1], *shapes.pop()), route_dtype(num_experts))
+        # One sequence at a time: ids often come as int64, eight times the bytes that the trace keeps.
+        for index, (ids, rows, start) in enumerate(zip(sequences, known, starts[:-1], strict=True)):
+            held = np.asarray(ids)[rows]
+            for id_found in (int(held.max(initial=0)), int(held.min(initial=0))):
+                inside = 0 <= id_found < num_experts
+                require(inside, f"sequence {index} holds expert id {id_found}, outside 0 .. {num_experts - 1}.")
+            routes[start : start + len(rows)][rows] = held
         trace = cls(
             routed_experts=routes,
-            valid=np.ones(len(routes), np.bool_) if valid is None else np.concatenate(list(valid)).astype(np.bool_),
-            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            valid=np.concatenate(known).astype(np.bool_),
+            cu_seqlens=starts.astype(np.int64),
             num_experts=num_experts,
             moe_layer_ids=tuple(range(routes.shape[1])) if moe_layer_ids is None else tuple(moe_layer_ids),
             provenance=provenance,
             model=model,
             **fill_sequence_fields(len(sequences), dict(columns)),
         )
-        trace.check_routes()
+        if whole:
+            trace.check_routes()
+        else:
+            trace.check_ids()
         return trace
 
     @property
@@ -330,7 +310,7 @@ class SequenceCounts(SequenceColumns):
     def __post_init__(self) -> None:
         counts = self.tokens_per_expert
         require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
-        self.check_columns(counts.shape[0], "num_tokens", "num_valid_tokens")
+        self.check_columns({"S": len(counts)}, num_tokens="S", num_valid_tokens="S")
         sums = counts.sum(axis=2, dtype=np.int64)
         wrong = np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k)
         if len(wrong):

@@ -1,69 +1,19 @@
-"""A trace anywhere, and its copy as a new `*.moetrace/` directory: all of it or nothing."""
+"""Copy a trace from anywhere into a new `*.moetrace/` directory: all of it or nothing."""
 
 import shutil
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.manifest import sync_directory
-from moe_rl.replay.reader import Progress, TraceReader
-from moe_rl.replay.sequences import Trace, concatenate, count_sequences
+from moe_rl.replay.reader import TraceReader
+from moe_rl.replay.sequences import Trace, count_sequences
+from moe_rl.replay.trace_source import Progress, TraceSource
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSource(ABC):
-    """A trace anywhere, which can be read step by step without holding it in memory."""
-
-    steps_apart: ClassVar[bool] = False
-    """True: a step is read without reading the others."""
-    path: Path
-    format: str
-    """Its name, as `open_source` takes it."""
-    num_experts: int
-    top_k: int
-    moe_layer_ids: tuple[int, ...]
-    """Model layers that the trace covers."""
-    model: str
-    """Empty if unknown."""
-    provenance: str
-    """R2, R3, live, synthetic or unknown."""
-    steps: tuple[int, ...]
-    """Training steps, in recorded order."""
-    num_sequences: int
-    num_tokens: int
-    """Rows of all steps, filler rows included."""
-    counts_only: bool = False
-    """True when parts are `SequenceCounts`."""
-    inferred_fields: tuple[str, ...] = ()
-    """What neither the file nor the options say and was guessed from the contents."""
-    origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """What is known of the trace's making."""
-
-    @abstractmethod
-    def parts(self, step: int | None = None) -> Iterator[Trace]:
-        """Yield consecutive pieces of one step (default: of all steps)."""
-
-    @abstractmethod
-    def validate(self, progress: Progress | None = None) -> None:
-        """Read everything and raise at the first damage; `progress` gets what is done and all."""
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: all steps) as one object."""
-        return concatenate(list(self.parts(step)))
-
-    def require_step(self, step: int | None) -> None:
-        """Raise where the trace has no such step; None stands for all."""
-        require(step is None or step in self.steps, f"{self.path} has no step {step}: it holds {list(self.steps)}.")
-
-    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
-        convert_trace(self, path, overwrite=overwrite)
 
 
 def convert_trace(
@@ -97,8 +47,7 @@ def convert_trace(
     require(here != there, f"{path} is the source itself: choose another path.")
     require(not there.is_relative_to(here), f"{path} lies inside the source: choose another path.")
 
-    missing = sorted(set(steps or ()) - set(source.steps))
-    require(not missing, f"{source.path} has no step {', '.join(map(str, missing))}: it holds {_spans(source.steps)}.")
+    source.require_step(*sorted(set(steps or ())))
     # A foreign file is read whole for any of its steps, so all of them are taken at once where all are wanted.
     everything: Sequence[int | None] = source.steps if source.steps_apart else (None,)
     wanted = everything if steps is None else [step for step in source.steps if step in set(steps)]
@@ -135,10 +84,6 @@ def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:
     if counts_only:
         return count_sequences(part)
     return replace(part, policy_version=None, router_logprobs=None) if routes_only else part
-
-
-def _spans(steps: Sequence[int]) -> str:
-    return f"steps {min(steps)} to {max(steps)}" if steps else "none"
 
 
 def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:

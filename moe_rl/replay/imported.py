@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.core.trace import RoutingTrace, fill_sequence_fields, require_captured_layers, route_dtype
-from moe_rl.replay.convert import TraceSource
+from moe_rl.core.trace import RoutingTrace, require_captured_layers
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
-from moe_rl.replay.reader import Progress
+from moe_rl.replay.trace_source import Progress, TraceSource
 
 logger = logging.getLogger(__name__)
 
@@ -66,51 +64,33 @@ class ImportedTrace(TraceSource):
                 progress(done, self.num_tokens)
 
     def _part(self, batch: list[tuple[int, RecordedSequence]]) -> RoutingTrace:
-        lengths = [len(record.routes) for _, record in batch]
-        shape = (sum(lengths), len(self.moe_layer_ids), self.top_k)
-        routes: NDArray[Any] = np.zeros(shape, route_dtype(self.num_experts))
-        valid = np.zeros(len(routes), np.bool_)
-        end = 0
-        for (index, record), length in zip(batch, lengths, strict=True):
-            rows = slice(end, end + length)
-            ids, is_valid = select_rows(record, self.options, record.at(self.path, index))
-            require(
-                ids.shape[1:] == shape[1:] and (record.group is None or record.group in self.group_numbers),
-                f"{self.path} has changed since it was opened.",
-            )
-            highest = int(ids.max(where=is_valid[:, None, None], initial=0))
-            require(
-                highest < self.num_experts,
-                f"{record.at(self.path, index)} holds expert id {highest}, outside 0 .. {self.num_experts - 1}.",
-            )
-            # Rows without a route stay 0, whatever the file holds there.
-            routes[rows][is_valid] = ids[is_valid]
-            valid[rows] = is_valid
-            end += length
-        trace = RoutingTrace(
-            routed_experts=routes,
-            valid=valid,
-            cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            num_experts=self.num_experts,
-            moe_layer_ids=self.moe_layer_ids,
-            provenance=self.provenance,
-            model=self.model,
-            **fill_sequence_fields(len(batch), self._columns(batch)),
+        rows = [select_rows(record, self.options, record.at(self.path, index)) for index, record in batch]
+        known_groups = {None, *self.group_numbers}
+        same = {ids.shape[1:] for ids, _ in rows} == {(len(self.moe_layer_ids), self.top_k)}
+        require(
+            same and all(record.group in known_groups for _, record in batch),
+            f"{self.path} has changed since it was opened.",
         )
         with located(self.path):
-            trace.check_ids()
-        return trace
+            return RoutingTrace.from_sequences(
+                [ids for ids, _ in rows],
+                valid=[valid for _, valid in rows],
+                num_experts=self.num_experts,
+                moe_layer_ids=self.moe_layer_ids,
+                provenance=self.provenance,
+                model=self.model,
+                whole=False,
+                **self._columns(batch),
+            )
 
-    def _columns(self, batch: list[tuple[int, RecordedSequence]]) -> dict[str, NDArray[np.integer] | None]:
+    def _columns(self, batch: list[tuple[int, RecordedSequence]]) -> dict[str, NDArray[np.integer]]:
         groups = [
             # A sequence without a named group stands alone: its number lies above those of all named groups.
             len(self.group_numbers) + index if record.group is None else self.group_numbers[record.group]
             for index, record in batch
         ]
-        recorded = {
-            name: np.array([getattr(record, name) for _, record in batch])
-            for name in ("step", "micro_batch", "dp_rank")
-        }
+        names = ("step", "micro_batch", "dp_rank")
+        recorded = {name: np.array([getattr(record, name) for _, record in batch]) for name in names}
         return {"sample_id": np.array([index for index, _ in batch]), "group_id": np.array(groups), **recorded}
 
 

@@ -11,19 +11,23 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, require
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from moe_rl.core.errors import InvalidInputError, require, require_least, require_words
 from moe_rl.core.trace import PROVENANCES, route_dtype
 
 SCHEMA, CODED_SCHEMA = "moe_rl.trace/1", "moe_rl.trace/2"
 """Of shards with plain ids, and of shards with a stream of `moe_rl.routes`."""
 MANIFEST_NAME = "manifest.json"
 OPTIONAL_COLUMNS = ("policy_version", "router_logprobs")
-Record = TypeVar("Record")
 SHARD_NAME = re.compile(r"shard-(\d{6,9})\.safetensors")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""Of what is read: a "8" is no number, and a key that this version does not know is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +41,14 @@ class ShardRecord:
     num_sequences: int
     num_tokens: int
     size_bytes: int
-    crc32: int
-    """Of the whole file."""
+    crc32: str
+    """Of the whole file, 8 hex digits."""
+    __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         require(SHARD_NAME.fullmatch(self.file) is not None, f"shard name {self.file!r} is not shard-<number>.")
-        counts = (self.first_sequence, self.num_sequences, self.num_tokens, self.size_bytes)
-        require(min(counts) >= 0, f"{self.file}: a count is negative.")
+        least = {"first_sequence": 0, "num_sequences": 0, "num_tokens": 0, "size_bytes": 0}
+        require_least(self, whose=f"{self.file}: ", **least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,7 @@ class Manifest:
     origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """Where the trace comes from (framework, commit, parallel sizes, ...); free-form, for people."""
     shards: tuple[ShardRecord, ...] = ()
+    __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         route_dtype(self.num_experts)
@@ -73,14 +79,7 @@ class Manifest:
             len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)),
             f"moe_layer_ids must be ascending layer numbers, got {list(ids)}.",
         )
-        require(
-            self.provenance in PROVENANCES,
-            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
-        )
-        require(
-            set(self.optional_columns) <= set(OPTIONAL_COLUMNS),
-            f"optional_columns must be among {', '.join(OPTIONAL_COLUMNS)}, got {list(self.optional_columns)}.",
-        )
+        require_words(self, provenance=PROVENANCES, optional_columns=OPTIONAL_COLUMNS)
         for name, value in self.origin.items():
             finite = not isinstance(value, float) or math.isfinite(value)
             require(
@@ -122,14 +121,14 @@ class Manifest:
         return tuple(dict.fromkeys(shard.step for shard in self.shards))
 
     @classmethod
-    def read(cls, directory: Path) -> Self:
+    def read(cls, directory: Path) -> "Manifest":
         """Read and check the manifest of a trace directory."""
         path = directory / MANIFEST_NAME
         if not path.is_file():
             found = "there is no such directory" if not directory.exists() else f"it has no {MANIFEST_NAME}"
             raise InvalidInputError(f"{directory} is not a trace: {found}.")
         try:
-            document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+            document = json.loads(path.read_bytes())
         except OSError as error:
             raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
@@ -141,33 +140,20 @@ class Manifest:
         crc = document.pop("crc32", None)
         require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
         document["coded"] = document.pop("schema") == CODED_SCHEMA
-        try:
-            return cls._from_document(document)
-        except (TypeError, InvalidInputError) as error:
-            raise InvalidInputError(f"{path} is malformed: {str(error).rstrip('.')}.") from error
-
-    @classmethod
-    def _from_document(cls, document: dict[str, Any]) -> Self:
         dtype = document.pop("dtype", None)
-        shards = tuple(
-            _checked(ShardRecord, {**entry, "crc32": int(_hex(entry.get("crc32")), 16)})
-            for entry in _objects(document.pop("shards", None))
-        )
-        for name in ("moe_layer_ids", "optional_columns"):
-            require(isinstance(document.get(name), list), f"{name} must be a list.")
-            document[name] = tuple(document[name])
-        require(all(type(layer) is int for layer in document["moe_layer_ids"]), "moe_layer_ids must be integers.")
-        require(isinstance(document.get("origin"), dict), "origin must be an object.")
-        manifest = _checked(cls, {**document, "shards": shards})
-        require(dtype == manifest.dtype, f"dtype {dtype!r} does not fit {manifest.num_experts} experts.")
+        try:
+            # Through JSON again: in JSON a list is a tuple's only form, in Python a strict check tells them apart.
+            manifest = _schema().validate_json(json.dumps(document))
+        except ValidationError as error:
+            raise InvalidInputError(f"{path} is malformed: {_sentence(error)}.") from error
+        fits = f"{path} is malformed: dtype {dtype!r} does not fit {manifest.num_experts} experts."
+        require(dtype == manifest.dtype, fits)
         return manifest
 
     def write(self, directory: Path) -> None:
         """Replace the manifest of the directory in one rename, on disk before this returns."""
         document = asdict(self) | {"dtype": self.dtype}
         schema = CODED_SCHEMA if document.pop("coded") else SCHEMA
-        for shard in document["shards"]:
-            shard["crc32"] = f"{shard['crc32']:08x}"
         # Once through JSON before the checksum: tuples become lists, as a reader gets them.
         document = json.loads(json.dumps({"schema": schema} | document))
         document["crc32"] = _crc32(document)
@@ -199,23 +185,14 @@ def _crc32(document: dict[str, Any]) -> str:
     return f"{zlib.crc32(canonical.encode()):08x}"
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number.")
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
-def _objects(value: object) -> list[dict[str, Any]]:
-    require(isinstance(value, list) and all(isinstance(item, dict) for item in value), "shards must be objects.")
-    return value  # type: ignore[return-value]
-
-
-def _hex(value: object) -> str:
-    require(isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None, "crc32 must be 8 hex digits.")
-    return str(value)
-
-
-def _checked(kind: type[Record], values: dict[str, Any]) -> Record:
-    """Build the record after checking the JSON types of its plain fields."""
-    for name, wanted in kind.__annotations__.items():
-        fits = wanted not in (int, str, bool) or name not in values or type(values[name]) is wanted
-        require(fits, f"{name} must be {getattr(wanted, '__name__', '')}, got {values.get(name)!r}.")
-    return kind(**values)
+def _sentence(error: ValidationError) -> str:
+    """Return what is wrong with the first value that does not fit."""
+    found = error.errors()[0]
+    place = ".".join(str(key) for key in found["loc"])
+    said = found["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"{place}: {said}" if place else said

@@ -1,21 +1,23 @@
 """Read `*.moetrace/` directories: memory-mapped, one shard at a time, nothing accepted that was not written whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moe_rl.core.errors import require
 from moe_rl.core.trace import RoutingTrace, require_captured_layers
 from moe_rl.replay.manifest import Manifest, ShardRecord
-from moe_rl.replay.sequences import Trace, concatenate
+from moe_rl.replay.sequences import Trace
 from moe_rl.replay.shard import check_shard_bytes, check_shard_file, map_shard
+from moe_rl.replay.trace_source import Progress, TraceSource
 
-Progress = Callable[[int, int], None]
-"""Called with (done, total), both in the same unit."""
+NATIVE_FORMAT = "moetrace"
 
 
-class TraceReader:
+class TraceReader(TraceSource):
     """Reader of one trace directory.
 
     Opening reads the manifest and checks that every shard is there, has its size and declares the right arrays. A
@@ -23,26 +25,23 @@ class TraceReader:
     `InvalidInputError` that names the file.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.manifest = Manifest.read(self.path)
-        self._verified: set[str] = set()
-        for shard in self.manifest.shards:
-            check_shard_file(self.path / shard.file, self.manifest, shard)
+    steps_apart = True
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Steps of the trace, in recorded order."""
-        return self.manifest.steps
+    def __init__(self, path: Path | str) -> None:
+        self.manifest = manifest = Manifest.read(Path(path))
+        shared = [item.name for item in fields(TraceSource) if hasattr(manifest, item.name)]
+        facts: dict[str, Any] = {name: getattr(manifest, name) for name in shared}
+        super().__init__(path=Path(path), format=NATIVE_FORMAT, **facts)
+        self._verified: set[str] = set()
+        for shard in manifest.shards:
+            check_shard_file(self.path / shard.file, manifest, shard)
 
     def parts(self, step: int | None = None) -> Iterator[Trace]:
         """Yield the shards of one step (default: of all), mapped when asked for; hold one at a time to save memory."""
-        for shard in self._shards(step):
-            yield self._map(shard)
-
-    def load(self, step: int | None = None) -> Trace:
-        """Return one step (default: the whole trace) as one object: mapped if it is one shard, else copied."""
-        return concatenate(list(self.parts(step)))
+        self.require_step(step)
+        for shard in self.manifest.shards:
+            if step in (None, shard.step):
+                yield self._map(shard)
 
     def validate(self, progress: Progress | None = None) -> None:
         """Read everything and raise at the first damage: checksums, ids, duplicates, a layer that was not captured.
@@ -69,15 +68,6 @@ class TraceReader:
                 progress(done, total)
         require(any_route, f"{self.path} is empty: no row holds a route.")
         require_captured_layers(captured, manifest.moe_layer_ids, manifest.num_experts)
-
-    def _shards(self, step: int | None) -> list[ShardRecord]:
-        if step is None:
-            return list(self.manifest.shards)
-        found = [shard for shard in self.manifest.shards if shard.step == step]
-        steps = self.steps
-        span = f"steps {min(steps)} .. {max(steps)}" if steps else "no steps"
-        require(len(found) > 0, f"{self.path} has no step {step}: it holds {span}.")
-        return found
 
     def _map(self, shard: ShardRecord) -> Trace:
         path = self.path / shard.file

@@ -1,54 +1,27 @@
 """Open a trace anywhere: a `*.moetrace/` directory or a file that an engine or trainer wrote."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay.convert import TraceSource
 from moe_rl.replay.imported import ImportedTrace, import_trace, picked_layers
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
 from moe_rl.replay.importers.json_files import json_head
 from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
-from moe_rl.replay.reader import Progress, TraceReader
-from moe_rl.replay.sequences import Trace
+from moe_rl.replay.reader import NATIVE_FORMAT, TraceReader
+from moe_rl.replay.trace_source import TraceSource
 
-NATIVE_FORMAT = "moetrace"
 OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 """Options that `import_trace` applies to the rows of any foreign format."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTrace(TraceSource):
-    """A `*.moetrace/` directory."""
-
-    steps_apart: ClassVar[bool] = True
-    reader: TraceReader
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open the directory; raise where it is not a whole trace."""
-        reader = TraceReader(path)
-        said = (item.name for item in fields(TraceSource) if hasattr(reader.manifest, item.name))
-        facts: dict[str, Any] = {name: getattr(reader.manifest, name) for name in said}
-        return cls(path=path, format=NATIVE_FORMAT, reader=reader, **facts)
-
-    def parts(self, step: int | None = None) -> Iterator[Trace]:
-        """Yield the shards of one step (default: of all), memory-mapped."""
-        return self.reader.parts(step)
-
-    def validate(self, progress: Progress | None = None) -> None:
-        """Check every shard: checksums, ids, duplicates, layers that were not captured."""
-        self.reader.validate(progress)
-
-
 def open_source(
     path: Path | str, *, format: str | None = None, options: ImportOptions | None = None
-) -> StoredTrace | ImportedTrace:
+) -> TraceReader | ImportedTrace:
     """Open a trace of any known format; the format is recognized from the file unless it is given.
 
     `options` say what foreign formats leave out (number of experts, dense layers, ...); one that contradicts the
@@ -60,7 +33,7 @@ def open_source(
     require(path.exists(), f"there is no trace at {path}.")
     name = format or _recognize(path)
     if name == NATIVE_FORMAT:
-        stored = StoredTrace.open(path)
+        stored = TraceReader(path)
         require_agreement(stored, options)
         return stored
     importer = IMPORTERS[name]

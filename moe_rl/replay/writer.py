@@ -185,7 +185,7 @@ class TraceWriter:
             num_sequences=piece.num_sequences,
             num_tokens=int(piece.sequence_lengths.sum()),
             size_bytes=size_bytes,
-            crc32=crc32,
+            crc32=f"{crc32:08x}",
         )
         grown = replace(manifest, shards=(*manifest.shards, shard))
         # The shard is on disk before the manifest names it: a crash in between leaves a file that nobody reads.
