@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_shapes
 
 TOKEN_CHUNK = 64
 """HybridEP and NCCL EP pad the ranks of a group to whole chunks of so many tokens (megatron-core 0.19)."""
@@ -34,9 +34,8 @@ class Capacity:
     """Share of the step's tokens that have no known route."""
 
     def __post_init__(self) -> None:
-        groups, micro_batches, _, ranks = self.rows.shape
-        require(self.rows.shape == self.worst_rows.shape, "capacity: rows and worst_rows differ in shape.")
-        require(self.tokens.shape == (groups, micro_batches, ranks), "capacity: tokens must be [G, M, P].")
+        sizes = dict(zip("GMLP", self.rows.shape, strict=True))
+        require_shapes(self, sizes, whose="capacity: ", worst_rows="GMLP", tokens="GMP")
         require(bool((self.rows <= self.worst_rows).all()), "capacity: a bound is above the worst case.")
 
     @property

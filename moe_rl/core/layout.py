@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, require, require_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +31,16 @@ class BatchLayout:
     """True when a framework owns the layout, so that planners must not repack it."""
 
     def __post_init__(self) -> None:
-        num_sequences = len(self.micro_batch)
+        count = self.num_sequences
+        require_shapes(self, {"S": count}, whose="layout: ", micro_batch="S", dp_rank="S", order="S")
         for name, size in (("micro_batch", self.num_micro_batches), ("dp_rank", self.num_dp_ranks)):
             column = getattr(self, name)
-            require(
-                column.shape == (num_sequences,),
-                f"layout: {name} must be [S] = [{num_sequences}], got {column.shape}.",
-            )
-            if num_sequences and not (int(column.min()) >= 0 and int(column.max()) < size):
-                raise InvalidInputError(
-                    f"layout: {name} must lie in 0 .. {size - 1}, got {int(column.min())} .. {int(column.max())}."
-                )
-        require(self.order.shape == (num_sequences,), "layout: order must have one entry per sequence.")
+            least, most = int(column.min(initial=size)), int(column.max(initial=-1))
+            inside = not count or (least >= 0 and most < size)
+            require(inside, f"layout: {name} must lie in 0 .. {size - 1}, got {least} .. {most}.")
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
-            len(np.unique(places, axis=0)) == num_sequences,
+            len(np.unique(places, axis=0)) == count,
             "layout: two sequences of one micro-batch and DP rank have the same order.",
         )
 
@@ -123,12 +118,13 @@ class BatchLayout:
         needs most; the others end with empty micro-batches, as frameworks do when they align micro-batch counts.
         """
         num_sequences = len(lengths)
+        check_token_budget(lengths, token_budget)
         # Consecutive shares that differ by at most one sequence.
         rank = (np.arange(num_sequences) * num_dp_ranks) // max(1, num_sequences)
         micro_batch = np.zeros(num_sequences, np.int32)
         for dp_rank in range(num_dp_ranks):
             mine = np.flatnonzero(rank == dp_rank)
-            micro_batch[mine] = _close_before_exceeding(lengths[mine], mine, token_budget)
+            micro_batch[mine] = _close_before_exceeding(lengths[mine], token_budget)
         return cls(
             micro_batch=micro_batch,
             dp_rank=rank.astype(np.int32),
@@ -147,11 +143,12 @@ class BatchLayout:
         (`num_dp_ranks` 1): use it with a topology whose `slices_per_dp_rank` equals `ep_size`.
         """
         require(seed >= 0, f"the seed must be at least 0, got {seed}.")
+        check_token_budget(lengths, token_budget)
         num_sequences = len(lengths)
         shuffled = np.random.default_rng(seed).permutation(num_sequences)
         micro_batch = np.zeros(num_sequences, np.int32)
         order = np.zeros(num_sequences, np.int32)
-        micro_batch[shuffled] = _close_before_exceeding(lengths[shuffled], shuffled, token_budget)
+        micro_batch[shuffled] = _close_before_exceeding(lengths[shuffled], token_budget)
         order[shuffled] = np.arange(num_sequences)
         return cls(
             micro_batch=micro_batch,
@@ -163,18 +160,21 @@ class BatchLayout:
         )
 
 
-def _close_before_exceeding(
-    lengths: NDArray[np.int64], names: NDArray[np.integer], token_budget: int
-) -> NDArray[np.int32]:
-    """Return the micro-batch of each sequence of a run; `names` are the sequences' indices for the error."""
+def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
+    """Raise unless every sequence fits a micro-batch of `token_budget` tokens."""
     require(token_budget >= 1, f"the token budget must be at least 1, got {token_budget}.")
+    longest = int(lengths.argmax()) if len(lengths) else 0
+    fits = not len(lengths) or lengths[longest] <= token_budget
+    require(
+        fits, f"sequence {longest} has {lengths.max(initial=0)} tokens, more than the {token_budget} of a micro-batch."
+    )
+
+
+def _close_before_exceeding(lengths: NDArray[np.int64], token_budget: int) -> NDArray[np.int32]:
+    """Return the micro-batch of each sequence of a run: as many in a row as fit."""
     micro_batch = np.zeros(len(lengths), np.int32)
     current = used = 0
     for position, length in enumerate(lengths.tolist()):
-        if length > token_budget:
-            raise InvalidInputError(
-                f"sequence {int(names[position])} has {length} tokens, more than the {token_budget} of a micro-batch."
-            )
         if used + length > token_budget:
             current, used = current + 1, 0
         used += length

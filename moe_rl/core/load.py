@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_shapes
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.topology import ClusterTopology
 
@@ -38,19 +38,13 @@ class StepLoad:
 
     def __post_init__(self) -> None:
         require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
-        groups, micro_batches, _, sources, _ = self.pairs.shape
-        require(
-            self.tokens.shape == (groups, micro_batches, sources),
-            f"tokens must be [G, M, P] = {(groups, micro_batches, sources)}, got {self.tokens.shape}.",
-        )
+        require_shapes(self, dict(zip("GMLPE", self.pairs.shape, strict=True)), tokens="GMP")
         require(not self.pairs.size or int(self.pairs.min()) >= 0, "expert load holds a negative count.")
-        cells = 0 if self.routes is None else len(self.routes.cell_start) - 1
-        require(
-            self.routes is None or cells == groups * micro_batches,
-            f"the routes are of {cells} cells, the load has {groups * micro_batches}.",
-        )
-        layers = self.num_layers if self.routes is None else len(self.routes.routes)
-        require(layers == self.num_layers, f"the routes are of {layers} MoE layers, the load has {self.num_layers}.")
+        if self.routes is not None:
+            cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
+            require(cells == wanted, f"the routes are of {cells} cells, the load has {wanted}.")
+            layers = len(self.routes.routes)
+            require(layers == self.num_layers, f"the routes are of {layers} layers, the load has {self.num_layers}.")
 
     @property
     def num_ep_groups(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.capacity import Capacity
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import require, require_shapes
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 
@@ -56,17 +56,9 @@ class ReplicaPlan:
             f"replica plan: offsets must run from 0 to {count} over {places} layers of the EP groups' micro-batches.",
         )
         require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: offsets must not decrease.")
-        for name in ("physical_id", "resident"):
-            require(getattr(self, name).shape == (count,), f"replica plan: {name} must be [N] = [{count}].")
-        require(
-            self.source_quota.ndim == 2 and self.source_quota.shape[0] == count,
-            f"replica plan: source_quota must be [N, P], got {self.source_quota.shape}.",
-        )
-        require(
-            self.source_pairs.shape == self.source_quota.shape,
-            f"replica plan: source_pairs must be [N, P] = {list(self.source_quota.shape)}, got "
-            f"{list(self.source_pairs.shape)}.",
-        )
+        sizes = {"N": count, "P": self.source_quota.shape[-1]}
+        columns = {"physical_id": "N", "resident": "N", "source_quota": "NP", "source_pairs": "NP"}
+        require_shapes(self, sizes, whose="replica plan: ", **columns)
         require(not count or int(self.source_quota.min()) >= 0, "replica plan: a quota is negative.")
         require(
             bool((self.source_quota <= self.source_pairs).all()), "replica plan: a quota exceeds the source's pairs."
@@ -130,8 +122,7 @@ class ReplicaPlan:
     @property
     def quota(self) -> NDArray[np.int64]:
         """[N] token-expert pairs each replica takes from all sources."""
-        quota: NDArray[np.int64] = self.source_quota.sum(axis=1, dtype=np.int64)
-        return quota
+        return np.asarray(self.source_quota.sum(axis=1, dtype=np.int64))
 
     @property
     def copies(self) -> int:
@@ -171,8 +162,8 @@ class Plan:
         )
         num_slots = self.placement.physical_to_logical_map.shape[1]
         ids = self.replicas.physical_id
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_slots):
-            raise InvalidInputError(f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
+        inside = bool(((ids >= 0) & (ids < num_slots)).all())
+        require(inside, f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
 
     @cached_property
     def hash(self) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
-from moe_rl.core.layout import BatchLayout
+from moe_rl.core.errors import require, require_known
+from moe_rl.core.layout import BatchLayout, check_token_budget
 from moe_rl.core.model import MoeModelSpec
 
 VERL_TOKEN_WORK = 24576
@@ -72,7 +72,7 @@ def verl_layout(
     `token_budget` tokens as the differencing method finds, as many on every rank, the smallest at both ends. verl
     asks for a number of sequences that the ranks divide: here the last ones are missing. Source: verl 0.9.1.
     """
-    _check_budget(lengths, token_budget)
+    check_token_budget(lengths, token_budget)
     tokens = [int(length) for length in lengths]
     # Missing sequences are padded with work 0, and dropped again below.
     work = [VERL_TOKEN_WORK * length + length**2 for length in tokens] + [0] * (-len(tokens) % num_dp_ranks)
@@ -107,7 +107,7 @@ def slime_layout(
     `use_dynamic_batch_size` and `balance_data`, as slime's scripts have them; without a `model` the micro-batches are
     dealt out in turn, as without `balance_data`. Source: THUDM/slime:slime/utils/dp_schedule.py at 624b824.
     """
-    _check_budget(lengths, token_budget)
+    check_token_budget(lengths, token_budget)
     tokens = [int(length) for length in lengths]
     bins: list[list[int]] = []
     held: list[int] = []
@@ -165,7 +165,7 @@ def megatron_layout(
 
     A micro-batch of all ranks is a run of consecutive sequences, rank by rank (`MegatronPretrainingSampler`).
     """
-    _check_budget(lengths, token_budget)
+    check_token_budget(lengths, token_budget)
     size = max(1, token_budget // int(lengths.max(initial=1)))
     count = -(-len(lengths) // (size * num_dp_ranks * multiple_of)) * multiple_of
     cell = np.arange(len(lengths)) // size
@@ -197,15 +197,6 @@ def layout_of_cells(
     )
 
 
-def _check_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
-    require(token_budget >= 1, f"the token budget must be at least 1, got {token_budget}.")
-    longest = int(lengths.max(initial=0))
-    if longest > token_budget:
-        raise InvalidInputError(
-            f"sequence {int(lengths.argmax())} has {longest} tokens, more than the {token_budget} of a micro-batch."
-        )
-
-
 FRAMEWORK_LAYOUTS: dict[str, Callable[..., BatchLayout]] = {
     "verl": verl_layout,
     "slime": slime_layout,
@@ -227,8 +218,7 @@ def framework_layout(
 
     Raises `InvalidInputError` for an unknown name and for a sequence longer than `token_budget`.
     """
-    if name not in FRAMEWORK_LAYOUTS:
-        raise InvalidInputError(f"--layout {name!r} is unknown.{nearest_name(name, FRAMEWORK_LAYOUTS)}")
+    require_known(name, FRAMEWORK_LAYOUTS, f"--layout {name!r} is unknown.")
     known: dict[str, object] = {} if name == "in-order" else {"multiple_of": multiple_of}
     if name == "slime":
         known["model"] = model
