@@ -31,19 +31,17 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
 def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     """Return [G, M, L, P] rows that each rank computes."""
     check_plan_fits(plan, load)
-    groups, micro_batches = load.num_ep_groups, load.num_micro_batches
-    rows = np.zeros((groups, micro_batches, load.num_layers, load.ep_size), np.int64)
-    per_expert = load.per_expert().copy()
     taken = rows_taken(plan.replicas, load).sum(axis=1)
-    index = plan.replicas.index_of_replica()
-    rank = plan.replicas.physical_id // plan.placement.slots_per_rank
-    np.subtract.at(per_expert.reshape(-1, load.num_experts), (index, plan.replicas.expert), taken)
-    # A home's E / P columns at a time: an array [G, M, L, P, E] would be P times as large as the load.
-    for layer in range(load.num_layers):
-        for home in range(load.ep_size):
-            mine = plan.placement.home_rank[layer] == home
-            rows[:, :, layer, home] = per_expert[:, :, layer, mine].sum(axis=2)
-    np.add.at(rows.reshape(-1, load.ep_size), (index, rank), taken)
+    index, expert = plan.replicas.index_of_replica(), plan.replicas.expert
+    at_home = load.per_expert().copy()
+    np.subtract.at(at_home.reshape(-1, load.num_experts), (index, expert), taken)
+    # Products [M, E] x [E, P], one per group and layer: an array [G, M, L, P, E] would be P times as large as the load.
+    # In float64, for which numpy calls BLAS; sums below 2^53 are exact.
+    is_home = (plan.placement.home_rank[:, :, None] == np.arange(load.ep_size)).astype(np.float64)
+    rows = np.matmul(at_home.swapaxes(1, 2), is_home).swapaxes(1, 2).astype(np.int64, order="C")
+    np.add.at(
+        rows.reshape(-1, load.ep_size), (index, plan.replicas.physical_id // plan.placement.slots_per_rank), taken
+    )
     return rows
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core
@@ -74,7 +74,6 @@ def reduce_load(
     layout: BatchLayout,
     topology: ClusterTopology,
     filler: Filler | str = Filler.NONE,
-    num_threads: int | None = None,
 ) -> StepLoad:
     """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
 
@@ -86,12 +85,12 @@ def reduce_load(
     source ranks that hold it get them by their shares of its rows, rounded so that every expert keeps its count.
 
     `StepLoad.tokens` counts the rows that `pairs` stands for: filler rows only where `filler` says that they are
-    dispatched. `num_threads` (of the C++ core; default: all cores) changes the speed, never the result.
+    dispatched.
 
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout and topology disagree.
     """
-    filler = _as_filler(filler)
-    require(num_threads is None or num_threads >= 1, f"num_threads must be at least 1, got {num_threads}.")
+    require_known(filler, [str(known) for known in Filler], f"unknown filler {str(filler)!r}.")
+    filler = Filler(filler)
     require(len(parts) > 0, "there is no trace to reduce.")
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     layout.check(lengths)
@@ -100,17 +99,29 @@ def reduce_load(
         f"the layout is for {layout.num_dp_ranks} data-parallel ranks, the topology has {topology.num_dp_ranks}.",
     )
     segments = _cut(lengths, layout, topology)
-    counter = _Counter.empty(parts[0], layout, topology, num_threads or 0)
+    layers, top_k, experts = shape = _shape(parts[0])
+    cells = (topology.num_ep_groups, layout.num_micro_batches)
+    # One block of memory for the whole step: 64 micro-batches x 94 layers x 32 ranks x 128 experts are 98 MB.
+    counter = _Counter(
+        pairs=np.zeros((cells[0] * cells[1], layers, topology.ep_size, experts), np.int32),
+        tokens=np.zeros((cells[0] * cells[1], topology.ep_size), np.int64),
+    )
     row = 0
     for index, part in enumerate(parts):
-        counter.check_same_shape(part)
+        got = _shape(part)
+        require(got == shape, f"the parts of a step must agree on (MoE layers, top-k, experts), got {shape} and {got}.")
         stop = row + int(part.sequence_lengths.sum())
         if stop > row and isinstance(part, RoutingTrace):
             _add_trace(counter, part, segments.between(row, stop), filler, index)
         elif stop > row and isinstance(part, SequenceCounts):
             _add_counts(counter, part, segments.between(row, stop), filler)
         row = stop
-    return counter.load(topology.num_ep_groups)
+    pairs = counter.pairs.reshape(*cells, layers, topology.ep_size, experts)
+    return StepLoad(pairs=pairs, tokens=counter.tokens.reshape(*cells, topology.ep_size), top_k=top_k)
+
+
+def _shape(part: RoutingTrace | SequenceCounts) -> tuple[int, int, int]:
+    return part.num_layers, part.top_k, part.num_experts
 
 
 def read_load(
@@ -152,12 +163,6 @@ def count_runs(
     return pairs[:, :, 0], bad_row
 
 
-def _as_filler(filler: Filler | str) -> Filler:
-    known = [str(value) for value in Filler]
-    require(filler in known, f"unknown filler {str(filler)!r}. Known: {', '.join(known)}.")
-    return Filler(filler)
-
-
 def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopology) -> _Segments:
     """Return the segments of all rows: every sequence cut at the slice borders of its DP rank."""
     slices = topology.slices_per_dp_rank
@@ -190,35 +195,6 @@ class _Counter:
     """[G * M, L, P, E] token-expert pairs counted so far, by source rank."""
     tokens: NDArray[np.int64]
     """[G * M, P] rows counted."""
-    top_k: int
-    num_threads: int
-
-    @classmethod
-    def empty(
-        cls, like: RoutingTrace | SequenceCounts, layout: BatchLayout, topology: ClusterTopology, num_threads: int
-    ) -> "_Counter":
-        """Return zero counts for a trace like the given one."""
-        num_cells = topology.num_ep_groups * layout.num_micro_batches
-        return cls(
-            pairs=np.zeros((num_cells, like.num_layers, topology.ep_size, like.num_experts), np.int32),
-            tokens=np.zeros((num_cells, topology.ep_size), np.int64),
-            top_k=like.top_k,
-            num_threads=num_threads,
-        )
-
-    def check_same_shape(self, part: RoutingTrace | SequenceCounts) -> None:
-        """Raise unless the part has the layers, experts and top-k that are counted here."""
-        _, num_layers, _, num_experts = self.pairs.shape
-        have, got = (num_layers, self.top_k, num_experts), (part.num_layers, part.top_k, part.num_experts)
-        require(have == got, f"the parts of a step must agree on (MoE layers, top-k, experts), got {have} and {got}.")
-
-    def load(self, num_ep_groups: int) -> StepLoad:
-        """Return the counts as what they were made for."""
-        return StepLoad(
-            pairs=self.pairs.reshape(num_ep_groups, -1, *self.pairs.shape[1:]),
-            tokens=self.tokens.reshape(num_ep_groups, -1, self.tokens.shape[1]),
-            top_k=self.top_k,
-        )
 
     def add_routes(self, routes: Routes, valid: NDArray[np.bool_], segments: _Segments) -> int:
         """Count the valid rows of `routes` [n, L, K]; return the first of them with an id outside 0 .. E-1, or -1.
@@ -228,11 +204,11 @@ class _Counter:
         # reduceat takes no empty segment: `_cut` and `of_rows` leave none.
         counted = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
         np.add.at(self.tokens.reshape(-1), segments.block, counted)
-        return _add_pairs(self.pairs, routes, valid, segments, self.num_threads)
+        return _add_pairs(self.pairs, routes, valid, segments)
 
 
 def _add_pairs(
-    pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool_], segments: _Segments, num_threads: int
+    pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool_], segments: _Segments, num_threads: int = 0
 ) -> int:
     """Add the valid rows' pairs to `pairs` [G * M, L, P, E]; return the first row with a bad id, or -1."""
     native = native_core()

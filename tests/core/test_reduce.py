@@ -190,7 +190,6 @@ def test_every_token_is_counted_where_the_words_say(
             layout=case.layout,
             topology=case.topology,
             filler=filler,
-            num_threads=3,
         )
     np.testing.assert_array_equal(load.pairs, pairs)
     np.testing.assert_array_equal(load.tokens, tokens)
@@ -313,8 +312,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         reduce_load([trace.select(np.array([0])), other.select(np.array([1]))], layout=layout, topology=topology)
     with pytest.raises(InvalidInputError, match="unknown filler 'zeros'"):
         reduce_load([trace], layout=layout, topology=topology, filler="zeros")
-    with pytest.raises(InvalidInputError, match="num_threads"):
-        reduce_load([trace], layout=layout, topology=topology, num_threads=-1)
 
 
 @pytest.mark.usefixtures("counted_by")
