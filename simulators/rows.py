@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import Floats, LayerRows, flat_shares, padded_rows, visits_of_stays
+from moe_rl.core.cost import Floats, LayerRows, flat_shares, log_stay, padded_rows, visits_of_stays
 from moe_rl.core.load import StepLoad
-from moe_rl.core.plan_rows import GroupLimit, PlacedRows, log_stay
+from moe_rl.core.plan_rows import GroupLimit, PlacedRows
 from moe_rl.core.topology import ClusterTopology
 
 Ints = NDArray[np.int64]

@@ -172,16 +172,12 @@ def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False)
     # Few rows leave the product bound by reading W: 37.7 MB of Qwen3-235B take 11 us at the H100's 3.35 TB/s.
     weights = at.active_experts * params.expert_bytes / params.hbm_bytes_per_s
     moved = at.rows * params.activation_bytes_per_row / params.hbm_bytes_per_s
-    if backward:
-        # dgrad and wgrad: two products and two launches.
-        time: Floats = (
-            BACKWARD_GEMM_FACTOR * np.maximum(flops, weights)
-            + BACKWARD_ACTIVATION_FACTOR * moved
-            + 2.0 * params.gemm_fixed_s
-        )
-        return time
-    forward: Floats = np.maximum(flops, weights) + moved + params.gemm_fixed_s
-    return forward
+    # dgrad and wgrad: two products and two launches.
+    products, passes, launches = (
+        (BACKWARD_GEMM_FACTOR, BACKWARD_ACTIVATION_FACTOR, 2.0) if backward else (1.0, 1.0, 1.0)
+    )
+    time: Floats = products * np.maximum(flops, weights) + passes * moved + launches * params.gemm_fixed_s
+    return time
 
 
 def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
@@ -194,12 +190,11 @@ def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
     nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
     remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
-    if params.a2a_hierarchical:
-        time: Floats = np.maximum(local, remote) + params.a2a_mixing * np.minimum(local, remote) + params.a2a_latency_s
-        return time
-    copied = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
-    flat: Floats = np.maximum(local, remote) + copied + params.a2a_latency_s
-    return flat
+    beside = params.a2a_mixing * np.minimum(local, remote)
+    if not params.a2a_hierarchical:
+        beside = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
+    time: Floats = np.maximum(local, remote) + beside + params.a2a_latency_s
+    return time
 
 
 def exposed_time(transfer_s: Floats, window_s: Floats | float, contention: float) -> Floats:
@@ -377,12 +372,16 @@ def independent_visits(
     1 - prod_e (1 - q x), and likewise every node; sources are taken as alike. A node receives visits from the other
     N - 1 nodes, T u_n (N - 1) per NIC; node n sends T sum over other nodes of u.
     """
-    # log(1 - 1) is -inf: an expert that takes every token needs a share just below 1.
-    one_less = np.nextafter(1.0, 0.0)
-    stays = np.log1p(-np.minimum(shares, one_less)).sum(axis=-1)
     per_node = shares.reshape(*shares.shape[:-2], -1, ranks_per_domain, shares.shape[-1]).sum(axis=-2)
-    node_stays = np.log1p(-np.minimum(per_node, one_less)).sum(axis=-1)
+    stays, node_stays = (log_stay(each).sum(axis=-1) for each in (shares, per_node))
     return visits_of_stays(stays, node_stays, np.asarray(tokens_per_rank, np.float64))
+
+
+def log_stay(share: Floats) -> Floats:
+    """Return the log-probability of not being among `share`, finite where the share is 1."""
+    # log(1 - 1) is -inf: an expert that takes every token needs a share just below 1.
+    logs: Floats = np.log1p(-np.minimum(share, np.nextafter(1.0, 0.0)))
+    return logs
 
 
 def visits_of_stays(

@@ -43,8 +43,8 @@ class StepLoad:
         if self.routes is not None:
             cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
             require(cells == wanted, f"the routes are of {cells} cells, the load has {wanted}.")
-            layers = len(self.routes.routes)
-            require(layers == self.num_layers, f"the routes are of {layers} layers, the load has {self.num_layers}.")
+            layers, known = len(self.routes.routes), self.num_layers
+            require(layers == known, f"the routes are of {layers} MoE layers, the load has {known}.")
 
     @property
     def num_ep_groups(self) -> int:

@@ -1,8 +1,9 @@
 """The C++ core `moe_rl._native`, and whether it is used.
 
-Where it cannot be built, routes are counted and drawn in numpy (the same ones) and `moe-rl` plans are made by the short
-planner of `moe_rl.planner.reference` (other plans, which say so). The variable MOE_RL_NATIVE decides otherwise: 0 does
-without the core where it is there, 1 makes its absence an error.
+Where it cannot be built, routes are counted and drawn in numpy (the same ones), tokens are not followed to ranks and
+nodes (visits are those of independent choices), and `moe-rl` plans are made by the short planner of
+`moe_rl.planner.reference` (other plans, which say so). The variable MOE_RL_NATIVE decides otherwise: 0 does without the
+core where it is there, 1 makes its absence an error.
 """
 
 import logging
@@ -30,8 +31,9 @@ def _load() -> tuple[ModuleType | None, str]:
 @cache
 def _say_once(reason: str) -> None:
     logger.warning(
-        "the C++ core is not available (%s): counting and drawing routes is slower, and moe-rl plans come from "
-        "the reference planner. Install with a C++20 compiler at hand to build it.",
+        "the C++ core is not available (%s): counting and drawing routes is slower, visits of nodes are those of "
+        "independent choices, and moe-rl plans come from the reference planner. Install with a C++20 compiler at hand "
+        "to build it.",
         reason,
     )
 

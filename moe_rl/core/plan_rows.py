@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import Floats, LayerRows, padded_rows, visits_of_stays
+from moe_rl.core.cost import Floats, LayerRows, log_stay, padded_rows, visits_of_stays
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import check_plan_fits, rows_taken
 from moe_rl.core.model import MoeModelSpec
@@ -200,35 +200,23 @@ def rows_of_plan(
     at_node = replicas.placed(per_expert, home_rank, topology.node_of_rank)
     picked = per_expert / np.maximum(tokens, 1.0)[:, None]
     rank_stays, node_stays = (placed.log_stays(tokens, picked, limit) for placed in (at_rank, at_node))
-    visits = visits_of_stays(rank_stays, node_stays, tokens / topology.ep_size)
-    copied = replicas.copied_slots(len(per_expert), topology)
-    shape = load.pairs.shape[:3]
+    rank_visits, ingress, egress = visits_of_stays(rank_stays, node_stays, tokens / topology.ep_size)
+    inside, across = replicas.copied_slots(len(per_expert), topology)
     home, away = at_rank.home, at_rank.away
-    rows, tiles, active, rank_visits, ingress, egress = (
-        part.reshape(*shape, -1)
-        for part in (
-            at_rank.sum(home, away),
-            at_rank.sum(padded_rows(home, tile_rows), padded_rows(away, tile_rows)),
-            at_rank.sum((home > 0).astype(np.float64), (away > 0).astype(np.float64)),
-            *visits,
-        )
-    )
+    by_place = {
+        "rows": at_rank.sum(home, away),
+        "padded_rows": at_rank.sum(padded_rows(home, tile_rows), padded_rows(away, tile_rows)),
+        "active_experts": at_rank.sum((home > 0).astype(np.float64), (away > 0).astype(np.float64)),
+        "rank_visits": rank_visits,
+        "nic_ingress": ingress,
+        "nic_egress": egress,
+    }
+    shape = load.pairs.shape[:3]
     return LayerRows(
-        rows=rows,
-        padded_rows=tiles,
-        active_experts=active,
-        rank_visits=rank_visits,
-        nic_ingress=ingress,
-        nic_egress=egress,
-        replicas=copied[0].reshape(shape),
-        cross_node_replicas=copied[1].reshape(shape),
+        **{name: part.reshape(*shape, -1) for name, part in by_place.items()},
+        replicas=inside.reshape(shape),
+        cross_node_replicas=across.reshape(shape),
     )
-
-
-def log_stay(share: Floats) -> Floats:
-    """Return the log-probability of not being among `share`, finite where the share is 1."""
-    logs: Floats = np.log1p(-np.minimum(share, np.nextafter(1.0, 0.0)))
-    return logs
 
 
 def _scatter(cell: Ints, place: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 
@@ -80,10 +81,10 @@ class RouteSample:
         """Return every token with a route, or as many evenly spread ones as `max_ids` ids allow.
 
         `parts` are the consecutive pieces of the step that `layout` is for. None where the routes of a part are not
-        known, or no token has one.
+        known, or no token has one, or there is no C++ core, which alone follows tokens.
         """
         traces = [part for part in parts if isinstance(part, RoutingTrace)]
-        if not traces or len(traces) < len(parts):
+        if not traces or len(traces) < len(parts) or native_core() is None:
             return None
         lengths = np.concatenate([part.sequence_lengths for part in traces]).astype(np.int64)
         rows = np.flatnonzero(np.concatenate([part.valid for part in traces]))
@@ -114,13 +115,14 @@ class RouteSample:
 
     @classmethod
     def of_rows(cls, drawn: Sequence[Sequence[NDArray[np.integer]]]) -> Self | None:
-        """Return the sample of tokens that ranks drew from their own rows (`drawn_rows`); None where there are none.
+        """Return the sample of tokens that ranks drew from their own rows (`drawn_rows`).
 
+        None where there are none, or no C++ core.
         `drawn[cell][source]` are [n, L, K] routes. What a rank holds of a cell counts as one sequence.
         """
         held = np.array([[len(routes) for routes in of_cell] for of_cell in drawn], np.int64)
         count = int(held.sum())
-        if not count:
+        if not count or native_core() is None:
             return None
         flat = [routes for of_cell in drawn for routes in of_cell if len(routes)]
         run = np.repeat(np.arange(held.size), held.ravel())

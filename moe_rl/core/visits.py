@@ -14,10 +14,8 @@ from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rows_taken
 from moe_rl.core.native import native_core
-from moe_rl.core.plan import Plan, token_ordinals
+from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +82,11 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
     rank = (replicas.physical_id // plan.placement.slots_per_rank).astype(np.int32)
     taken = rows_taken(replicas, load).astype(np.int32)
     shape = load.pairs.shape[:3]
+    # Tokens are followed by the core alone: without it `RouteSample` draws none, and a load has no routes.
     if core is None:
-        in_numpy = _rows_in_numpy if load.routes is None else _visits_in_numpy
-        visits = in_numpy(plan, load, topology, rank, taken)
+        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, rank, taken)
     else:
-        visits = core.count_visits(
+        rank_visits, between, nics = core.count_visits(
             load.native(core, topology),
             home=plan.placement.home_rank,
             offsets=replicas.offsets,
@@ -97,7 +95,6 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
             quota=taken,
             num_threads=0,
         )
-    rank_visits, between, nics = visits
     return CountedVisits(
         rank_visits=rank_visits.reshape(*shape, topology.ep_size),
         between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
@@ -109,7 +106,10 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
 def _rows_in_numpy(
     plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC."""
+    """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC.
+
+    As csrc/visits.cpp counts them, for machines without a compiler.
+    """
     ranks, nodes, width = load.ep_size, topology.num_nodes, topology.ranks_per_domain
     # A product with a one-hot matrix sums the experts of every home rank.
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
@@ -125,59 +125,3 @@ def _rows_in_numpy(
     crossing = rows * ~same_node
     nics = np.stack([crossing.sum(axis=1), crossing.sum(axis=2)], axis=1)
     return link, between.reshape(-1, nodes * nodes), nics
-
-
-def _visits_in_numpy(
-    plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
-) -> tuple[Floats, Floats, Floats]:
-    """Return [G * M * L, P] rank visits, [G * M * L, N, N] copies from node to node, and nothing by NIC."""
-    assert load.routes is not None
-    sample, node = load.routes, topology.node_of_rank
-    cells, tokens = load.num_ep_groups * load.num_micro_batches, load.tokens.sum(axis=2).reshape(-1)
-    shape = (cells * load.num_layers, topology.ep_size)
-    rank_visits, between = np.zeros(shape), np.zeros((shape[0], topology.num_nodes, topology.num_nodes))
-    for cell, layer in np.ndindex(cells, load.num_layers):
-        drawn = slice(int(sample.cell_start[cell]), int(sample.cell_start[cell + 1]))
-        source = sample.source[drawn].astype(np.int64)
-        if not len(source):
-            continue
-        # Every drawn token stands for `each` tokens of its cell.
-        index, each = cell * load.num_layers + layer, tokens[cell] / len(source)
-        routes = sample.routes[layer, sample.token[drawn]].astype(np.int64)
-        serving = _serving_ranks(plan, load, index, routes, source, rank, taken)
-        # A token goes to a rank once, however many of its experts are there.
-        visited = np.zeros((len(source), topology.ep_size), np.bool_)
-        visited[np.arange(len(source))[:, None], serving] = True
-        by_node: NDArray[np.bool_] = np.asarray(visited.reshape(len(source), topology.num_nodes, -1).any(axis=2))
-        by_node[np.arange(len(source)), node[source]] = False
-        rank_visits[index] = each * visited.sum(axis=0)
-        np.add.at(between[index], node[source], each * by_node)
-    return rank_visits, between, np.zeros(0)
-
-
-def _serving_ranks(
-    plan: Plan,
-    load: StepLoad,
-    index: int,
-    routes: Ints,
-    source: Ints,
-    rank: NDArray[np.int32],
-    taken: NDArray[np.int32],
-) -> Ints:
-    """Return [n, K], the rank that serves each pair in one (cell, layer), as csrc/visits.cpp deals them."""
-    experts, layer = load.num_experts, index % load.num_layers
-    serving: Ints = plan.placement.home_rank[layer].astype(np.int64)[routes]
-    part = slice(int(plan.replicas.offsets[index]), int(plan.replicas.offsets[index + 1]))
-    key = source[:, None] * experts + routes
-    drawn = np.bincount(key.ravel(), minlength=load.ep_size * experts)[key]
-    held = load.pairs.reshape(-1, load.ep_size, experts)[index].astype(np.int64)[source[:, None], routes]
-    # Drawn pair i of n stands at (2 i + 1) / 2 n of the pairs that are held; times 2 n it stays a whole number.
-    position = (2 * token_ordinals(key) + 1) * held
-    upto = np.zeros((load.ep_size, experts), np.int64)
-    open_pairs = np.ones(routes.shape, np.bool_)
-    for expert, quota, at in zip(plan.replicas.expert[part], taken[part].astype(np.int64), rank[part], strict=True):
-        upto[:, expert] += quota
-        here = open_pairs & (routes == expert) & (position < 2 * upto[:, expert][source][:, None] * drawn)
-        serving[here] = at
-        open_pairs &= ~here
-    return serving
