@@ -5,32 +5,30 @@ The file appears whole or not at all, and carries its hash: a damaged one is ref
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.outputs import write_outputs
 from moe_rl.core.placement import ExpertPlacement
 
 SCHEMA = "moe_rl.placement/2"
 
 
 def write_placement(placement: ExpertPlacement, path: Path) -> None:
-    """Write every expert's home and the resident copies, replacing what is there in one rename; raise `OSError`."""
+    """Write every expert's home and the resident copies, replacing what is there in one rename.
+
+    Raises `InvalidInputError` for a place that cannot be written.
+    """
     body = {
         "schema": SCHEMA,
         "ep_size": placement.ep_size,
         "home_rank": placement.home_rank.tolist(),
         "resident_experts": placement.resident_experts.tolist(),
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(body | {"sha256": _hash(body)}) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_outputs({path: json.dumps(body | {"sha256": _hash(body)}).encode() + b"\n"})
 
 
 def read_placement(path: Path) -> ExpertPlacement:

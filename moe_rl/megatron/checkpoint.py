@@ -37,8 +37,8 @@ def save_placement(balancer: Balancer, folder: Path | str) -> None:
     if dist.get_rank() == 0:
         try:
             write_placement(balancer.placement, Path(folder) / FILE_NAME)
-        except OSError as error:
-            problem = [f"the placement cannot be written to {folder}: {error.strerror}."]
+        except InvalidInputError as error:
+            problem = [str(error)]
     dist.broadcast_object_list(problem, src=0)
     require(not problem[0], problem[0])
 

@@ -44,7 +44,7 @@ def block_rows(top_k: int) -> int:
     return min(BLOCK_ROWS, ((1 << 15) - 1) // top_k)
 
 
-def encode_layer(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list[bytes]]:
+def encode_layer(ids: NDArray[np.integer], shape: SetShape, *, learns: bool = True) -> tuple[bytes, list[bytes]]:
     """Return (codebook or b"", blocks) of one layer: `ids` [N, K], every row ascending, in 0 .. E - 1."""
     if not len(ids):
         return b"", []
@@ -54,7 +54,7 @@ def encode_layer(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list
     constant = np.logical_and.reduceat((ids == ids[np.arange(len(ids)) // rows * rows]).all(axis=1), [*starts])
     fields = index_fields(shape.whole.total)
     numbers = shape.whole.rank(ids) if fields is not None else None
-    learned = _Learned.of(ids[is_set], shape) if len(ids) >= MIN_ROWS_TO_LEARN else None
+    learned = _Learned.of(ids[is_set], shape) if learns and len(ids) >= MIN_ROWS_TO_LEARN else None
     forms: list[tuple[Form, bytes]] = []
     saved = 0
     for start, same in zip(starts, constant, strict=True):
@@ -72,17 +72,10 @@ def encode_layer(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list
             else:
                 forms.append((form, index))
     book = learned.book.to_bytes() if learned is not None and saved else b""
-    if book and saved <= len(book):  # not worth it: once more, without
-        return encode_without_codes(ids, shape)
+    # The codebook takes more bytes than its codes save: once more, without.
+    if book and saved <= len(book):
+        return encode_layer(ids, shape, learns=False)
     return book, [bytes([form]) + data for form, data in forms]
-
-
-def encode_without_codes(ids: NDArray[np.integer], shape: SetShape) -> tuple[bytes, list[bytes]]:
-    """Return the same without a codebook: each part is too short to learn from."""
-    rows = block_rows(shape.top_k)
-    step = max(rows, MIN_ROWS_TO_LEARN // rows * rows - rows)
-    parts = [encode_layer(ids[start : start + step], shape)[1] for start in range(0, len(ids), step)]
-    return b"", [block for blocks in parts for block in blocks]
 
 
 def _id_bytes(ids: NDArray[np.integer], shape: SetShape) -> bytes:

@@ -23,8 +23,8 @@ from moe_rl.routes.codebook import SetShape, codebook_from_bytes
 MAGIC = b"\x89routes\n"
 VERSION = 1
 HEADER = struct.Struct("<8sHHHHIIIIIQQI")
-"""Magic, version, flags, E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and body, CRC-32."""
-HAS_WEIGHTS = 1
+"""Magic, version, flags (none is known), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
+body, CRC-32."""
 PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
 """A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk."""
 RUN = np.dtype([("first", "<u4"), ("value", "<i4")])
@@ -42,15 +42,12 @@ class ChunkTables:
     pieces: NDArray[Any]
     gaps: NDArray[Any]
     versions: NDArray[Any]
-    has_weights: bool
     book_size: NDArray[np.uint32]
     """[L] bytes of each layer's codebook, which stand first in the body."""
     size: NDArray[np.uint16]
     """[L, blocks] bytes of every block."""
     crc: NDArray[np.uint32]
     """[L, blocks + 1] checksums of the blocks, and of the codebook."""
-    weight_crc: NDArray[np.uint32]
-    """[L, blocks] checksums of the combine weights; [L, 0] without."""
 
     @property
     def num_rows(self) -> int:
@@ -59,7 +56,7 @@ class ChunkTables:
 
     def to_bytes(self) -> bytes:
         """Return the tables as they are stored."""
-        layout = _layout(self.shape, len(self.layer_ids), self.num_routed, (0, 0, 0), self.has_weights)
+        layout = _layout(self.shape, len(self.layer_ids), self.num_routed, (0, 0, 0))
         return b"".join(getattr(self, name).tobytes() for name in layout)
 
 
@@ -90,18 +87,6 @@ class Chunk:
             blocks, begin = self.blocks_of(layer, first, first + len(out))
             decode_blocks(blocks, self.tables.shape, first - begin, out)
 
-    def weights(self, layer: int) -> NDArray[np.float16]:
-        """Return [N, K] combine weights of the routed rows, in the order of the ascending ids."""
-        tables, count = self.tables, self.tables.num_routed * self.tables.shape.top_k
-        require(tables.has_weights, "these routes come without combine weights.")
-        begin = len(self.body) - 2 * count * (len(tables.layer_ids) - layer)
-        weights = self.body[begin : begin + 2 * count]
-        step = 2 * block_rows(tables.shape.top_k) * tables.shape.top_k
-        for block, crc in enumerate(tables.weight_crc[layer]):
-            damaged = zlib.crc32(weights[block * step : (block + 1) * step].data) != crc
-            require(not damaged, f"the weights of layer {tables.layer_ids[layer]}, block {block} are corrupt.")
-        return np.frombuffer(weights.tobytes(), "<f2").reshape(-1, tables.shape.top_k)
-
     def _book(self, layer: int) -> CodeTables | None:
         sizes = self.tables.book_size
         if not sizes[layer]:
@@ -130,13 +115,9 @@ def encode_chunk(
     pieces: NDArray[Any],
     gaps: NDArray[Any],
     versions: NDArray[Any],
-    weights: NDArray[np.float16] | None = None,
 ) -> bytes:
-    """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending, `weights` in their order."""
+    """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending."""
     layers = [encode_layer(np.ascontiguousarray(ids[:, layer]), shape) for layer in range(ids.shape[1])]
-    starts = range(0, len(ids), block_rows(shape.top_k))
-    by_layer = [] if weights is None else list(weights.astype("<f2").transpose(1, 0, 2))
-    parts = [[rows[start : start + starts.step].tobytes() for start in starts] for rows in by_layer]
     tables = ChunkTables(
         shape=shape,
         layer_ids=np.asarray(layer_ids, "<u2"),
@@ -144,20 +125,16 @@ def encode_chunk(
         pieces=pieces,
         gaps=gaps,
         versions=versions,
-        has_weights=weights is not None,
         book_size=np.array([len(book) for book, _ in layers], "<u4"),
         size=np.array([[len(block) for block in blocks] for _, blocks in layers], "<u2"),
         crc=np.array([[zlib.crc32(part) for part in (*blocks, book)] for book, blocks in layers], "<u4"),
-        weight_crc=np.array([[zlib.crc32(part) for part in blocks] for blocks in parts], "<u4"),
     )
-    body = b"".join(
-        [*(book for book, _ in layers), *(b for _, blocks in layers for b in blocks), *(b for p in parts for b in p)]
-    )
+    body = b"".join([*(book for book, _ in layers), *(block for _, blocks in layers for block in blocks)])
     stored = tables.to_bytes()
     fields = (
         MAGIC,
         VERSION,
-        HAS_WEIGHTS * tables.has_weights,
+        0,
         shape.num_experts,
         shape.top_k,
         len(layer_ids),
@@ -184,9 +161,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
     require(left >= HEADER.size, f"{where} is truncated: {left} bytes are left of a header of {HEADER.size}.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
-    require(
-        version <= VERSION and flags <= HAS_WEIGHTS, f"{where} is newer (version {version}) than this moe_rl reads."
-    )
+    require(version <= VERSION and not flags, f"{where} is newer (version {version}) than this moe_rl reads.")
     require(
         stored + body <= left - HEADER.size,
         f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
@@ -195,20 +170,19 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
     require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
-    tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, flags, where)
+    tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, where)
     size = tables.size.astype(np.int64)
     books = int(tables.book_size.sum(dtype=np.int64))
     start = books + np.cumsum(size.ravel()).reshape(size.shape) - size
-    weight_bytes = 2 * routed * layers * top_k * tables.has_weights
-    require(books + int(size.sum()) + weight_bytes == body, f"{where} is corrupt: its blocks do not fill its body.")
+    require(books + int(size.sum()) == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
     return Chunk(tables=tables, body=data[begin + stored : end], start=start), end
 
 
 def _tables(
-    data: NDArray[np.uint8], shape: SetShape, layers: int, routed: int, counts: list[int], flags: int, where: str
+    data: NDArray[np.uint8], shape: SetShape, layers: int, routed: int, counts: list[int], where: str
 ) -> ChunkTables:
-    layout = _layout(shape, layers, routed, (counts[0], counts[1], counts[2]), bool(flags & HAS_WEIGHTS))
+    layout = _layout(shape, layers, routed, (counts[0], counts[1], counts[2]))
     # In Python's integers: a damaged header may ask for more than 64 bits.
     sizes = {name: math.prod(extents) * np.dtype(dtype).itemsize for name, (dtype, extents) in layout.items()}
     require(
@@ -219,7 +193,7 @@ def _tables(
     for name, (dtype, extents) in layout.items():
         arrays[name] = np.frombuffer(data[: sizes[name]].tobytes(), dtype).reshape(extents)
         data = data[sizes[name] :]
-    tables = ChunkTables(shape=shape, num_routed=routed, has_weights=bool(flags & HAS_WEIGHTS), **arrays)
+    tables = ChunkTables(shape=shape, num_routed=routed, **arrays)
     first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
     ends, versions = first + missing, tables.versions["first"].astype(np.int64)
     sound = (
@@ -233,7 +207,7 @@ def _tables(
 
 
 def _layout(
-    shape: SetShape, layers: int, routed: int, counts: tuple[int, int, int], has_weights: bool
+    shape: SetShape, layers: int, routed: int, counts: tuple[int, int, int]
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Return dtype and shape of every table, in stored order; `counts` of pieces, gaps and version runs."""
     blocks = -(-routed // block_rows(shape.top_k))
@@ -243,7 +217,6 @@ def _layout(
         "versions": (RUN, counts[2:]),
         "book_size": ("<u4", (layers,)),
         "crc": ("<u4", (layers, blocks + 1)),
-        "weight_crc": ("<u4", (layers, blocks * has_weights)),
         "size": ("<u2", (layers, blocks)),
         "layer_ids": ("<u2", (layers,)),
     }

@@ -128,18 +128,6 @@ class RoutesReader:
             out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
         return out
 
-    def weights(self, key: int, layers: Sequence[int] | slice = slice(None)) -> NDArray[np.float16]:
-        """Return [T, l, K] combine weights in the order of the ids; 0 where a row has no route."""
-        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
-        out = np.zeros((self.length(key), len(picked), self.top_k), np.float16)
-        for extent, at in self._pieces(key, 0, len(out)):
-            first, last = self._routed(extent)
-            for place, layer in enumerate(picked):
-                with located(self._name or "routes"):
-                    weights = self._chunks[extent.chunk].weights(layer)[first:last]
-                out[at : at + extent.rows, place][self._valid(extent)] = weights
-        return out
-
     def _check_same(self, chunk: Chunk, first: Chunk) -> None:
         like = (self._chunks[0] if self._chunks else first).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)

@@ -68,14 +68,12 @@ class RoutesWriter:
         group: int | None = None,
         valid: NDArray[np.bool_] | None = None,
         policy_version: int | NDArray[np.integer] = 0,
-        weights: NDArray[np.floating] | None = None,
     ) -> int:
         """Add rows `start`, `start + 1`, ... of sequence `key`: `ids` [n, L, K]; return how many of them were stored.
 
         The rows before `start` are those of `parent` (default: of `key` itself as it stands, an earlier turn). Rows
         that `group`'s first sequence begins with are not stored again; they must be equal in ids and validity. Ids of
-        rows that are not `valid` [n] are dropped. `policy_version` is one number or [n]. `weights` [n, L, K] are kept
-        as float16.
+        rows that are not `valid` [n] are dropped. `policy_version` is one number or [n].
 
         Raises `InvalidInputError` where the ids do not fit the shape, or `start` exceeds what is known before it.
         """
@@ -87,9 +85,6 @@ class RoutesWriter:
         )
         known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
         require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
-        held = weights is not None
-        mixed = bool(self._pieces) and held != ("weights" in self._columns)
-        require(not mixed, "some rows of a chunk have weights and some have not.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
         parent, start, skip = self._prefix(key, start, parent, group, whole, known)
@@ -97,10 +92,6 @@ class RoutesWriter:
         self._length[key] = start + len(stored)
         self._pieces.append((key, parent, start, len(stored)))
         columns = {"ids": whole[skip:][stored], "valid": stored, "versions": versions[skip:]}
-        if weights is not None:
-            order = np.argsort(rows, axis=2, kind="stable")
-            ordered = np.take_along_axis(np.asarray(weights, np.float16), order, axis=2)
-            columns["weights"] = ordered[skip:][stored]
         for name, column in columns.items():
             self._columns[name].append(column)
         self._num_rows += len(stored)
@@ -123,7 +114,6 @@ class RoutesWriter:
             pieces=np.array(self._pieces, PIECE),
             gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
             versions=_runs(first, versions[first]),
-            weights=columns.get("weights"),
         )
         self._empty_chunk()
         self._sink(data)

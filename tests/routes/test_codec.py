@@ -126,25 +126,21 @@ def test_prompt_groups_and_turns_store_new_rows_only():
         RoutesReader(messages[1])
 
 
-def test_gaps_versions_and_weights_come_back():
+def test_gaps_and_versions_come_back():
     rng = np.random.default_rng(5)
     ids = random_routes(rng, 3000, 2, 32, 4)
     valid = rng.random(3000) < 0.9
     versions = np.sort(rng.integers(0, 4, 3000))
-    weights = rng.random(ids.shape).astype(np.float16)
     sink = io.BytesIO()
     with RoutesWriter(sink, num_experts=32, top_k=4, layer_ids=(0, 1), chunk_rows=1000) as writer:
         for begin in range(0, 3000, 700):
             rows = slice(begin, begin + 700)
-            writer.add(
-                0, ids[rows], start=begin, valid=valid[rows], policy_version=versions[rows], weights=weights[rows]
-            )
+            writer.add(0, ids[rows], start=begin, valid=valid[rows], policy_version=versions[rows])
     reader = RoutesReader(sink.getvalue())
     order = np.argsort(ids, axis=2)
     np.testing.assert_array_equal(reader.valid(0), valid)
     np.testing.assert_array_equal(reader.policy_version(0), versions)
     np.testing.assert_array_equal(reader.ids(0)[valid], np.take_along_axis(ids, order, axis=2)[valid])
-    np.testing.assert_array_equal(reader.weights(0)[valid], np.take_along_axis(weights, order, axis=2)[valid])
     assert not reader.ids(0)[~valid].any()
     for begin, end in ((0, 1), (690, 710), (1399, 2801)):
         np.testing.assert_array_equal(reader.ids(0, slice(begin, end)), reader.ids(0)[begin:end])

@@ -97,7 +97,7 @@ def test_old_traces_open_convert_and_go_on_in_their_form(tmp_path):
     from moe_rl.config import CONFIGS
 
     old = open_source(next((CONFIGS / "traces").glob("*.moetrace")))  # written by the first version of the format
-    assert not old.reader.manifest.coded
+    assert not old.manifest.coded
     step = old.steps[0]
     coded = convert_trace(old, tmp_path / "coded.moetrace", steps=[step], coded=True)
     np.testing.assert_array_equal(ascending(coded.load()), ascending(old.load(step)))

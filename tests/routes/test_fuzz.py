@@ -37,18 +37,16 @@ class Stream:
 
 
 def good_stream(rng: np.random.Generator, shape: tuple[int, int, int, int]) -> Stream:
-    """Several sequences, with gaps, versions, a shared prompt, a later turn, and weights in some."""
+    """Several sequences, with gaps, versions, a shared prompt and a later turn."""
     experts, top_k, layers, rows = shape
     scores = rng.gumbel(size=(rows, layers, experts)) - 2 * np.log1p(np.arange(experts))
     ids = np.argsort(-scores, axis=2)[:, :, :top_k]
-    sink, held = io.BytesIO(), rng.random() < 0.3 and rows < LEARNED
+    sink = io.BytesIO()
     with RoutesWriter(sink, num_experts=experts, top_k=top_k, layer_ids=range(layers)) as writer:
         half = rows // 2
-        extra = {"weights": np.zeros(ids.shape, np.float16)} if held else {}
-        writer.add(5, ids, group=1, valid=rng.random(rows) > 0.1 * (rows < LEARNED), **extra)
-        more = {"weights": extra["weights"][:half]} if held else {}
-        writer.add(6, ids[:half], group=1, **more)
-        writer.add(6, ids[half : 2 * half], start=half, policy_version=3, **more)
+        writer.add(5, ids, group=1, valid=rng.random(rows) > 0.1 * (rows < LEARNED))
+        writer.add(6, ids[:half], group=1)
+        writer.add(6, ids[half : 2 * half], start=half, policy_version=3)
     data = sink.getvalue()
     *_, pieces, gaps, versions, stored, _, _ = HEADER.unpack(data[: HEADER.size])
     (chunk,) = RoutesReader(data)._chunks
