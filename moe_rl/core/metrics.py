@@ -38,7 +38,7 @@ def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     # Products [M, E] x [E, P], one per group and layer: an array [G, M, L, P, E] would be P times as large as the load.
     # In float64, for which numpy calls BLAS; sums below 2^53 are exact.
     is_home = (plan.placement.home_rank[:, :, None] == np.arange(load.ep_size)).astype(np.float64)
-    rows = np.matmul(at_home.swapaxes(1, 2), is_home).swapaxes(1, 2).astype(np.int64, order="C")
+    rows: NDArray[np.int64] = np.matmul(at_home.swapaxes(1, 2), is_home).swapaxes(1, 2).astype(np.int64, order="C")
     np.add.at(
         rows.reshape(-1, load.ep_size), (index, plan.replicas.physical_id // plan.placement.slots_per_rank), taken
     )

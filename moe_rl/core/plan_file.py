@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +26,7 @@ SCHEMA = "moe_rl.plan/2"
 DESCRIPTION = "description"
 
 
-def _columns(kind: Any) -> tuple[dict[str, type[np.generic]], tuple[str, ...]]:
-    """Return the arrays of a dataclass with their dtypes, and the names of its other fields."""
-    hints = get_type_hints(kind)
-    arrays = {name: get_args(get_args(hint)[1])[0] for name, hint in hints.items() if get_origin(hint) is np.ndarray}
-    return arrays, tuple(item.name for item in fields(kind) if item.name not in arrays)
-
-
-_KINDS = {"layout": BatchLayout, "placement": ExpertPlacement, "replicas": ReplicaPlan, "migration": ExpertMigration}
-_PARTS: Mapping[str, tuple[type, dict[str, type[np.generic]], tuple[str, ...]]] = {
-    part: (kind, *_columns(kind)) for part, kind in _KINDS.items()
-}
-"""Part of the plan -> (type, dtypes of its arrays, names of its numbers)."""
+_PARTS = {"layout": BatchLayout, "placement": ExpertPlacement, "replicas": ReplicaPlan, "migration": ExpertMigration}
 _FIELDS = tuple(item.name for item in fields(Plan) if item.name not in (*_PARTS, "capacity"))
 _DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
@@ -55,11 +44,14 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     require(path.suffix == ".npz", f"{path} must end in .npz.")
     check_outputs({"": path})
     arrays: dict[str, NDArray[Any]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    for part, (_, dtypes, names) in _PARTS.items():
-        value = getattr(plan, part)
-        arrays |= {f"{part}.{name}": getattr(value, name) for name in dtypes}
-        numbers[part] = {name: getattr(value, name) for name in names}
+    numbers: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    for part, kind in _PARTS.items():
+        for item in fields(kind):
+            value = getattr(getattr(plan, part), item.name)
+            if isinstance(value, np.ndarray):
+                arrays[f"{part}.{item.name}"] = value
+            else:
+                numbers[part][item.name] = value
     description = {name: getattr(plan, name) for name in _FIELDS} | {
         "schema": SCHEMA,
         "hash": plan.hash,
@@ -100,12 +92,11 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def _plan(arrays: Mapping[str, NDArray[Any]], description: Mapping[str, Any]) -> Plan:
-    parts = {}
-    for part, (kind, dtypes, names) in _PARTS.items():
-        columns = {name: arrays[f"{part}.{name}"] for name in dtypes}
-        for name, dtype in dtypes.items():
-            have = columns[name].dtype
-            require(have == dtype, f"plan file: {part}.{name} must be {np.dtype(dtype)}, got {have}.")
-        parts[part] = kind(**columns, **{name: description["parts"][part][name] for name in names})
+    parts: dict[str, Any] = {}
+    for part, kind in _PARTS.items():
+        columns = {
+            name.removeprefix(f"{part}."): array for name, array in arrays.items() if name.startswith(f"{part}.")
+        }
+        parts[part] = kind(**columns, **description["parts"][part])
     values = {name: description[name] for name in _FIELDS}
     return Plan(**parts, **values | {"notes": tuple(values["notes"])})
