@@ -87,7 +87,7 @@ def problem_on(trace: RoutingTrace, ep_size: int, token_budget: int, cross_node_
     load = reduce_load([trace], layout=layout, topology=topology)
     return PlanProblem(
         load=load,
-        history=load.micro_batch_slice(0, max(1, load.num_micro_batches // 2)),
+        history=load.micro_batches(np.arange(max(1, load.num_micro_batches // 2))),
         layout=layout,
         model=model,
         topology=topology,

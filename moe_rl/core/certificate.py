@@ -29,12 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.capacity import Capacity
+from moe_rl.core.cost import Floats
 from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.plan import Plan, PlannedSplit
-
-Floats = NDArray[np.float64]
 
 
 def certify(
@@ -90,10 +89,10 @@ def _most_per_token(plan: Plan, domain: int, top_k: int) -> NDArray[np.int64]:
     homes = np.zeros(shape[1:], np.int64)
     np.add.at(homes, (layer, placement.home_rank // domain), 1)
     held = np.tile(homes, (shape[0], 1, 1))
-    place = replicas.physical_id // placement.slots_per_rank // domain
+    place = plan.replica_rank // domain
     np.add.at(held.reshape(-1, shape[2]), (cell, place), 1)
     # Several instances of an expert in a domain may round up together; a rank has one of each.
-    home = placement.home_rank[cell % max(1, layers), replicas.expert] // domain
+    home = plan.replica_home_rank // domain
     keys = (cell * shape[2] + place) * experts + replicas.expert
     several = np.unique(keys, return_counts=True)[1].max(initial=1) + bool((home == place).any())
     most: NDArray[np.int64] = np.minimum(held, top_k * int(several if domain > 1 else 1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require, require_positive
+from moe_rl.core.errors import require, require_least, require_positive
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
@@ -66,8 +66,7 @@ class SoftwareCosts:
     50 GB/s would have given 2 s (THUDM/slime pull request 1139); Adam on more cores is faster."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            require(getattr(self, item.name) >= 0, f"software: {item.name} must not be negative.")
+        require_least(self, whose="software: ", **{item.name: 0 for item in fields(self)})
 
     def launched(self, cuda_graph: str) -> float:
         """Return the share of a layer's launches that `cuda_graph`, one of `simulators.setting.CUDA_GRAPHS`, leaves.

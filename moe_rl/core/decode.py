@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.core.reduce import Routes, count_runs
 from moe_rl.core.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
@@ -21,7 +22,7 @@ Ints = NDArray[np.int64]
 class DecodeBatches:
     """Some decode batches of a rollout; tokens stand batch by batch, and in a batch in the order of the requests."""
 
-    routes: NDArray[np.unsignedinteger]
+    routes: Routes
     """[n, L, K] experts of every token."""
     batch: Ints
     """[n] batch of every token."""
@@ -66,11 +67,9 @@ class DecodeBatches:
 
     def load(self) -> NDArray[np.float64]:
         """Return [M, L, E] token-expert pairs."""
-        shape = (self.num_batches, self.num_layers, self.num_experts)
-        place = self.batch[:, None] * self.num_layers + np.arange(self.num_layers)
-        key = place[:, :, None] * self.num_experts + self.routes.astype(np.int64)
-        counts = np.bincount(key.ravel(), minlength=int(np.prod(shape)))
-        return counts.astype(np.float64).reshape(shape)
+        start = np.searchsorted(self.batch, np.arange(self.num_batches + 1))
+        counts, _ = count_runs(self.routes, np.ones(len(self.routes), np.bool_), start, num_experts=self.num_experts)
+        return counts.astype(np.float64)
 
 
 def _schedule(lengths: Ints, num_requests: int) -> tuple[Ints, Ints]:

@@ -82,13 +82,10 @@ class ExpertMap:
         Engines take such maps: then an expert has no weights, or the second slot of a rank is never filled.
         """
         held = self._held_per_rank()
-        for row, layer in enumerate(self.moe_layer_ids):
-            lost = np.flatnonzero(held[row].sum(axis=0) == 0)
-            if len(lost):
-                raise InvalidInputError(f"layer {layer}: no slot holds expert {lost[0]}.")
-            twice = np.argwhere(held[row] > 1)
-            if len(twice):
-                raise InvalidInputError(f"layer {layer}: rank {twice[0][0]} holds expert {twice[0][1]} twice.")
+        for row, expert in np.argwhere(held.sum(axis=1) == 0):
+            raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: no slot holds expert {expert}.")
+        for row, rank, expert in np.argwhere(held > 1):
+            raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: rank {rank} holds expert {expert} twice.")
 
     def num_twins(self) -> int:
         """Return how many slots of all layers hold an expert that their rank holds already."""
@@ -113,8 +110,8 @@ class ExpertMap:
             f"{self.slots_per_rank} slots per rank are more than the {self.num_experts} experts.",
         )
         filled = self.slots.copy()
-        for row in range(len(filled)):
-            _fill(filled[row], np.asarray(load[row], np.float64), self.slots_per_rank)
+        for row, wanted in zip(filled, np.asarray(load, np.float64), strict=True):
+            _fill(row, wanted, self.slots_per_rank)
         return replace(self, slots=filled)
 
 

@@ -5,7 +5,7 @@ of tokens into equal consecutive pieces.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +84,11 @@ class BatchLayout:
         )
         if self.token_budget is None:
             return
-        over = np.argwhere(self.rank_tokens(lengths) > self.token_budget)
-        if len(over):
-            micro_batch, dp_rank = over[0]
+        held = self.rank_tokens(lengths)
+        for micro_batch, dp_rank in np.argwhere(held > self.token_budget):
             raise InvalidInputError(
-                f"micro-batch {micro_batch} of DP rank {dp_rank} holds "
-                f"{self.rank_tokens(lengths)[micro_batch, dp_rank]} tokens, over its budget of {self.token_budget}."
+                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {held[micro_batch, dp_rank]} tokens, over its "
+                f"budget of {self.token_budget}."
             )
 
     @classmethod
@@ -101,14 +100,7 @@ class BatchLayout:
             f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
             "give --micro-batch-tokens, what a rank holds at a time (such as 8192), or --ep-group-tokens.",
         )
-        return cls(
-            micro_batch=micro_batch,
-            dp_rank=dp_rank,
-            order=np.arange(len(micro_batch), dtype=np.int32),
-            num_micro_batches=int(micro_batch.max()) + 1 if len(micro_batch) else 0,
-            num_dp_ranks=num_dp_ranks,
-            fixed=True,
-        )
+        return cls._of(micro_batch, dp_rank, np.arange(len(micro_batch)), num_dp_ranks=num_dp_ranks, fixed=True)
 
     @classmethod
     def in_order(cls, lengths: NDArray[np.int64], *, num_dp_ranks: int, token_budget: int) -> Self:
@@ -125,14 +117,8 @@ class BatchLayout:
         for dp_rank in range(num_dp_ranks):
             mine = np.flatnonzero(rank == dp_rank)
             micro_batch[mine] = _close_before_exceeding(lengths[mine], token_budget)
-        return cls(
-            micro_batch=micro_batch,
-            dp_rank=rank.astype(np.int32),
-            order=np.arange(num_sequences, dtype=np.int32),
-            num_micro_batches=int(micro_batch.max()) + 1 if num_sequences else 0,
-            num_dp_ranks=num_dp_ranks,
-            token_budget=token_budget,
-        )
+        order = np.arange(num_sequences)
+        return cls._of(micro_batch, rank, order, num_dp_ranks=num_dp_ranks, token_budget=token_budget)
 
     @classmethod
     def ep_group(cls, lengths: NDArray[np.int64], *, token_budget: int, seed: int = 0) -> Self:
@@ -146,18 +132,17 @@ class BatchLayout:
         check_token_budget(lengths, token_budget)
         num_sequences = len(lengths)
         shuffled = np.random.default_rng(seed).permutation(num_sequences)
-        micro_batch = np.zeros(num_sequences, np.int32)
-        order = np.zeros(num_sequences, np.int32)
+        micro_batch, order = np.zeros((2, num_sequences), np.int32)
         micro_batch[shuffled] = _close_before_exceeding(lengths[shuffled], token_budget)
         order[shuffled] = np.arange(num_sequences)
-        return cls(
-            micro_batch=micro_batch,
-            dp_rank=np.zeros(num_sequences, np.int32),
-            order=order,
-            num_micro_batches=int(micro_batch.max()) + 1 if num_sequences else 0,
-            num_dp_ranks=1,
-            token_budget=token_budget,
-        )
+        return cls._of(micro_batch, np.zeros_like(order), order, num_dp_ranks=1, token_budget=token_budget)
+
+    @classmethod
+    def _of(cls, *columns: NDArray[np.integer], **facts: Any) -> Self:
+        """Return the layout of the columns micro_batch, dp_rank and order, without empty micro-batches at the end."""
+        micro_batch, dp_rank, order = (column.astype(np.int32) for column in columns)
+        count = int(micro_batch.max(initial=-1)) + 1
+        return cls(micro_batch=micro_batch, dp_rank=dp_rank, order=order, num_micro_batches=count, **facts)
 
 
 def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:

@@ -82,12 +82,9 @@ class StepLoad:
 
     def native(self, core: Any, topology: ClusterTopology) -> Any:
         """Return the load as `core`, the C++ core, holds it."""
-        routes = None if self.routes is None else self.routes.columns
+        sample = self.routes
+        routes = None if sample is None else (sample.routes, sample.token, sample.source, sample.cell_start)
         return core.Load(self.pairs, self.tokens, routes, topology.ranks_per_domain)
-
-    def micro_batch_slice(self, start: int, stop: int) -> Self:
-        """Return the loads of micro-batches start .. stop - 1."""
-        return self.micro_batches(np.arange(self.num_micro_batches)[start:stop])
 
     def completed(self, tokens: NDArray[np.int64], *, of_known_sequences: bool = False) -> Self:
         """Return the loads to expect where source ranks hold `tokens` [G, M, P], some of which have no known route.

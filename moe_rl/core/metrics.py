@@ -39,21 +39,14 @@ def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     # In float64, for which numpy calls BLAS; sums below 2^53 are exact.
     is_home = (plan.placement.home_rank[:, :, None] == np.arange(load.ep_size)).astype(np.float64)
     rows: NDArray[np.int64] = np.matmul(at_home.swapaxes(1, 2), is_home).swapaxes(1, 2).astype(np.int64, order="C")
-    np.add.at(
-        rows.reshape(-1, load.ep_size), (index, plan.replicas.physical_id // plan.placement.slots_per_rank), taken
-    )
+    np.add.at(rows.reshape(-1, load.ep_size), (index, plan.replica_rank), taken)
     return rows
 
 
 def check_plan_fits(plan: Plan, load: StepLoad) -> None:
     """Raise unless the plan is for a load of this shape."""
-    have = (
-        plan.replicas.num_ep_groups,
-        plan.replicas.num_micro_batches,
-        plan.placement.num_layers,
-        plan.placement.ep_size,
-        plan.placement.num_experts,
-    )
+    replicas, placed = plan.replicas, plan.placement
+    have = (replicas.num_ep_groups, replicas.num_micro_batches, placed.num_layers, placed.ep_size, placed.num_experts)
     require(
         have == load.pairs.shape,
         f"the plan is for [G, M, L, P, E] = {list(have)}, the load is {list(load.pairs.shape)}.",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moe_rl.core.errors import require, require_least
+from moe_rl.core.errors import require, require_least, require_words
 
 ACTIVATIONS = ("swiglu", "swiglu_oai", "gelu", "relu2")
 POSITIVE_FIELDS = (
@@ -106,10 +106,7 @@ class MoeModelSpec:
             f"model {self.name!r}: sliding_window ({self.sliding_window}) and num_sliding_window_layers ({windowed}) "
             f"must both be 0, or both positive with at most num_layers ({self.num_layers}) layers.",
         )
-        require(
-            self.activation in ACTIVATIONS,
-            f"model {self.name!r}: activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}.",
-        )
+        require_words(self, whose=f"model {self.name!r}: ", activation=ACTIVATIONS)
 
     @property
     def num_moe_layers(self) -> int:

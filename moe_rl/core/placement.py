@@ -63,17 +63,10 @@ class ExpertPlacement:
                 f"physical_to_logical_map holds expert {int(slots.max())}, outside 0 .. {num_experts - 1}."
             )
         held = self.instances_per_rank()
-        layer_index = np.arange(num_layers)[:, None]
-        home = np.clip(self.home_rank, 0, self.ep_size - 1)
-        has_home = held[layer_index, home, np.arange(num_experts)[None, :]] > 0
-        # np.clip hid ranks outside 0 .. P - 1 from the index above: they have no home either.
-        has_home &= home == self.home_rank
-        if not has_home.all():
-            layer, expert = np.argwhere(~has_home)[0]
-            raise InvalidInputError(
-                f"layer {layer}: expert {expert} is lost: its home rank {self.home_rank[layer, expert]} "
-                "does not hold it."
-            )
+        at_home = (held > 0) & (self.home_rank[:, None, :] == np.arange(self.ep_size)[:, None])
+        for layer, expert in np.argwhere(~at_home.any(axis=1)):
+            home = self.home_rank[layer, expert]
+            raise InvalidInputError(f"layer {layer}: expert {expert} is lost: its home rank {home} does not hold it.")
         self._check_residents(held)
 
     def _check_residents(self, held: NDArray[np.int32]) -> None:
@@ -86,13 +79,9 @@ class ExpertPlacement:
             self.slots_per_rank >= per_rank + self.resident_slots,
             f"{self.slots_per_rank} slots per rank do not hold {per_rank} homes and {self.resident_slots} residents.",
         )
-        behind = np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank)
-        if len(behind):
-            layer, expert = behind[0]
+        for layer, expert in np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank):
             raise InvalidInputError(f"layer {layer}: the home of expert {expert} does not stand before the residents.")
-        twice = np.argwhere(held > 1)
-        if len(twice):
-            layer, rank, expert = twice[0]
+        for layer, rank, expert in np.argwhere(held > 1):
             raise InvalidInputError(f"layer {layer}: rank {rank} holds expert {expert} twice.")
 
     @property
@@ -140,8 +129,7 @@ class ExpertPlacement:
 
     def logical_replica_count(self) -> NDArray[np.int32]:
         """Return [L, E]: how many slots hold each expert."""
-        count: NDArray[np.int32] = self.instances_per_rank().sum(axis=1, dtype=np.int32)
-        return count
+        return np.asarray(self.instances_per_rank().sum(axis=1, dtype=np.int32))
 
     def home_slot(self) -> NDArray[np.int32]:
         """Return [L, E]: physical id of each expert's home, the lowest slot of its home rank that holds it."""
@@ -289,17 +277,13 @@ class ExpertMigration:
     @property
     def crosses_ranks(self) -> NDArray[np.bool_]:
         """[N] True where the move leaves its rank."""
-        source, destination = self.source_slot // self.slots_per_rank, self.destination_slot // self.slots_per_rank
-        crosses: NDArray[np.bool_] = source != destination
-        return crosses
+        return np.asarray(self.source_slot // self.slots_per_rank != self.destination_slot // self.slots_per_rank)
 
     @property
     def _home_crosses(self) -> NDArray[np.bool_]:
         """[N] True where a home leaves its rank; a rank holds no copy of an expert that is at home there."""
-        to_home: NDArray[np.bool_] = (
-            self.destination_slot // self.slots_per_rank == (self.new_home_rank[self.layer, self.expert])
-        )
-        return to_home & self.crosses_ranks
+        to_home = self.destination_slot // self.slots_per_rank == self.new_home_rank[self.layer, self.expert]
+        return np.asarray(to_home & self.crosses_ranks)
 
     @property
     def moved_bytes(self) -> int:

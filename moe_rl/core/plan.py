@@ -7,7 +7,7 @@ routing gives right results and the predicted routing gives fast ones.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -188,17 +188,25 @@ class Plan:
         return digest.hexdigest()
 
     @property
+    def replica_rank(self) -> NDArray[np.int32]:
+        """[N] rank that holds each replica."""
+        return self.replicas.physical_id // np.int32(self.placement.slots_per_rank)
+
+    @property
+    def replica_home_rank(self) -> NDArray[np.int32]:
+        """[N] rank that is home of each replica's expert."""
+        layer = self.replicas.index_of_replica() % max(1, self.replicas.num_layers)
+        return self.placement.home_rank[layer, self.replicas.expert]
+
+    @property
     def replicas_per_plan(self) -> float:
         """Mean copied replicas per (EP group, micro-batch, layer)."""
         return self.replicas.copies / max(1, len(self.replicas.offsets) - 1)
 
     def cross_node_replicas_per_plan(self, node_of_rank: NDArray[np.int64]) -> float:
         """Return the mean number of copied replicas whose home is on another node."""
-        layer = self.replicas.index_of_replica() % max(1, self.replicas.num_layers)
-        home = self.placement.home_rank[layer, self.replicas.expert]
-        rank = self.replicas.physical_id // self.placement.slots_per_rank
-        cross = (node_of_rank[home] != node_of_rank[rank]) & ~self.replicas.resident
-        return int(cross.sum()) / max(1, len(self.replicas.offsets) - 1)
+        crosses = node_of_rank[self.replica_home_rank] != node_of_rank[self.replica_rank]
+        return int((crosses & ~self.replicas.resident).sum()) / max(1, len(self.replicas.offsets) - 1)
 
 
 def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -282,15 +290,10 @@ class PlannedSplit:
 
         `actual` [n, P] are the pairs of the replica's expert that occur on each source.
         """
-        sources = actual.shape[1]
-        terms = {
-            "planned": self.planned,
-            "total": self.total,
-            "actual": actual.astype(np.int64),
-            "source": np.arange(sources),
-            "num_sources": sources,
-        }
-        return split_point(self.before, self.share_before, **terms), split_point(self.upto, self.share_upto, **terms)
+        sources, taken = actual.shape[1], actual.astype(np.int64)
+        split = partial(split_point, planned=self.planned, total=self.total, actual=taken, num_sources=sources)
+        source = np.arange(sources)
+        return split(self.before, self.share_before, source=source), split(self.upto, self.share_upto, source=source)
 
 
 def slot_map(

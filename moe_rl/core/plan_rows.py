@@ -133,13 +133,11 @@ class Replicas:
     @classmethod
     def of(cls, plan: Plan, load: StepLoad) -> "Replicas":
         """Return the replicas of `plan` when `load` occurs."""
-        cell = plan.replicas.index_of_replica()
-        expert = plan.replicas.expert.astype(np.int64)
         return cls(
-            cell=cell,
-            expert=expert,
-            rank=plan.replicas.physical_id.astype(np.int64) // plan.placement.slots_per_rank,
-            home_rank=plan.placement.home_rank[cell % max(1, load.num_layers), expert].astype(np.int64),
+            cell=plan.replicas.index_of_replica(),
+            expert=plan.replicas.expert.astype(np.int64),
+            rank=plan.replica_rank.astype(np.int64),
+            home_rank=plan.replica_home_rank.astype(np.int64),
             taken=rows_taken(plan.replicas, load).sum(axis=1),
             copied=~plan.replicas.resident,
         )

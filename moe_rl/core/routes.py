@@ -60,11 +60,6 @@ class RouteSample:
     share: float = 1.0
     """Of the step's tokens with a known route: n over how many there are."""
 
-    @property
-    def columns(self) -> tuple[NDArray[np.uint16], Ints, NDArray[np.int32], Ints]:
-        """(routes, token, source, cell_start), as the C++ core takes them."""
-        return self.routes, self.token, self.source, self.cell_start
-
     def cells_in_order(self) -> Ints:
         """Return the cell of each entry of `token`, [n] where all drawn tokens stand in a cell."""
         return np.repeat(np.arange(len(self.cell_start) - 1), np.diff(self.cell_start))

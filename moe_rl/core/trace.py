@@ -264,9 +264,7 @@ class RoutingTrace(SequenceColumns):
                 f"{self._row_name(rows[row])} holds expert id {routes[row, layer, choice]} in MoE layer "
                 f"{self.moe_layer_ids[layer]}, outside 0 .. {self.num_experts - 1}."
             )
-        duplicate = _names_expert_twice(routes)
-        if duplicate.any():
-            row, layer = np.argwhere(duplicate)[0]
+        for row, layer in np.argwhere(_names_expert_twice(routes)):
             require_captured_layers(_nonzero_layers(routes), self.moe_layer_ids, self.num_experts)
             raise InvalidInputError(
                 f"{self._row_name(rows[row])} names an expert twice: ids {routes[row, layer].tolist()} in MoE layer "
@@ -312,9 +310,7 @@ class SequenceCounts(SequenceColumns):
         require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
         self.check_columns({"S": len(counts)}, num_tokens="S", num_valid_tokens="S")
         sums = counts.sum(axis=2, dtype=np.int64)
-        wrong = np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k)
-        if len(wrong):
-            sequence, layer = wrong[0]
+        for sequence, layer in np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k):
             raise InvalidInputError(
                 f"sequence {sequence}, layer {layer}: the counts add up to {sums[sequence, layer]}, not to "
                 f"{self.num_valid_tokens[sequence]} tokens x top-{self.top_k}."

@@ -63,8 +63,7 @@ def count_visits(plan: Plan, load: StepLoad, topology: ClusterTopology) -> Count
     not. Of drawn tokens quotas are shares: the third of five drawn pairs, of 100 that there are, is the one at 50.
     """
     assert load.routes is not None
-    counted = (np.diff(load.routes.cell_start) > 0).reshape(load.pairs.shape[:2])
-    return _counted(plan, load, topology, counted)
+    return _counted(plan, load, topology)
 
 
 def count_rows(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
@@ -72,26 +71,25 @@ def count_rows(plan: Plan, load: StepLoad, topology: ClusterTopology) -> Counted
 
     Rows that a source sends to an expert go to its replicas as `core.metrics.rows_taken` says, the rest to its home.
     """
-    counted = np.ones(load.pairs.shape[:2], np.bool_)
-    return _counted(plan, replace(load, routes=None), topology, counted)
+    return _counted(plan, replace(load, routes=None), topology)
 
 
-def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDArray[np.bool_]) -> CountedVisits:
+def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
     """Return the visits of tokens where the load has routes, of rows where it has none."""
     core, replicas = native_core(), plan.replicas
-    rank = (replicas.physical_id // plan.placement.slots_per_rank).astype(np.int32)
     taken = rows_taken(replicas, load).astype(np.int32)
-    shape = load.pairs.shape[:3]
+    shape, sample = load.pairs.shape[:3], load.routes
+    counted = np.ones(shape[:2], np.bool_) if sample is None else (np.diff(sample.cell_start) > 0).reshape(shape[:2])
     # Tokens are followed by the core alone: without it `RouteSample` draws none, and a load has no routes.
     if core is None:
-        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, rank, taken)
+        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, taken)
     else:
         rank_visits, between, nics = core.count_visits(
             load.native(core, topology),
             home=plan.placement.home_rank,
             offsets=replicas.offsets,
             expert=replicas.expert,
-            rank=rank,
+            rank=plan.replica_rank,
             quota=taken,
             num_threads=0,
         )
@@ -99,12 +97,12 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology, counted: NDA
         rank_visits=rank_visits.reshape(*shape, topology.ep_size),
         between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
         counted=counted,
-        nics=nics.reshape(*shape, 2, topology.ep_size) if load.routes is None else None,
+        nics=nics.reshape(*shape, 2, topology.ep_size) if sample is None else None,
     )
 
 
 def _rows_in_numpy(
-    plan: Plan, load: StepLoad, topology: ClusterTopology, rank: NDArray[np.int32], taken: NDArray[np.int32]
+    plan: Plan, load: StepLoad, topology: ClusterTopology, taken: NDArray[np.int32]
 ) -> tuple[Floats, Floats, Floats]:
     """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC.
 
@@ -115,9 +113,8 @@ def _rows_in_numpy(
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
     index = plan.replicas.index_of_replica()
-    home = plan.placement.home_rank[index % max(1, load.num_layers), plan.replicas.expert]
-    np.add.at(rows.transpose(0, 2, 1), (index, rank), taken)
-    np.subtract.at(rows.transpose(0, 2, 1), (index, home), taken)
+    np.add.at(rows.transpose(0, 2, 1), (index, plan.replica_rank), taken)
+    np.subtract.at(rows.transpose(0, 2, 1), (index, plan.replica_home_rank), taken)
     between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
     inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))

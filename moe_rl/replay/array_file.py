@@ -27,9 +27,10 @@ DTYPES: dict[str, type[np.generic]] = {
     "U32": np.uint32,
     "I64": np.int64,
 }
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 MAX_HEADER_BYTES = 1 << 20
-WRITE_BYTES = 4 << 20
-"""Bytes copied or checked at a time, so that neither needs memory of the size of the file."""
+READ_BYTES = 4 << 20
+"""Bytes that are checked at a time: the check of a shard needs no memory of its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
     for name in names:
         array = arrays[name]
         header[name] = {
-            "dtype": _dtype_name(array.dtype),
+            "dtype": NAMES[array.dtype],
             "shape": list(array.shape),
             "data_offsets": [position, position + array.nbytes],
         }
@@ -67,10 +68,8 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
     with path.open("wb") as file:
         head = memoryview(len(text).to_bytes(8, "little") + text)
         for view in (head, *(_as_bytes(arrays[name]) for name in names)):
-            for start in range(0, len(view), WRITE_BYTES):
-                piece = view[start : start + WRITE_BYTES]
-                file.write(piece)
-                crc = zlib.crc32(piece, crc)
+            file.write(view)
+            crc = zlib.crc32(view, crc)
             size += len(view)
         file.flush()
         os.fsync(file.fileno())
@@ -113,19 +112,11 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 def file_crc32(path: Path) -> int:
     """Return the CRC-32 of the file's bytes, read a few MiB at a time."""
-    crc, buffer = 0, bytearray(WRITE_BYTES)
-    view = memoryview(buffer)
+    crc = 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(view[:count], crc)
+        while data := file.read(READ_BYTES):
+            crc = zlib.crc32(data, crc)
     return crc
-
-
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    for name, known in DTYPES.items():
-        if dtype == known:
-            return name
-    raise TypeError(f"a shard cannot hold {dtype} arrays.")
 
 
 def _as_bytes(array: NDArray[Any]) -> memoryview:

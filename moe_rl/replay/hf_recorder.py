@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -101,9 +100,7 @@ class RoutingRecorder:
         self._handles.append(self._model.register_forward_hook(self._after_call))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -140,12 +137,11 @@ class RoutingRecorder:
             **columns,
         )
         logprobs = [sequence.router_logprobs for sequence in sequences if sequence.router_logprobs is not None]
-        extra: dict[str, Any] = {}
-        if logprobs:
-            extra["router_logprobs"] = np.concatenate(logprobs)
-        if policy_version is not None:
-            extra["policy_version"] = np.full(trace.num_tokens, policy_version, np.int32)
-        return replace(trace, **extra)
+        return replace(
+            trace,
+            router_logprobs=np.concatenate(logprobs) if logprobs else None,
+            policy_version=None if policy_version is None else np.full(trace.num_tokens, policy_version, np.int32),
+        )
 
     def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # By name, however the caller passed them: model(ids) and model(input_ids=ids).

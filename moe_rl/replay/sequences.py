@@ -24,8 +24,8 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
     if len(parts) == 1:
         return first
     for part in parts:
-        difference = _difference(first, part)
-        require(not difference, f"parts of a trace differ in {difference}.")
+        for (name, one), other in zip(_facts(first).items(), _facts(part).values(), strict=True):
+            require(one == other, f"parts of a trace differ in {name}.")
     if isinstance(first, SequenceCounts):
         return replace(first, **{name: _joined(parts, name) for name in COUNT_FIELDS})
     columns: dict[str, Any] = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
@@ -75,18 +75,12 @@ def count_sequences(trace: RoutingTrace) -> SequenceCounts:
     )
 
 
-def _difference(first: Trace, other: Trace) -> str:
-    """Return the name of the first property in which two parts of one trace may not differ but do."""
-    if type(first) is not type(other):
-        return "kind (routes and counts)"
-    for name in ("num_experts", "top_k", "moe_layer_ids", "model", "provenance"):
-        if getattr(first, name) != getattr(other, name):
-            return name
-    if isinstance(first, RoutingTrace) and isinstance(other, RoutingTrace):
-        for name in ("policy_version", "router_logprobs"):
-            if (getattr(first, name) is None) != (getattr(other, name) is None):
-                return f"whether they have {name}"
-    return ""
+def _facts(trace: Trace) -> dict[str, object]:
+    """Return the properties in which parts of one trace may not differ."""
+    names = ("num_experts", "top_k", "moe_layer_ids", "model", "provenance")
+    facts = {"kind (routes or counts)": type(trace)} | {name: getattr(trace, name) for name in names}
+    optional = ("policy_version", "router_logprobs")
+    return facts | {f"whether they have {name}": getattr(trace, name, None) is None for name in optional}
 
 
 def _joined(parts: Sequence[Trace], name: str) -> Any:

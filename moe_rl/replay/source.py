@@ -28,10 +28,8 @@ def open_source(
     file, or that its format has no use for, is refused. Raises `InvalidInputError` where nothing is there, no format
     or more than one fits, or the contents are wrong.
     """
-    path = Path(path)
-    options = options or ImportOptions()
-    require(path.exists(), f"there is no trace at {path}.")
-    name = format or _recognize(path)
+    path, options = Path(path), options or ImportOptions()
+    name = _recognize(path, format)
     if name == NATIVE_FORMAT:
         stored = TraceReader(path)
         require_agreement(stored, options)
@@ -44,9 +42,11 @@ def open_source(
         raise InvalidInputError(f"{path} cannot be read as {name}: {error.strerror}.") from error
 
 
-def _recognize(path: Path) -> str:
-    if (path / MANIFEST_NAME).is_file():
-        return NATIVE_FORMAT
+def _recognize(path: Path, given: str | None) -> str:
+    """Return the format that the user gave, or the one that fits what is there."""
+    require(path.exists(), f"there is no trace at {path}.")
+    if given or (path / MANIFEST_NAME).is_file():
+        return given or NATIVE_FORMAT
     try:
         found = [importer.name for importer in IMPORTERS if importer.recognizes(path)]
     except OSError as error:
@@ -76,8 +76,7 @@ def recorded_sequences(
 ) -> Iterator[RecordedSequence]:
     """Yield the sequences of a trace of any known format as they are stored: MoE layers alone, no row checked."""
     path, options = Path(path), options or ImportOptions()
-    require(path.exists(), f"there is no trace at {path}.")
-    name = format or _recognize(path)
+    name = _recognize(path, format)
     if name != NATIVE_FORMAT:
         for index, record in enumerate(IMPORTERS[name].read(path, options)):
             layers, ids = picked_layers(record, options, record.at(path, index))

@@ -52,7 +52,7 @@ def slime_rows(
     The last token of each sequence, which has no route, is filler, as is the padding (round robin over experts). The
     rows are padded to `data_pad_size_multiplier` x TP.
     """
-    sequences = [[_rows(number, 0, count - 1), _filler(1)] for number, count in enumerate(tokens)]
+    sequences = [[Span(sequence=number, first=0, rows=count - 1), _filler(1)] for number, count in enumerate(tokens)]
     multiple = rank.tp_size * pad_multiplier
     # Every rank of the context-parallel group runs all rows in order and keeps one even share.
     if allgather_cp:
@@ -73,7 +73,8 @@ def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = Fa
     halves = 1 if contiguous or rank.cp_size == 1 else 2
     align = rank.tp_size * rank.cp_size * halves
     sequences = [
-        _padded_to([_rows(number, 0, count - 1)], _padded(count, align)) for number, count in enumerate(tokens)
+        _padded_to([Span(sequence=number, first=0, rows=count - 1)], _padded(count, align))
+        for number, count in enumerate(tokens)
     ]
     if contiguous:
         rows = _share([span for spans in sequences for span in spans], rank.cp_rank, rank.cp_size)
@@ -117,10 +118,6 @@ def read_rows(
             place[:] = (ordinal[:, :, None] * top_k + np.arange(top_k)) % round_robin
         begin += span.rows
     return out
-
-
-def _rows(sequence: int, first: int, rows: int) -> Span:
-    return Span(sequence=sequence, first=first, rows=rows)
 
 
 def _filler(rows: int) -> Span:

@@ -7,7 +7,6 @@ writer stores what is new, and a turn costs bytes for its new tokens.
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -128,9 +127,7 @@ class RoutesWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
         elif self._file is not None:

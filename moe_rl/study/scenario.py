@@ -386,4 +386,4 @@ def _history(
         f"policy {forecasting[0]!r} needs an earlier step, and the trace has one step of one micro-batch: "
         "use eplb-oracle.",
     )
-    return batch.load.micro_batch_slice(0, half), "first half of this step's micro-batches"
+    return batch.load.micro_batches(np.arange(half)), "first half of this step's micro-batches"

@@ -90,7 +90,7 @@ def test_a_load_of_another_shape_is_refused() -> None:
     load = load_of(np.ones((1, 2, 1, 2, 4), np.int32), 2)
     plan = make_planner("static").plan(problem_of(load, topology))
     with pytest.raises(InvalidInputError, match=r"the plan is for \[G, M, L, P, E\] = \[1, 2, 1, 2, 4\]"):
-        rank_load(plan, load.micro_batch_slice(0, 1))
+        rank_load(plan, load.micro_batches(np.arange(1)))
 
 
 def test_a_prediction_lists_only_what_was_computed() -> None:

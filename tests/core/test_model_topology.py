@@ -63,7 +63,7 @@ def test_expert_sizes_of_qwen3_30b_are_the_published_ones() -> None:
         ({"moe_layer_ids": ()}, "moe_layer_ids must be ascending"),
         ({"num_query_groups": 5}, "num_query_groups (5) does not divide"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
-        ({"activation": "relu"}, "'relu' is not one of"),
+        ({"activation": "relu"}, "'relu' is unknown"),
         ({"num_expert_groups": 3}, "does not divide num_experts"),
         ({"sliding_window": 128}, "sliding_window (128) and num_sliding_window_layers (0) must both be 0"),
         ({"sliding_window": 128, "num_sliding_window_layers": 49}, "num_sliding_window_layers (49) must both"),

@@ -77,7 +77,7 @@ def test_it_beats_eplb_on_either_half_of_the_development_trace(dev_trace_path: P
     layout = BatchLayout.ep_group(trace.sequence_lengths, token_budget=2048)
     whole = reduce_load([trace], layout=layout, topology=topology)
     middle = whole.num_micro_batches // 2
-    halves = [whole.micro_batch_slice(0, middle), whole.micro_batch_slice(middle, whole.num_micro_batches)]
+    halves = [whole.micro_batches(each) for each in np.split(np.arange(whole.num_micro_batches), [middle])]
     model = model_spec(num_experts=32, num_layers=4, top_k=4)
     for load, history in (halves, halves[::-1]):
         order = np.arange(load.num_micro_batches)
