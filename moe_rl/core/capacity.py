@@ -47,6 +47,7 @@ class Capacity:
         """
         most = self.tokens.max(axis=2, initial=0)
         uneven = self.tokens.min(axis=2, initial=np.iinfo(np.int64).max) < most
+        # -most % 64 is what the fullest rank lacks to a whole chunk: 100 tokens become 128, and 128 stay.
         return np.where(uneven, most + -most % TOKEN_CHUNK, most)
 
     @property
@@ -65,6 +66,7 @@ class Capacity:
         return self._factor(self.rows, np.full(self.tokens.shape[:2], self.padded_tokens.max(initial=0)))
 
     def _factor(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
+        # A micro-batch without tokens has no rows either: 1e-9 only keeps the unused branch from dividing by 0.
         base = np.maximum(tokens * self.top_k, 1e-9)[..., None]
         found = float(np.where(tokens[..., None] > 0, rows.max(axis=3, initial=0) / base, 0.0).max(initial=0.0))
         return math.ceil(found * STEPS + 1e-6) / STEPS  # int(tokens * top_k * factor) must not round below the rows
@@ -75,6 +77,7 @@ class Capacity:
 
     def received_tokens(self) -> int:
         """Return tokens, at most, that a rank receives in a cell from a dispatcher that sends each once to a rank."""
+        # A token arrives once however many of its experts are there, so the tokens of the group bound it, too.
         in_group = self.tokens.sum(axis=2)[:, :, None, None]
         return int(np.minimum(self.rows, in_group).max(initial=0))
 
@@ -96,6 +99,7 @@ class Capacity:
             f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} for a buffer that "
             "is allocated once."
         ]
+        # With all routes known the bound is a count, and there is nothing to be sure or unsure of.
         if self.unknown_share:
             sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
             said.append(

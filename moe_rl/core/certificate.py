@@ -60,14 +60,19 @@ def certify(
     rows = rank_load(plan, known).reshape(groups, micro_batches, layers, places, -1).sum(axis=4)
     worst, most = rows, rows
     if unknown:
+        # Linear in the missing tokens, whatever they choose: each brings a place at most what the place can hold of it.
         worst = rows + missing.sum(axis=2)[:, :, None, None] * _most_per_token(plan, exact_domain, known.top_k)
         most = worst
         if risk:
+            # The union bound: 64 micro-batches x 94 layers x 32 ranks share a risk of 1e-4, ln(192,512 / 1e-4) = 21.4.
             chances = float(np.log(rows.size / risk))
             bounds = np.stack(list(_quantiles(plan, known, missing, exact_domain, chances)))
+            # A quantile may lie below the rows that are known, or above what can happen at all: between the two it
+            # counts.
             most = np.minimum(worst, np.maximum(rows, np.ceil(bounds.reshape(rows.shape)))).astype(np.int64)
 
     def of_ranks(placed: NDArray[np.int64]) -> NDArray[np.int64]:
+        # The engine deals the rows of a domain out evenly: of 10 rows on 4 ranks no rank gets more than 3.
         return np.repeat(-(-placed // exact_domain), exact_domain, axis=3)
 
     return Capacity(
@@ -126,6 +131,8 @@ def _quantiles(
             within, beyond = (split.upto - split.before) / planned, (split.share_upto - split.share_before) / total
             kept, room = np.minimum(actual, split.planned), np.maximum(split.planned - actual, 0)
             over = expected - room
+            # Jensen below, Scarf above. Mean and variance 4 and room for 4: the mean of (N - room)+ lies between 0 and
+            # 1.
             low, high = np.maximum(over, 0.0), (np.sqrt(expected + over**2) + over) / 2.0
             level = within * (kept + expected) + beyond * (actual - kept)
             bend = beyond - within
@@ -147,12 +154,16 @@ def _quantiles(
             key, held = np.unique(every, return_inverse=True)
             slope = np.zeros((len(key), ranks))
             np.add.at(slope, held, np.concatenate([steep.reshape(-1, ranks), np.maximum(within, beyond)]))
+            # One more pair brings a place one row at most, however many instances of its expert stand there.
             slope = np.minimum(slope, 1.0)
             chance = shares[key // experts // places, key % experts]
             deviation, most = np.zeros((2, layers * places, ranks))
             np.add.at(deviation, key // experts, slope * np.sqrt(chance * (1.0 - chance)))
             np.add.at(most, key // experts, slope)
+            # n_s known tokens tell a share to within the noise of n_s draws: with as many unknown ones the variance
+            # doubles.
             variance = (deviation**2 * unknown * (1.0 + unknown / seen)).sum(axis=1)
+            # Freedman: exp(-t^2 / (2 V + 2 b t / 3)) = risk, solved for t with `once` = b chances / 3.
             once = np.minimum(most.max(axis=1), known.top_k) * chances / 3.0
             bound: Floats = (rows + once + np.sqrt(once**2 + 2.0 * variance * chances)).reshape(layers, places)
             bound[~pairs.any(axis=(1, 2))] = np.inf  # nothing is known of what tokens choose there

@@ -50,6 +50,7 @@ class DecodeBatches:
         batch, sequence = np.nonzero(running)
         row = trace.cu_seqlens[sequence] + times[batch] - start[sequence]
         order = np.lexsort((place[sequence], batch))
+        # Rows without a route are decoded, too, but nobody knows where: they count for no expert.
         order = order[trace.valid[row[order]]]
         return cls(
             routes=trace.routed_experts[row[order]],
@@ -67,6 +68,7 @@ class DecodeBatches:
 
     def load(self) -> NDArray[np.float64]:
         """Return [M, L, E] token-expert pairs."""
+        # Tokens stand batch by batch, so a batch is a run of rows.
         start = np.searchsorted(self.batch, np.arange(self.num_batches + 1))
         counts, _ = count_runs(self.routes, np.ones(len(self.routes), np.bool_), start, num_experts=self.num_experts)
         return counts.astype(np.float64)

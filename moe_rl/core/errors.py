@@ -18,6 +18,7 @@ def nearest_name(name: str, known: Iterable[str], *, listed_by: str = "") -> str
     Where they are too many for a sentence, `listed_by` is the command that lists them.
     """
     names = sorted(known)
+    # One name: a user who mistyped wants the fix, not a choice.
     close = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {listed_by or ', '.join(names)}."
 
@@ -82,6 +83,7 @@ def located(where: object) -> Iterator[None]:
 
 def require_kind(name: str, value: object, kind: Any) -> None:
     """Raise unless `value` is of the annotated `kind`: bool, int, float (finite), str, or a Literal of words."""
+    # True is an int in Python; an option that takes a number must not take it.
     number = value if not isinstance(value, bool) and isinstance(value, Real) else None
     if get_origin(kind) is Literal:
         fits, wanted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"

@@ -52,6 +52,7 @@ class ExpertMap:
         cls, *, num_layers: int, moe_layer_ids: tuple[int, ...], num_experts: int, ep_size: int, copies: int = 0
     ) -> Self:
         """Return the map that engines start with when they are given none: slot p holds expert p mod E."""
+        # 128 experts and 8 copies: slots 128 to 135 hold experts 0 to 7 once more.
         row = (np.arange(num_experts + copies) % num_experts).astype(np.int32)
         return cls(
             slots=np.tile(row, (len(moe_layer_ids), 1)),
@@ -127,6 +128,7 @@ def _fill(row: NDArray[np.int32], load: NDArray[np.float64], slots_per_rank: int
     # An expert that no slot holds goes first, however little it is asked for.
     for slot in np.flatnonzero(row < 0).tolist():
         wanted = np.where(copies == 0, np.inf, load / np.maximum(copies, 1))
+        # A second copy on the same rank would take no load off it.
         wanted[by_rank[slot // slots_per_rank][by_rank[slot // slots_per_rank] >= 0]] = -1.0
         expert = int(np.argmax(wanted))
         row[slot] = expert

@@ -38,6 +38,7 @@ class BatchLayout:
             least, most = int(column.min(initial=size)), int(column.max(initial=-1))
             inside = not count or (least >= 0 and most < size)
             require(inside, f"layout: {name} must lie in 0 .. {size - 1}, got {least} .. {most}.")
+        # Equal orders would leave the place of tokens on their rank, and so their source rank, to the sort.
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
             len(np.unique(places, axis=0)) == count,
@@ -73,6 +74,7 @@ class BatchLayout:
         first = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
         base = np.maximum.accumulate(np.where(first, before, 0))
         start = np.empty(len(run), np.int64)
+        # Scattered back: `run` sorts by micro-batch, rank and order.
         start[run] = before - base
         return start
 
@@ -160,6 +162,7 @@ def _close_before_exceeding(lengths: NDArray[np.int64], token_budget: int) -> ND
     micro_batch = np.zeros(len(lengths), np.int32)
     current = used = 0
     for position, length in enumerate(lengths.tolist()):
+        # Next fit, no look back: frameworks that take sequences in order cannot reopen a micro-batch.
         if used + length > token_budget:
             current, used = current + 1, 0
         used += length

@@ -99,6 +99,7 @@ class StepLoad:
         if of_known_sequences:
             own = self.per_expert()
             known = np.where(own.any(axis=3, keepdims=True), own, known)
+        # Whole pairs, because planners count in integers and sums must stay those of top-k choices.
         expected = expected_pairs(missing[:, :, None, :], known, self.top_k)
         return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
 
@@ -118,6 +119,7 @@ class StepLoad:
         routes = [load.routes for load in loads if load.routes is not None]
         joined = None
         if len(routes) == len(loads):
+            # Cells are numbered by EP group first: the micro-batches of all steps follow each other within each group.
             counts = [load.num_micro_batches for load in loads]
             starts = np.cumsum([0, *counts]) * first.num_ep_groups
             cells = [
@@ -192,6 +194,7 @@ class StepLoad:
         popularity[..., -1] = 1 - popularity[..., :-1].sum(axis=4)  # where nothing was chosen, nothing moves
         # By counts, not by pair: 1 M tokens, 94 layers and top-8 are 752 M pairs.
         kept = rng.binomial(self.pairs, 1 - share)
+        # Drawn by popularity, a pair may take its own expert again: it counts as one that moved.
         moved = (self.pairs - kept).sum(axis=4)
         pairs = kept + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
         room = self.tokens[:, :, None, :, None] - pairs

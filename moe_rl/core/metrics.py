@@ -20,6 +20,7 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
     """
     index = replicas.index_of_replica()
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+    # Columns of replicated experts alone: at most 32 of 128 in a cell with one spare slot on each of 32 ranks.
     actual = pairs[index, :, replicas.expert]
     # The planned load itself: quotas hold as they are.
     if np.array_equal(actual, replicas.source_pairs):
@@ -66,6 +67,7 @@ def max_over_mean_per_layer(loads: NDArray[np.integer]) -> NDArray[np.float64]:
 
 def node_load(loads: NDArray[np.int64], ranks_per_domain: int) -> NDArray[np.int64]:
     """Return [G, M, L, N] loads summed over the ranks of each node, from rank loads [G, M, L, P]."""
+    # Ranks of a node are numbered one after the other (`topology.node_of_rank`).
     per_node: NDArray[np.int64] = loads.reshape(*loads.shape[:3], -1, ranks_per_domain).sum(axis=4)
     return per_node
 

@@ -41,6 +41,7 @@ class MicroBatchCost:
 
     def busiest_s(self, layout: BatchLayout, topology: ClusterTopology) -> Floats:
         """Return [G, M] seconds of the busiest rank beside its routed experts, launches not counted."""
+        # Each part ends in a collective of the group, so the slowest rank of each counts, not the slowest of the sum.
         waits = [_by_group(layout, part, topology).max(axis=2) for part in self.sequence_s]
         busiest: Floats = np.sum(waits, axis=0) + self.fixed_s
         return busiest
@@ -50,6 +51,7 @@ class MicroBatchCost:
         running = np.bincount(layout.micro_batch, minlength=layout.num_micro_batches) > 0
         if not running.any():
             return 0.0
+        # Equal times of device and host add up to 2^(1/3) = 1.26 of either: they overlap, but not perfectly.
         busy = (device_s[:, running] ** SMOOTH + self.host_s**SMOOTH) ** (1.0 / SMOOTH)
         return float(busy.sum(axis=1).max()) * (1.0 + self.bubble / int(running.sum()))
 
@@ -64,6 +66,7 @@ def _by_group(layout: BatchLayout, values: Floats, topology: ClusterTopology) ->
     """Return [G, M, P] sums of [S] values over the cell that each source rank has a slice of."""
     cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
     np.add.at(cells, (layout.micro_batch, layout.dp_rank), values)
+    # TP x CP slices of one data-parallel rank work through the same sequences.
     by_rank = cells[:, np.arange(topology.num_ranks) // topology.slices_per_dp_rank]
     grouped: Floats = by_rank.reshape(-1, topology.num_ep_groups, topology.ep_size).transpose(1, 0, 2)
     return grouped

@@ -25,6 +25,7 @@ def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: in
         num_expert_groups >= 1 and num_experts % num_expert_groups == 0,
         f"{whose}: num_expert_groups ({num_expert_groups}) does not divide num_experts ({num_experts}).",
     )
+    # DeepSeek-V3: 256 experts in 8 groups, of which a token takes 4, leave 128 to choose 8 from.
     eligible = num_experts // num_expert_groups * expert_group_top_k
     require(
         expert_group_top_k == 0 or (0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k),
@@ -116,6 +117,7 @@ class MoeModelSpec:
     @property
     def num_expert_matrices(self) -> int:
         """Matrices of `hidden_size x moe_ffn_hidden_size` in one expert: gate, up and down, or up and down."""
+        # A gated unit multiplies two projections of the input before the third maps back.
         return 3 if self.activation.startswith("swiglu") else 2
 
     @property
@@ -132,6 +134,7 @@ class MoeModelSpec:
     def attention_products(self) -> tuple[tuple[int, int], ...]:
         """Columns and depth of the projections of a layer's attention, the output's last."""
         hidden, outputs, queries = self.hidden_size, self.num_attention_heads * self.kv_channels, self.query_channels
+        # Latent attention projects to a narrow latent first and expands it per head: two thin products for a wide one.
         low, cached = self.latent_query_width, self.latent_cache_width
         if not cached:
             return (queries + self.key_value_channels, hidden), (hidden, outputs)
@@ -156,4 +159,5 @@ class MoeModelSpec:
     @property
     def expert_state_bytes(self) -> int:
         """Bytes that move with an expert between steps: bf16 weight, fp32 master and two fp32 Adam moments."""
+        # 2 + 4 + 4 + 4 bytes per parameter: 264 MB for an expert of Qwen3-235B, seven times its weights.
         return 14 * self.expert_params

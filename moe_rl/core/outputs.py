@@ -13,6 +13,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     Nothing is created. A path may not be a folder, an input, or the same as another output; `-`, standard output, is
     for `--json` alone.
     """
+    # Checked before hours of work, not after: a typing error in a path must not cost a result.
     files = {option: path for option, path in paths.items() if path is not None}
     asked = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
     for option, path in asked.items():

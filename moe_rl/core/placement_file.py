@@ -48,9 +48,11 @@ def read_placement(path: Path) -> ExpertPlacement:
         )
     except InvalidInputError:
         raise
+    # A file that somebody edited or a killed job left half-written: one sentence, whatever it broke.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInputError(f"{path} is damaged or not a placement: {error}.") from error
 
 
 def _hash(body: dict[str, Any]) -> str:
+    # Sorted keys: the hash must not depend on the order in which a dictionary was built.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -90,6 +90,7 @@ class ReplicaPlan:
         places = (group * self.num_micro_batches * self.num_layers + each).ravel()
         count = np.diff(self.offsets)[places]
         offsets = np.append(0, np.cumsum(count))
+        # Start of each place in the old columns less its start in the new ones, then counted up: no loop over places.
         rows = np.repeat(self.offsets[places] - offsets[:-1], count) + np.arange(int(offsets[-1]))
         taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
         return replace(self, **taken, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
@@ -162,6 +163,7 @@ class Plan:
         )
         num_slots = self.placement.physical_to_logical_map.shape[1]
         ids = self.replicas.physical_id
+        # Slots are checked here, where placement and replicas meet: neither knows the other alone.
         inside = bool(((ids >= 0) & (ids < num_slots)).all())
         require(inside, f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
 
@@ -214,6 +216,7 @@ def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
 
     Example: tokens [[0, 1], [1, 2], [1, 0]] -> [[0, 0], [1, 0], [2, 1]].
     """
+    # Ordinals count within one source rank, which needs no word from any other rank.
     flat = np.asarray(routed_experts, np.int64).ravel()
     # Stable, so that equal experts stay in the order of the tokens.
     order = np.argsort(flat, kind="stable")
@@ -244,6 +247,7 @@ def split_point(quota: Any, share: Any, *, planned: Any, total: Any, actual: Any
     steps, step = 2 * num_sources, 2 * source + 1
     kept = actual.clip(max=planned)
     planned, total = planned.clip(min=1), total.clip(min=1)
+    # Integer floor division alone: floats would round differently on GPU and CPU, and ranks would disagree.
     within = (steps * quota * kept + step * planned) // (steps * planned)
     return within + (steps * share * (actual - kept) + step * total) // (steps * total)
 
@@ -270,6 +274,7 @@ class PlannedSplit:
         """Return the terms of the replicas in `part`; equal `key`s [n]: one expert in one layer of a micro-batch."""
         quota, planned = replicas.source_quota[part], replicas.source_pairs[part]
         share = quota.sum(axis=1, dtype=np.int64)[:, None]
+        # The sums over all sources ride along as column 0, so that one cumulative sum serves both.
         own = np.concatenate([share, quota[:, sources]], axis=1)
         order = np.argsort(key, kind="stable")
         # Exclusive running sums, less their value where the expert's replicas begin: they restart at every expert.
@@ -308,6 +313,7 @@ def slot_map(
     """
     home = plan.placement.home_slot()[layer]
     experts = np.asarray(routed_experts, np.int64)
+    # home[-1] of a dropped pair reads the last expert: the mask throws it away again.
     result = np.where(experts >= 0, home[experts], -1).astype(np.int32)
     here = plan.replicas.slice_of(group, micro_batch, layer)
     replicated = plan.replicas.expert[here]

@@ -44,6 +44,7 @@ class GroupLimit:
         `picked` [C, E] is the probability that it picks each expert. Loads do not say how often a group is drawn: as
         often as its choices suggest, and at least as often as its most popular expert.
         """
+        # Filler rows may send a token to one expert K times, which makes a share above 1.
         by_group = np.minimum(picked, 1.0).reshape(len(picked), self.num_groups, -1)
         choices = by_group.sum(axis=2)
         share = self.top_k * choices / np.maximum(choices.sum(axis=1, keepdims=True), 1e-300)
@@ -146,6 +147,7 @@ class Replicas:
         """Return the rows by place, of `per_expert` [C, E] rows in all."""
         num_places, num_experts = int(place_of_rank[-1]) + 1, per_expert.shape[1]
         place = place_of_rank[self.rank]
+        # A replica on the node of its home moves no row to another node: only those that leave make a triple.
         leaves = place != place_of_rank[self.home_rank]
         home = per_expert.astype(np.float64)
         np.subtract.at(home, (self.cell[leaves], self.expert[leaves]), self.taken[leaves])
@@ -172,6 +174,7 @@ class Replicas:
         def busiest(kind: NDArray[np.bool_]) -> Floats:
             moved = (self.copied & kind).astype(np.float64)
             received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
+            # A link carries both ways at once, so the busier direction counts; the busiest rank delays all.
             most: Floats = np.maximum(received, sent).max(axis=1)
             return most
 
@@ -194,6 +197,7 @@ def rows_of_plan(
     tokens = np.repeat(load.tokens.sum(axis=2).ravel(), load.num_layers).astype(np.float64)
     replicas = Replicas.of(plan, load)
     home_rank = plan.placement.home_rank
+    # Twice: ranks wait for their own rows, NICs for those of their node.
     at_rank = replicas.placed(per_expert, home_rank, np.arange(topology.ep_size))
     at_node = replicas.placed(per_expert, home_rank, topology.node_of_rank)
     picked = per_expert / np.maximum(tokens, 1.0)[:, None]

@@ -170,6 +170,7 @@ def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopol
     start = layout.token_start(lengths)[some]
     micro_batch, dp_rank = layout.micro_batch[some].astype(np.int64), layout.dp_rank[some].astype(np.int64)
     held_tokens = layout.rank_tokens(lengths)[micro_batch, dp_rank]
+    # Slices cut what a DP rank holds, not each sequence: 100 tokens on 8 slices are 12 or 13 on each.
     first_slice = start * slices // held_tokens
     last_slice = (start + lengths[some] - 1) * slices // held_tokens
     # A sequence that crosses slice borders becomes one segment per slice.
@@ -290,6 +291,7 @@ def _filler_routes(filler: Filler, position: NDArray[np.int64], like: RoutingTra
     ids = np.arange(top_k, dtype=dtype) if filler is Filler.FIRST_EXPERTS else np.zeros(top_k, dtype)
     if filler is Filler.EXPERT_ZERO:
         ids = ids[:1]
+    # A view with stride 0: padding of 1 M rows x 94 layers takes no memory.
     same: Routes = np.broadcast_to(ids, (len(position), like.num_layers, len(ids)))
     return same
 
@@ -305,6 +307,7 @@ def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, 
         before = int(segments.start[segment] - (ends[owner] - length))
         after = int(stop - (ends[owner] - length))
         group_micro_batch, source = divmod(int(block), num_sources)
+        # By share of rows: counts do not say which token chose which expert.
         pairs = _share(counts.tokens_per_expert[owner].astype(np.int64), before, after, length)
         counter.pairs[group_micro_batch, :, source] += pairs.astype(np.int32)
         valid = int(_share(counts.num_valid_tokens[owner], before, after, length))

@@ -101,6 +101,7 @@ class Registry(Generic[T]):
             # Taken off first: an entry point may read the registry that it adds to.
             point = self._waiting.pop(0)
             try:
+                # Loaded now and not at import: a trainer that never asks for an importer never loads one.
                 for entry in part_of(point, self._part) if self._part else (point.load(),):
                     self.register(entry)
             except Exception as error:

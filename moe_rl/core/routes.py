@@ -37,6 +37,7 @@ def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
     count = min(most, total)
     # The middle of each of `count` equal stretches.
     rows = (np.arange(count) * total + total // 2) // max(1, count)
+    # A row on a border belongs to the rank that holds it; ranks without rows get empty parts.
     parts: list[Ints] = np.split(rows, np.searchsorted(rows, ends[:-1]))
     return [part - start for part, start in zip(parts, ends - held, strict=True)]
 
@@ -154,6 +155,7 @@ class RouteSample:
         micro_batch, dp_rank = (column[self.sequence] for column in of_sequence)
         held = layout.rank_tokens(lengths)[micro_batch, dp_rank]
         place = layout.token_start(lengths)[self.sequence] + self.position
+        # The same whole-number rule as `reduce._cut`: a drawn token must stand where its pairs were counted.
         group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
         return group * layout.num_micro_batches + micro_batch, source, place
 
@@ -170,6 +172,7 @@ class RouteSample:
         moves, drawn = rng.random(routes.shape) < share, rng.random(routes.shape)
         for layer, choice in np.ndindex(routes.shape[0], routes.shape[2]):
             mine = np.flatnonzero(moves[layer, :, choice])
+            # Inverse of the cumulative shares: the first expert whose share ends above the draw.
             other = (upto[cell[mine], layer] <= drawn[layer, mine, choice, None]).sum(axis=1)
             free = (other < upto.shape[2]) & ~(routes[layer, mine] == other[:, None]).any(axis=1)
             routes[layer, mine[free], choice] = other[free]

@@ -79,6 +79,7 @@ def verl_layout(
     ranks = []
     for part in karmarkar_karp(work, num_dp_ranks, equal_size=True):
         part.sort(key=lambda sample: (work[sample], sample))
+        # Every other one forward and then back: cheap sequences at both ends, as verl orders a rank.
         ranks.append([sample for sample in part[::2] + part[1::2][::-1] if sample < len(tokens)])
     most = max(min(len(rank), -(-sum(tokens[s] for s in rank) // token_budget)) for rank in ranks)
     count = -(-max(1, most) // multiple_of) * multiple_of
@@ -87,6 +88,7 @@ def verl_layout(
         cells = [[[rank[i] for i in part] for part in parts] for rank, parts in zip(ranks, cut, strict=True)]
         if all(sum(tokens[s] for s in cell) <= token_budget for row in cells for cell in row):
             break
+        # One more micro-batch of every rank until all fit: equal counts, since all ranks meet in every micro-batch.
         count += multiple_of
     for number, (parts, rank) in enumerate(zip(cut, ranks, strict=True)):
         parts.sort(key=lambda part: (sum(work[rank[i]] for i in part), part[0] if part else 0), reverse=True)
@@ -120,6 +122,7 @@ def slime_layout(
         else:
             bins[place].append(sample)
             held[place] += length
+    # Whole rounds: each rank must get equally many micro-batches.
     align = num_dp_ranks * multiple_of
     _split_largest(bins, max(align, -(-len(bins) // align) * align), tokens)
     if model is None:
@@ -166,6 +169,7 @@ def megatron_layout(
     A micro-batch of all ranks is a run of consecutive sequences, rank by rank (`MegatronPretrainingSampler`).
     """
     check_token_budget(lengths, token_budget)
+    # A fixed number of sequences is padded to its longest: 8,192 tokens hold 4 of at most 2,048.
     size = max(1, token_budget // int(lengths.max(initial=1)))
     count = -(-len(lengths) // (size * num_dp_ranks * multiple_of)) * multiple_of
     cell = np.arange(len(lengths)) // size

@@ -34,6 +34,7 @@ COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE
 def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
     """Return the smallest dtype that holds the expert ids 0 .. num_experts - 1."""
     require(1 <= num_experts <= 65_536, f"num_experts must lie in 1 .. 65536, got {num_experts}.")
+    # Half the bytes for all models up to 256 experts; DeepSeek-V3 has just 256.
     return np.uint8 if num_experts <= 256 else np.uint16
 
 
@@ -258,6 +259,7 @@ class RoutingTrace(SequenceColumns):
 
     def _check_chunk(self, routes: NDArray[np.unsignedinteger], rows: NDArray[np.int64]) -> None:
         """Check `routes` [n, L, K], which are the rows `rows` [n] of the trace."""
+        # One vectorized maximum tells whether there is anything to look for.
         if int(routes.max()) >= self.num_experts:
             row, layer, choice = np.argwhere(routes >= self.num_experts)[0]
             raise InvalidInputError(
@@ -265,6 +267,7 @@ class RoutingTrace(SequenceColumns):
                 f"{self.moe_layer_ids[layer]}, outside 0 .. {self.num_experts - 1}."
             )
         for row, layer in np.argwhere(_names_expert_twice(routes)):
+            # A layer of zeros names expert 0 twice in every row: say first that it was not captured.
             require_captured_layers(_nonzero_layers(routes), self.moe_layer_ids, self.num_experts)
             raise InvalidInputError(
                 f"{self._row_name(rows[row])} names an expert twice: ids {routes[row, layer].tolist()} in MoE layer "
@@ -282,6 +285,7 @@ class RoutingTrace(SequenceColumns):
         ends = np.cumsum(lengths)
         rows: slice | NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
         if isinstance(run, slice):
+            # Consecutive sequences are a slice: a view of the memory map, where an index array would copy.
             rows = slice(int(starts[0]), int(starts[0] + ends[-1]))
         columns = {name: getattr(self, name) for name in TOKEN_FIELDS}
         taken: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
@@ -309,6 +313,7 @@ class SequenceCounts(SequenceColumns):
         counts = self.tokens_per_expert
         require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
         self.check_columns({"S": len(counts)}, num_tokens="S", num_valid_tokens="S")
+        # Every layer sees every token: another sum means that counts were cut or mixed.
         sums = counts.sum(axis=2, dtype=np.int64)
         for sequence, layer in np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k):
             raise InvalidInputError(

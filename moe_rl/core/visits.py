@@ -44,6 +44,7 @@ class CountedVisits:
 
     def put_into(self, rows: LayerRows) -> LayerRows:
         """Return `rows` [G, M, L, ...] with these visits wherever they were counted."""
+        # Micro-batches of which no token was drawn keep the figures of independent choices.
         known = np.asarray(self.counted)[..., None, None]
         names = ("rank_visits", "nic_ingress", "nic_egress")
         if self.nics is not None:
@@ -51,6 +52,7 @@ class CountedVisits:
         return replace(rows, **{name: np.where(known, getattr(self, name), getattr(rows, name)) for name in names})
 
     def _per_nic(self, axis: int) -> Floats:
+        # One NIC per rank: a hierarchical kernel spreads the copies of a node over all of its NICs.
         nics = self.rank_visits.shape[-1] // self.between_nodes.shape[-1]
         copies: Floats = self.between_nodes.sum(axis=axis) / nics
         return copies
@@ -117,6 +119,7 @@ def _rows_in_numpy(
     np.subtract.at(rows.transpose(0, 2, 1), (index, plan.replica_home_rank), taken)
     between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
+    # What a rank sends to itself takes no link.
     inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
     link: Floats = np.maximum(inside.sum(axis=2), inside.sum(axis=1))
     crossing = rows * ~same_node

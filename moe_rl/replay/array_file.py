@@ -72,6 +72,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
             crc = zlib.crc32(view, crc)
             size += len(view)
         file.flush()
+        # On disk before the manifest names it: a shard that is named is whole, also after a power cut.
         os.fsync(file.fileno())
     return size, crc
 
@@ -106,6 +107,7 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
 def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Return read-only views of every array of the file; pages are read when they are touched."""
     specs = read_header(path)
+    # One mapping per shard, read-only: pages are shared by all processes that read the trace.
     whole = np.asarray(np.memmap(path, np.uint8, mode="r"))
     return {name: whole[spec.start : spec.stop].view(spec.dtype).reshape(spec.shape) for name, spec in specs.items()}
 
@@ -132,6 +134,7 @@ def _spec(name: str, entry: object, data_start: int) -> ArraySpec:
     if dtype_name not in DTYPES or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise CorruptFileError(f"the dtype or shape of {name!r} is malformed")
     dtype = np.dtype(DTYPES[dtype_name])
+    # In Python's integers: a damaged shape may ask for more than 64 bits.
     if not 0 <= start <= stop or stop - start != math.prod(shape) * dtype.itemsize:
         raise CorruptFileError(f"the byte range of {name!r} does not match its shape")
     return ArraySpec(dtype=dtype, shape=tuple(shape), start=data_start + start, stop=data_start + stop)

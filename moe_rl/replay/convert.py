@@ -43,6 +43,7 @@ def convert_trace(
         f"{source.num_experts}: give --num-experts, or --model with a name that `moe-rl models` lists.",
     )
     require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
+    # Resolved: a link to the source, or `..` in the path, must not overwrite what is being read.
     here, there = source.path.resolve(), path.resolve()
     require(here != there, f"{path} is the source itself: choose another path.")
     require(not there.is_relative_to(here), f"{path} lies inside the source: choose another path.")
@@ -96,6 +97,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     require(path.name not in ("", ".."), f"{path} is not a name for a trace.")
     # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
+    # Beside the target, hence on its file system: a rename there cannot stop half-way.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         with TraceWriter(partial, **shape) as writer:

@@ -150,6 +150,7 @@ class RoutingRecorder:
         token_ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         require(token_ids is not None or embeds is not None, "the model was called without input_ids.")
         if token_ids is None:
+            # Their tokens are not known, their rows are all the same.
             token_ids = torch.full(embeds.shape[:2], -1)
         # Read before the call, which grows the cache.
         cache = given.get("past_key_values")
@@ -173,6 +174,7 @@ class RoutingRecorder:
             require(index not in call.routes, f"router {name} ran twice in one forward call.")
             logprobs = None
             if self._router_logprobs:
+                # In fp32: differences of bf16 logits near 20 are good to 0.06 only.
                 logprobs = torch.log_softmax(logits.detach().float(), dim=-1).gather(-1, ids.detach())
             call.routes[index] = ids.detach(), logprobs
 
@@ -188,12 +190,14 @@ class RoutingRecorder:
         shape = (*call.token_ids.shape, len(ordered), -1)
         logprobs = [logprob for _, logprob in ordered if logprob is not None]
         rows: _Rows = {
+            # One copy to the CPU per call, not one per layer: each waits for the GPU.
             "routes": torch.stack([ids for ids, _ in ordered], dim=1).reshape(shape).cpu().numpy(),
             "tokens": call.token_ids.cpu().numpy().astype(np.int64),
             "real": call.real.cpu().numpy(),
         }
         if logprobs:
             rows["logprobs"] = torch.stack(logprobs, dim=1).reshape(shape).half().cpu().numpy()
+        # An empty cache means new sequences; anything else goes on with the batch before.
         if call.cached_tokens == 0:
             self._batches.append([rows])
         else:
@@ -277,6 +281,7 @@ def router_choices(model: nn.Module, token_ids: Sequence[int]) -> tuple[NDArray[
         logits, chosen = _read_output(name, router, output)
         others = logits.float().scatter(1, chosen, -torch.inf).amax(dim=1)
         least = logits.float().gather(1, chosen).amin(dim=1)
+        # Relative to the largest logit, because that is what bf16 rounds by: 8 bits of it.
         margins.append((least - others) / logits.float().abs().amax(dim=1).clamp_min(1e-9))
         return logits, chosen
 

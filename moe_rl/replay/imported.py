@@ -115,6 +115,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     if num_experts is None:
         # At least top-k experts, even where only low ids occur.
         num_experts = 1 << (max(survey.highest_id, survey.top_k - 1)).bit_length()
+        # Remembered: a copy would keep the guess, so `convert_trace` refuses to make one.
         inferred = ("num_experts",)
         logger.warning(
             "%s does not say how many experts the model has: assuming %d, the power of two above the highest id (%d).",
@@ -184,6 +185,7 @@ class _Survey:
             self._count_rows(routed)
         self.num_routed += len(routed)
         self.num_tokens += len(ids)
+        # A dictionary keeps the recorded order, which a set would lose.
         self.steps[record.step] = None
         self.names.append(record.name)
         if record.group is not None:
@@ -225,6 +227,7 @@ def picked_layers(
             len(moe) > 0,
             f"{where} has {recorded} layers, all of them dense by first_k_dense = {options.first_k_dense}.",
         )
+        # Dense layers lead, so the MoE layers are a slice: a view, where a list of layers would copy.
         return slice(recorded - len(moe), None), moe
     if ids is None:
         return slice(None), record.layers
@@ -270,6 +273,7 @@ def select_rows(
         holes = valid & ~ids.any(axis=(1, 2))
         if holes.any() and options.mask_capture_holes:
             valid = valid & ~holes
+        # All rows zero is a layer that was not captured, which has a better sentence.
         elif holes.any() and not holes[valid].all():
             raise InvalidInputError(
                 f"{where}: {int(holes.sum())} of {int(valid.sum())} rows, row {int(np.argmax(holes))} the first, name "

@@ -181,6 +181,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _crc32(document: dict[str, Any]) -> str:
+    # Sorted and without blanks: the checksum is of the content, not of how a file lays it out.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(canonical.encode()):08x}"
 

@@ -23,6 +23,7 @@ def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = 
     shape = TraceReader(first).manifest
     ranks = range(int(shape.origin.get("data_parallel_size", 1)))
     readers = [TraceReader(folder / f"dp{rank:05d}.moetrace") for rank in ranks]
+    # In the order of rank 0: all ranks run the steps in one order.
     complete = [step for step in readers[0].steps if _is_complete(readers, step)]
     left_out = sorted({step for reader in readers for step in reader.steps} - set(complete))
     if left_out:
@@ -44,5 +45,6 @@ def _is_complete(readers: Sequence[TraceReader], step: int) -> bool:
     """Return whether every rank has the step, with as many micro-batches as the others."""
     if not all(step in reader.steps for reader in readers):
         return False
+    # Ranks meet in every micro-batch of a step: one that recorded fewer was killed in it.
     last = {max(int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)) for reader in readers}
     return len(last) == 1

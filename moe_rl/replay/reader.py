@@ -29,6 +29,7 @@ class TraceReader(TraceSource):
 
     def __init__(self, path: Path | str) -> None:
         self.manifest = manifest = Manifest.read(Path(path))
+        # What a manifest and a source both say goes by one name.
         shared = [item.name for item in fields(TraceSource) if hasattr(manifest, item.name)]
         facts: dict[str, Any] = {name: getattr(manifest, name) for name in shared}
         super().__init__(path=Path(path), format=NATIVE_FORMAT, **facts)
@@ -71,6 +72,7 @@ class TraceReader(TraceSource):
 
     def _map(self, shard: ShardRecord) -> Trace:
         path = self.path / shard.file
+        # Again, since hours may lie between opening and reading; the checksum costs a pass and is taken once.
         check_shard_file(path, self.manifest, shard)
         if shard.file not in self._verified:
             check_shard_bytes(path, shard)

@@ -86,11 +86,13 @@ def _facts(trace: Trace) -> dict[str, object]:
 def _joined(parts: Sequence[Trace], name: str) -> Any:
     """Return one column of all parts, or None where they do not have it."""
     columns = [getattr(part, name) for part in parts]
+    # All parts have a column or none has it (`_facts`).
     return None if columns[0] is None else np.concatenate(columns)
 
 
 def _sequence_bytes(trace: Trace) -> NDArray[np.int64]:
     """Return `[S]` bytes that each sequence takes on disk."""
+    # 8 bytes of cu_seqlens, and the per-sequence columns.
     fixed = 8 + sum(np.dtype(dtype).itemsize for dtype in SEQUENCE_FIELDS.values())
     if isinstance(trace, SequenceCounts):
         per_sequence = trace.tokens_per_expert[0].nbytes + 16 + fixed if trace.num_sequences else 0

@@ -58,6 +58,7 @@ def _coded(trace: RoutingTrace) -> tuple[RoutingTrace, CodedRoutes]:
     coded = CodedRoutes.of(trace.routed_experts, num_experts=trace.num_experts, valid=trace.valid)
     if trace.router_logprobs is None:
         return trace, coded
+    # A coded row is a set with ascending ids; its log-probabilities must follow them.
     order = np.argsort(trace.routed_experts, axis=2, kind="stable")
     return replace(trace, router_logprobs=np.take_along_axis(trace.router_logprobs, order, axis=2)), coded
 
@@ -115,6 +116,7 @@ def optional_columns(trace: Trace) -> tuple[str, ...]:
 
 def _check_ids(trace: RoutingTrace) -> None:
     """Raise for an id that the dtype can hold but the model does not have: a write by other hands."""
+    # A byte of 2 is neither True nor False to numpy: `~` and sums would go wrong silently.
     flags: NDArray[np.uint8] = trace.valid.view(np.uint8)
     require(not flags.size or int(flags.max()) <= 1, "valid holds something else than true and false.")
     if trace.num_experts == int(np.iinfo(trace.routed_experts.dtype).max) + 1:

@@ -59,6 +59,7 @@ def _recognize(path: Path, given: str | None) -> str:
         )
         known = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
         raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {known}.")
+    # A guess between two formats would read one of them wrong without a word.
     require(len(found) == 1, f"{path} could be {' or '.join(found)}: name the format with --format.")
     return found[0]
 
@@ -78,6 +79,7 @@ def recorded_sequences(
     path, options = Path(path), options or ImportOptions()
     name = _recognize(path, format)
     if name != NATIVE_FORMAT:
+        # No row is checked: the check of routes wants to see what is wrong.
         for index, record in enumerate(IMPORTERS[name].read(path, options)):
             layers, ids = picked_layers(record, options, record.at(path, index))
             yield replace(record, routes=record.routes[:, layers], layer_ids=ids)

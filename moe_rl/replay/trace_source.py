@@ -56,6 +56,7 @@ class TraceSource(ABC):
 
     def require_step(self, *steps: int | None) -> None:
         """Raise where the trace lacks one of the steps; None stands for all that it has."""
+        # All missing steps in one sentence: the user fixes the command once.
         missing = [str(step) for step in steps if step not in (None, *self.steps)]
         held = f"steps {min(self.steps)} to {max(self.steps)}" if self.steps else "none"
         require(not missing, f"{self.path} has no step {', '.join(missing)}: it holds {held}.")

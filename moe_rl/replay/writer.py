@@ -74,6 +74,7 @@ class TraceWriter:
         if append:
             self._continue_existing()
         else:
+            # An empty folder is as good as none: schedulers make the output folder before the job starts.
             empty = not self.path.exists() or not any(self.path.iterdir())
             require(empty or overwrite, f"{self.path} exists already: choose another path, or append or overwrite.")
 
@@ -112,6 +113,7 @@ class TraceWriter:
         self._take_lock()
         try:
             found = Manifest.read(self.path)
+            # What the caller leaves open is taken from the trace that is continued.
             given = {name: getattr(wanted, name) for name in ("num_experts", "top_k", "moe_layer_ids", "counts_only")}
             for name, want in (given | self._given).items():
                 have = getattr(found, name)
@@ -217,6 +219,7 @@ def _foreign_entry(directory: Path) -> str | None:
         return None
     require(directory.is_dir(), f"{directory} is a file: a trace is a directory.")
     for path in directory.iterdir():
+        # Leftovers of a killed writer are ours, too: hidden names that end in .tmp.
         name = path.name.removeprefix(".").removesuffix(".tmp") if path.name.startswith(".") else path.name
         if not path.is_file() or (name != MANIFEST_NAME and SHARD_NAME.fullmatch(name) is None):
             return path.name

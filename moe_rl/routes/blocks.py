@@ -41,6 +41,7 @@ class Form(IntEnum):
 
 def block_rows(top_k: int) -> int:
     """Return the rows of a block; its bytes stay below 2^16 in every form."""
+    # Sizes of blocks are stored in 16 bits: 1,024 rows of top-8 in two bytes are 16 KB, of top-64 128 KB.
     return min(BLOCK_ROWS, ((1 << 15) - 1) // top_k)
 
 
@@ -50,8 +51,10 @@ def encode_layer(ids: NDArray[np.integer], shape: SetShape, *, learns: bool = Tr
         return b"", []
     rows = block_rows(shape.top_k)
     starts = range(0, len(ids), rows)
+    # Ids ascend, so equal ones are neighbors. A row with two of them is no set and has no number.
     is_set = (ids[:, 1:] != ids[:, :-1]).all(axis=1)
     constant = np.logical_and.reduceat((ids == ids[np.arange(len(ids)) // rows * rows]).all(axis=1), [*starts])
+    # None for more than 128 bits per set: then rows keep their ids.
     fields = index_fields(shape.whole.total)
     numbers = shape.whole.rank(ids) if fields is not None else None
     learned = _Learned.of(ids[is_set], shape) if learns and len(ids) >= MIN_ROWS_TO_LEARN else None
@@ -103,6 +106,7 @@ class _Learned:
         values, widths, escapes, escape_widths = [], [], [], []
         for group, numbers in enumerate(self.shape.part_numbers(ids)):
             codes = self.book.groups[group]
+            # A set without a code takes the escape, and its number stands in a stream of its own.
             place = np.searchsorted(codes.numbers, numbers)
             last = max(len(codes.numbers) - 1, 0)
             known = (
@@ -115,6 +119,7 @@ class _Learned:
             escape_widths.append(np.where(known, 0, self.shape.escape_bits(group)).astype(np.uint8))
         half = (len(ids) + 1) // 2
         parts = []
+        # Where a code ends is known when it is read: two streams give the decoder two chains to work on at once.
         for rows in (slice(0, half), slice(half, None)):
             for value, width in ((values, widths), (escapes, escape_widths)):
                 flat = [np.stack([column[rows] for column in columns], axis=1).ravel() for columns in (value, width)]

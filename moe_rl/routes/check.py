@@ -91,6 +91,7 @@ def _check(
     if not routes.size:
         return Verdict() if expected < 1 else Verdict(fault=Fault.TRUNCATED, share=1.0)
     if versions is not None and sequence.policy_version is not None:
+        # First: routes of another policy may fit in every other respect.
         stale = ~np.isin(sequence.policy_version[: len(routes)], np.asarray(versions))
         if stale.any():
             return _rows(Fault.POLICY_VERSION, stale)
@@ -117,6 +118,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
     empty: NDArray[np.bool_] = (routes == -1).all(axis=(1, 2))
     if top_k > 1:
         empty |= (routes == 0).all(axis=(1, 2))
+    # Before what looks at ids: rows of zeros are also padding, repeated and foreign.
     if empty.any():
         return _rows(Fault.EMPTY_ROWS, empty)
     if num_experts > top_k * num_layers or top_k > 1:
@@ -125,6 +127,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
         padding = first | steps
         if reference is not None:
             both = min(num_rows, len(reference))
+            # Where the reference takes experts 0 .. K-1, too, they are a choice and no padding.
             padding[:both] &= agreement(routes[:both], reference[:both]).mean(axis=1) < FOREIGN
         elif num_layers * log2(comb(num_experts, top_k)) < CHANCE_BITS:
             padding &= np.append(padding[1:], False) | np.append(False, padding[:-1])
@@ -132,6 +135,7 @@ def _impossible(routes: NDArray[np.int64], num_experts: int, reference: NDArray[
             return _rows(Fault.PADDING, padding)
     outside = (routes < 0) | (routes >= num_experts)
     if outside.any():
+        # Ids just above E are slots of redundant experts; negative or far ones came through too small a dtype.
         wrapped = bool((routes < 0).any()) or int(routes.max()) >= 2 * num_experts
         return _rows(Fault.OVERFLOW if wrapped else Fault.PHYSICAL_IDS, np.asarray(outside.any(axis=(1, 2))))
     # 256 and more experts in a byte: none of many ids has a high bit, where half of them should.
@@ -206,6 +210,7 @@ def _against(
     agreed = agreement(routes[:both], reference[:both])
     clean = CLEAN if margin is None else CLEAN_WITH_MARGIN
     if margin is not None:
+        # bf16 decides such a choice either way: one expert of K may differ.
         tied = np.asarray(margin)[:both] < TIE_MARGIN
         agreed = np.where(tied, np.minimum(agreed + 1 / routes.shape[2], 1), agreed)
     mean, by_layer, by_row = float(agreed.mean()), agreed.mean(axis=0), agreed.mean(axis=1)
@@ -279,6 +284,7 @@ def _foreign_rows(
     both = min(len(routes), expected)
     if _renamed(routes[:both], reference[:both], num_experts):
         return _rows(Fault.PHYSICAL_IDS, foreign, mean)
+    # 8 of 128: 0.06 agrees by chance, and 0.21 and more is a router that has drifted.
     chance = reference.shape[2] / num_experts
     return _rows(Fault.POLICY_VERSION if mean > chance + 0.15 else Fault.UNKNOWN, foreign, mean)
 
@@ -314,6 +320,7 @@ def _renamed(routes: NDArray[np.int64], reference: NDArray[np.int64], num_expert
         for choice in range(routes.shape[2]):
             np.add.at(together, (routes[:, layer], reference[:, layer, choice][:, None]), 1)
         used = np.bincount(routes[:, layer].ravel(), minlength=num_experts)
+        # Of an id that is seen fewer than 8 times the most frequent partner may be chance.
         often = used >= 8
         if often.any() and (together.argmax(axis=1) != np.arange(num_experts))[often].any():
             shares.append(float((together.max(axis=1)[often] / used[often]).mean()))

@@ -78,6 +78,7 @@ class Chunk:
         size = tables.size[layer, begin:end].astype(np.int64)
         for block in range(begin, end):
             self._check(layer, block, self.body[start[block - begin] : start[block - begin] + size[block - begin]])
+        # The last block holds what is left: rows need not fill it.
         held = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
         return Blocks(data=self.body, start=start, size=size, rows=held, tables=self._book(layer)), begin * rows
 
@@ -156,6 +157,7 @@ def chunks_of(data: NDArray[np.uint8]) -> Iterator[Chunk]:
 
 def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, int]:
     where = f"chunk {number} of the routes"
+    # Sizes are compared with what is there before anything is read by them.
     left = len(data) - position
     head = data[position : position + HEADER.size].tobytes()
     require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
@@ -167,6 +169,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
         f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
     )
     begin = position + HEADER.size
+    # The header with 0 in place of its checksum, then the tables: one number covers both.
     found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
     require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
@@ -196,6 +199,7 @@ def _tables(
     tables = ChunkTables(shape=shape, num_routed=routed, **arrays)
     first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
     ends, versions = first + missing, tables.versions["first"].astype(np.int64)
+    # Gaps and version runs ascend and lie inside the rows: readers look things up in them by bisection.
     sound = (
         int(missing.sum()) == tables.num_rows - routed
         and bool((missing > 0).all() and (first[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())

@@ -42,6 +42,7 @@ class Codes:
         """
         order = np.argsort(self.lengths, kind="stable")
         width = np.left_shift(1, MAX_CODE_BITS - self.lengths[order].astype(np.int64))
+        # Canonical: shorter codes first, so that lengths alone tell every code.
         start = np.cumsum(width) - width
         forward = np.zeros(1 << MAX_CODE_BITS, np.uint32)
         entries = (order.astype(np.uint32) << np.uint32(4)) | self.lengths[order]
@@ -71,6 +72,7 @@ class Codebook:
 def codebook_from_bytes(data: bytes, shape: "SetShape") -> Codebook:
     """Return the codebook of a layer; raise where the bytes are not one for sets of this shape."""
     count = shape.num_groups
+    # Two bytes of count, and 4 of number and 1 of length for each code.
     limit = count * (2 + 5 * (1 << MAX_CODE_BITS) + 1)
     reader = zlib.decompressobj()
     try:
@@ -154,6 +156,7 @@ def learn(numbers: NDArray[np.uint64], escape_bits: int) -> tuple[Codes, int]:
     room = (1 << MAX_CODE_BITS) // 2
     if len(often) > room:
         often = np.sort(often[np.argsort(-counts[often], kind="stable")[:room]])
+    # Escaped sets pay for the escape code and their number.
     rare = len(numbers) - int(counts[often].sum())
     counted = np.append(counts[often], max(1, rare))
     lengths = _lengths(counted)

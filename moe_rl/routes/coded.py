@@ -39,6 +39,7 @@ class CodedRoutes:
         with RoutesWriter(sink, num_experts=num_experts, top_k=ids.shape[2], layer_ids=range(ids.shape[1])) as writer:
             for start in range(0, max(len(ids), 1), ROWS_AT_ONCE):
                 rows = np.asarray(ids[start : start + ROWS_AT_ONCE])
+                # A row of zeros comes out as zeros either way, and as a gap it takes no bytes.
                 held = known[start : start + ROWS_AT_ONCE] & (rows > 0).any(axis=(1, 2))
                 missing = (rows == -1).all(axis=(1, 2))
                 writer.add(0, rows, start=start, valid=held, policy_version=-missing.astype(np.int32))
@@ -63,6 +64,7 @@ class CodedRoutes:
         else:
             wanted = np.arange(len(self))[rows]
             ids = np.zeros((*wanted.shape, *self.shape[1:]), self.dtype)
+            # Rows in any order, but decoded once each: blocks are read front to back.
             for start in range(0, len(self), ROWS_AT_ONCE):
                 here = (wanted >= start) & (wanted < start + ROWS_AT_ONCE)
                 if here.any():

@@ -29,6 +29,7 @@ def replay_metrics(
         return check_routes([sampled], num_experts=num_experts)[0]
 
     verdict = judged()
+    # Last tokens and padding have no route: a trainer fills them, and they are no fault.
     for fault in (Fault.EMPTY_ROWS, Fault.PADDING):
         if verdict.fault is fault and verdict.share <= FILLER_SHARE:
             ids = np.sort(routes, axis=2)
@@ -65,6 +66,7 @@ def load_metrics(counts: NDArray[np.integer], previous: NDArray[np.integer] | No
     }
     if previous is not None:
         before = previous / np.maximum(previous.sum(axis=1, keepdims=True), 1)
+        # Half the sum of differences: a token that moves leaves one expert and comes to another.
         drift = np.abs(counts / np.maximum(total, 1) - before).sum(axis=1) / 2
         values["moe_rl/load_drift"] = float(drift.mean())
     return values
@@ -74,5 +76,6 @@ def nodes_per_token(routes: NDArray[np.integer], node: NDArray[np.integer], own_
     """Return to how many other nodes a token is sent per layer: `routes` [n, L, K], `node` [E] or [L, E] of experts."""
     node = np.broadcast_to(node, (routes.shape[1], node.shape[-1]))
     visited = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
+    # Sorted, the first of equal nodes is the one visit.
     first = np.diff(visited, axis=2, prepend=-1) > 0
     return float((first & (visited != own_node)).sum(axis=2).mean()) if len(routes) else 0.0

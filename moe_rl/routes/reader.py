@@ -58,6 +58,7 @@ class RoutesReader:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
             found = list(chunks_of(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data))
+            # A copy: a damaged chunk must leave the reader as it was.
             extents = dict(self._extents)
             for number, chunk in enumerate(found, len(self._chunks)):
                 self._check_same(chunk, found[0])
@@ -173,6 +174,7 @@ class RoutesReader:
         chunk, step = self._chunks[number], TILE_BLOCKS * block_rows(self.top_k)
         low, high = first, first + len(out)
         if len(out) < step:
+            # Whole tiles of 8 x 1,024 rows: the next short sequence of the chunk most often lies in the same one.
             low, high = first // step * step, min(-(-high // step) * step, chunk.tables.num_routed)
             if self._last[0] == (number, low, high, tuple(layers)):
                 out[:] = self._last[1][first - low : first - low + len(out)]

@@ -71,6 +71,7 @@ def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = Fa
     Every sequence is padded to a multiple of TP x CP (x 2 for zig-zag). The last token and the padding are filler.
     """
     halves = 1 if contiguous or rank.cp_size == 1 else 2
+    # Each of the 2 x CP pieces must be divisible by TP again for sequence parallelism.
     align = rank.tp_size * rank.cp_size * halves
     sequences = [
         _padded_to([Span(sequence=number, first=0, rows=count - 1)], _padded(count, align))

@@ -85,6 +85,7 @@ class RoutesWriter:
         known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
         require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
+        # Rows without a route may hold anything, -1 included: as zeros they pass the check of ids.
         whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
         parent, start, skip = self._prefix(key, start, parent, group, whole, known)
         stored = known[skip:]
@@ -104,6 +105,7 @@ class RoutesWriter:
             return 0
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         valid, versions = columns["valid"], columns["versions"]
+        # One entry per run: a rollout changes its policy a few times, not with every token.
         first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
@@ -154,6 +156,7 @@ class RoutesWriter:
             return -1, 0, 0
         if group not in self._leaders:
             self._leaders[group] = key, ids, valid
+            # Samples of a prompt come close together; the oldest group is done.
             if len(self._leaders) > MAX_LEADERS:
                 self._leaders.popitem(last=False)
             return -1, 0, 0
