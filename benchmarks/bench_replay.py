@@ -36,8 +36,7 @@ from moe_rl.core.native import VARIABLE, native_core
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import TraceReader
-from moe_rl.replay.convert import convert_trace
+from moe_rl.replay import TraceReader, convert_trace
 from moe_rl.replay.importers import ImportOptions
 from moe_rl.replay.source import open_source
 from moe_rl.simulators.synthetic import SequenceModel, synthetic_trace

@@ -8,8 +8,7 @@ from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes
 from replay.producers import sglang_response, vllm_response
 
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import TraceReader, recorded_sequences
-from moe_rl.replay.convert import write_trace
+from moe_rl.replay import TraceReader, recorded_sequences, write_trace
 from moe_rl.routes import RoutesWriter
 
 SHAPE = ("--num-experts", EXPERTS, "--num-layers", LAYERS, "--moe-router-topk", TOP_K)

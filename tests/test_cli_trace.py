@@ -11,8 +11,7 @@ from cli_runner import EXPERTS, LAYERS, TOP_K, moe_rl, routes, snapshot, write_n
 
 import moe_rl as package
 from moe_rl.cli.commands import command_named
-from moe_rl.replay import TraceReader, open_source
-from moe_rl.replay.convert import write_trace
+from moe_rl.replay import TraceReader, open_source, write_trace
 from moe_rl.simulators.registry import SYNTHETIC
 
 

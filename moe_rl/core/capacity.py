@@ -1,4 +1,4 @@
-"""How many rows a rank can get at most in a step: what static buffers are sized by.
+"""The most rows that a rank can get in a step. Static buffers have this size.
 
 G EP groups, M micro-batches, L MoE layers, P ranks.
 """
@@ -52,7 +52,7 @@ class Capacity:
 
     @property
     def factor(self) -> float:
-        """What Megatron's `moe_expert_rank_capacity_factor` must be: rows over top-k times the tokens of a rank."""
+        """Least value of Megatron's `moe_expert_rank_capacity_factor`: rows over top-k times the tokens of a rank."""
         return self._factor(self.rows, self.padded_tokens)
 
     @property

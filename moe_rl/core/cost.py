@@ -1,4 +1,4 @@
-"""What one MoE layer of one micro-batch costs, given where its rows go.
+"""The price of one MoE layer of one micro-batch, for a given destination of its rows.
 
 One owner of the formulas: planners weigh moves with them, simulators compose steps of them, and the C++ core repeats
 them to 1e-9. Everything here is per layer and micro-batch; arrays broadcast over leading axes, the last axis is ranks
@@ -37,7 +37,7 @@ ANY_TIME_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareCosts:
-    """What the training software adds, on any cluster; fitted once on published runs (`benchmarks/validate_model`)."""
+    """Costs of the training software on any cluster, fitted once on published runs (`benchmarks/validate_model`)."""
 
     partial_graph_share: float = 0.436
     """Share of a layer's host time that CUDA graphs of attention and router leave."""

@@ -1,4 +1,4 @@
-"""What a rollout engine decodes at once: one token of every running request, step after step.
+"""Decode batches of a rollout engine: one token of every running request, step after step.
 
 S sequences, C requests that run at once, P ranks, M batches, n tokens of all batches, L MoE layers, K experts per
 token.

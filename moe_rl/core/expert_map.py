@@ -1,4 +1,4 @@
-"""Which expert sits in which slot of a rollout engine, layer by layer, for as long as the engine runs.
+"""The expert in every slot of a rollout engine, layer by layer. It stays for as long as the engine runs.
 
 L MoE layers, H hidden layers (dense ones included), E experts, P ranks of an EP group, W slots of all ranks together:
 slot p is on rank p // (W / P).

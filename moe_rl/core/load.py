@@ -1,4 +1,4 @@
-"""What is known of a step before it runs: the only thing that a planner is given.
+"""Everything that a planner is told of a step before the step runs.
 
 Counts (token-expert pairs per EP group, micro-batch, layer, source rank and expert), and routes of some drawn tokens.
 Counts decide balance; only routes say which experts meet in one token, which locality and resident copies need.
@@ -34,7 +34,7 @@ class StepLoad:
     """Routes of some tokens, by cell: a cell is a micro-batch of one EP group. None where only counts are known: the
     experts of a token then count as chosen independently."""
     _summed: list[NDArray[np.int64]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """What `per_expert` returned."""
+    """The result of `per_expert`, once it was asked for."""
 
     def __post_init__(self) -> None:
         require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
@@ -180,8 +180,9 @@ class StepLoad:
         )
 
     def rerouted(self, share: float, *, seed: int) -> Self:
-        """Return loads in which every pair took another expert with probability `share`: what a plan meets that was
-        made for other routes than those that occur (drift, a live router, partial replay).
+        """Return loads in which every pair took another expert with probability `share`.
+
+        A plan meets such loads when other routes occur than it was made for: drift, a live router, partial replay.
 
         A pair that moves draws its expert by the experts' popularity in its micro-batch and layer, so that hot experts
         stay hot and who chose them changes; every source rank keeps its number of pairs, and no expert gets more of

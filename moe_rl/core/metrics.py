@@ -79,7 +79,7 @@ def imbalance(loads: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
-    """What the simulator expects of one policy on one step; a figure that was not computed is None."""
+    """The simulator's figures for one policy on one step; None where one was not computed."""
 
     policy: str
     imbalance: float

@@ -1,4 +1,4 @@
-"""What a micro-batch costs as far as the lengths of its sequences say: the price by which layouts are compared.
+"""The price of a micro-batch from the lengths of its sequences alone. Layouts are compared by it.
 
 S sequences, G EP groups, M micro-batches, D data-parallel ranks, P ranks of an EP group. The simulator makes it with
 its own constants (`simulators.balanced.micro_batch_cost`), so planners price a layout as their judge does.

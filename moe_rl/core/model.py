@@ -1,4 +1,4 @@
-"""What of a model matters for load balance: its MoE shape, and enough of the rest to price a layer."""
+"""The shape of a model, as far as load balance and the price of a layer depend on it."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ POSITIVE_FIELDS = (
 
 
 def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: int, expert_group_top_k: int) -> None:
-    """Raise unless so many groups share out the experts, and those of a token hold as many as it takes."""
+    """Raise unless the groups divide the experts, and the groups of a token hold at least top-k experts."""
     require(
         num_expert_groups >= 1 and num_experts % num_expert_groups == 0,
         f"{whose}: num_expert_groups ({num_expert_groups}) does not divide num_experts ({num_experts}).",
@@ -75,7 +75,7 @@ class MoeModelSpec:
     sliding_window: int = 0
     """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
     num_sliding_window_layers: int = 0
-    """How many of `num_layers` have it."""
+    """Layers with a sliding window, of the `num_layers`."""
     assumed_fields: tuple[str, ...] = ()
     """Fields that hold a stated default because the user gave no value."""
 
@@ -127,7 +127,7 @@ class MoeModelSpec:
 
     @property
     def key_value_channels(self) -> int:
-        """Elements of a token's keys and values in a layer; training expands those of latent attention."""
+        """Elements of a token's keys and values in a layer; training expands the latent of latent attention."""
         return self.num_query_groups * (2 * self.kv_channels + self.latent_rotary_width)
 
     @property

@@ -1,4 +1,4 @@
-"""What leaves a command: files, all or nothing (checked before the work, renamed after it), and text for a terminal."""
+"""Output of a command. Files are checked before the work and renamed after it, all or none; text is made printable."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which expert sits in which slot of which EP rank, and the moves from one such arrangement to another.
+"""The expert in every slot of every EP rank, and the moves from one placement to another.
 
 Physical id = rank * slots_per_rank + slot. Slots 0 .. E/P - 1 of a rank are its home slots in every policy that keeps
 homes fixed; then come S resident slots, filled for a whole step by copies of experts from elsewhere; the slots after
@@ -215,8 +215,8 @@ class ExpertPlacement:
 class ExpertMigration:
     """Slot writes that turn one placement into another; sources are read before any slot is written.
 
-    What a home brings along, its optimizer state, and what a copy for the step costs, its weights in every step, are
-    two things: bytes here are those of homes, and whoever pushes copies counts theirs.
+    Bytes here are bytes of homes, which take their optimizer state along once. A copy for the step costs its weights in
+    every step; the code that pushes copies counts them.
     """
 
     layer: NDArray[np.int32]

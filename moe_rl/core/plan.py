@@ -1,4 +1,4 @@
-"""What a planner decides, and the one rule that turns the decision into a destination for every token.
+"""A planner's decision, and the one rule that turns it into a destination for every token.
 
 Plans are hints: quotas are shares of what occurs, and tokens of an expert without replicas go to its home, so any
 routing gives right results and the predicted routing gives fast ones.
@@ -149,7 +149,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Sentences for the user, for example where a yardstick had to be approximated."""
     capacity: Capacity | None = None
-    """How many rows a rank can get at most, where somebody certified it; no part of a plan file."""
+    """The most rows that a rank can get; None where nobody certified it. Plan files leave it out."""
 
     def __post_init__(self) -> None:
         require(

@@ -32,7 +32,7 @@ _DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What zipfile and numpy raise on a file whose bytes are wrong."""
+"""Exceptions of zipfile and numpy for a file whose bytes are wrong."""
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Where the rows of a plan go: what ranks and nodes get of every layer and micro-batch, for planners and simulator.
+"""Rows that ranks and nodes get under a plan, in every layer and micro-batch. Planners and simulator share them.
 
 G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts; a *cell* is a (group, micro-batch, layer)
 triple as one index (g * M + m) * L + l; a *place* is a rank or a node. Visits assume that a token's experts are drawn
@@ -123,9 +123,9 @@ class Replicas:
     cell: Ints
     expert: Ints
     rank: Ints
-    """Where the replica is."""
+    """Rank that holds the replica."""
     home_rank: Ints
-    """Where the expert's home is."""
+    """Rank that is home of its expert."""
     taken: Ints
     """Rows that the replica serves."""
     copied: NDArray[np.bool_]
@@ -191,7 +191,7 @@ class Replicas:
 def rows_of_plan(
     plan: Plan, load: StepLoad, topology: ClusterTopology, *, tile_rows: float, limit: GroupLimit | None = None
 ) -> LayerRows:
-    """Return where the rows of `load` go under `plan`, [G, M, L, ...], visits being those of independent choices."""
+    """Return the rows [G, M, L, ...] of `load` under `plan`, with visits as if tokens chose experts independently."""
     check_plan_fits(plan, load)
     per_expert = load.per_expert().reshape(-1, load.num_experts)
     tokens = np.repeat(load.tokens.sum(axis=2).ravel(), load.num_layers).astype(np.float64)

@@ -28,7 +28,7 @@ TILE_TOKENS = 512
 
 
 class Filler(StrEnum):
-    """What the training framework dispatches for a row that holds no route (`valid` False)."""
+    """Experts to which the training framework sends a row without a route (`valid` False)."""
 
     NONE = "none"
     """Nothing is known or nothing is dispatched: the row counts neither as pairs nor as a token. Also right where the

@@ -26,7 +26,7 @@ from moe_rl.core.frameworks import folders, part_of
 
 
 class Named(Protocol):
-    """What every entry has: a name, on the object or (`name: ClassVar[str]`) on the class."""
+    """An entry has a name, on the object or (`name: ClassVar[str]`) on the class."""
 
     @property
     def name(self) -> str:

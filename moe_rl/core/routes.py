@@ -29,8 +29,8 @@ and 128 experts. Plans from 347 of them per micro-batch came within 2 % of plans
 def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
     """Return which rows each rank draws, by rank, where the ranks hold `held` [P] rows of a cell.
 
-    Rows are spread evenly over those of all ranks, one rank after the other, so that every rank knows from `held` alone
-    what all of them draw.
+    The draws are spread evenly over the rows of all ranks, one rank after the other. So every rank knows from `held`
+    alone which rows all the others draw.
     """
     ends = np.cumsum(held)
     total = int(ends[-1]) if len(ends) else 0
@@ -59,7 +59,7 @@ class RouteSample:
     cell_start: Ints
     """[G * M + 1] first entry of `token` of every cell, then n."""
     share: float = 1.0
-    """Of the step's tokens with a known route: n over how many there are."""
+    """Drawn tokens (n) over all tokens of the step with a known route."""
 
     def cells_in_order(self) -> Ints:
         """Return the cell of each entry of `token`, [n] where all drawn tokens stand in a cell."""

@@ -27,7 +27,7 @@ MAY_BE_ZERO = (
 KNEE = 6.0
 """Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`."""
 MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
-"""What a cluster of one's own may leave at its default."""
+"""Fields that a user's cluster file may leave at their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class HardwareSpec:
     host_layer_ms: float = 0.0
     """Host time of one layer and micro-batch, forward and backward, without CUDA graphs and without experts."""
     host_expert_ms: float = 0.0
-    """What every local expert adds to it: one launch per expert and matrix product."""
+    """Host time of every local expert beside that: one launch per expert and matrix product."""
     host_chunk_ms: float = 0.0
     """Host time of one model chunk of a pipeline stage and micro-batch: its sends and receives."""
     step_fixed_s: float = 0.0

@@ -81,7 +81,7 @@ def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """What a trace says of its sequences, whatever it keeps of their tokens."""
+    """The columns of sequences, which traces of routes and traces of counts have in common."""
 
     moe_layer_ids: tuple[int, ...]
     sample_id: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Which ranks and nodes tokens visit under a plan: the one counter of planners and simulator.
+"""Count the ranks and nodes that tokens visit under a plan. Planners and simulator share this counter.
 
 G EP groups, M micro-batches, L MoE layers, P ranks, N nodes, E experts, n drawn tokens, K experts per token. Where the
 dispatcher sends a token to a rank once, and between nodes to a node once, however many of its experts are there, visits
@@ -20,10 +20,11 @@ from moe_rl.core.topology import ClusterTopology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedVisits:
-    """What `LayerRows` wants to know of visits, in tokens of the load."""
+    """The visits that `LayerRows` needs, in tokens of the load."""
 
     rank_visits: Floats
-    """[G, M, L, P] of tokens; of rows those that a rank gets from its node or sends there, whichever are more."""
+    """[G, M, L, P] tokens that visit each rank. Counted in rows: the rows that it gets from its node, or sends there,
+    whichever are more."""
     between_nodes: Floats
     """[G, M, L, N, N] copies of tokens, or rows, from each node to each other one."""
     counted: NDArray[np.bool_]
@@ -61,8 +62,8 @@ class CountedVisits:
 def count_visits(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
     """Count the visits of the load's drawn tokens and take them for all tokens of their micro-batch.
 
-    Which instance serves a pair is `core.plan.slot_map`'s rule, for the pairs of the load, be they those of the plan or
-    not. Of drawn tokens quotas are shares: the third of five drawn pairs, of 100 that there are, is the one at 50.
+    `core.plan.slot_map` says which instance serves a pair, also where the load is not the planned one. Drawn tokens
+    stand for all: the third of five drawn pairs, of 100 that there are, is the one at 50.
     """
     assert load.routes is not None
     return _counted(plan, load, topology)

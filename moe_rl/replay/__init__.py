@@ -1,13 +1,11 @@
 """Routing traces on disk: the `*.moetrace/` format and readers for what engines and trainers write."""
 
-from moe_rl.replay.convert import convert_trace, write_trace
 from moe_rl.replay.imported import ImportedTrace
 from moe_rl.replay.importers import IMPORTERS, Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.manifest import SCHEMA, Manifest, ShardRecord
-from moe_rl.replay.reader import TraceReader
 from moe_rl.replay.sequences import Trace, concatenate, count_sequences
 from moe_rl.replay.source import open_source, recorded_sequences
-from moe_rl.replay.trace_source import TraceSource
+from moe_rl.replay.traces import TraceReader, TraceSource, convert_trace, write_trace
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
 __all__ = [

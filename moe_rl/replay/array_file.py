@@ -35,7 +35,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """Where one array stands in the file."""
+    """The place of one array in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

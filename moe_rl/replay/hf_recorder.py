@@ -57,7 +57,7 @@ _Rows = dict[str, NDArray[Any]]
 
 
 class RoutingRecorder:
-    """What `record_routing` returns: records while its `with` block runs, then gives sequences or a trace.
+    """Records while its `with` block runs, and then returns sequences or a trace. `record_routing` makes it.
 
     A forward call on an empty key-value cache starts a batch of new sequences; a call that continues the cache adds
     rows to the batch before it; `generate(use_cache=False)` is therefore one batch per token. Rows that the cache drops

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import RoutingTrace, require_captured_layers
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
-from moe_rl.replay.trace_source import Progress, TraceSource
+from moe_rl.replay.traces import Progress, TraceSource
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 << 20
 """Bytes of ids after which a part ends."""
 MAX_EXPERTS = 65_536
-"""What uint16 ids can tell apart."""
+"""uint16 ids reach no further."""
 SAMPLED_ROWS = 20_000
 REPEATED_ROW_SHARE = 0.25
 """A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run."""
@@ -150,7 +150,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
 
 
 class _Survey:
-    """What one pass over all sequences learns."""
+    """Facts that one pass over all sequences collects."""
 
     def __init__(self) -> None:
         self.layer_ids: tuple[int, ...] | None = None

@@ -22,12 +22,12 @@ from moe_rl.core.errors import InvalidInputError, require, require_least, requir
 from moe_rl.core.trace import PROVENANCES, route_dtype
 
 SCHEMA, CODED_SCHEMA = "moe_rl.trace/1", "moe_rl.trace/2"
-"""Of shards with plain ids, and of shards with a stream of `moe_rl.routes`."""
+"""Shards with plain ids have the first, shards with a stream of `moe_rl.routes` the second."""
 MANIFEST_NAME = "manifest.json"
 OPTIONAL_COLUMNS = ("policy_version", "router_logprobs")
 SHARD_NAME = re.compile(r"shard-(\d{6,9})\.safetensors")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""Of what is read: a "8" is no number, and a key that this version does not know is an error."""
+"""For reading: "8" is no number, and an unknown key is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ShardRecord:
     num_tokens: int
     size_bytes: int
     crc32: str
-    """Of the whole file, 8 hex digits."""
+    """CRC-32 of the whole file, 8 hex digits."""
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a trace directory holds."""
+    """The contents of a trace directory."""
 
     num_experts: int
     top_k: int
@@ -65,9 +65,9 @@ class Manifest:
     coded: bool = False
     """True when the routes are stored coded, ids of a row ascending."""
     optional_columns: tuple[str, ...] = ()
-    """Which of `OPTIONAL_COLUMNS` every shard has."""
+    """Those of `OPTIONAL_COLUMNS` that every shard has."""
     origin: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """Where the trace comes from (framework, commit, parallel sizes, ...); free-form, for people."""
+    """Facts about the run that made the trace (framework, commit, parallel sizes, ...); free-form, for people."""
     shards: tuple[ShardRecord, ...] = ()
     __pydantic_config__ = STRICT
 

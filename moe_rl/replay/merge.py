@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rl.core.errors import require
-from moe_rl.replay.convert import write_trace
-from moe_rl.replay.reader import TraceReader
+from moe_rl.replay.traces import TraceReader, write_trace
 
 logger = logging.getLogger(__name__)
 

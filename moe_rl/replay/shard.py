@@ -80,7 +80,7 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
 
 
 def check_shard_bytes(path: Path, shard: ShardRecord) -> None:
-    """Raise unless the file's bytes are those that were written."""
+    """Raise where a byte of the file has changed since it was written."""
     require(f"{file_crc32(path):08x}" == shard.crc32, f"{path} is corrupt: its checksum does not match the manifest.")
 
 

@@ -12,8 +12,7 @@ from moe_rl.replay.importers import IMPORTERS, ImportOptions
 from moe_rl.replay.importers.json_files import json_head
 from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
-from moe_rl.replay.reader import NATIVE_FORMAT, TraceReader
-from moe_rl.replay.trace_source import TraceSource
+from moe_rl.replay.traces import NATIVE_FORMAT, TraceReader, TraceSource
 
 OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 """Options that `import_trace` applies to the rows of any foreign format."""

@@ -22,7 +22,7 @@ from moe_rl.core.errors import require
 from moe_rl.routes.faults import THREADS, Fault
 
 TIE_MARGIN = 2.0**-6
-"""Of scores near 1: twice the step of bf16, whose mantissa has 8 bits."""
+"""Twice the step of bf16 for scores near 1, since its mantissa has 8 bits."""
 AGREES, FOREIGN = 0.8, 0.6
 """A row or layer agrees from 0.8 of its experts on; below 0.6 it is another's. Recompute in bf16 stays above 0.95."""
 CLEAN, CLEAN_WITH_MARGIN = 0.9, 0.94
@@ -50,7 +50,7 @@ class CheckedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is wrong with a sequence; `fault` is None where nothing is."""
+    """The first fault of a sequence; `fault` is None where nothing is wrong."""
 
     fault: Fault | None = None
     row: int = 0
@@ -58,7 +58,7 @@ class Verdict:
     layer: int | None = None
     """Place of the layer at fault among the L; None: all."""
     share: float = 0.0
-    """Of the rows (or layers) that are at fault."""
+    """Share of the rows (or layers) that are at fault."""
     agreement: float | None = None
     """Mean share of a row's experts that the reference chooses too; None without reference."""
 
@@ -253,7 +253,7 @@ def _foreign_rows(
     num_experts: int,
     expected: int,
 ) -> Verdict:
-    """Name the fault of rows that are not those of their tokens: by where they come from."""
+    """Find out where rows come from that do not belong to their tokens, and name the fault by it."""
     rows = np.flatnonzero(foreign)
     sample = rows[_spread(len(rows), SAMPLED_ROWS)]
     place, likeness = _source(routes[sample], reference, num_experts)

@@ -28,16 +28,16 @@ body, CRC-32."""
 PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
 """A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk."""
 RUN = np.dtype([("first", "<u4"), ("value", "<i4")])
-"""Gaps: (first row without a route, how many). Policy versions: (first row, version of it and of those that follow)."""
+"""A gap: (first row without a route, number of such rows). A policy version: (its first row, the version)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkTables:
-    """What a chunk says of its rows. Rows count over its pieces, one after the other; blocks hold routed rows only."""
+    """Tables of a chunk. Rows are counted over its pieces, one after the other; blocks hold routed rows only."""
 
     shape: SetShape
     layer_ids: NDArray[np.uint16]
-    """[L] number of every layer in the model; those of dense layers too where the producer sends them."""
+    """[L] number of every layer in the model; dense layers are among them where the producer sends them."""
     num_routed: int
     pieces: NDArray[Any]
     gaps: NDArray[Any]

@@ -31,7 +31,7 @@ class CodedRoutes:
 
     @classmethod
     def of(cls, ids: Any, *, num_experts: int, valid: NDArray[np.bool_] | None = None) -> "CodedRoutes":
-        """Return ids [T, L, K] coded; rows of zeros and those that are not `valid` [T] come out as zeros.
+        """Return ids [T, L, K] coded. Rows that are not `valid` [T] come out as zeros.
 
         So do rows of -1, and `missing` names them.
         """

@@ -1,4 +1,4 @@
-"""What goes wrong with replayed routes, by name, with the thread that describes it where there is one."""
+"""Names of the faults that replayed routes can have, each with the thread that describes it where there is one."""
 
 from enum import StrEnum
 

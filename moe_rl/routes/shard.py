@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOfModel:
-    """Where a rank stands in the groups that share the rows of a micro-batch."""
+    """The place of a rank in the groups that share the rows of a micro-batch."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -96,7 +96,7 @@ def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int =
 def read_rows(
     routes: Sequence[CodedRoutes], rows: Sequence[Span], layers: Sequence[int], *, round_robin: int = 0
 ) -> NDArray[Any]:
-    """Return [n, l, K] ids of the rows; `routes` are those of the micro-batch's sequences.
+    """Return [n, l, K] ids of the rows; `routes` has one entry per sequence of the micro-batch.
 
     Filler holds zeros, or slime's round robin over as many experts. Peak memory: the result, and one tile of blocks.
     """

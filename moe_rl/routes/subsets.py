@@ -75,7 +75,7 @@ def numbering(num_items: int, low: int, high: int) -> Numbering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexFields:
-    """How a block stores numbers below `total`: planes of low bits, then words of `group` high digits of base `radix`.
+    """The layout of numbers below `total` in a block: planes of low bits, then words of `group` digits of base `radix`.
 
     A word of several digits wastes less than a bit per number: 128 choose 8 takes 40.40 bits per row, not 41.
     """

@@ -26,8 +26,8 @@ class RoutesWriter:
     """Writer of one stream; a context manager.
 
     `sink` is a path, a binary file, or a function that is called with every chunk (a message, an object in a store).
-    A chunk is written when it has `chunk_rows` rows and at `flush`. Memory: the rows of one chunk, and those of one
-    sequence for each of the last 64 prompt groups.
+    A chunk is written when it has `chunk_rows` rows and at `flush`. Memory: the rows of one chunk, and one
+    sequence of each of the last 64 prompt groups.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RoutesWriter:
     ) -> int:
         """Add rows `start`, `start + 1`, ... of sequence `key`: `ids` [n, L, K]; return how many of them were stored.
 
-        The rows before `start` are those of `parent` (default: of `key` itself as it stands, an earlier turn). Rows
+        The rows before `start` are taken from `parent` (default: from `key` itself, whose earlier turn they are). Rows
         that `group`'s first sequence begins with are not stored again; they must be equal in ids and validity. Ids of
         rows that are not `valid` [n] are dropped. `policy_version` is one number or [n].
 

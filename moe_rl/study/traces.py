@@ -15,9 +15,8 @@ from moe_rl.core.outputs import encodable
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, TraceSource, concatenate, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
-from moe_rl.replay.reader import NATIVE_FORMAT
 from moe_rl.replay.source import require_agreement
-from moe_rl.replay.trace_source import Progress
+from moe_rl.replay.traces import NATIVE_FORMAT, Progress
 from moe_rl.study.options import TraceOptions, merge_options
 
 IN_MEMORY = "memory"

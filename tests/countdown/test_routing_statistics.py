@@ -22,7 +22,7 @@ from benchmarks.routing_statistics import (
 )
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay.convert import write_trace
+from moe_rl.replay import write_trace
 
 E = 32
 

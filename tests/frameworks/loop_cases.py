@@ -33,7 +33,7 @@ from moe_rl.importance import all_reduce_sum
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.groups import ExpertGroups
 from moe_rl.megatron.routed_rows import RowSlice
-from moe_rl.replay.reader import TraceReader
+from moe_rl.replay import TraceReader
 
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)
 STEPS, MICRO_BATCHES = 2, 4

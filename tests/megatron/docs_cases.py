@@ -16,7 +16,7 @@ from lifecycle_cases import rebuild_megatrons_groups
 
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.placement_file import write_placement
-from moe_rl.replay.reader import TraceReader
+from moe_rl.replay import TraceReader
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 MICRO_BATCHES = 2

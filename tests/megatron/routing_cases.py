@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from moe_rl.megatron import BalancerConfig, attach
-from moe_rl.replay.reader import TraceReader
+from moe_rl.replay import TraceReader
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"

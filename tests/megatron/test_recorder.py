@@ -17,7 +17,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay.reader import TraceReader
+from moe_rl.replay import TraceReader
 
 
 def recorder_case(world_size: int, case: str) -> pytest.MarkDecorator:

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.replay import TraceReader
 from moe_rl.replay.manifest import Manifest
-from moe_rl.replay.reader import TraceReader
 from moe_rl.replay.sequences import concatenate, count_sequences
 from moe_rl.replay.shard import write_shard
 from moe_rl.replay.writer import TraceWriter

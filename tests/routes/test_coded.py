@@ -12,8 +12,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.reduce import Filler, read_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import Manifest, TraceReader, TraceWriter, count_sequences, open_source
-from moe_rl.replay.convert import convert_trace, write_trace
+from moe_rl.replay import Manifest, TraceReader, TraceWriter, convert_trace, count_sequences, open_source, write_trace
 from moe_rl.replay.manifest import CODED_SCHEMA
 from moe_rl.routes.coded import CodedRoutes
 

@@ -36,8 +36,8 @@ from moe_rl.balancing.heard import HeldRows
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks.deepspeed import attach as adapter
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
+from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
-from moe_rl.replay.reader import TraceReader
 
 # isort: split
 import deepspeed

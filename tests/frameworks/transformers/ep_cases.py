@@ -33,8 +33,8 @@ import moe_rl
 from moe_rl.balancing import BalancerConfig
 from moe_rl.balancing.heard import HeldRows
 from moe_rl.frameworks.transformers import attach as transformers_ep
+from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
-from moe_rl.replay.reader import TraceReader
 
 warnings.filterwarnings("ignore")
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)

@@ -27,8 +27,8 @@ from moe_rl.frameworks import Settings, balancer_config
 from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.frameworks.verl import attach as adapter
 from moe_rl.frameworks.verl.contract import FRAMEWORK
+from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
-from moe_rl.replay.reader import TraceReader
 
 CONFIG = {"policy": "ultraep", "replica_slots": 1, "objective": "imbalance"}
 STEPS = 5
