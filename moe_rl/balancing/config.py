@@ -71,8 +71,8 @@ class BalancerConfig:
     """Of static_rows: probability, at most, that rows without a route exceed the buffers of a pass, as
     `core.certificate` bounds them; 0 is the worst case. None: a pass that has such rows takes rows as they come."""
     pack: bool = True
-    """Where a framework forms micro-batches on each rank (verl's dynamic ones): exchange sequences between those of a
-    rank, within the framework's limits, so that the loads of all ranks' micro-batches complement each other."""
+    """Exchange sequences between a rank's micro-batches where these are dynamic (verl, slime, miles), within the
+    framework's limits, so that the loads of the micro-batches that run at once on all ranks complement each other."""
     fit_micro_batches: bool = True
     """Where a framework lets the run cut its micro-batches (verl's dynamic ones), never above its own limit: cut them
     to what the forecast of the last pass says will fit, where the limit will not."""

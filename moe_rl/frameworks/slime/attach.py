@@ -129,6 +129,26 @@ class Worker:
             return [list(tokens[start + size * each :][:size]) for each in range(count)]
         return [[tokens[index] for index in batch] for batch in indices[start : start + count]]
 
+    def pack(self, balancer: Any, data: Any, count: int) -> None:
+        """Let the samples of an update change their micro-batch, in the list that the framework's iterators share.
+
+        Not under routing replay, whose lists have the routes in the order of the given micro-batches, and not where a
+        micro-batch is a number of samples.
+        """
+        first = data[0] if isinstance(data, Sequence) else data
+        indices, limit = getattr(first, "micro_batch_indices", None), getattr(self.args, "max_tokens_per_gpu", None)
+        replays = any(getattr(layer.router, "routing_replay", None) is not None for layer in balancer.layers)
+        if not getattr(self.args, "use_dynamic_batch_size", False) or not indices or not limit or replays or count < 2:
+            return
+        part = slice(first.offset, first.offset + count)
+        samples = [sample for batch in indices[part] for sample in batch]
+        ends = np.cumsum([len(batch) for batch in indices[part]])[:-1]
+        given = [each.tolist() for each in np.split(np.arange(len(samples)), ends)]
+        tokens = [first.rollout_data["tokens"][sample] for sample in samples]
+        budget = limit * getattr(self.args, "context_parallel_size", 1)
+        packed = balancer.packed(given, tokens, token_budget=budget)
+        indices[part] = [[samples[place] for place in batch] for batch in packed]
+
     def rows(self, of_token: Sequence[Any]) -> NDArray[np.int64]:
         """Return [N] what is said of every token of packed sequences, in the order of this rank's rows."""
         from moe_rl.megatron import RowSlice
@@ -196,6 +216,8 @@ class Worker:
             if settings is None:
                 return function(**kwargs)
             forward_only = bool(kwargs.get("forward_only", False))
+            if run is not None and run.packs and settings.plans is None and not forward_only:
+                self.pack(run.balancer, kwargs["data_iterator"], kwargs["num_microbatches"])
             call, keys = functools.partial(function, **kwargs), self.keys_ahead(kwargs)
             if run is None:
                 return call() if keys is None else self.router_shift.around(call, keys, forward_only=forward_only)

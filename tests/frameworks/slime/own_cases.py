@@ -15,6 +15,7 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -43,6 +44,8 @@ TOLD = {
     "MOE_RL_RANKS_PER_NODE": "1",
     "MOE_RL_STRICT": "1",
 }
+BY_TIME = {"MOE_RL_OBJECTIVE": "time"}
+"""All samples like the same experts here, so packing goes by what their lengths cost."""
 ARGS = Namespace(
     micro_batch_size=1,
     use_dynamic_batch_size=True,
@@ -115,6 +118,7 @@ class Loop:
         for router in self.layers if self.replays else ():
             router.routing_replay.clear_forward()
         for step, count in enumerate(counts):
+            before = [list(each) for each in data.micro_batch_indices]
             self.run.model.zero_grad_buffer()
             self.run.optimizer.zero_grad()
             if worker is not None:
@@ -122,7 +126,11 @@ class Loop:
             self.curve["loss"].append(self.call(data, count, "replay_backward", forward_only=False))
             self.curve["grad_norm"].append(float(self.run.optimizer.step()[1]))
             if worker is not None:
-                self.metrics.append(dict(worker.run.last_metrics) | {"micro_batches": count})
+                now, sizes = data.micro_batch_indices, [len(each) for each in data.rollout_data["tokens"]]
+                kept: list[Any] = [sorted(chain(*each[sum(counts[:step]) :][:count])) for each in (before, now)]
+                kept.append(max(sum(sizes[one] for one in batch) for batch in now) <= ARGS.max_tokens_per_gpu)
+                told = {"micro_batches": count, "packed": now != before, "kept": kept[0] == kept[1] and kept[2]}
+                self.metrics.append(dict(worker.run.last_metrics) | told)
         self.backups.backup("actor")
 
     def forward_only(self, data: Any, count: int, stage: str) -> None:
@@ -164,13 +172,15 @@ class Loop:
             for router in self.layers:
                 router.router_replay.clear_router_replay_action()
         positions = torch.arange(len(of_token))[None]
-        out = model(tokens, positions, mask[None, None], labels=tokens.roll(-1, 1))
+        # Inside each sequence, so that no loss depends on which sequences are its neighbors.
+        labels = torch.cat([*(each.roll(-1) for each in sequences), torch.zeros(lengths[-1], dtype=torch.int64)])[None]
+        out = model(tokens, positions, mask[None, None], labels=labels)
 
         def summed(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             if shift := READING.get():
                 gamma = shift_of_micro_batch(shift, [len(each) // 2 for each in sequences])
                 self.gamma.append([float(gamma.min()), float(gamma.max())])
-            loss = losses.float().sum() / 100
+            loss = losses.float()[:, : sum(lengths[:-1])].sum() / 100
             return loss, {"loss": loss.detach().clone()}
 
         return out, summed
@@ -285,7 +295,7 @@ def whole_loop(package: str, worker: Any, *, replays: bool, told: Mapping[str, s
         model = sys.modules[f"{package}.backends.megatron_utils.model"]
         copies, sent = [], []
         loss = "moe_rl.frameworks.slime.losses.policy_loss_function"
-        args = Namespace(**vars(ARGS), **({"custom_loss_function_path": loss} if told != TOLD else {}))
+        args = Namespace(**vars(ARGS), **({"custom_loss_function_path": loss} if "MOE_RL_ROUTER_SHIFT" in told else {}))
         with tiny_gpt.parallel(dist.get_world_size()), patch.dict(os.environ, told):
             for name in ("plain", "balanced"):
                 if name == "balanced":
@@ -316,6 +326,14 @@ def all_groups(groups: Any) -> list[Any]:
 
 def slime_without_replay() -> dict[str, Any]:
     return whole_loop("slime", slime.WORKER, replays=False)
+
+
+def slime_packed() -> dict[str, Any]:
+    return whole_loop("slime", slime.WORKER, replays=False, told=TOLD | BY_TIME)
+
+
+def miles_packed() -> dict[str, Any]:
+    return whole_loop("miles", miles.WORKER, replays=False, told=TOLD | BY_TIME)
 
 
 def slime_with_replay() -> dict[str, Any]:
