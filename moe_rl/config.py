@@ -20,6 +20,7 @@ from moe_rl.huggingface import read_hugging_face_config
 from moe_rl.yaml_files import FROM_TRACE, checked, checked_yaml, read_yaml
 
 CONFIGS = Path(__file__).parent / "configs"
+# What `--model from-trace` assumes where no option says otherwise: the widths of Qwen3-30B-A3B.
 ASSUMED_SHAPE: Mapping[str, int] = {
     "hidden_size": 2048,
     "moe_ffn_hidden_size": 768,
@@ -28,7 +29,6 @@ ASSUMED_SHAPE: Mapping[str, int] = {
     "kv_channels": 128,
     "vocab_size": 151_936,
 }
-"""What `--model from-trace` assumes where no option says otherwise: the widths of Qwen3-30B-A3B."""
 
 
 class _Strict(BaseModel):

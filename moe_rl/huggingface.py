@@ -76,30 +76,18 @@ def _mixers(config: Config, _: int) -> list[int]:
     return [layer for layer, block in enumerate(behind) if block == "E"]
 
 
-# The rule for the MoE layers of a `model_type`. All but Nemotron-H's have gated experts (gate, up, down).
-FAMILIES: Mapping[str, MoeLayers] = {
-    "qwen2_moe": _sparse_step,
-    "qwen3_moe": _sparse_step,
-    "qwen3_vl_moe_text": _sparse_step,
-    "qwen3_next": _sparse_step,
-    "qwen3_5_moe_text": _sparse_step,
-    "deepseek_v2": _after_dense,
-    "deepseek_v3": _after_dense,
-    "deepseek_v32": _after_dense,
-    HYBRID: _mixers,
-    "kimi_k2": _after_dense,
-    "glm4_moe": _after_dense,
-    "glm4_moe_lite": _after_dense,
-    "glm4v_moe_text": _after_dense,
-    "dots1": _after_dense,
-    "ernie4_5_moe": _interval,
-    "gpt_oss": _every_layer,
-    "mixtral": _every_layer,
-    "minimax_m2": _every_layer,
-    "olmoe": _every_layer,
-    "flex_olmo": _every_layer,
-    "phimoe": _every_layer,
-}
+# By the rule for their MoE layers. All but Nemotron-H's have gated experts (gate, up, down).
+_FAMILIES_OF: Mapping[MoeLayers, tuple[str, ...]] = {
+    _sparse_step: ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", *LINEAR_FAMILIES),
+    _after_dense: (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "dots1",
+    ),
+    _interval: ("ernie4_5_moe",),
+    _every_layer: ("gpt_oss", "mixtral", "minimax_m2", "olmoe", "flex_olmo", "phimoe"),
+    _mixers: (HYBRID,),
+}  # fmt: skip
+FAMILIES = {family: rule for rule, families in _FAMILIES_OF.items() for family in families}
+"""The rule for the MoE layers of a `model_type`."""
 
 
 def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:

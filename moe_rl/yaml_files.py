@@ -13,10 +13,9 @@ from moe_rl.core.errors import InvalidInputError, nearest_name, require
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
-FROM_TRACE = "from-trace"
-"""The model of a trace, as `--model` names it."""
+FROM_TRACE = "from-trace"  # The model of a trace, as `--model` names it.
+# libyaml's where PyYAML has it: h100.yaml takes 0.8 ms instead of 7.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where PyYAML has it: h100.yaml takes 0.8 ms instead of 7."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -53,8 +52,8 @@ def checked(
         raise InvalidInputError(f"{where}: {sentence}" if where else sentence) from error
 
 
+# Stands in a text of a YAML file for the names that a registry has, or a table: {module:name}.
 NAMES = re.compile(r"\{([\w.]+:[\w.]+)\}")
-"""Stands in a text of a YAML file for the names that a registry has, or a table: {module:name}."""
 
 
 def with_names(text: str) -> str:
@@ -78,8 +77,8 @@ def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable
     return f"{spelled(key)} must be {wanted(first)}, got {first['input']!r}."
 
 
+# What a value of a kind is called in sentences.
 WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}
-"""What a value of a kind is called in sentences."""
 
 
 def wanted(problem: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typer.main import get_command
 from moe_rl.cli.help import TwoLevelCommand, WholeLines, plain_app, unwrapped, worded
 from moe_rl.version import __version__
 
+# Module of `moe_rl.cli`, what of it the command is, and its line in `moe-rl --help`, by name in that order.
 COMMANDS = {
     "simulate": ("simulate", "simulate", "Predict what each balancing policy brings on a routing trace."),
     "plan": ("simulate", "plan", "Plan one step for a trainer, or place experts for a rollout."),
@@ -27,7 +28,6 @@ COMMANDS = {
     "policies": ("listing", "policies", "List the policies that --policy takes, with parameters."),
     "bench": ("bench", "app", "Measure quality and time on this machine."),
 }
-"""Module of `moe_rl.cli`, what of it the command is, and its line in `moe-rl --help`, by name in that order."""
 
 
 def command_named(name: str) -> Any:

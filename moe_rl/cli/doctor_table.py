@@ -12,8 +12,7 @@ from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 
 STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "cyan"}
 MAX_WIDTH = 100
-NUM_SHOWN = 6
-"""Unresolved settings that are listed; the JSON has all."""
+NUM_SHOWN = 6  # Unresolved settings that are listed; the JSON has all.
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -11,8 +11,7 @@ from typer.exceptions import TyperException
 
 from moe_rl.yaml_files import NAMES, read_yaml, with_names
 
-HELP_ALL = "moe_rl.help_all"
-"""Key of a command's context that is true under `--help-all`."""
+HELP_ALL = "moe_rl.help_all"  # Key of a command's context that is true under `--help-all`.
 
 
 class WholeLines(TyperGroup):

@@ -47,17 +47,17 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
     }
 
 
+# Options that a report repeats under their own names.
 SAID = (
     "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
     "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp", "overlap_grad_reduce",
     "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes", "forward_only",
     "filler", "reorder_interval", "seed",
 )  # fmt: skip
-"""Options that a report repeats under their own names."""
+# The same of the simulator's setting.
 OF_STEP = ("overlap_all_to_all", "overlap_shared_experts", "precision", "cuda_graph", "fused_grouped_mlp")
-"""The same of the simulator's setting."""
+# Options that say which share of the routes is not as planned; each has its sentence, absent at 0.
 SHARES = ("reroute", "unknown_routes", "unknown_pairs")
-"""Options that say which share of the routes is not as planned; each has its sentence, absent at 0."""
 
 
 def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) -> dict[str, object]:

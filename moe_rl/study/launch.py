@@ -9,6 +9,7 @@ from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.settings import RunSettings
 
+# Options of a simulation that a run sets under the same name.
 SAME_NAME = (
     "expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size",
     "pipeline_model_parallel_size", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend",
@@ -16,9 +17,8 @@ SAME_NAME = (
     "mtp_num_layers", "use_megatron_fsdp", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16",
     "exp_avg_dtype", "exp_avg_sq_dtype", "offload_modules",
 )  # fmt: skip
-"""Options of a simulation that a run sets under the same name."""
+# Megatron's name, and the simulation's.
 OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
-"""Megatron's name, and the simulation's."""
 
 
 def launch_options(files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:

@@ -21,22 +21,21 @@ if TYPE_CHECKING:
     from moe_rl.replay import ImportOptions
     from moe_rl.simulators.setting import StepSetting
 
-COMMON = "Setting"
-"""Panel of the help that `--help` of a simulation shows; `--help-all` shows all of them."""
+COMMON = "Setting"  # Panel of the help that `--help` of a simulation shows; `--help-all` shows all of them.
+# Fields of a model that options of the same name set.
 SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "kv_channels", "vocab_size")  # fmt: skip
-"""Fields of a model that options of the same name set."""
 AUTO = "auto"
 LARGEST = 2**31 - 1  # A larger count would overflow an int32 far from the option that was mistyped.
+# Values of `--cuda-graph-impl`, and what the simulator calls them.
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
-"""Values of `--cuda-graph-impl`, and what the simulator calls them."""
 
+# Options that the simulator's setting has by the same name.
 SAME_IN_STEP = (
     "pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "mtp_num_layers",
     "use_megatron_fsdp", "optimizer_offload_fraction", "overlap_grad_reduce", "overlap_param_gather", "forward_only",
     "log_prob_passes", "reorder_interval", "replica_exposed",
 )  # fmt: skip
-"""Options that the simulator's setting has by the same name."""
 
 
 def _read_by(parse: Callable[[str], object], refusal: str) -> BeforeValidator:

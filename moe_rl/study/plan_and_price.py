@@ -37,6 +37,7 @@ RESAMPLES = 128  # Traces that might have been recorded instead, by which the he
 # imbalance at EP8, 16 and 32 (with 2.0: 95, 95 and 97 %).
 STANDARD_ERRORS = 2.2
 PRECISE = 0.03  # Half of an interval that is narrow enough.
+# Figures that mean nothing where a plan took copies to be free.
 TIME_FIELDS = (
     "step_time_s",
     "tokens_per_s",
@@ -47,7 +48,6 @@ TIME_FIELDS = (
     "reorder_share",
     "breakdown_s",
 )
-"""Figures that mean nothing where a plan took copies to be free."""
 
 
 def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) -> dict[str, Plan]:

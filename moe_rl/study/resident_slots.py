@@ -21,12 +21,10 @@ from moe_rl.study.traces import TraceLike
 
 logger = logging.getLogger(__name__)
 
+# Slots that can be chosen, in this order.
 KINDS = {"resident_slots": "resident slot", "cross_node_slots": "cross-node slot"}
-"""Slots that can be chosen, in this order."""
-LEAST_GAIN = 0.005
-"""Share of the step that a slot has to save: with other seeds a step differs by .003."""
-SPARE_MEMORY = 0.044
-"""Share of a GPU's memory that stays free: the mean error of forecast peaks (docs/simulator.md)."""
+LEAST_GAIN = 0.005  # Share of the step that a slot has to save: with other seeds a step differs by .003.
+SPARE_MEMORY = 0.044  # Share of a GPU's memory that stays free: the mean error of forecast peaks (docs/simulator.md).
 
 
 def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:

@@ -8,8 +8,7 @@ from moe_rl.study.options import SimulationOptions
 if TYPE_CHECKING:
     from moe_rl.simulators.rl_step import RlStepSetting
 
-RL = "Step of RL"
-"""Panel of the options that say how the rest of the step is run."""
+RL = "Step of RL"  # Panel of the options that say how the rest of the step is run.
 
 
 class LengthOptions(SimulationOptions):
@@ -60,13 +59,13 @@ class RlStepOptions(LengthOptions):
         return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in told})
 
 
+# Fields of `RlStepSetting` that are called otherwise on the command line.
 OPTION_OF = {
     "engine_size": "rollout_engine_size", "attention_data_parallel": "rollout_dp_attention",
     "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
     "offload_s": "offload_seconds",
 }  # fmt: skip
-"""Fields of `RlStepSetting` that are called otherwise on the command line."""
 
 
 class TuneOptions(LengthOptions):

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 TOO_LONG = ("constants", "assumptions", "model_shape")
 
 
+# How the trace is read, lists, and what decides which figures there are.
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
-"""How the trace is read, lists, and what decides which figures there are."""
 
 
 def flags() -> dict[str, str]:

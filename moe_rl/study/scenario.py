@@ -86,7 +86,12 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
     source, model = open_trace_of_model(trace, options)
-    _check_stages(model, options)
+    chunks = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank
+    layers = model.spec.num_layers
+    require(
+        chunks <= layers,
+        f"{chunks} pipeline stages and model chunks are more than the {layers} layers of model {model.spec.name!r}.",
+    )
     step = source.steps[-1] if options.step is None else options.step
     parts = tuple(source.parts(step))
     options = _full_size(options, parts, num_experts=model.spec.num_experts)
@@ -327,15 +332,6 @@ def _check_model_fits(model: LoadedModel, source: TraceSource) -> None:
     )
 
 
-def _check_stages(model: LoadedModel, options: SimulationOptions) -> None:
-    chunks = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank
-    require(
-        chunks <= model.spec.num_layers,
-        f"{chunks} pipeline stages and model chunks are more than the {model.spec.num_layers} layers of model "
-        f"{model.spec.name!r}.",
-    )
-
-
 def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource) -> None:
     """Raise where a file that does not say its number of experts uses only the lower half of the model's."""
     per_expert = load.per_expert().sum(axis=(0, 1, 2))
@@ -350,15 +346,13 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
 
 def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, batch: Batch) -> SimulationOptions:
     """Return the options without policies that lack an earlier step, where the user named no policies."""
-    if "policy" in options.model_fields_set:
+    has_earlier = source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1
+    if has_earlier or "policy" in options.model_fields_set:
         return options
-    if source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1:
-        return options
-    for name in _forecasting(options):
-        logger.warning(
-            "%s is left out: it plans on an earlier step, and the trace has one step of one micro-batch.", name
-        )
-    return options.model_copy(update={"policy": [name for name in options.policy if not POLICIES[name].needs_history]})
+    left_out = _forecasting(options)
+    for name in left_out:
+        logger.warning("%s is left out: it plans on an earlier step, and the trace has one of one micro-batch.", name)
+    return options.model_copy(update={"policy": [name for name in options.policy if name not in left_out]})
 
 
 def _forecasting(options: SimulationOptions) -> list[str]:

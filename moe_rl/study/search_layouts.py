@@ -46,6 +46,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
 MOST_RESIDENT = 4  # Resident slots that `auto` makes room for: on the development trace a third saves nothing.
 
+# Options that are searched where they are not given, and what they decide of a setting.
 SEARCHED = {
     **{name: name for name in (*SIZES, "micro_batch_tokens")},
     "num_virtual_stages_per_pipeline_rank": "num_virtual_stages",
@@ -53,7 +54,6 @@ SEARCHED = {
     "moe_flex_dispatcher_backend": "dispatcher",
     "recompute_granularity": "recompute",
 }
-"""Options that are searched where they are not given, and what they decide of a setting."""
 
 
 def shapes_of(
@@ -237,9 +237,9 @@ def tune(
         f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
     )
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
-    experts = {name: getattr(options, name) for name in SEARCHED if name.startswith("expert_")}
-    known = asdict(base) | experts
-    given = {name: known[name] for name in decided & set(Shape.__slots__) if known[name] is not None}
+    named = [name for name in Shape.__slots__ if name in decided]
+    values = {name: getattr(base, name, getattr(options, name, None)) for name in named}
+    given = {name: value for name, value in values.items() if value is not None}
     shapes = tuple(
         shape
         for shape in shapes_of(model, hardware, options.gpus, per_node, options.expert_tensor_parallel_size)

@@ -20,8 +20,7 @@ from moe_rl.replay.traces import NATIVE_FORMAT, Progress
 from moe_rl.study.options import TraceOptions, merge_options
 
 IN_MEMORY = "memory"
-SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)
-"""Formats that hold the number of experts."""
+SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)  # Formats that hold the number of experts.
 
 TraceLike = str | Path | TraceSource | Trace
 
