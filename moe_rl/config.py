@@ -181,6 +181,7 @@ def _cluster_content(path: Path) -> dict[str, Any]:
     if base == path or not base.is_file():
         near = nearest_name(str(like).lower(), cluster_names())
         raise InvalidInputError(f"{path}: like must name another cluster, got {like!r}.{near}")
+    # A constant of another cluster is an assumption on this one, wherever it was measured.
     repeated = _cluster_content(base)
     for constant in repeated.values():
         if isinstance(constant, dict):

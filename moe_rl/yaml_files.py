@@ -62,6 +62,7 @@ def with_names(text: str) -> str:
 
 
 def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
+    # An unknown key first: it is often the misspelt name of a key that is then missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"])

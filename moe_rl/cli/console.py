@@ -31,9 +31,9 @@ class _Console(Console):
 def results(*, on_stderr: bool = False) -> Console:
     """Return the console for results; names from outside are never taken for markup."""
     console = _Console(markup=False, highlight=False, stderr=on_stderr)
-    if console.is_terminal:
-        return console
-    return _Console(markup=False, highlight=False, stderr=on_stderr, width=PLAIN_WIDTH)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def say(message: str) -> None:

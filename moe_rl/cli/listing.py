@@ -96,7 +96,7 @@ def _print(rows: Rows, as_json: bool, below: str) -> None:
         return
     table = figures_table(*rows[0])
     for column in table.columns:
-        column.no_wrap = False
+        column.no_wrap = False  # Headings are longer than their figures.
     if isinstance([*rows[0].values()][-1], str):
         table.columns[-1].justify = "left"
     for row in rows:

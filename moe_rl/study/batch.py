@@ -78,6 +78,7 @@ def cut_step(
         if known is not every:
             whole = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
             load = load.completed(whole.tokens, of_known_sequences=not options.unknown_routes)
+        # The same drawn tokens under every layout: layouts differ in cells alone, not in the sample.
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: StepLoad) -> StepLoad:
@@ -87,6 +88,7 @@ def cut_step(
         if not unrouted and known is every:
             return load_of(layout), load_of(layout).tokens
         load = scaled(reduce_load(known, layout=layout, topology=topology, filler=options.filler))
+        # A certificate bounds what unknown routes may do, so it needs every row as a token, with or without a route.
         return load, reduce_load(parts, layout=layout, topology=topology, filler=Filler.EXPERT_ZERO).tokens
 
     loads: dict[bytes, StepLoad] = {}

@@ -167,7 +167,7 @@ class SimulationOptions(TraceOptions):
     vocab_size: int | None = None
 
     cluster: str = "h100"
-    expert_model_parallel_size: int = 8
+    expert_model_parallel_size: int = 8  # A node of H100s.
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -188,7 +188,7 @@ class SimulationOptions(TraceOptions):
     moe_token_dispatcher_type: str = "flex"
     moe_flex_dispatcher_backend: str = "deepep"
     recompute_granularity: str | None = None
-    recompute_modules: Names = ["core_attn"]
+    recompute_modules: Names = ["core_attn"]  # Megatron's default.
     overlap_moe_expert_parallel_comm: bool = False
     moe_shared_expert_overlap: bool = False
     fp8_format: str | None = None
@@ -251,7 +251,7 @@ class SimulationOptions(TraceOptions):
             "--use-megatron-fsdp with --ep 1 is a training loop without expert parallelism, as FSDP2 trainers run it: "
             "its gathering of all experts in every layer is not priced.",
         )
-        self.software_costs()
+        self.software_costs()  # Raises for an unknown name now, not after the trace is read.
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
         for name in ("unknown_routes", "unknown_pairs", "capacity_risk"):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -301,6 +301,7 @@ class SimulationOptions(TraceOptions):
         repeated = self.recompute_modules if self.recompute_granularity == "selective" else []
         alike = {name: getattr(self, name) for name in SAME_IN_STEP}
         graph = GRAPHS[self.cuda_graph_impl or "none"]
+        # A graph without attention still launches router and preprocessing.
         return StepSetting(
             **alike,
             dispatcher="alltoall" if self.moe_token_dispatcher_type == "alltoall" else self.moe_flex_dispatcher_backend,
@@ -398,6 +399,7 @@ def merge_options(
     if config is not None:
         read = {str(key).replace("-", "_"): value for key, value in read_yaml(Path(config)).items()}
         content = _whole_names(schema, read)
+        # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
     said = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None

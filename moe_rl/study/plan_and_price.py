@@ -38,21 +38,16 @@ RESAMPLES = 128  # Traces that might have been recorded instead, by which the he
 STANDARD_ERRORS = 2.2
 PRECISE = 0.03  # Half of an interval that is narrow enough.
 # Figures that mean nothing where a plan took copies to be free.
-TIME_FIELDS = (
-    "step_time_s",
-    "tokens_per_s",
-    "speedup_vs_static",
-    "fraction_of_forced_balance",
-    "fraction_of_ideal",
-    "phi",
-    "reorder_share",
-    "breakdown_s",
-)
+UNTIMED: dict[str, Any] = dict.fromkeys((
+    "step_time_s", "tokens_per_s", "speedup_vs_static", "fraction_of_forced_balance", "fraction_of_ideal", "phi",
+    "reorder_share", "breakdown_s",
+))  # fmt: skip
 
 
 def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) -> dict[str, Plan]:
-    """Return the plan of every policy, by name, made side by side: numpy and the core let other threads run."""
+    """Return the plan of every policy, by name, made side by side."""
     plans = {}
+    # Threads, not processes: numpy and the core let others run, and nobody copies the loads.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
         made = {name: pool.submit(_plan, scenario, name) for name in reversed(policies)}
@@ -81,8 +76,10 @@ def certified(scenario: Scenario, plan: Plan) -> Plan:
 def _plan(scenario: Scenario, name: str) -> Plan:
     """Return the policy's plan of the step, with the homes that it last chose where it can keep homes."""
     parameters, policy, problem = scenario.options.policy_parameters(name), POLICIES[name], scenario.problem
+    # The half of this step that stands in for an earlier one is for policies that cannot do without.
     if not policy.needs_history and not scenario.knows_earlier_steps:
         problem = replace(problem, history=None)
+    # EPLB has one kind of copies: they get the memory of both kinds of slots.
     if policy.fills_slots_for_a_step:
         slots = problem.replica_slots + problem.resident_slots
         problem = replace(problem, replica_slots=slots, resident_slots=0)
@@ -122,7 +119,8 @@ def predict(
     simulate, loads = pricing_of(scenario, priced)
     setting = scenario.training_step.setting
     result = simulate(setting)
-    shown = {name: _shown(policy.prediction, timed=timed) for name, policy in result.policies.items()}
+    predictions = {name: policy.prediction for name, policy in result.policies.items()}
+    shown = {name: one if timed else replace(one, **UNTIMED) for name, one in predictions.items()}
     alone = shown.pop(UNPACKED) if split else None
     fastest = min(shown.values(), key=lambda one: one.step_time_s or 0.0)
     speedups = _speedups(scenario, shown[BASELINE], fastest) if timed and scenario.resampled else ()
@@ -216,9 +214,10 @@ def pricing_of(
         known = load if timed else replace(load, routes=None)
         return known.rerouted(reroute, seed=scenario.options.seed) if reroute else known
 
+    # Most plans keep the layout and share one load, which is then rerouted, and its visits counted, once.
     occurring = {id(load): as_it_occurs(load) for load in [batch.load, *planned.values()]}
     loads = {name: occurring[id(load)] for name, load in planned.items()}
-    destinations: DestinationsByPolicy = {}
+    destinations: DestinationsByPolicy = {}  # Where rows go does not depend on the setting: counted for the first.
 
     def simulate(setting: StepSetting) -> SimulationResult:
         repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
@@ -230,30 +229,15 @@ def pricing_of(
 
 def load_bounds(plan: Plan, load: StepLoad, topology: ClusterTopology) -> LoadBounds:
     """Return what the imbalance of a plan cannot go below on its own layout's load."""
-    return LoadBounds(
-        lb0=mean_bound(load).imbalance,
-        node=None
-        if _instances_cross_nodes(plan, topology)
-        else node_bound(load, plan.placement.home_rank, topology.ranks_per_domain).imbalance,
-        placement=placement_bound(load, plan).imbalance,
-    )
-
-
-def _instances_cross_nodes(plan: Plan, topology: ClusterTopology) -> bool:
     node, home = topology.node_of_rank, plan.placement.home_rank
     layer, rank, expert = np.nonzero(plan.placement.instances_per_rank())
-    replicas = plan.replicas
-    of_replica = replicas.index_of_replica() % max(1, replicas.num_layers)
-    replica_rank = replicas.physical_id // plan.placement.slots_per_rank
-    return bool(
-        (node[rank] != node[home[layer, expert]]).any()
-        or (node[replica_rank] != node[home[of_replica, replicas.expert]]).any()
+    # A copy on another node takes tokens there, so a node's load is then no longer that of its experts.
+    crosses = bool((node[rank] != node[home[layer, expert]]).any()) or plan.cross_node_replicas_per_plan(node) > 0
+    return LoadBounds(
+        lb0=mean_bound(load).imbalance,
+        node=None if crosses else node_bound(load, home, topology.ranks_per_domain).imbalance,
+        placement=placement_bound(load, plan).imbalance,
     )
-
-
-def _shown(prediction: StepPrediction, *, timed: bool) -> StepPrediction:
-    absent: dict[str, Any] = dict.fromkeys(TIME_FIELDS)
-    return prediction if timed else replace(prediction, **absent)
 
 
 def chrome_trace(scenario: Scenario, plans: Mapping[str, Plan], *, num_micro_batches: int) -> bytes:

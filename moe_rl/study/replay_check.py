@@ -109,6 +109,7 @@ def _paired(
 def _checked(record: RecordedSequence, expected: Reference | None) -> CheckedSequence:
     rows = _rows(record)
     ids, margin = (None, None) if expected is None else expected
+    # The last token of a sequence is sampled and never fed back, so it has no row.
     tokens = len(rows) + 1 if record.num_tokens is None else record.num_tokens - record.first_row
     if ids is not None:
         start = record.first_row

@@ -52,6 +52,7 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
         peak = result.memory.peak_bytes
         return f"{peak / GIB:.1f} of {hardware.hbm_gib:g} GiB" if peak > room_bytes else ""
 
+    # One after the other, since the first slots save most: the search ends where the next saves too little.
     chosen, best = tried(0)
     why = "every rank then holds every expert"
     if lacking(best):
@@ -90,4 +91,5 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) 
     filling = filling or [each for each in levers if resident and POLICIES[each].fills_slots_for_a_step]
     does = "holds copies for a whole step" if resident else "copies experts across nodes"
     require(len(filling) > 0, f"{asked}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
+    # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(filling, key=lambda each: POLICIES[each].variant_of is not None)

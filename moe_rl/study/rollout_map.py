@@ -217,6 +217,7 @@ def score_map(expert_map: ExpertMap, batches: DecodeBatches, served: NDArray[np.
     """Return the score of batches whose pairs are served by the slots [n, L, K]."""
     shape = (batches.num_layers, batches.num_batches, expert_map.ep_size, expert_map.slots_per_rank)
     pairs = np.empty(shape, np.int64)
+    # Layer by layer: int64 keys of all layers at once would be 8 times the routes of up to 256 experts.
     for layer in range(batches.num_layers):
         key = batches.batch[:, None] * expert_map.num_slots + served[:, layer]
         pairs[layer] = np.bincount(key.ravel(), minlength=int(np.prod(shape[1:]))).reshape(shape[1:])

@@ -141,6 +141,7 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
         "options": said,
     }
     if "cluster" not in grid.values:
+        # Not the sources: a reworded one changes no figure.
         cluster = asdict(load_cluster(options.cluster))
         settings["cluster"] = {name: value for name, value in cluster.items() if name != "sources"}
     if "model" not in grid.values and options.model != FROM_TRACE:

@@ -104,6 +104,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         _check_experts_occur(batch.load, model, source)
     options = _with_plannable_defaults(options, source, batch)
     index = source.steps.index(step)
+    # Homes are chosen at every interval-th step of the trace, from its first on.
     chosen_at = index - index % options.reorder_interval
 
     def cut(earlier: int) -> Batch:
@@ -150,6 +151,7 @@ def _full_size(options: SimulationOptions, parts: Sequence[Trace], *, num_expert
     if cut or (recorded and options.global_batch_tokens is None):
         return options
     slices = options.tensor_model_parallel_size * options.context_parallel_size
+    # A sequence cannot be cut, so a micro-batch takes the longest one whole.
     longest = max(int(part.sequence_lengths.max(initial=0)) for part in parts)
     budget = max(FULL_SIZE_TOKENS * slices, longest)
     ranks = max(1, options.expert_model_parallel_size * (options.num_ep_groups or 1) // slices)
@@ -162,6 +164,7 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ..
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
     require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
+    # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
     rng, chosen = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
     while int(lengths[chosen].sum()) < tokens:
         chosen = np.concatenate([chosen, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
@@ -173,6 +176,7 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ..
     for index in np.unique(of_part).tolist():
         part = parts[index]
         here = chosen[: len(of_part)][of_part == index] - (ends[index] - len(part.sequence_lengths))
+        # Recorded cells are those of the recorded sequences: a drawn batch is laid out anew.
         nowhere = np.full(len(here), -1, np.int32)
         drawn.append(replace(part.select(here), micro_batch=nowhere, dp_rank=nowhere))
     return tuple(drawn)
@@ -216,12 +220,14 @@ def _problem(
         cost=cost,
         objective=options.objective,
         replica_slots=options.replica_slots,
+        # auto starts from none: resident_slots.py adds one after the other.
         cross_node_slots=options.cross_node_slots if isinstance(options.cross_node_slots, int) else 0,
         resident_slots=options.resident_slots if isinstance(options.resident_slots, int) else 0,
         history=history,
         steps_served=options.steps_served or options.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,
+        # Scaled loads have other rows than the sequences whose lengths would price a micro-batch.
         micro_batch_cost=micro_batch_cost(of_batch) if repacks and not batch.load.scaled else None,
         load_of_layout=batch.load_of_layout,
         domain_balance=options.domain_balance,
@@ -251,6 +257,7 @@ def topology_of(
     if options.ep_group_tokens is not None:
         slices = ep_size  # the EP group as a whole holds the sequences of a micro-batch
     elif options.micro_batch_tokens is None and options.num_ep_groups is None:
+        # A recorded layout says how many data-parallel ranks the run had.
         ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
         require(
             ranks % ep_size == 0,
@@ -292,6 +299,7 @@ def _check_slots(options: SimulationOptions, num_experts: int) -> None:
     elsewhere = num_experts - num_experts // options.expert_model_parallel_size
     for name in ("replica_slots", "cross_node_slots", "resident_slots"):
         slots = getattr(options, name)
+        # EP1 has no other ranks, and the default of one slot is no mistake there.
         require(
             slots == AUTO or slots <= max(1, elsewhere),
             f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold {elsewhere} experts in all.",
@@ -374,6 +382,7 @@ def _history(
         ), f"previous step{'s' * (len(steps) > 1)} ({listed(steps)})"
     if not forecasting:
         return None, None
+    # A trace of one step: half of its micro-batches stand in for the step before.
     half = batch.load.num_micro_batches // 2
     require(
         half >= 1,

@@ -178,6 +178,7 @@ class ShapeTask:
         if core is not None:
             layout = best_start(layout, cost, lengths, topology, core)
         count = len(np.unique(layout.micro_batch))
+        # Attention grows with the square of a length: equal sequences of this length have as much of it per token.
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
         batch = BalancedBatch.of(
             model, topology, setting, tokens_per_rank=max(1, round(per_rank / count)),
@@ -189,10 +190,12 @@ class ShapeTask:
         fixed = cost.fixed_s + cost.routed_fixed_s
         mean = ((work / count + fixed) ** SMOOTH + cost.host_s**SMOOTH) ** (1 / SMOOTH)
         uneven = cost.balanced_s(layout, topology) - (count + cost.bubble) * mean
+        # Micro-batches follow each other through the stage with most layers.
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
         fullest = int(layout.rank_tokens(lengths).max()) // shape.slices
+        # Inside one node no copy of a token crosses the network, and a resident copy has nothing to save.
         if slots is None:
             slots = min(MOST_RESIDENT, int(self._room(shape, setting, fullest))) if topology.num_nodes > 1 else 0
         return TunedSetting(
@@ -207,9 +210,10 @@ class ShapeTask:
         )
 
 
+# Shapes with as many data-parallel ranks share a layout: the lengths as bytes, which can be a key.
 @lru_cache(maxsize=256)
 def _verl_layout(lengths: bytes, ranks: int, budget: int, multiple_of: int) -> BatchLayout:
-    """Return verl's layout of int64 lengths; many shapes have as many data-parallel ranks and share it."""
+    """Return verl's layout of int64 lengths."""
     of_bytes = np.frombuffer(lengths, np.int64)
     return verl_layout(of_bytes, num_dp_ranks=ranks, token_budget=budget, multiple_of=multiple_of)
 
@@ -287,6 +291,7 @@ def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec,
     source, model = open_trace_of_model(trace, options)
     step = source.steps[-1] if options.step is None else options.step
     recorded = np.concatenate([part.sequence_lengths for part in source.parts(step)]).astype(np.int64)
+    # As many as `simulate` draws: four micro-batches of 8,192 tokens on every GPU.
     wanted = options.global_batch_tokens or max(int(recorded.sum()), 4 * BUDGETS[1] * options.gpus)
     drawn = np.random.default_rng(options.seed).choice(recorded, size=max(1, round(wanted / recorded.mean())))
     return model.spec, drawn if wanted > int(recorded.sum()) else recorded

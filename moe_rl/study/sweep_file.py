@@ -105,9 +105,10 @@ def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
     settings. A last line without its end, left by a full disk or a power cut, is taken away. A file that got no point
     does not stay.
     """
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings))  # As they are read back: a tuple becomes a list.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
+        # The kernel's lock goes with the process, however that ends: no stale lock file stops the next sweep.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -58,6 +58,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
     except InvalidInputError as error:
         if model is None or not known:
             raise
+        # The file may be right and the model the wrong one: the sentence names both.
         spec = model.spec
         raise InvalidInputError(
             f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
@@ -105,19 +106,16 @@ def _shape(spec: MoeModelSpec) -> dict[str, object]:
 
 def describe_trace(source: TraceSource) -> dict[str, object]:
     """Return what a trace says of itself, as JSON values."""
+    counts = ("counts_only", "num_experts", "top_k", "num_sequences", "num_tokens")
     return {
         "path": encodable(str(source.path)),
         "format": source.format,
         "model": encodable(source.model),
         "provenance": source.provenance,
-        "counts_only": source.counts_only,
+        **{name: getattr(source, name) for name in counts},
         "num_moe_layers": len(source.moe_layer_ids),
         "moe_layer_ids": list(source.moe_layer_ids),
-        "num_experts": source.num_experts,
-        "top_k": source.top_k,
         "steps": list(source.steps),
-        "num_sequences": source.num_sequences,
-        "num_tokens": source.num_tokens,
         "size_bytes": size_of(source.path),
         "inferred": list(source.inferred_fields),
     }
