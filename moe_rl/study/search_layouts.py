@@ -241,8 +241,8 @@ def tune(
         f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
     )
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
-    named = [name for name in Shape.__slots__ if name in decided]
-    values = {name: getattr(base, name, getattr(options, name, None)) for name in named}
+    shaping = [name for name in Shape.__slots__ if name in decided]
+    values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
     given = {name: value for name, value in values.items() if value is not None}
     shapes = tuple(
         shape
