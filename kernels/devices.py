@@ -7,6 +7,8 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError, require
 
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+"""What all kernels but the GEMMs take, and compute in fp32."""
 FP8_CAPABILITY = (8, 9)
 """The first GPUs (Ada, Hopper) that convert to E4M3 and multiply it."""
 
@@ -20,6 +22,37 @@ def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | 
     for other, tensor in others.items():
         if tensor is not None:
             require(tensor.device == rows.device, f"{name}: {other} is on {tensor.device}, the rows on {rows.device}.")
+
+
+def require_form(
+    what: str,
+    tensor: torch.Tensor | None,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    beside: torch.Tensor | None = None,
+    is_dense: bool = False,
+) -> None:
+    """Refuse a tensor of another shape, where a letter stands for any size, or dtype; None is always right.
+
+    `beside`: a tensor on whose device it must be. `is_dense`: its last axis must have stride 1.
+    """
+    if tensor is None:
+        return
+    fits = tensor.dim() == len(shape) and all(
+        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
+    )
+    kind = "floating" if dtypes == FLOATING else " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+    require(
+        fits and tensor.dtype in dtypes,
+        f"{what} must be {kind} [{', '.join(map(str, shape))}], got {tensor.dtype} {tuple(tensor.shape)}.",
+    )
+    require(
+        not is_dense or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1,
+        f"{what}: the last axis must have stride 1, got {tensor.stride(-1)}.",
+    )
+    if beside is not None:
+        require(tensor.device == beside.device, f"{what} is on {tensor.device} and must be on {beside.device}.")
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device
+from moe_rl.kernels.devices import FLOATING, require_form, require_same_device
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.gemm.checks import Columns
 from moe_rl.kernels.gemm.op import (
@@ -28,7 +28,7 @@ from moe_rl.kernels.gemm.op import (
 )
 from moe_rl.kernels.gemm.tiling import row_block
 from moe_rl.kernels.gemm.weights import ExpertGradients
-from moe_rl.kernels.glu.op import swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from moe_rl.kernels.glu.op import QuantizedGradients, swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec
 from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
@@ -81,9 +81,9 @@ class GroupedExperts:
 
         """
         self._check(x, row_probs, fc1, fc2)
-        context = _Context(experts=self, fc1=fc1, fc2=fc2, main_grads=main_grads)
+        this = _Pass.begin(self, len(x), m_offsets, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
-        out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, m_offsets, context)
+        out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, this)
         return out
 
     def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:
@@ -98,51 +98,37 @@ class GroupedExperts:
                 f"GroupedExperts: {name} has blocks {matrix.weights.block_shape}, recipe {self.recipe.name} needs "
                 f"{self.recipe.weight_block_shape}.",
             )
-        require_same_device("GroupedExperts", x, row_probs=row_probs, fc1=fc1.weights.data, fc2=fc2.weights.data)
-        require(
-            row_probs is None or (row_probs.dtype == torch.float32 and row_probs.shape == (len(x),)),
-            f"GroupedExperts: row_probs must be float32 ({len(x)},), got "
-            f"{None if row_probs is None else (row_probs.dtype, tuple(row_probs.shape))}.",
-        )
-        require(
-            x.dim() == 2 and x.shape[1] == hidden, f"GroupedExperts: x must be [M, {hidden}], got {tuple(x.shape)}."
-        )
+        require_same_device("GroupedExperts", x, fc1=fc1.weights.data, fc2=fc2.weights.data)
+        require_form("GroupedExperts: x", x, ("M", hidden), FLOATING)
+        require_form("GroupedExperts: row_probs", row_probs, (len(x),), (torch.float32,), beside=x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Context:
-    """What forward and backward share beside tensors that autograd tracks."""
+class _Pass:
+    """What forward and backward over the same groups share beside tensors that autograd tracks."""
 
     experts: GroupedExperts
     fc1: ExpertMatrix
     fc2: ExpertMatrix
     main_grads: MainGrads | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """The operators of one pass over the same groups, which share one tile map."""
-
-    experts: GroupedExperts
     m_offsets: torch.Tensor
-    tiles: TileMap | None
+    tiles: TileMap | None = None
     """None where no backend walks tiles."""
     column_tiles: TileMap | None = None
     """In blocks of 128 rows, for the operands of wgrad."""
 
     @classmethod
-    def begin(cls, context: _Context, m_offsets: torch.Tensor, x: torch.Tensor) -> "_Pass":
+    def begin(cls, experts: GroupedExperts, num_rows: int, m_offsets: torch.Tensor, **layers: Any) -> "_Pass":
         """Build the tile maps where the GEMMs are ours."""
-        experts, num_rows = context.experts, len(x)
         if experts.backend not in ("auto", "triton"):
-            return cls(experts=experts, m_offsets=m_offsets, tiles=None)
+            return cls(experts=experts, m_offsets=m_offsets, **layers)
         # Block-scaled products have 128 rows.
         is_mx = experts.recipe.token_block == MX_BLOCK
         block_m = BLOCK if is_mx else row_block(num_rows, m_offsets.shape[0] - 1)
         tiles = column_tiles = tile_map(m_offsets, num_rows, block_m, backend=experts.backend)
         if experts.recipe.is_fp8 and block_m != BLOCK:
             column_tiles = tile_map(m_offsets, num_rows, BLOCK, backend=experts.backend)
-        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles, column_tiles=column_tiles)
+        return cls(experts=experts, m_offsets=m_offsets, tiles=tiles, column_tiles=column_tiles, **layers)
 
     @property
     def own(self) -> dict[str, Any]:
@@ -159,7 +145,6 @@ class _Pass:
         h: torch.Tensor,
         probs: torch.Tensor | None,
         bias: torch.Tensor | None,
-        fc2: ExpertMatrix,
         fc2_bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the activation times fc2; in 1 x 128 blocks it is quantized in the same pass."""
@@ -170,7 +155,7 @@ class _Pass:
         else:
             operand = self.operand(swiglu(h, probs, bias=bias, **self.activation))
         factor = None if fc2_bias is None else probs
-        return self.times(operand, fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
+        return self.times(operand, self.fc2, h.dtype, bias=fc2_bias, bias_factor=factor)
 
     def dgrad(self, grad: Operand, matrix: ExpertMatrix, dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient of the rows that met `matrix`, in `dtype`."""
@@ -187,15 +172,13 @@ class _Pass:
 
     def through_activation(
         self, grad_act: torch.Tensor, h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> "_Gradients":
+    ) -> "_Gradients | QuantizedGradients":
         """Return what the GEMMs need of the activation and of the gradient of h; in 1 x 128 blocks in one pass."""
         recipe = self.experts.recipe
         if recipe.in_blocks:
-            made = swiglu_backward_quantize(
-                grad_act, h, probs, bias=bias, rounding=recipe.rounding, tiles=self.column_tiles,
-                **self.activation,
-            )  # fmt: skip
-            return _Gradients(made.rows, made.columns, made.act, made.probs, made.bias)
+            return swiglu_backward_quantize(
+                grad_act, h, probs, bias=bias, rounding=recipe.rounding, tiles=self.column_tiles, **self.activation
+            )
         act = self.columns(swiglu(h, probs, bias=bias, **self.activation))
         grad_h, grad_probs, grad_bias = swiglu_backward(grad_act, h, probs, bias=bias, **self.activation)
         return _Gradients(*self.both(grad_h), act, grad_probs, grad_bias)
@@ -230,6 +213,14 @@ class _Pass:
             "m_offsets": self.m_offsets, "tiles": self.tiles, "out_dtype": dtype, "backend": self.experts.backend
         }  # fmt: skip
 
+    def weight_gradient(self, layer: int, grad: Columns, rows: Columns, dtype: torch.dtype) -> torch.Tensor | None:
+        """Add the gradient of fc1 (0) or fc2 (1) to its main gradient, or return it in `dtype`."""
+        settings: dict[str, Any] = {"m_offsets": self.m_offsets, "backend": self.experts.backend}
+        if self.main_grads is None:
+            return grouped_gemm_wgrad(grad, rows, out_dtype=dtype, **settings)
+        grouped_gemm_wgrad_into(grad, rows, out=self.main_grads[layer], **settings)
+        return None
+
 
 class _Gradients(NamedTuple):
     """Of the activation; see `glu.op.QuantizedGradients`."""
@@ -253,34 +244,27 @@ class _ExpertMlp(torch.autograd.Function):
         w2: torch.Tensor | None,
         bias: torch.Tensor | None,
         fc2_bias: torch.Tensor | None,
-        m_offsets: torch.Tensor,
-        context: _Context,
+        this: _Pass,
     ) -> torch.Tensor:
-        this = _Pass.begin(context, m_offsets, x)
-        ctx.wants = [bool(context.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
+        ctx.wants = [bool(this.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
         # Codes along tokens are the same now and in backward, and half as large as x.
-        keeps_codes = ctx.wants[0] and context.experts.recipe.both_at_once
-        kept: Columns | tuple[torch.Tensor, None]
-        if keeps_codes:
-            rows, kept = this.both(x)
-        else:
-            rows, kept = this.operand(x), (x, None)
-        h = this.times(rows, context.fc1, x.dtype)
+        keeps_codes = ctx.wants[0] and this.experts.recipe.both_at_once
+        rows, kept = this.both(x) if keeps_codes else (this.operand(x), (x, None))
+        h = this.times(rows, this.fc1, x.dtype)
         ctx.save_for_backward(*kept, h, probs, bias, fc2_bias)
-        ctx.context, ctx.this, ctx.keeps_codes = context, this, keeps_codes
-        return this.down(h, probs, bias, context.fc2, fc2_bias)
+        ctx.this, ctx.keeps_codes = this, keeps_codes
+        return this.down(h, probs, bias, fc2_bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, x_scale, h, probs, bias, fc2_bias = ctx.saved_tensors
-        context: _Context = ctx.context
         this: _Pass = ctx.this
         grad_y = grad_y.contiguous()
         rows, columns = this.both(grad_y) if ctx.wants[1] else (this.operand(grad_y), None)
-        made = this.through_activation(this.dgrad(rows, context.fc2, h.dtype), h, probs, bias)
+        made = this.through_activation(this.dgrad(rows, this.fc2, h.dtype), h, probs, bias)
         dw1 = dw2 = None
         if columns is not None:
-            dw2 = _weight_gradient(context, this, 1, columns, made.act, h.dtype)
+            dw2 = this.weight_gradient(1, columns, made.act, h.dtype)
         grad_probs, grad_fc2_bias = made.probs, None
         if fc2_bias is not None:
             grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, this.m_offsets, **this.own)
@@ -288,18 +272,7 @@ class _ExpertMlp(torch.autograd.Function):
             grad_probs = grad_probs if grad_probs is None or more is None else grad_probs + more
         if ctx.wants[0]:
             kept = (x, x_scale) if ctx.keeps_codes else this.columns(x)
-            dw1 = _weight_gradient(context, this, 0, made.columns, kept, h.dtype)
-        grad_x = this.dgrad(made.rows, context.fc1, h.dtype) if ctx.needs_input_grad[0] else None
+            dw1 = this.weight_gradient(0, made.columns, kept, h.dtype)
+        grad_x = this.dgrad(made.rows, this.fc1, h.dtype) if ctx.needs_input_grad[0] else None
         for_bias = None if bias is None or made.bias is None else made.bias.to(bias.dtype)
-        return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None, None
-
-
-def _weight_gradient(
-    context: _Context, this: _Pass, layer: int, grad: Columns, rows: Columns, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Add the gradient of fc1 (0) or fc2 (1) to its main gradient, or return it in `dtype`."""
-    settings: dict[str, Any] = {"m_offsets": this.m_offsets, "backend": context.experts.backend}
-    if context.main_grads is None:
-        return grouped_gemm_wgrad(grad, rows, out_dtype=dtype, **settings)
-    grouped_gemm_wgrad_into(grad, rows, out=context.main_grads[layer], **settings)
-    return None
+        return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None

@@ -28,9 +28,6 @@ _TORCH_TYPE = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
-_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-_TORCH_SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _ORIGINAL: dict[str, Any] = {}
 
 
@@ -41,15 +38,13 @@ def cast_bits(bits: Array, source: str, target: str) -> Array:
     `cvt.rn.satfinite` does; NaN stays NaN.
     """
     from_type, to_type = _TORCH_TYPE[source], _TORCH_TYPE[target]
-    width = from_type.itemsize * 8
-    flat = np.ascontiguousarray(bits).reshape(-1).view(_SIGNED[width])
-    values = torch.from_numpy(flat.copy()).view(from_type)
+    # As bytes, since numpy has neither bf16 nor fp8; a copy, since the interpreter's arrays may be read-only.
+    values = torch.from_numpy(np.array(bits).reshape(-1).view(np.uint8)).view(from_type)
     if target in FP8_MAX and to_type.itemsize < from_type.itemsize:
         values = values.to(torch.float32).clamp(-FP8_MAX[target], FP8_MAX[target])
     elif source in FP8_MAX and target in FP8_MAX:
         values = values.to(torch.float32)
-    out_width = to_type.itemsize * 8
-    cast = values.to(to_type).view(_TORCH_SIGNED[out_width]).numpy().view(_UNSIGNED[out_width])
+    cast = values.to(to_type).view(torch.uint8).numpy().view(f"u{to_type.itemsize}")
     return cast.reshape(np.shape(bits))
 
 

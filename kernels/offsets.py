@@ -11,10 +11,7 @@ from moe_rl.core.errors import require
 def check_offsets(name: str, m_offsets: torch.Tensor, device: torch.device, num_rows: int) -> None:
     """Refuse offsets of the wrong form and, where no device must be waited for, of wrong value."""
     require(
-        m_offsets.dtype == torch.int32
-        and m_offsets.dim() == 1
-        and m_offsets.numel() >= 2
-        and m_offsets.is_contiguous(),
+        m_offsets.dtype == torch.int32 and m_offsets.dim() == 1 and len(m_offsets) >= 2 and m_offsets.is_contiguous(),
         f"{name}: m_offsets must be dense int32 [G + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
     )
     require(m_offsets.device == device, f"{name}: m_offsets is on {m_offsets.device}, the rows on {device}.")

@@ -6,11 +6,9 @@ Forward has no operator of its own: `grouped_gemm(..., bias=..., bias_factor=...
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import unit_columns
+from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.registry import Operator
-
-BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward", package=__package__)
 
@@ -31,19 +29,8 @@ def check_bias(
 ) -> None:
     """Refuse a bias that is not [G, N], or a factor that is not fp32 [M]."""
     require(factor is None or bias is not None, f"{name}: a bias_factor needs a bias.")
-    if bias is None:
-        return
-    require(
-        bias.dtype in BIAS_DTYPES and tuple(bias.shape) == (groups, columns) and bias.device == rows.device,
-        f"{name}: bias must be floating ({groups}, {columns}) on {rows.device}, "
-        f"got {bias.dtype} {tuple(bias.shape)} on {bias.device}.",
-    )
-    require(
-        factor is None
-        or (factor.dtype == torch.float32 and factor.shape == rows.shape[:1] and factor.device == rows.device),
-        f"{name}: bias_factor must be float32 ({rows.shape[0]},) on {rows.device}, got "
-        f"{None if factor is None else (factor.dtype, tuple(factor.shape), factor.device)}.",
-    )
+    require_form(f"{name}: bias", bias, (groups, columns), FLOATING, beside=rows)
+    require_form(f"{name}: bias_factor", factor, (rows.shape[0],), (torch.float32,), beside=rows)
 
 
 def expert_bias_backward(
@@ -59,8 +46,7 @@ def expert_bias_backward(
     grad [M, N] is the gradient of out. Without a factor (1 for every row) there is no gradient of it. Sums run over
     tiles in row order: the same bits in every run. Rows beyond the last offset count nothing and get 0.
     """
-    require(grad.dim() == 2 and grad.dtype in BIAS_DTYPES, f"expert_bias_backward: grad must be floating [M, N], got "
-            f"{grad.dtype} {tuple(grad.shape)}.")  # fmt: skip
+    require_form("expert_bias_backward: grad", grad, ("M", "N"), FLOATING)
     check_offsets("expert_bias_backward", m_offsets, grad.device, grad.shape[0])
     check_bias("expert_bias_backward", bias, factor, grad, m_offsets.numel() - 1, grad.shape[1])
     grad_bias, grad_factor = _expert_bias_backward(unit_columns(grad), bias, factor, m_offsets, backend)

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_form
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK_SHAPE, QuantizedTensor, scale_dtype, scale_shape
 
 ALIGNMENT = 16
@@ -21,22 +22,54 @@ WIDE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """Weights W [N, K] of each of G experts, with their scales where they are FP8."""
+class ExpertMatrices:
+    """A matrix [N, K] of each of G experts."""
 
     data: torch.Tensor
     """[G, N, K] with the last two axes dense, or int64 [G]: the address of each expert's dense [N, K] buffer."""
     shape: tuple[int, int]
-    """(N, K), multiples of 16."""
+    """(N, K)."""
     dtype: torch.dtype
-    """float8_e4m3fn, bfloat16 or float32."""
+    owners: tuple[torch.Tensor, ...] = ()
+    """What a table points into, so that it outlives the table. A table built from bare addresses owns nothing."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of experts G."""
+        return self.data.shape[0]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether `data` holds addresses."""
+        return self.data.dtype == torch.int64
+
+    def part(self, group: int) -> torch.Tensor:
+        """Return the [N, K] of one expert, sharing its memory; reads the address from the device behind a table."""
+        return read_part(self.data, group, self.shape, self.dtype)
+
+    def check(self, what: str) -> None:
+        """Refuse memory that kernels could not read."""
+        if self.is_table:
+            require_table(self.data, what)
+            return
+        rows, columns = self.shape
+        require_form(what, self.data, ("G", rows, columns), (self.dtype,))
+        require(
+            self.data.stride()[1:] == (columns, 1),
+            f"each [N, K] of {what} must be dense, got strides {self.data.stride()}.",
+        )
+        require_alignment(self.data, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights(ExpertMatrices):
+    """Weights W [N, K], multiples of 16, in E4M3 with scales, bf16 or fp32."""
+
     scale: torch.Tensor | None = None
     """[G, ...] or, beside a table, int64 [G]: addresses of dense scales; fp32, E8M0 in blocks of 32. None for bfloat16
     and float32."""
     block_shape: tuple[int, int] | None = None
     """(128, 128), (1, -1) for one scale per output column, (1, 32) for MXFP8, or None."""
-    owners: tuple[torch.Tensor, ...] = ()
-    """What a table points into, so that it outlives the table. A table built from bare addresses owns nothing."""
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -55,28 +88,12 @@ class ExpertWeights:
                 self.dtype in WIDE_DTYPES and self.scale is None and self.block_shape is None,
                 f"expert weights must be {FP8_DTYPE} with scales, or bfloat16 or float32 without, got {self.dtype}.",
             )
-        if self.is_table:
-            require_table(self.data, "expert weights")
-            if self.scale is not None:
-                require_table(self.scale, "scales of expert weights")
-                require(self.scale.shape == self.data.shape, "a table of weights and its table of scales differ in G.")
-            return
-        require(
-            self.data.dim() == 3 and tuple(self.data.shape[1:]) == self.shape and self.data.dtype == self.dtype,
-            f"expert weights must be {self.dtype} [G, {rows}, {columns}], got "
-            f"{self.data.dtype} {tuple(self.data.shape)}.",
-        )
-        require(
-            self.data.stride(2) == 1 and self.data.stride(1) == columns,
-            f"each expert's [N, K] must be dense, got strides {self.data.stride()}.",
-        )
-        require_alignment(self.data, "expert weights")
-        if self.scale is not None:
-            expected = (self.num_groups, *self.scale_shape)
-            require(
-                tuple(self.scale.shape) == expected and self.scale.dtype == self.scale_dtype,
-                f"scales must be {self.scale_dtype} {expected}, got {self.scale.dtype} {tuple(self.scale.shape)}.",
-            )
+        self.check("expert weights")
+        if self.is_table and self.scale is not None:
+            require_table(self.scale, "scales of expert weights")
+            require(self.scale.shape == self.data.shape, "a table of weights and its table of scales differ in G.")
+        elif self.scale is not None:
+            require_form("scales", self.scale, (self.num_groups, *self.scale_shape), (self.scale_dtype,))
 
     @classmethod
     def of(cls, weights: "torch.Tensor | QuantizedTensor | ExpertWeights") -> "ExpertWeights":
@@ -108,16 +125,6 @@ class ExpertWeights:
         )
 
     @property
-    def num_groups(self) -> int:
-        """Number of experts G."""
-        return self.data.shape[0]
-
-    @property
-    def is_table(self) -> bool:
-        """Whether `data` holds addresses."""
-        return self.data.dtype == torch.int64
-
-    @property
     def scale_shape(self) -> tuple[int, int]:
         """Shape of one expert's scales."""
         return scale_shape(*self.shape, self.block_shape or (BLOCK, BLOCK))
@@ -126,10 +133,6 @@ class ExpertWeights:
     def scale_dtype(self) -> torch.dtype:
         """Type of the scales."""
         return scale_dtype(self.block_shape or (BLOCK, BLOCK))
-
-    def part(self, group: int) -> torch.Tensor:
-        """Return the [N, K] of one expert as it is stored; reads the address from the device when behind a table."""
-        return read_part(self.data, group, self.shape, self.dtype)
 
     def part_scale(self, group: int) -> torch.Tensor:
         """Return the scales of one expert; only for FP8."""
@@ -176,31 +179,12 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertGradients:
-    """Where the gradients dW [N, K] of each of G experts are written or accumulated."""
-
-    data: torch.Tensor
-    """[G, N, K] with the last two axes dense, or int64 [G] addresses of dense [N, K] buffers."""
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    """float32 or bfloat16."""
-    owners: tuple[torch.Tensor, ...] = ()
+class ExpertGradients(ExpertMatrices):
+    """Where the gradients dW [N, K], bf16 or fp32, are written or accumulated."""
 
     def __post_init__(self) -> None:
         require(self.dtype in WIDE_DTYPES, f"weight gradients must be bfloat16 or float32, got {self.dtype}.")
-        if self.is_table:
-            require_table(self.data, "weight gradients")
-            return
-        require(
-            self.data.dim() == 3
-            and tuple(self.data.shape[1:]) == self.shape
-            and self.data.dtype == self.dtype
-            and self.data.stride(2) == 1
-            and self.data.stride(1) == self.shape[1],
-            f"weight gradients must be dense {self.dtype} [G, {self.shape[0]}, {self.shape[1]}], got "
-            f"{self.data.dtype} {tuple(self.data.shape)} with strides {self.data.stride()}.",
-        )
-        require_alignment(self.data, "weight gradients")
+        self.check("weight gradients")
 
     @classmethod
     def of(cls, gradients: "torch.Tensor | ExpertGradients") -> "ExpertGradients":
@@ -218,20 +202,6 @@ class ExpertGradients:
         shape = (parts[0].shape[0], parts[0].shape[1])
         return cls(data=table, shape=shape, dtype=parts[0].dtype, owners=tuple(parts))
 
-    @property
-    def num_groups(self) -> int:
-        """Number of experts G."""
-        return self.data.shape[0]
-
-    @property
-    def is_table(self) -> bool:
-        """Whether `data` holds addresses."""
-        return self.data.dtype == torch.int64
-
-    def part(self, group: int) -> torch.Tensor:
-        """Return the [N, K] of one expert, sharing its memory."""
-        return read_part(self.data, group, self.shape, self.dtype)
-
 
 def require_alignment(data: torch.Tensor, what: str) -> None:
     """Refuse memory, or a first axis, that does not start at multiples of 16 bytes: loads would fault or crawl."""
@@ -248,10 +218,7 @@ def require_alignment(data: torch.Tensor, what: str) -> None:
 
 def require_table(table: torch.Tensor, what: str) -> None:
     """Refuse anything but a dense int64 [G]."""
-    require(
-        table.dtype == torch.int64 and table.dim() == 1 and table.is_contiguous(),
-        f"a table of {what} must be dense int64 [G], got {table.dtype} {tuple(table.shape)}.",
-    )
+    require_form(f"a table of {what}", table, ("G",), (torch.int64,), is_dense=True)
 
 
 def pointer_table(parts: Sequence[torch.Tensor], what: str, alignment: int = ALIGNMENT) -> torch.Tensor:

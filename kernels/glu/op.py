@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device, unit_columns
+from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.op import check_column_tiles
@@ -21,8 +21,6 @@ from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, QuantizedTensor, Rounding
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 SWIGLU_FORWARD = Operator(name="swiglu", package=__package__)
 SWIGLU_QUANTIZE = Operator(name="swiglu_quantize", package=__package__)
@@ -169,8 +167,7 @@ def swiglu_backward(
 
     For callers that keep h and recompute the activation, as the FP8 expert MLP does.
     """
-    _check(h, probs, bias, m_offsets)
-    _check_grad("swiglu_backward", grad_out, h)
+    _check(h, probs, bias, m_offsets, grad_out)
     grads = _swiglu_backward(unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec), backend)
     return grads[0], None if probs is None else grads[1], None if bias is None else grads[2]
 
@@ -209,9 +206,8 @@ def swiglu_backward_quantize(
     these groups in blocks of 128 rows, if it is at hand. Sums for probs and bias are taken in another order than by
     `swiglu_backward`; codes and scales have the same bits.
     """
-    _check(h, probs, bias, m_offsets)
+    _check(h, probs, bias, m_offsets, grad_out)
     check_column_tiles("swiglu_backward_quantize", tiles)
-    _check_grad("swiglu_backward_quantize", grad_out, h)
     entries = None if tiles is None else tiles.entries
     codes, scale, columns, column_scale, act, act_scale, grad_probs, grad_bias = _swiglu_backward_quantize(
         unit_columns(grad_out), h, probs, bias, m_offsets, *_constants(spec), entries, rounding, backend
@@ -225,37 +221,24 @@ def swiglu_backward_quantize(
     )
 
 
-def _check_grad(name: str, grad_out: torch.Tensor, h: torch.Tensor) -> None:
-    require_same_device(name, h, grad_out=grad_out)
-    shape = (h.shape[0], h.shape[1] // 2)
-    require(
-        grad_out.dtype == h.dtype and tuple(grad_out.shape) == shape,
-        f"{name}: grad_out must be {h.dtype} {shape}, got {grad_out.dtype} {tuple(grad_out.shape)}.",
-    )
-
-
 def _constants(spec: GluSpec) -> tuple[float, float, float, str]:
     return spec.alpha, spec.limit, spec.up_shift, spec.layout
 
 
 def _check(
-    h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, m_offsets: torch.Tensor | None
+    h: torch.Tensor,
+    probs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    m_offsets: torch.Tensor | None,
+    grad_out: torch.Tensor | None = None,
 ) -> None:
-    require(h.dtype in DTYPES, f"swiglu: dtype {h.dtype} is not one of {', '.join(map(str, DTYPES))}.")
-    require(h.dim() == 2 and h.shape[1] % 2 == 0, f"swiglu: h must be [M, 2 I], got shape {tuple(h.shape)}.")
-    require(h.stride(1) == 1 or h.shape[1] == 0, f"swiglu: the last axis must have stride 1, got {h.stride(1)}.")
-    require_same_device("swiglu", h, probs=probs, bias=bias)
-    if probs is not None:
-        require(
-            probs.dtype == torch.float32 and tuple(probs.shape) == (h.shape[0],),
-            f"swiglu: probs must be float32 ({h.shape[0]},), got {probs.dtype} {tuple(probs.shape)}.",
-        )
+    require_form("swiglu: h", h, ("M", "2 I"), FLOATING, is_dense=True)
+    num_rows, columns = h.shape
+    require(columns % 2 == 0, f"swiglu: h must be [M, 2 I], got shape {tuple(h.shape)}.")
+    require_form("swiglu: probs", probs, (num_rows,), (torch.float32,), beside=h)
+    require_form("swiglu: grad_out", grad_out, (num_rows, columns // 2), (h.dtype,), beside=h)
     if m_offsets is not None:
-        check_offsets("swiglu", m_offsets, h.device, h.shape[0])
-    if bias is not None:
-        require(m_offsets is not None, "swiglu: a bias needs m_offsets, which tell the slot of each row.")
-        slots = 0 if m_offsets is None else m_offsets.numel() - 1
-        require(
-            bias.dtype in DTYPES and tuple(bias.shape) == (slots, h.shape[1]),
-            f"swiglu: bias must be floating ({slots}, {h.shape[1]}), got {bias.dtype} {tuple(bias.shape)}.",
-        )
+        check_offsets("swiglu", m_offsets, h.device, num_rows)
+    require(bias is None or m_offsets is not None, "swiglu: a bias needs m_offsets, which tell the slot of each row.")
+    slots = 0 if m_offsets is None else m_offsets.numel() - 1
+    require_form("swiglu: bias", bias, (slots, columns), FLOATING, beside=h)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device, unit_columns
+from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
 from moe_rl.kernels.registry import Operator
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 BUILD_ROW_MAP = Operator(name="build_row_map", package=__package__)
 PERMUTE = Operator(name="permute", package=__package__)
@@ -158,9 +156,7 @@ def permute(
 
     Rows from m_offsets[-1] on are zero. The gradient of a token sums its rows in the order of its top-k.
     """
-    _check_rows("permute", "x [T, H]", x, row_map.token_k_to_row.shape[0])
-    _check_probs("permute", probs, row_map)
-    require_same_device("permute", x, probs=probs, row_map=row_map.row_to_token)
+    _check("permute: x", x, row_map.token_k_to_row.shape[0], probs, row_map)
     rows, row_probs = _permute(x, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
     return rows, None if probs is None else row_probs
 
@@ -173,27 +169,10 @@ def unpermute(
     Sums run in fp32 in the order k = 0, 1, ... of the router's top-k, whatever slots the experts have, and round once
     to the dtype of `rows`. Rows from m_offsets[-1] on are never read. Gradients go to `rows` and `probs`.
     """
-    _check_rows("unpermute", "rows [M, H]", rows, len(row_map.row_to_token))
-    _check_probs("unpermute", probs, row_map)
-    require_same_device("unpermute", rows, probs=probs, row_map=row_map.row_to_token)
+    _check("unpermute: rows", rows, len(row_map.row_to_token), probs, row_map)
     return _unpermute(rows, probs, row_map.row_to_token, row_map.token_k_to_row, backend)
 
 
-def _check_rows(op: str, name: str, value: torch.Tensor, num_rows: int) -> None:
-    require(value.dtype in DTYPES, f"{op}: dtype {value.dtype} is not one of {', '.join(map(str, DTYPES))}.")
-    require(
-        value.dim() == 2 and value.shape[0] == num_rows,
-        f"{op}: {name} must have 2 axes and {num_rows} rows, got shape {tuple(value.shape)}.",
-    )
-    require(
-        value.shape[1] <= 1 or value.stride(1) == 1, f"{op}: the last axis must have stride 1, got {value.stride(1)}."
-    )
-
-
-def _check_probs(op: str, probs: torch.Tensor | None, row_map: RowMap) -> None:
-    if probs is not None:
-        require(
-            probs.dtype == torch.float32 and probs.shape == row_map.token_k_to_row.shape,
-            f"{op}: probs must be float32 {tuple(row_map.token_k_to_row.shape)}, "
-            f"got {probs.dtype} {tuple(probs.shape)}.",
-        )
+def _check(what: str, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None, row_map: RowMap) -> None:
+    require_form(what, rows, (num_rows, "H"), FLOATING, beside=row_map.row_to_token, is_dense=True)
+    require_form(f"{what}, their probs", probs, tuple(row_map.token_k_to_row.shape), (torch.float32,), beside=rows)

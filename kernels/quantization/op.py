@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_rl.core.errors import require
+from moe_rl.kernels.devices import FLOATING, require_form
 from moe_rl.kernels.offsets import check_offsets
 from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator
@@ -26,7 +27,6 @@ from moe_rl.kernels.types import (
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
 COLUMN_BLOCKS = (BLOCK, MX_BLOCK)
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 QUANTIZE = Operator(name="quantize", package=__package__)
 QUANTIZE_COLUMNS = Operator(name="quantize_columns", package=__package__)
@@ -94,9 +94,7 @@ def quantize(
     """
     require_rounding("quantize", rounding)
     require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
-    require(x.dtype in INPUT_DTYPES, f"quantize: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
-    require(x.dim() >= 2, f"quantize: x must be [..., M, K], got shape {tuple(x.shape)}.")
-    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"quantize: the last axis must have stride 1, got {x.stride(-1)}.")
+    require_form("quantize: x", x, (*x.shape[:-2], "M", "K"), FLOATING, is_dense=True)
     codes, scale = _quantize(x, *block_shape, rounding, backend)
     return QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
 
@@ -178,22 +176,17 @@ def quantize_weights(
     if not weights:
         return
     first, transpose = weights[0], into[0].transposed is not None
-    require(first.dtype in INPUT_DTYPES, f"quantize_weights: dtype {first.dtype} is not one of {INPUT_DTYPES}.")
     for index, (weight, codes) in enumerate(zip(weights, into, strict=True)):
-        require(
-            weight.dim() == 2
-            and weight.is_contiguous()
-            and (weight.dtype, weight.device) == (first.dtype, first.device),
-            f"quantize_weights: matrix {index} must be dense {first.dtype} [N, K] on {first.device}, got "
-            f"{weight.dtype} {tuple(weight.shape)} on {weight.device}.",
-        )
+        what = f"quantize_weights: matrix {index}"
+        require_form(what, weight, ("N", "K"), FLOATING if index == 0 else (first.dtype,), beside=first)
+        require(weight.is_contiguous(), f"{what} must be dense, got strides {weight.stride()}.")
         require(
             codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,
-            f"quantize_weights: matrix {index} is {tuple(weight.shape)}, its codes {tuple(codes.plain.data.shape)}.",
+            f"{what} is {tuple(weight.shape)}, its codes {tuple(codes.plain.data.shape)}.",
         )
         require(
             weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0,
-            f"quantize_weights: matrix {index} must have sides and an address that are multiples of 16.",
+            f"{what} must have sides and an address that are multiples of 16.",
         )
     sides = [side for codes in into for side in codes.both]
     _quantize_weights(
@@ -206,10 +199,8 @@ def _check_columns(
 ) -> None:
     require_rounding(name, rounding)
     require(block in COLUMN_BLOCKS, f"{name}: block {block} is not one of {', '.join(map(str, COLUMN_BLOCKS))}.")
-    require(x.dim() == 2, f"{name}: x must be [M, K], got shape {tuple(x.shape)}.")
-    require(x.dtype in INPUT_DTYPES, f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, INPUT_DTYPES))}.")
+    require_form(f"{name}: x", x, ("M", "K"), FLOATING, is_dense=True)
     check_offsets(name, m_offsets, x.device, len(x))
-    require(x.shape[-1] <= 1 or x.stride(-1) == 1, f"{name}: the last axis must have stride 1, got {x.stride(-1)}.")
     check_column_tiles(name, tiles)
 
 

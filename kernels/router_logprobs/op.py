@@ -5,10 +5,9 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import nearest_name, require
-from moe_rl.kernels.devices import require_same_device
+from moe_rl.kernels.devices import FLOATING, require_form
 from moe_rl.kernels.registry import Operator
 
-LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ID_DTYPES = (torch.int32, torch.int64, torch.int16, torch.uint8)
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sigmoid-normalized")
 MAX_EXPERTS = 4096
@@ -53,26 +52,10 @@ def gather_logprobs(
         score_function in SCORE_FUNCTIONS,
         f"gather_logprobs: unknown score_function {score_function!r}.{nearest_name(score_function, SCORE_FUNCTIONS)}",
     )
-    require(
-        logits.dtype in LOGIT_DTYPES,
-        f"gather_logprobs: dtype {logits.dtype} of logits is not one of {', '.join(map(str, LOGIT_DTYPES))}.",
-    )
-    require(
-        expert_ids.dtype in ID_DTYPES,
-        f"gather_logprobs: dtype {expert_ids.dtype} of ids is not one of {', '.join(map(str, ID_DTYPES))}.",
-    )
-    require(
-        logits.dim() == 2 and expert_ids.dim() == 2 and logits.shape[0] == expert_ids.shape[0],
-        f"gather_logprobs: expected logits [T, E] and ids [T, K], got {tuple(logits.shape)} "
-        f"and {tuple(expert_ids.shape)}.",
-    )
-    require_same_device("gather_logprobs", logits, expert_ids=expert_ids)
+    require_form("gather_logprobs: logits", logits, ("T", "E"), FLOATING, is_dense=True)
+    require_form("gather_logprobs: expert_ids", expert_ids, (logits.shape[0], "K"), ID_DTYPES, beside=logits)
     require(
         1 <= logits.shape[1] <= MAX_EXPERTS,
         f"gather_logprobs: E must be within 1 .. {MAX_EXPERTS}, got {logits.shape[1]}.",
-    )
-    require(
-        logits.shape[1] == 1 or logits.stride(1) == 1,
-        f"gather_logprobs: the last axis of logits must have stride 1, got {logits.stride(1)}.",
     )
     return _gather_logprobs(logits, expert_ids, score_function, backend)

@@ -149,13 +149,13 @@ def offsets(*values: int) -> torch.Tensor:
 ROWS, WEIGHTS = torch.zeros(4, 32).bfloat16(), torch.zeros(2, 16, 32).bfloat16()
 MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: expert_bias_backward(torch.zeros(4), torch.zeros(1, 4), None, offsets(0, 4)), "grad must be floating"),
-    (lambda: expert_bias_backward(torch.zeros(4, 3), torch.zeros(1, 4), None, offsets(0, 4)), r"floating \(1, 3\)"),
+    (lambda: expert_bias_backward(torch.zeros(4, 3), torch.zeros(1, 4), None, offsets(0, 4)), r"floating \[1, 3\]"),
     (lambda: expert_bias_backward(torch.zeros(4, 4), torch.zeros(1, 4), None, offsets(0, 5)), "there are 4 rows"),
     (
         lambda: expert_bias_backward(torch.zeros(4, 4), torch.zeros(1, 4), torch.zeros(3), offsets(0, 4)),
-        r"bias_factor must be float32 \(4,\)",
+        r"bias_factor must be float32 \[4\]",
     ),
-    (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias=torch.zeros(2, 15)), r"must be floating \(2, 16\)"),
+    (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias=torch.zeros(2, 15)), r"must be floating \[2, 16\]"),
     (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias_factor=torch.zeros(4)), "needs a bias"),
     (
         lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias=torch.zeros(2, 16, dtype=torch.int32)),

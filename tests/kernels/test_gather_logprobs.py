@@ -182,9 +182,15 @@ IDS = torch.zeros(2, 2, dtype=torch.int32)
     ("call", "sentence"),
     [
         (lambda: gather_logprobs(torch.zeros(2, 4), IDS, score_function="softmx"), "Did you mean 'softmax'"),
-        (lambda: gather_logprobs(torch.zeros(2, 4, dtype=torch.int32), IDS), "of logits is not one of"),
-        (lambda: gather_logprobs(torch.zeros(2, 4), IDS.float()), "of ids is not one of"),
-        (lambda: gather_logprobs(torch.zeros(3, 4), IDS), "expected logits"),
+        (
+            lambda: gather_logprobs(torch.zeros(2, 4, dtype=torch.int32), IDS),
+            r"logits must be floating \[T, E\], got torch.int32",
+        ),
+        (
+            lambda: gather_logprobs(torch.zeros(2, 4), IDS.float()),
+            "expert_ids must be int32 or int64 or int16 or uint8",
+        ),
+        (lambda: gather_logprobs(torch.zeros(3, 4), IDS), r"expert_ids must be .* \[3, K\], got torch.int32 \(2, 2\)"),
         (lambda: gather_logprobs(torch.zeros(2, 5000), IDS), "E must be within"),
         (lambda: gather_logprobs(torch.zeros(4, 2).t(), IDS), "must have stride 1"),
     ],

@@ -292,13 +292,19 @@ def _rows() -> RowMap:
     [
         (lambda: build_row_map(torch.zeros(2, 2), 2), "slot_map must be int32"),
         (lambda: build_row_map(torch.zeros(2, 2, dtype=torch.int32), 0), "num_slots must be at least 1"),
-        (lambda: permute(torch.zeros(3, 4), None, _rows()), "must have 2 axes and 2 rows"),
-        (lambda: permute(torch.zeros(2, 4, dtype=torch.int32), None, _rows()), "dtype torch.int32 is not one of"),
+        (lambda: permute(torch.zeros(3, 4), None, _rows()), r"x must be floating \[2, H\], got torch.float32 \(3, 4\)"),
+        (
+            lambda: permute(torch.zeros(2, 4, dtype=torch.int32), None, _rows()),
+            r"x must be floating \[2, H\], got torch.int32",
+        ),
         (lambda: permute(torch.zeros(4, 2).t(), None, _rows()), "must have stride 1"),
         (lambda: permute(torch.zeros(2, 4), torch.zeros(2, 3), _rows()), "probs must be float32"),
-        (lambda: unpermute(torch.zeros(2, 4), None, _rows()), "must have 2 axes and 4 rows"),
+        (
+            lambda: unpermute(torch.zeros(2, 4), None, _rows()),
+            r"rows must be floating \[4, H\], got torch.float32 \(2, 4\)",
+        ),
         (lambda: unpermute(torch.zeros(4, 4), None, _rows(), backend="deepgem"), "unknown kernel backend"),
-        (lambda: permute(torch.zeros(2, 4, device="meta"), None, _rows()), "row_map is on cpu, the rows on meta"),
+        (lambda: permute(torch.zeros(2, 4, device="meta"), None, _rows()), "x is on meta and must be on cpu"),
         (
             lambda: RowMap(m_offsets=torch.zeros(2), row_to_token=torch.zeros(1), token_k_to_row=torch.zeros(1, 1)),
             "m_offsets must be contiguous int32",
