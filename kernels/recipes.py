@@ -10,6 +10,7 @@ import torch
 
 from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
+from moe_rl.kernels.devices import require_form
 from moe_rl.kernels.gemm.weights import ExpertWeights
 from moe_rl.kernels.quantization.op import empty_weight_codes, quantize, quantize_weights
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor, Rounding
@@ -163,17 +164,9 @@ def compare_rollout_weights(
     """
     require(recipe.weight_block_shape is not None, f"compare_rollout_weights: recipe {recipe.name} has no codes.")
     block_shape = recipe.weight_block_shape or (BLOCK, BLOCK)
-    require(
-        codes.dtype == FP8_DTYPE and codes.shape == master.shape,
-        f"compare_rollout_weights: codes must be {FP8_DTYPE} {tuple(master.shape)}, "
-        f"got {codes.dtype} {tuple(codes.shape)}.",
-    )
+    require_form("compare_rollout_weights: codes", codes, tuple(master.shape), (FP8_DTYPE,))
     ours = quantize(master, block_shape, rounding=recipe.rounding, backend=backend)
-    require(
-        scale.dtype == ours.scale.dtype and scale.shape == ours.scale.shape,
-        f"compare_rollout_weights: scales must be {ours.scale.dtype} {tuple(ours.scale.shape)}, "
-        f"got {scale.dtype} {tuple(scale.shape)}.",
-    )
+    require_form("compare_rollout_weights: scales", scale, tuple(ours.scale.shape), (ours.scale.dtype,))
     theirs = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
     differs = ours.data.view(torch.uint8) != codes.view(torch.uint8)
     bits = torch.int32 if scale.dtype == torch.float32 else torch.uint8

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from moe_rl.core.errors import require
+from moe_rl.kernels.devices import require_form
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -42,14 +42,11 @@ class QuantizedTensor:
     block_shape: tuple[int, int]
 
     def __post_init__(self) -> None:
-        require(self.data.dtype == FP8_DTYPE, f"quantized data must be {FP8_DTYPE}, got {self.data.dtype}.")
-        wanted = scale_dtype(self.block_shape)
-        require(self.scale.dtype == wanted, f"scales must be {wanted}, got {self.scale.dtype}.")
-        expected = (*self.data.shape[:-2], *scale_shape(self.data.shape[-2], self.data.shape[-1], self.block_shape))
-        require(
-            tuple(self.scale.shape) == expected,
-            f"scales of {tuple(self.data.shape)} in blocks of {self.block_shape} must be {expected}, "
-            f"got {tuple(self.scale.shape)}.",
+        *outer, rows, columns = self.data.shape
+        blocks, dtype = scale_shape(rows, columns, self.block_shape), scale_dtype(self.block_shape)
+        require_form("quantized data", self.data, (*outer, rows, columns), (FP8_DTYPE,))
+        require_form(
+            f"scales of {tuple(self.data.shape)} in {self.block_shape}", self.scale, (*outer, *blocks), (dtype,)
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

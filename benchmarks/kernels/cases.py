@@ -6,10 +6,19 @@ from typing import Any
 import torch
 
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
-from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, Scaling
+from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, Op, Scaling
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
 from moe_rl.kernels.types import BLOCK, MX_BLOCK, QuantizedTensor
+
+SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
+    *((op, scaling) for op in ("forward", "dgrad", "wgrad") for scaling in ("none", "block")),
+    ("forward", "row"),
+    ("forward", "mx"),
+    ("wgrad", "mx"),
+)
+"""Row scales serve forward only: dgrad runs it on weights quantized transposed, as that of MXFP8; wgrad uses 128 x 1
+blocks beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +92,9 @@ def rows_gemm(
     rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor, **settings: Any
 ) -> RowsGemm:
     """Return what a launcher of forward or dgrad takes, with results in fp32."""
-    return RowsGemm.of(rows, weights, m_offsets, **{"out_dtype": torch.float32, **settings})
+    data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
+    settings = {"out_dtype": torch.float32, **settings}
+    return RowsGemm(rows=data, row_scale=scale, weights=weights, m_offsets=m_offsets, **settings)
 
 
 def wgrad_gemm(operands: GemmOperands, scaling: Scaling, out: ExpertGradients, *, accumulate: bool) -> WgradGemm:

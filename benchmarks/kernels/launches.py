@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cases import GemmCase, make_operands, rows_gemm, wgrad_gemm
+from benchmarks.kernels.cases import SHIPPED_OPS, GemmCase, make_operands, rows_gemm, wgrad_gemm
 from benchmarks.kernels.cast_suite import cast_problems
 from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.pool import one_per_key, size_of
@@ -29,7 +29,6 @@ from moe_rl.kernels import (
 )
 from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
 from moe_rl.kernels.gemm.tiling import (
-    SHIPPED_OPS,
     GemmConfig,
     GemmProblem,
     Scaling,

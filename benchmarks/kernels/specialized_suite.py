@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.cases import rows_gemm
 from benchmarks.operators.cases import Case
 from benchmarks.operators.harness import Problem, Row, Tensors
 from benchmarks.operators.kernel_suites import random
 from benchmarks.operators.roofline import Work
 from moe_rl.kernels.devices import capability
-from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.problem import WgradGemm
 from moe_rl.kernels.gemm.proven import ProvenTile
 from moe_rl.kernels.gemm.tiling import (
     BLACKWELL,
@@ -63,7 +64,7 @@ def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor
     bias: dict[str, Any] = {"bias": random(slots, n, device=device, seed=3), "bias_factor": factor}
 
     def forward(tile: GemmConfig, of: ExpertWeights = weights, **extra: Any) -> Tensors:
-        gemm = RowsGemm.of(rows, of, m_offsets, out_dtype=torch.bfloat16, **extra)
+        gemm = rows_gemm(rows, of, m_offsets, out_dtype=torch.bfloat16, **extra)
         return (triton_kernel.forward(gemm, chosen=tile),)
 
     yield "forward", {"one tensor": forward, "table": partial(forward, of=table), "bias": partial(forward, **bias)}
@@ -72,7 +73,7 @@ def _variants(case: Case, device: str, scaling: Scaling, m_offsets: torch.Tensor
     grads: Any = dy if block is None else quantize(dy, (1, block[1]))
 
     def dgrad(tile: GemmConfig, of: ExpertWeights = weights) -> Tensors:
-        return (triton_kernel.dgrad(RowsGemm.of(grads, of, m_offsets, out_dtype=torch.bfloat16), chosen=tile),)
+        return (triton_kernel.dgrad(rows_gemm(grads, of, m_offsets, out_dtype=torch.bfloat16), chosen=tile),)
 
     yield "dgrad", {"one tensor": dgrad, "table": partial(dgrad, of=table)}
     if block is None:

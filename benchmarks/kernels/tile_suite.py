@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.cases import rows_gemm
 from benchmarks.operators.cases import Case
 from benchmarks.operators.gemm_suites import is_supported, wgrad_limit, wgrad_operands
 from benchmarks.operators.harness import Problem, Tensors
@@ -23,7 +24,7 @@ from moe_rl.kernels.gemm.op import (
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_into,
 )
-from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.problem import WgradGemm
 from moe_rl.kernels.gemm.tiling import WEIGHT_BLOCK_SHAPE, GemmConfig, GemmProblem, Op, Scaling, candidates
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize
@@ -96,7 +97,7 @@ def _calls(
     rows: Any = side if block is None else quantize(side, (1, block[1]))
     weights = ExpertWeights.of(w if block is None else quantize(w, block))
     table = ExpertWeights.of_parts([part.clone() if block is None else quantize(part, block) for part in w])
-    gemm = RowsGemm.of(rows, weights, m_offsets, out_dtype=torch.bfloat16)
+    gemm = rows_gemm(rows, weights, m_offsets, out_dtype=torch.bfloat16)
     # The reference sums in float64; an fp32 result of it is exact next to bf16.
     exact = partial(public, rows, weights, m_offsets, out_dtype=torch.float32, backend="reference")
     return (

@@ -187,7 +187,10 @@ def _rows_problem(
     )  # fmt: skip
     calls = dict(made.calls)
     if op == "forward" and scaling == "block" and batch.case.routing == "even" and "deepgemm" in calls:
-        described = RowsGemm.of(rows, weights, m_offsets, out_dtype=torch.bfloat16)
+        assert isinstance(rows, QuantizedTensor)
+        described = RowsGemm(
+            rows=rows.data, row_scale=rows.scale, weights=weights, m_offsets=m_offsets, out_dtype=torch.bfloat16
+        )
         calls["deepgemm:aligned"] = lambda: (_aligned(described),)
     if "triton" in calls:
         # A layer builds the tile map once for all its GEMMs; every time of ours but this one includes it.

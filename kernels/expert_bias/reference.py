@@ -25,13 +25,9 @@ def biases_of_rows(
 
 
 def expert_bias_backward(
-    grad: torch.Tensor,
-    bias: torch.Tensor,
-    factor: torch.Tensor | None,
-    m_offsets: torch.Tensor,
-    tiles: torch.Tensor | None = None,
+    grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, m_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (grad_bias [G, N], grad_factor [M], or [0] without factor) of grad [M, N]; at least fp32. No `tiles`."""
+    """Return (grad_bias [G, N], grad_factor [M], or [0] without factor) of grad [M, N]; at least fp32."""
     working = torch.promote_types(grad.dtype, torch.float32)
     group = group_of_rows(m_offsets, len(grad))
     in_group = (group < len(bias))[:, None]

@@ -52,15 +52,14 @@ def expert_bias_backward(
     bias: torch.Tensor,
     factor: torch.Tensor | None,
     m_offsets: torch.Tensor,
-    tiles: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the gradients; see `reference.expert_bias_backward`. `tiles`: entries of a map in `BLOCK_ROWS`."""
+    """Launch the gradients; see `reference.expert_bias_backward`."""
     num_rows, num_cols = grad.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
     grad_factor = torch.empty(0 if factor is None else num_rows, **float32)
     if num_rows == 0:
         return torch.zeros(bias.shape, **float32), grad_factor
-    entries = tile_map(m_offsets, num_rows, BLOCK_ROWS)[0] if tiles is None else tiles
+    entries = tile_map(m_offsets, num_rows, BLOCK_ROWS)[0]
     partial = torch.empty((len(entries), num_cols), **float32)
     _expert_bias_backward_kernel[(len(entries),)](
         grad, bias.contiguous(), None if factor is None else factor.contiguous(), entries, partial, grad_factor,

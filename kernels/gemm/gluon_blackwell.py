@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
-from moe_rl.kernels.gemm.gluon_hopper import place, store_tile
+from moe_rl.kernels.gemm.gluon_hopper import next_step, place, store_tile
 from moe_rl.kernels.gemm.problem import RowsGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
 from moe_rl.kernels.gemm.triton_parts import RowsLaunch, num_programs, part_pointer
@@ -95,10 +95,7 @@ def _load_steps(
                 step = gl.minimum(start // BLOCK_K + 1, words_of_row - 1)
                 a_word = gl.load(a_words + step)
                 w_word = gl.load(w_words + step)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -148,10 +145,7 @@ def _multiply(
                 tcgen05_commit(summed.index(at))
                 sums_phase ^= at
                 at ^= 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
         if MX:
             tcgen05_commit(summed)
             sums_phase ^= 1
@@ -307,7 +301,7 @@ def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.
     """Launch out = rows @ W[g].T + bias in MXFP8 or 128-blocks; see `reference.forward`."""
     made, (n, k) = RowsLaunch.of(gemm, out, tile), gemm.weights.shape
     constants = made.constants | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SPECIALIZED": True}
-    grid, arguments = (min(made.num_tiles, num_programs(out, tile)),), (*made.operands, *made.tiled, *made.sizes)
+    grid, arguments = (min(made.num_tiles, num_programs(out, tile)),), (*made.operands, *made.tiled)
     if gemm.weights.block_shape == MX_BLOCK_SHAPE:
         _gluon_mx_kernel[grid](*arguments, n * (k // MX_BLOCK), **constants)
     else:

@@ -57,6 +57,16 @@ def _barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
+def next_step(stage, phase, STAGES: gl.constexpr):
+    """Return the ring's next stage, and the parity of its barriers, which flips after the last one."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.constexpr):
     """Return (expert, first row, end row, first column, end of the sum, whether rows are of a group) of a tile."""
     entry = tile_map_ptr + tile // out_blocks * 4
@@ -108,10 +118,7 @@ def _load_steps(
             tma.async_load(w_desc, at, arrived, w.index(stage), multicast=MORE_N == 0)
             if MORE_N:
                 tma.async_load(more_desc, [col + BLOCK_N, start], arrived, more.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -191,10 +198,7 @@ def _multiply(
             more_acc += more_product * gl.convert_layout(more_scale, gl.SliceLayout(1, MORE_LAYOUT))[:, None]
             scale = a_scale * next_scale
             more_scale = a_scale * next_more
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
         store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
                LAYOUT)  # fmt: skip
         store_tile(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + BLOCK_N, num_out, is_group, BIAS,
@@ -226,10 +230,7 @@ def _multiply_wide(
             before = (stage + STAGES - 1) % STAGES
             mbarrier.arrive(empty.index(before), pred=start > 0)
             mbarrier.arrive(both_empty.index(before), pred=start > 0)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         before = (stage + STAGES - 1) % STAGES
         mbarrier.arrive(empty.index(before), pred=to_sum > 0)
@@ -346,10 +347,7 @@ def _load_columns(
             tma.async_load(dy_scale_desc, [at, first_n], arrived, dy_scale_low.index(stage))
             tma.async_load(dy_scale_desc, [at, first_n + _HALF], arrived, dy_scale_high.index(stage))
             tma.async_load(x_scale_desc, [at, first_k], arrived, x_scale.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -385,10 +383,7 @@ def _multiply_columns(
             mbarrier.arrive(empty.index(stage))
             mbarrier.arrive(both_empty.index(stage))
             acc += product * by_row[:, None] * by_column[None, :]
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_step(stage, phase, STAGES)
         out_base = part_pointer(out_ptr, group, stride_out_group, ELEMENT, TABLE, 16)
         row_ptrs = out_base + (first_n + ns).to(gl.int64) * num_k + first_k
         out_ptrs = row_ptrs[:, None] + ks[None, :]
@@ -443,12 +438,12 @@ def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgr
     grid = (min(made.num_tiles, max(1, num_programs(out, tile) // 2)),)
     if gemm.row_scale is None:
         _gluon_wide_kernel[grid](
-            *made.operands[::2], *made.tiled, *made.sizes, SUM_IS_DENSE=not is_dgrad, BLOCK_N=tile.block_n, **constants
+            *made.operands[::2], *made.tiled, SUM_IS_DENSE=not is_dgrad, BLOCK_N=tile.block_n, **constants
         )
         return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
     _gluon_kernel[grid](
-        *made.operands, *made.tiled, *made.sizes, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
+        *made.operands, *made.tiled, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
         MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out

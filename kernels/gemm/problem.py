@@ -1,14 +1,13 @@
 """What a backend of the grouped GEMMs is given: operands that were checked, in one object for every backend."""
 
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 
 from moe_rl.kernels.gemm.tiling import Scaling
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import E8M0_DTYPE, QuantizedTensor
+from moe_rl.kernels.types import E8M0_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +31,6 @@ class RowsGemm:
     """fp32 [M]; None stands for 1."""
     tiles: TileMap | None = None
     """Of these groups, for backends that walk tiles; another is built where its blocks have the wrong size."""
-
-    @classmethod
-    def of(
-        cls, rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor, **settings: Any
-    ) -> Self:
-        """Return the product of rows, quantized or not, that nobody checked: for who calls a launcher itself."""
-        data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
-        return cls(rows=data, row_scale=scale, weights=weights, m_offsets=m_offsets, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, candidates, config
@@ -68,10 +69,8 @@ class ProvenTiles:
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            tiles = tuple(ProvenTile(**{**tile, "tile": GemmConfig(**tile["tile"])}) for tile in raw.pop("tiles"))
-            return cls(**raw, tiles=tiles)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
             raise InvalidInputError(f"{path} does not hold proven tiles: {error!r}.") from error
 
 

@@ -23,14 +23,6 @@ WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {
     "none": None, "block": (BLOCK, BLOCK), "row": (1, -1), "mx": MX_BLOCK_SHAPE
 }  # fmt: skip
 
-SHIPPED_OPS: tuple[tuple[Op, Scaling], ...] = (
-    *((op, scaling) for op in ("forward", "dgrad", "wgrad") for scaling in ("none", "block")),
-    ("forward", "row"),
-    ("forward", "mx"),
-    ("wgrad", "mx"),
-)
-"""Row scales serve forward only: dgrad runs it on weights quantized transposed, as that of MXFP8; wgrad uses 128 x 1
-blocks beside them."""
 _GLUON: dict[tuple[int, Op, Scaling], tuple[int, int, int]] = {
     (9, "forward", "none"): (256, WIDE_COLUMNS, 4), (9, "dgrad", "none"): (256, WIDE_COLUMNS, 4),
     (9, "forward", "block"): (128, 384, 5), (9, "wgrad", "block"): (128, 256, 6),

@@ -232,12 +232,10 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
     }  # fmt: skip
     if tile.kernel == "pointer":
         strides = (1, k) if is_dgrad else (k, 1)
-        _pointer_kernel[(made.num_tiles,)](
-            *made.operands, *made.tiled, *made.sizes, *strides, *made.scale_strides, **constants
-        )
+        _pointer_kernel[(made.num_tiles,)](*made.operands, *made.tiled, *strides, *made.scale_strides, **constants)
     else:
         _tma_kernel[(min(made.num_tiles, num_programs(a, tile)),)](
-            *made.operands, *made.tiled, *made.sizes, *made.scale_strides,
+            *made.operands, *made.tiled, *made.scale_strides,
             SUM_IS_DENSE=not is_dgrad, TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out

@@ -200,10 +200,9 @@ class RowsLaunch:
 
     operands: tuple[torch.Tensor | None, ...]
     """Rows and their scales, weights and theirs."""
-    tiled: tuple[torch.Tensor | None, ...]
-    """The tile map and its length, what the epilogue adds, and the result."""
-    sizes: tuple[int, ...]
-    """Up to the stride from one group's weights to the next."""
+    tiled: tuple[torch.Tensor | int | None, ...]
+    """The tile map and its length, what the epilogue adds, the result, and sizes up to the stride from one group's
+    weights to the next."""
     scale_strides: tuple[int, ...]
     """Of rows (row, block), of weights (group, output block, summed block)."""
     constants: dict[str, Any]
@@ -223,9 +222,9 @@ class RowsLaunch:
             scale_strides = (*a_scale.stride(), of_w[0], *(of_w[:0:-1] if is_dgrad else of_w[1:]))
         return cls(
             operands=(a, scale_bytes(a_scale), weights.data, scale_bytes(weights.scale)),
-            tiled=(entries, num_tiles, *added, out), scale_strides=scale_strides,
-            sizes=(*out.shape, a.shape[1], weights.num_groups, a.stride(0),
+            tiled=(entries, num_tiles, *added, out, *out.shape, a.shape[1], weights.num_groups, a.stride(0),
                    0 if weights.is_table else weights.data.stride(0)),
+            scale_strides=scale_strides,
             constants={
                 "TABLE": weights.is_table,
                 "BIAS": "none" if added[0] is None else "plain" if added[1] is None else "weighted",

@@ -229,11 +229,7 @@ def pointer_table(parts: Sequence[torch.Tensor], what: str, alignment: int = ALI
             part.dim() == 2 and part.is_contiguous(),
             f"{what}: part {index} must be a dense matrix, got {tuple(part.shape)}, strides {part.stride()}.",
         )
-        require(
-            part.shape == first.shape and part.dtype == first.dtype and part.device == first.device,
-            f"{what}: part {index} is {part.dtype} {tuple(part.shape)} on {part.device}, "
-            f"part 0 is {first.dtype} {tuple(first.shape)} on {first.device}.",
-        )
+        require_form(f"{what}: part {index}", part, tuple(first.shape), (first.dtype,), beside=first)
         require(
             part.data_ptr() % alignment == 0,
             f"{what}: part {index} must start at a multiple of {alignment} bytes.",

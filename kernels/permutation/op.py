@@ -139,10 +139,7 @@ def build_row_map(slot_map: torch.Tensor, num_slots: int, *, first_slot: int = 0
     A rank holds the slots first_slot .. first_slot + num_slots - 1; pairs of other slots, -1 (dropped) among them, get
     no row. Deterministic; runs on the device without a sync.
     """
-    require(
-        slot_map.dtype == torch.int32 and slot_map.dim() == 2,
-        f"build_row_map: slot_map must be int32 [T, K], got {slot_map.dtype} {tuple(slot_map.shape)}.",
-    )
+    require_form("build_row_map: slot_map", slot_map, ("T", "K"), (torch.int32,))
     require(num_slots >= 1, f"build_row_map: num_slots must be at least 1, got {num_slots}.")
     require(slot_map.numel() <= 2**30, f"build_row_map: T * K must be at most 2^30, got {slot_map.numel()}.")
     m_offsets, row_to_token, token_k_to_row = _build_row_map(slot_map, num_slots, first_slot, backend)

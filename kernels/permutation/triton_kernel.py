@@ -37,16 +37,27 @@ def rank_in_block(key, is_valid, BLOCK: tl.constexpr):
     return earlier, later == 0
 
 
+@triton.jit
+def pairs_of_block(
+    slot_map_ptr, num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot, BLOCK: tl.constexpr
+):
+    """Return (pair, slot, has_row) of this program's pairs: slots count from first_slot, and others have no row."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = (pair // top_k).to(tl.int64) * num_tokens_stride + (pair % top_k) * top_k_stride
+    slot = tl.load(slot_map_ptr + at, mask=pair < num_pairs, other=-1) - first_slot
+    has_row = (pair < num_pairs) & (slot >= 0) & (slot < num_slots)
+    return pair, slot, has_row
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _rank_pairs_kernel(
     slot_map_ptr, earlier_ptr, counts_ptr, num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b: rank BLOCK pairs among themselves; counts[b, slot] = pairs of the block in that slot."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = (pair // top_k).to(tl.int64) * num_tokens_stride + (pair % top_k) * top_k_stride
-    slot = tl.load(slot_map_ptr + at, mask=pair < num_pairs, other=-1) - first_slot
-    has_row = (pair < num_pairs) & (slot >= 0) & (slot < num_slots)
+    pair, slot, has_row = pairs_of_block(
+        slot_map_ptr, num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot, BLOCK
+    )
 
     earlier, is_last = rank_in_block(slot, has_row, BLOCK)
     tl.store(earlier_ptr + pair, earlier, mask=has_row)
@@ -60,10 +71,9 @@ def _place_pairs_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b: row of a pair = first row of its block in its slot + its rank in the block."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = (pair // top_k).to(tl.int64) * num_tokens_stride + (pair % top_k) * top_k_stride
-    slot = tl.load(slot_map_ptr + at, mask=pair < num_pairs, other=-1) - first_slot
-    has_row = (pair < num_pairs) & (slot >= 0) & (slot < num_slots)
+    pair, slot, has_row = pairs_of_block(
+        slot_map_ptr, num_pairs, num_tokens_stride, top_k_stride, top_k, num_slots, first_slot, BLOCK
+    )
 
     start = tl.load(block_start_ptr + tl.program_id(0).to(tl.int64) * num_slots + slot, mask=has_row, other=0)
     row = start + tl.load(earlier_ptr + pair, mask=has_row, other=0)

@@ -267,19 +267,9 @@ def _quantize_columns_kernel(
             FEW_BITS,
         )  # fmt: skip
     store_columns(
-        x,
-        largest(x, 0),
-        out_ptr,
-        scale_ptr,
-        tl.program_id(0),
-        cols,
-        num_columns,
-        num_tiles,
-        ROUNDING,
-        FEW_BITS,
-        SIDE,
+        x, largest(x, 0), out_ptr, scale_ptr, tl.program_id(0), cols, num_columns, num_tiles, ROUNDING, FEW_BITS, SIDE,
         RUN,
-    )
+    )  # fmt: skip
 
 
 def quantize(x: torch.Tensor, block_shape: tuple[int, int], rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,30 +70,19 @@ class ContextParallel(Options):
             return (self.rank,)
         return (self.rank, 2 * self.size - 1 - self.rank)
 
-    def before(self, chunk_sums: Tensor) -> Tensor:
-        """Return what precedes each of this rank's parts: sums [N, parts] -> [N, parts], detached."""
-        if self.size == 1:
-            return torch.zeros_like(chunk_sums)
-        every = self._of_all_ranks(chunk_sums)
-        # Without its own sum: part i follows parts 0 .. i - 1. Zigzag needs all parts, since a rank's two lie apart.
-        return (every.cumsum(dim=1) - every)[:, list(self.chunks)]
-
     def after(self, chunk_sums: Tensor, decay: Tensor) -> Tensor:
         """Return what follows each of this rank's parts, a factor `decay` [N] less from part to part: [N, parts]."""
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
-        columns = self._of_all_ranks(chunk_sums).unbind(dim=1)
+        # All parts, since a zigzag split gives a rank two that lie apart: [N, size * parts], in the sequence's order.
+        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
+        every[:, list(self.chunks)] = chunk_sums.detach()
+        columns = self.sum(every).unbind(dim=1)
         behind = [torch.zeros_like(columns[0])]
         # From the last part back: behind part i stand part i + 1 and, decayed once more, what stands behind that.
         for sums in reversed(columns[1:]):
             behind.append(sums + decay * behind[-1])
         return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
-
-    def _of_all_ranks(self, chunk_sums: Tensor) -> Tensor:
-        """Return the sums of all parts of each sequence, in its order: [N, parts] -> [N, size * parts], detached."""
-        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
-        every[:, list(self.chunks)] = chunk_sums.detach()
-        return self.sum(every)
 
 
 class _Sum(torch.autograd.Function):

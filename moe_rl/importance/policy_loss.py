@@ -58,12 +58,17 @@ class PolicyTokenLoss:
 
     loss: Tensor
     """Token shape, differentiable, exactly 0 at tokens that are not in `mask`."""
-    mask: Tensor
-    """bool, token shape: the tokens that could be used."""
+    valid: ValidTokens
+    """The tokens that could be used."""
     clipped: Tensor
     """bool, token shape: the tokens whose gradient a clip or mask took."""
     metrics: Metrics
     """As those of `PolicyLossOutput`."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool, token shape: the tokens that could be used."""
+        return self.valid.mask
 
 
 def policy_loss(
@@ -90,9 +95,15 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    loss, valid, _, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
+    found = policy_token_loss(inputs, rule, router_shift=router_shift, non_finite=non_finite, agree=agree)
     mode = loss_agg_mode or rule.default_loss_agg_mode
-    return PolicyLossOutput(loss=reduce_loss(loss, valid, mode, totals), metrics=metrics)
+    return PolicyLossOutput(loss=reduce_loss(found.loss, found.valid, mode, totals), metrics=found.metrics)
+
+
+_AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
+
+_GAMMA_ROUNDING = 1e-3
+"""How far above 1 a gamma may lie, as rounding leaves it: bfloat16 has no number between 1 and 1.0078."""
 
 
 def policy_token_loss(
@@ -106,25 +117,6 @@ def policy_token_loss(
 ) -> PolicyTokenLoss:
     """Return the loss of every token, weighted and not aggregated; arguments as in `policy_loss`."""
     rule = make_objective(objective, options)
-    loss, valid, clipped, metrics = _token_loss(inputs, rule, router_shift, non_finite, agree)
-    marks = torch.zeros_like(valid.mask) if clipped is None else clipped & valid.mask
-    return PolicyTokenLoss(loss=loss, mask=valid.mask, clipped=marks, metrics=metrics)
-
-
-_AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
-
-_GAMMA_ROUNDING = 1e-3
-"""How far above 1 a gamma may lie, as rounding leaves it: bfloat16 has no number between 1 and 1.0078."""
-
-
-def _token_loss(
-    inputs: PolicyLossInputs,
-    rule: Objective,
-    router_shift: RouterShiftUse | None,
-    non_finite: NonFinite,
-    agree: SumReducer | None,
-) -> tuple[Tensor, ValidTokens, Tensor | None, Metrics]:
-    """Return the loss of every token, 0 at masked ones, which tokens count and were clipped, and what was measured."""
     use = router_shift or _AS_THE_OBJECTIVE_SAYS
     order = use.order or rule.router_shift_order
     require(
@@ -156,8 +148,12 @@ def _token_loss(
         valid=ValidTokens.of(usable, layout, dtype), ratio_level=rule.ratio_level, router_shift_order=order,
     )  # fmt: skip
     terms = rule.token_loss(batch)
-    loss = _weighted(rule, terms.loss, batch, use)
-    return loss, batch.valid, terms.clipped, _metrics(terms, batch, inputs.response_mask, lost)
+    return PolicyTokenLoss(
+        loss=_weighted(rule, terms.loss, batch, use),
+        valid=batch.valid,
+        clipped=torch.zeros_like(usable) if terms.clipped is None else terms.clipped & usable,
+        metrics=_metrics(terms, batch, inputs.response_mask, lost),
+    )
 
 
 def _usable(

@@ -27,8 +27,6 @@ class ImportanceWeights:
 
     weights: Tensor
     """w after bounding, 0 at masked tokens and at those with a log-probability that is not finite."""
-    raw_weights: Tensor
-    """w before bounding, 0 at masked tokens."""
     kept: Tensor
     """bool: valid and inside the bounds. Only `mask` acts on it; the others report it."""
 
@@ -77,7 +75,7 @@ def importance_weights(
     raw = bounded_exp(level_log_ratio(numerator - denominator, mask, layout, level)) * mask
     weights = bounded(raw, mode, low, upper) * mask
     inside = (raw >= low) & (raw <= upper)  # of the raw weights: bounded ones are all inside
-    return ImportanceWeights(weights=weights, raw_weights=raw, kept=inside & mask)
+    return ImportanceWeights(weights=weights, kept=inside & mask)
 
 
 def reciprocal_band(lower: float, upper: float) -> str:

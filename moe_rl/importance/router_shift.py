@@ -166,10 +166,6 @@ class RouterShiftAccumulator:
             f"expected new and old log-probabilities of shape [{num_tokens}, K], "
             f"got {tuple(new.shape)} and {tuple(old.shape)}.",
         )
-        require(
-            new.device == old.device == self._sums.device,
-            f"the accumulator is on {self._sums.device}, but log-probabilities came on {new.device} and {old.device}.",
-        )
         if valid is not None:
             require(
                 valid.dtype == torch.bool and valid.shape in (new.shape, new.shape[:1]),

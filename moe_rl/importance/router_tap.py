@@ -27,7 +27,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -233,12 +233,9 @@ class UpdatePass:
         asked = keys.reshape(-1).to(sums.device) >= 0
         found = shift_of(sums * asked, self._layers, floor=floor, noise=noise)
         lost = torch.stack([(asked & (sums[1] == 0)).sum(), asked.sum()])
-        return RouterShift(
-            ratio=found.ratio.view(keys.shape),
-            shift=found.shift.view(keys.shape),
-            shift_p99=found.shift_p99,
-            metrics=measured(found.metrics, {"the old pass or this one has no route": lost}),
-        )
+        metrics = measured(found.metrics, {"the old pass or this one has no route": lost})
+        ratio, shift = found.ratio.view(keys.shape), found.shift.view(keys.shape)
+        return replace(found, ratio=ratio, shift=shift, metrics=metrics)
 
 
 @torch.no_grad()

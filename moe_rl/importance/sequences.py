@@ -131,16 +131,10 @@ class SequenceLayout:
 
     def cumsum(self, values: Tensor) -> Tensor:
         """Running sum inside each whole sequence, token shape, detached."""
-        parts, half = len(self.context.chunks), self._piece_lengths()
-        # In float64, since the sums of all sequences before it are taken off again.
-        running = values.detach().to(torch.float64).reshape(-1).cumsum(dim=0)
-        before = torch.cat([running.new_zeros(1), running])
-        _, part = self._place_and_part()
-        part_start = self.starts[self.sequence_of_token] + part * half[self.sequence_of_token]
-        inside = running - before[part_start]
-        cuts = torch.stack([self.starts[:-1], *([self.starts[:-1] + half] if parts == 2 else []), self.starts[1:]])
-        sums = before[cuts].diff(dim=0).T
-        return (inside + self.context.before(sums)[self.sequence_of_token, part]).to(values.dtype).view_as(values)
+        # In float64, since what comes later is taken off the sequence's sum: float32 would keep 7 digits of that sum.
+        wide = values.detach().to(torch.float64)
+        later = self.future_sum(wide, 1.0) - wide
+        return (self.expand(self.sum(wide), wide) - later).to(values.dtype)
 
     def turns(self, valid: Tensor) -> Tensor:
         """int64, token shape: the number of each valid token's unbroken run within its whole sequence, from 0."""

@@ -5,6 +5,7 @@ arXiv 2509.18521) mix versions inside one sequence. The behavior log-probability
 version gave.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,8 +92,9 @@ def _filtered(
         metric = layout.expand(layout.reduced(metric, mask, rule.agg), x)
     if by_ratio:
         metric = bounded_exp(metric) if by_sequence else raw
-    lower = 0.0 if rule.lower is None else rule.lower
-    outside = (metric > rule.upper) & mask if rule.lower is None else ((metric > rule.upper) | (metric < lower)) & mask
+    # Without a lower bound nothing is too small: k1 is negative for half of all tokens.
+    lower = -math.inf if rule.lower is None else rule.lower
+    outside = ((metric > rule.upper) | (metric < lower)) & mask
     if rule.action == "mask":
         return raw * (mask & ~outside), outside
     weights = torch.where(outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask

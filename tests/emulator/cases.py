@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cases import GemmCase, GemmOperands, make_operands, wgrad_gemm
+from benchmarks.kernels.cases import SHIPPED_OPS, GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
 from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.recording import recorded
 from benchmarks.operators.cases import TINY, TINY_OAI, Case, ModelShape
@@ -34,9 +34,8 @@ from moe_rl.kernels import (
     tile_map,
 )
 from moe_rl.kernels.gemm import reference, triton_kernel, triton_wgrad
-from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
+from moe_rl.kernels.gemm.problem import WgradGemm
 from moe_rl.kernels.gemm.tiling import (
-    SHIPPED_OPS,
     GemmConfig,
     GemmProblem,
     Op,
@@ -173,7 +172,7 @@ def _row_checks(
         {}, {"bias": bias, "bias_factor": factor}, {"bias": bias}, {"bias": bias.float(), "bias_factor": factor}
     )  # fmt: skip
     for weights, settings in itertools.product((made.weights, table), biases if op == "forward" else ({},)):
-        gemm = RowsGemm.of(rows, weights, made.m_offsets, out_dtype=out_dtype, **settings)
+        gemm = rows_gemm(rows, weights, made.m_offsets, out_dtype=out_dtype, **settings)
         launch, exact = getattr(triton_kernel, op), getattr(reference, op)
 
         yield Check(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.kernels.cases import GemmCase, make_operands
+from benchmarks.kernels.cases import SHIPPED_OPS, GemmCase, make_operands
 from benchmarks.operators.deepgemm_peer import pad_groups
 from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
@@ -18,7 +18,6 @@ from moe_rl.kernels.gemm.op import (
     grouped_gemm_wgrad_into,
 )
 from moe_rl.kernels.gemm.tiling import (
-    SHIPPED_OPS,
     GemmConfig,
     GemmProblem,
     Op,
@@ -297,7 +296,10 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: ExpertWeights.of(bf16(2, 32, 16).transpose(1, 2)), "must be dense"),
     (lambda: ExpertWeights.of(torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn)), "need scales in blocks"),
     (lambda: ExpertWeights.of_parts([]), "at least one expert"),
-    (lambda: ExpertWeights.of_parts([bf16(16, 16), bf16(16, 32)]), "part 1 is"),
+    (
+        lambda: ExpertWeights.of_parts([bf16(16, 16), bf16(16, 32)]),
+        r"part 1 must be bfloat16 \[16, 16\], got torch.bfloat16 \(16, 32\)",
+    ),
     (lambda: ExpertWeights.of_parts([bf16(8, 17)[:, 1:]]), "must be a dense matrix"),
     (lambda: ExpertWeights.of_parts([bf16(257)[1:].view(16, 16)]), "multiple of 16 bytes"),
     (lambda: ExpertWeights.of(quantize(bf16(2, 16, 16), (1, -1))).transposed(), "cannot be transposed"),

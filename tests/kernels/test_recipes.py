@@ -87,5 +87,5 @@ def test_misuse_gets_a_sentence() -> None:
         compare_rollout_weights(made.data, made.scale, w, BF16)
     with pytest.raises(InvalidInputError, match="codes must be"):
         compare_rollout_weights(w, made.scale, w)
-    with pytest.raises(InvalidInputError, match=r"scales must be torch.float32 \(1, 1\)"):
+    with pytest.raises(InvalidInputError, match=r"scales must be float32 \[1, 1\], got torch.float32 \(1, 2\)"):
         compare_rollout_weights(made.data, made.scale.expand(1, 2), w)
