@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import FLOATING, require_form, require_same_device
 from moe_rl.kernels.expert_bias.op import expert_bias_backward
 from moe_rl.kernels.gemm.checks import Columns
-from moe_rl.kernels.gemm.op import (
-    grouped_gemm,
-    grouped_gemm_dgrad,
-    grouped_gemm_wgrad,
-    grouped_gemm_wgrad_into,
-)
+from moe_rl.kernels.gemm.op import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad, grouped_gemm_wgrad_into
 from moe_rl.kernels.gemm.tiling import row_block
 from moe_rl.kernels.gemm.weights import ExpertGradients
 from moe_rl.kernels.glu.op import QuantizedGradients, swiglu, swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from moe_rl.kernels.glu.spec import SWIGLU, GluSpec
+from moe_rl.kernels.operands import FLOATING, require_form, require_same_device
 from moe_rl.kernels.quantization.op import quantize, quantize_both, quantize_columns
 from moe_rl.kernels.recipes import FP8_BLOCK, ExpertMatrix, Recipe
 from moe_rl.kernels.registry import backend_beside

@@ -10,8 +10,8 @@ import torch
 
 from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
-from moe_rl.kernels.devices import require_form
 from moe_rl.kernels.gemm.weights import ExpertWeights
+from moe_rl.kernels.operands import require_form
 from moe_rl.kernels.quantization.op import empty_weight_codes, quantize, quantize_weights
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK, MX_BLOCK_SHAPE, QuantizedTensor, Rounding
 
@@ -93,15 +93,12 @@ def prepare(
     bit; one scale per column, or per 32 elements of a row (MXFP8), must be quantized again, along the other axis.
     Without the copy, dgrad of these is not possible.
     """
-    if not recipe.is_fp8 or recipe.weight_block_shape is None:
+    block_shape = recipe.weight_block_shape
+    if block_shape is None:
         described = ExpertWeights.of_parts(weights) if isinstance(weights, list) else ExpertWeights.of(weights)
         return ExpertMatrix(weights=described, transposed=None)
-    block_shape = recipe.weight_block_shape
-
-    def quantized(matrix: torch.Tensor) -> QuantizedTensor:
-        return quantize(matrix, block_shape, rounding=recipe.rounding, backend=backend)
-
     if isinstance(weights, list) and block_shape == (BLOCK, BLOCK):
+        # Both copies in one launch over all matrices, where one launch per matrix and copy would take G x 2.
         codes = empty_weight_codes(weights, transpose=transpose)
         quantize_weights(weights, codes, rounding=recipe.rounding, backend=backend)
         turned = [each.transposed for each in codes if each.transposed is not None]
@@ -109,16 +106,20 @@ def prepare(
             weights=ExpertWeights.of_parts([each.plain for each in codes]),
             transposed=ExpertWeights.of_parts(turned) if turned else None,
         )
+
+    def quantized(matrix: torch.Tensor) -> QuantizedTensor:
+        return quantize(matrix, block_shape, rounding=recipe.rounding, backend=backend)
+
     if isinstance(weights, list):
         described = ExpertWeights.of_parts([quantized(part) for part in weights])
     else:
         described = ExpertWeights.of(quantized(weights))
-    if not transpose:
-        return ExpertMatrix(weights=described, transposed=None)
-    if block_shape == (BLOCK, BLOCK):
-        return ExpertMatrix(weights=described, transposed=described.transposed())
-    flipped = torch.stack(weights) if isinstance(weights, list) else weights
-    transposed = ExpertWeights.of(quantized(flipped.transpose(-1, -2).contiguous()))
+    transposed = None
+    if transpose and block_shape == (BLOCK, BLOCK):
+        transposed = described.transposed()
+    elif transpose:
+        flipped = torch.stack(weights) if isinstance(weights, list) else weights
+        transposed = ExpertWeights.of(quantized(flipped.transpose(-1, -2).contiguous()))
     return ExpertMatrix(weights=described, transposed=transposed)
 
 

@@ -154,15 +154,12 @@ class Operator:
                 continue
             reason = self.why_not(backend.name, device)
             if not reason:
-                self._announce(backend.name, device, reasons)
+                if device not in self._announced:
+                    self._announced.add(device)
+                    logger.info("%s on %s: backend %s. %s", self.name, device, backend.name, " ".join(reasons))
                 return _load(backend, self)
             reasons.append(reason)
         raise BackendUnavailableError(f"no backend of {self.name} runs on {device}. {' '.join(reasons)}")
-
-    def _announce(self, name: str, device: str, reasons: list[str]) -> None:
-        if device not in self._announced:
-            self._announced.add(device)
-            logger.info("%s on %s: backend %s. %s", self.name, device, name, " ".join(reasons))
 
 
 @cache

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from moe_rl.kernels.devices import require_form
+from moe_rl.kernels.operands import require_form
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -6,8 +6,7 @@ Forward has no operator of its own: `grouped_gemm(..., bias=..., bias_factor=...
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
-from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.operands import FLOATING, check_offsets, require_form, unit_columns
 from moe_rl.kernels.registry import Operator
 
 EXPERT_BIAS_BACKWARD = Operator(name="expert_bias_backward", package=__package__)

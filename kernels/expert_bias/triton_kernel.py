@@ -48,10 +48,7 @@ def _expert_bias_backward_kernel(
 
 
 def expert_bias_backward(
-    grad: torch.Tensor,
-    bias: torch.Tensor,
-    factor: torch.Tensor | None,
-    m_offsets: torch.Tensor,
+    grad: torch.Tensor, bias: torch.Tensor, factor: torch.Tensor | None, m_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the gradients; see `reference.expert_bias_backward`."""
     num_rows, num_cols = grad.shape

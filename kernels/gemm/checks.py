@@ -3,9 +3,8 @@
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.gemm.weights import ALIGNMENT, WIDE_DTYPES, ExpertWeights, require_alignment
-from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.operands import check_offsets, require_form, require_same_device
 from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, MX_BLOCK, QuantizedTensor, scale_dtype
 
 Rows = torch.Tensor | QuantizedTensor
@@ -24,11 +23,7 @@ def gradient_shape(
 def check_rows(rows: Rows, weights: ExpertWeights, columns: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (data, scales) of an operand [M, columns] that matches the weights' recipe."""
     data, scale = (rows.data, rows.scale) if isinstance(rows, QuantizedTensor) else (rows, None)
-    require(
-        data.dim() == 2 and data.shape[1] == columns,
-        f"grouped_gemm: {name} must be [M, {columns}] for weights [G, {weights.shape[0]}, {weights.shape[1]}], "
-        f"got {tuple(data.shape)}.",
-    )
+    require_form(f"grouped_gemm: {name}", data, ("M", columns), (data.dtype,))
     require(
         data.dtype == weights.dtype,
         f"grouped_gemm: {name} is {data.dtype} and the weights are {weights.dtype}; quantize both or neither.",

@@ -14,18 +14,11 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_same_device
 from moe_rl.kernels.expert_bias.op import check_bias, expert_bias_backward
-from moe_rl.kernels.gemm.checks import (
-    Columns,
-    Rows,
-    check_columns,
-    check_problem,
-    check_rows,
-    gradient_shape,
-)
+from moe_rl.kernels.gemm.checks import Columns, Rows, check_columns, check_problem, check_rows, gradient_shape
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.weights import WIDE_DTYPES, ExpertGradients, ExpertWeights
+from moe_rl.kernels.operands import require_same_device
 from moe_rl.kernels.registry import Operator, backend_beside
 from moe_rl.kernels.tiles.op import TileMap
 from moe_rl.kernels.types import BLOCK, QuantizedTensor

@@ -107,15 +107,8 @@ def proven_on(gpu: str) -> ProvenTiles:
     return found
 
 
-def record_of(device: torch.device) -> ProvenTiles:
-    """Return what was proven on the model of GPU that `device` is; nothing for a CPU, where nothing can be."""
-    if device.type != "cuda":
-        return ProvenTiles(gpu="", triton="", kernels="")
-    return proven_on(torch.cuda.get_device_name(device))
-
-
 def proven_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
-    """Return the tile that a launch of `problem` on `device` takes."""
-    if not any(tile.specialized for tile in candidates(problem)):
+    """Return the tile that a launch of `problem` on `device` takes; nothing can be proven on a CPU."""
+    if device.type != "cuda" or not any(tile.specialized for tile in candidates(problem)):
         return config(problem)
-    return record_of(device).tile(problem)
+    return proven_on(torch.cuda.get_device_name(device)).tile(problem)

@@ -187,13 +187,6 @@ def set_descriptor_allocator(device: torch.device) -> None:
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def tiles_of(gemm: RowsGemm, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tile map that the caller brought, or a new one where its blocks have another size."""
-    if gemm.tiles is not None and gemm.tiles.block_m == block_m:
-        return gemm.tiles.entries, gemm.tiles.num_tiles
-    return tile_map(gemm.m_offsets, gemm.rows.shape[0], block_m)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsLaunch:
     """Arguments of forward and dgrad, in the order in which every kernel takes them."""
@@ -215,7 +208,10 @@ class RowsLaunch:
         a, a_scale, weights = gemm.rows, gemm.row_scale, gemm.weights
         set_descriptor_allocator(a.device)
         added = tuple(x if x is None else x.contiguous() for x in (gemm.bias, gemm.bias_factor))
-        entries, num_tiles = tiles_of(gemm, tile.block_m)
+        if gemm.tiles is not None and gemm.tiles.block_m == tile.block_m:
+            entries, num_tiles = gemm.tiles.entries, gemm.tiles.num_tiles
+        else:
+            entries, num_tiles = tile_map(gemm.m_offsets, len(a), tile.block_m)
         scale_strides: tuple[int, ...] = (0, 0, 0, 0, 0)
         if a_scale is not None and weights.scale is not None:
             of_w = (0, weights.scale_shape[1], 1) if weights.is_table else weights.scale.stride()

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import require_form
+from moe_rl.kernels.operands import require_form
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK_SHAPE, QuantizedTensor, scale_dtype, scale_shape
 
 ALIGNMENT = 16

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
 from moe_rl.kernels.glu.spec import SWIGLU, GluRows, GluSpec, Layout, oai_spec
-from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.operands import FLOATING, check_offsets, require_form, unit_columns
 from moe_rl.kernels.quantization.op import check_column_tiles
 from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import FLOATING, require_form, unit_columns
+from moe_rl.kernels.operands import FLOATING, require_form, unit_columns
 from moe_rl.kernels.registry import Operator
 
 BUILD_ROW_MAP = Operator(name="build_row_map", package=__package__)

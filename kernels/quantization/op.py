@@ -11,19 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.devices import FLOATING, require_form
-from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.operands import FLOATING, check_offsets, require_form
 from moe_rl.kernels.quantization.reference import empty_codes, empty_columns
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import (
-    BLOCK,
-    MX_BLOCK,
-    MX_BLOCK_SHAPE,
-    ROUNDINGS,
-    QuantizedTensor,
-    Rounding,
-)
+from moe_rl.kernels.types import BLOCK, MX_BLOCK, MX_BLOCK_SHAPE, ROUNDINGS, QuantizedTensor, Rounding
 
 BLOCK_SHAPES = ((1, BLOCK), (BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
 COLUMN_BLOCKS = (BLOCK, MX_BLOCK)

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from moe_rl.core.errors import nearest_name, require
-from moe_rl.kernels.devices import FLOATING, require_form
+from moe_rl.core.errors import require, require_known
+from moe_rl.kernels.operands import FLOATING, require_form
 from moe_rl.kernels.registry import Operator
 
 ID_DTYPES = (torch.int32, torch.int64, torch.int16, torch.uint8)
@@ -48,10 +48,7 @@ def gather_logprobs(
     score divided by its sum over all E. Ids outside 0 .. E - 1 (-1: no route) give 0 and no gradient. fp32 inside, and
     a token's values depend on its own logits only. The same definitions as `moe_rl.importance.router_shift`.
     """
-    require(
-        score_function in SCORE_FUNCTIONS,
-        f"gather_logprobs: unknown score_function {score_function!r}.{nearest_name(score_function, SCORE_FUNCTIONS)}",
-    )
+    require_known(score_function, SCORE_FUNCTIONS, f"gather_logprobs: unknown score_function {score_function!r}.")
     require_form("gather_logprobs: logits", logits, ("T", "E"), FLOATING, is_dense=True)
     require_form("gather_logprobs: expert_ids", expert_ids, (logits.shape[0], "K"), ID_DTYPES, beside=logits)
     require(

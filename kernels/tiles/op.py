@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.kernels.offsets import check_offsets
+from moe_rl.kernels.operands import check_offsets
 from moe_rl.kernels.registry import Operator
 from moe_rl.kernels.tiles.reference import max_tiles
 

@@ -48,11 +48,9 @@ def bypass_policy_loss(
         context_parallel=inputs.context_parallel,
         sum_over_ranks=sum_over_ranks,
     )
-    if config.loss_type == "reinforce":
-        require(not ppo_options, f"loss_type 'reinforce' takes no options, got {sorted(ppo_options)}.")
-        corrected = replace(inputs, response_mask=mask, rollout_is_weights=weights)
-        output = policy_loss(corrected, objective="reinforce", loss_agg_mode=loss_agg_mode, totals=totals)
-    else:
-        corrected = replace(inputs, response_mask=mask)
-        output = policy_loss(corrected, objective="ppo", loss_agg_mode=loss_agg_mode, totals=totals, **ppo_options)
+    explicit = config.loss_type == "reinforce"
+    require(not (explicit and ppo_options), f"loss_type 'reinforce' takes no options, got {sorted(ppo_options)}.")
+    corrected = replace(inputs, response_mask=mask, rollout_is_weights=weights if explicit else None)
+    objective = "reinforce" if explicit else "ppo"
+    output = policy_loss(corrected, objective=objective, loss_agg_mode=loss_agg_mode, totals=totals, **ppo_options)
     return PolicyLossOutput(loss=output.loss, metrics=output.metrics | metrics)

@@ -22,15 +22,7 @@ from moe_rl.importance.objectives import (
 )
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
-from moe_rl.importance.tensors import (
-    SAFETY_BOUND,
-    Metrics,
-    NonFinite,
-    measured,
-    silenced,
-    usable_tokens,
-    working_dtype,
-)
+from moe_rl.importance.tensors import SAFETY_BOUND, Metrics, NonFinite, measured, silenced, usable_tokens, working_dtype
 
 _KEPT = ("policy_version", "current_version", "turn_ids", "draw")
 """Inputs that an objective gets as they are."""

@@ -266,7 +266,10 @@ def fp8_weights() -> ExpertWeights:
 
 MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(4, 24), bf16(2, 16, 24), offsets(0, 2, 4)), "multiples of 16, got N = 16, K = 24"),
-    (lambda: grouped_gemm(bf16(4, 16), bf16(2, 16, 32), offsets(0, 2, 4)), r"a must be \[M, 32\]"),
+    (
+        lambda: grouped_gemm(bf16(4, 16), bf16(2, 16, 32), offsets(0, 2, 4)),
+        r"a must be bfloat16 \[M, 32\]",
+    ),
     (lambda: grouped_gemm(bf16(4, 32).float(), bf16(2, 16, 32), offsets(0, 2, 4)), "quantize both or neither"),
     (lambda: grouped_gemm(bf16(4, 32), fp8_weights(), offsets(0, 2, 4)), "quantize both or neither"),
     (

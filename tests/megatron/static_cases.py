@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.kernels import offsets
+from moe_rl.kernels import operands
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.layer import ElasticMoELayer
 
@@ -61,7 +61,7 @@ class HostSyncs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The kernels check the values of offsets where there is no device to wait for, on a CPU alone.
-        checks_offsets = sys._getframe(1).f_code.co_filename == offsets.__file__
+        checks_offsets = sys._getframe(1).f_code.co_filename == operands.__file__
         if getattr(func, "__name__", "") in WAITS and not checks_offsets:
             self.heard.append(func.__name__)
         return func(*args, **(kwargs or {}))
