@@ -94,9 +94,7 @@ def pipeline_parallel() -> dict[str, Any]:
 
 def shift(**layout: int) -> dict[str, Any]:
     """A log-prob pass, a reference's, an update by the same weights, and one by others."""
-    root = Path(os.environ.get("FRAMEWORK_SOURCES", "")) / "nemo_rl" / "nemo_rl"
-    if not os.environ.get("FRAMEWORK_SOURCES") or not root.is_dir():
-        return {"not_run": "FRAMEWORK_SOURCES names no folder with a checkout of nemo_rl (it is on no registry)"}
+    root = Path(os.environ["FRAMEWORK_SOURCES"]) / "nemo_rl" / "nemo_rl"
     train, losses = Train(root), nemo_rls_loss(root.parents[1])
     with tiny_gpt.parallel(1, **layout), patch.object(router_shift, "WORD", torch.int32):
         nemo.install(train, floor=1e-3)  # type: ignore[arg-type]

@@ -1,24 +1,23 @@
 """The router shift in NeMo-RL's own loop and loss, from a checkout that `FRAMEWORK_SOURCES` names."""
 
 import ast
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from checkouts import SOURCES, needs_checkout
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import PolicyLossInputs, RouterShiftUse, policy_loss
 from tests.frameworks import own_losses
 from tests.frameworks import record_losses as record
 
-ROOT = Path(os.environ.get("FRAMEWORK_SOURCES", "/absent")) / "nemo_rl" / "nemo_rl"
-needs_checkout = pytest.mark.skipif(not ROOT.is_dir(), reason="FRAMEWORK_SOURCES names no checkout of nemo_rl")
+ROOT = SOURCES / "nemo_rl" / "nemo_rl"
 
 
+@needs_checkout("nemo_rl")
 @pytest.mark.framework
 @pytest.mark.parametrize(
     "case",
@@ -31,8 +30,6 @@ needs_checkout = pytest.mark.skipif(not ROOT.is_dir(), reason="FRAMEWORK_SOURCES
 )
 def test_advantages_are_weighed_by_the_gamma_of_a_brute_force(case: str, outcome: list[Any]) -> None:
     for rank in outcome:
-        if "not_run" in rank:
-            pytest.skip(f"NOT RUN: {rank['not_run']}")
         assert rank["micro_batches"] == (2 if rank["last"] else 0)
         assert rank["old"], "the log-prob pass is as it was"
         assert rank["unmoved"], "gamma is 1, bit for bit, after a reference's pass by other weights too"
@@ -40,7 +37,7 @@ def test_advantages_are_weighed_by_the_gamma_of_a_brute_force(case: str, outcome
         assert rank["least"] < 0.99, "the routers have moved"
 
 
-@needs_checkout
+@needs_checkout("nemo_rl")
 @pytest.mark.parametrize(
     ("setting", "objective", "options"),
     [
@@ -82,7 +79,7 @@ def test_weighing_its_advantages_is_gamma_after_the_clip(
     torch.testing.assert_close(*(torch.autograd.grad(each, log_prob)[0] for each in (theirs, ours(gamma))))
 
 
-@needs_checkout
+@needs_checkout("nemo_rl")
 def test_its_loop_calls_what_is_wrapped_and_log_probs_come_before_the_references() -> None:
     """What the adapter relies on, read from the checkout's files."""
     train = ast.parse((ROOT / "models/megatron/train.py").read_text())

@@ -6,6 +6,7 @@
 from typing import Any
 
 import pytest
+from checkouts import needs_checkout
 from curves import FP32_LIMIT, relative_difference
 
 SHIFTED = ("slime_with_router_shift", "miles_with_router_shift")
@@ -16,14 +17,19 @@ CASES = (*SHIFTED, "slime_without_replay", "slime_with_replay", "miles_without_r
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(each, marks=pytest.mark.multi_rank(world_size=2, case=f"own_cases.{each}", launch="own"), id=each)
+        pytest.param(
+            each,
+            marks=[
+                needs_checkout(package := each.partition("_")[0]),
+                pytest.mark.multi_rank(world_size=2, case=f"own_cases.{each}", launch=package),
+            ],
+            id=each,
+        )
         for each in CASES
     ],
 )
 def test_three_steps_with_groups_destroyed_in_between_train_the_same(case: str, outcome: list[Any]) -> None:
     for rank in outcome:
-        if "not_run" in rank:
-            pytest.skip(f"NOT RUN: {rank['not_run']}")
         assert rank["wrappers"] > 0, "groups are those that the framework destroys"
         assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
         assert rank["apart"] <= 1e-3, "the copy that rollout engines get has every expert at its place"

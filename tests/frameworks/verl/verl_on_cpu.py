@@ -4,7 +4,6 @@ Import before verl is: the platform must be registered before verl first asks fo
 """
 
 import contextlib
-import copy
 import importlib.util
 import os
 import re
@@ -13,7 +12,6 @@ import tempfile
 import types
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,35 +125,8 @@ def verl_on_cpu() -> Iterator[None]:
         import verl.models.mcore.mbridge  # noqa: F401
         from mbridge.core.bridge import Bridge
         from megatron.core.models.gpt import gpt_layer_specs
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from packed_attention import PackedAttention
         from tiny_gpt import SequenceParallelNorm
-
-        class PackedAttention(DotProductAttention):
-            """Under context parallelism every rank attends to its own part alone, plain or balanced."""
-
-            def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-                self.parts = config.context_parallel_size
-                alone = copy.copy(config)
-                alone.context_parallel_size = 1
-                super().__init__(alone, *args, **kwargs)
-
-            def forward(
-                self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
-            ) -> torch.Tensor:
-                packed = kwargs.get("packed_seq_params")
-                if packed is None:
-                    return super().forward(query, key, value, attention_mask, *args, **kwargs)
-                ends, outputs = (packed.cu_seqlens_q_padded // self.parts).tolist(), []
-                for start, stop in pairwise(ends):
-                    q, k, v = (
-                        each[start:stop].reshape(stop - start, -1, each.shape[-1]).transpose(0, 1)
-                        for each in (query, key, value)
-                    )
-                    repeats = q.shape[0] // k.shape[0]
-                    k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
-                    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-                    outputs.append(attended.transpose(0, 1))
-                return torch.cat(outputs).reshape(query.shape[0], -1)
 
         original = gpt_layer_specs.get_gpt_decoder_block_spec
 
