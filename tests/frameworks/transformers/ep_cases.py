@@ -3,6 +3,7 @@
 import sys
 import tempfile
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,21 @@ def without_replay() -> dict[str, Any]:
         with torch.no_grad():
             model(input_ids=together)
         balancer.end_pass()
+        given = np.arange(len(together)).reshape(MICRO_BATCHES, -1).tolist()
+        packed = balancer.packed(given, list(together), token_budget=len(given[0]) * together.shape[1])
         balancer.begin_pass(tokens=[HeldRows.of_padded(each) for each in batches])
         losses, gradients = step_of(model, 0)
         metrics = balancer.end_pass()
         results[name] = losses, gradients, metrics.as_dict() | {"source": metrics.source}
+        results["same sizes"] = [len(each) for each in packed] == [len(each) for each in given]
+        results["same sequences"] = sorted(chain(*packed)) == sorted(chain(*given))
         balancer.detach()
     plain, balanced = results["plain"], results["balanced"]
     return {
         "losses": [plain[0], balanced[0]],
         "gradients": difference(plain[1], balanced[1]),
         "metrics": balanced[2],
+        "packed": results["same sizes"] and results["same sequences"],
     }
 
 

@@ -42,6 +42,7 @@ def test_without_replay_the_update_is_planned_from_the_log_prob_pass(outcome: li
         assert (metrics["source"], metrics["moe_rl/known_share"]) == ("log-probs", 1)
         assert metrics["moe_rl/misplaced_share"] == 0
         assert metrics["moe_rl/imbalance"] < 1.02 + (metrics["moe_rl/static_imbalance"] - 1) / 4
+        assert rank["packed"], "index lists of this rank's sequences, full micro-batches of the same size"
 
 
 @ep_case("eager")
