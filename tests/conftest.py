@@ -73,9 +73,11 @@ def _launch_of(item: pytest.Item) -> tuple[Path, int, str] | None:
 
 
 def _group(item: pytest.Item) -> str:
-    """The launch that a case of several ranks is part of; of any other test, its file."""
+    """The launch that a case of several ranks is part of; Ray's cluster; of any other test, its file."""
     launch = _launch_of(item)
-    return "-".join(["ranks", launch[0].name, str(launch[1]), *filter(None, launch[2:])]) if launch else item.path.stem
+    if launch:
+        return "-".join(["ranks", launch[0].name, str(launch[1]), *filter(None, launch[2:])])
+    return "ray" if "ray_cluster" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
 @pytest.fixture

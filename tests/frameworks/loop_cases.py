@@ -285,6 +285,20 @@ def hooked(worker: Any) -> dict[str, Any]:
     }
 
 
+def slots_without_nodes() -> dict[str, str]:
+    """What a run is told that asks for slots which only an EP group on several nodes fills."""
+    said = {}
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        for name in ("resident_slots", "cross_node_slots"):
+            balancer = BalancerConfig(policy="moe-rl", objective="imbalance", **{name: 1})
+            given = Settings(balancer=balancer, given=frozenset({"policy", name}), strict=True)
+            with pytest.raises(InvalidInputError) as raised:
+                MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given)
+            said[name] = str(raised.value)
+    return said
+
+
 def one_ranks_check_fails() -> dict[str, Any]:
     """The framework's own check fails on rank 1 with what no adapter foresees: the run goes on, or stops everywhere."""
     found: dict[str, Any] = {"stopped": ""}

@@ -103,6 +103,13 @@ def test_megatrons_schedules_take_what_the_wrapper_gives(outcome: list[Any]) -> 
     assert outcome == [{"problems": [], "tested": True}] * 2
 
 
+@loop_case("slots_without_nodes")
+def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: list[Any]) -> None:
+    for said in outcome:
+        for name in ("resident_slots", "cross_node_slots"):
+            assert f"{name} has no effect: all ranks of an EP group are in one node" in said[name]
+
+
 @loop_case("one_ranks_check_fails")
 def test_a_check_that_fails_on_one_rank_leaves_the_whole_run_unbalanced(outcome: list[Any]) -> None:
     for rank in outcome:

@@ -6,9 +6,9 @@ from typing import Any
 
 import tiny_gpt
 import torch
+from attach_cases import refusal
 from lora_cases import RANK, compared
 
-from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -58,14 +58,15 @@ def one_adapter_recomputed_with_residents() -> Any:
     return compared(("linear_fc1",), config=config, **RECOMPUTED, **GROUPED)
 
 
-def adapters_of_ranks() -> str:
-    """What attach says of adapters that differ between the ranks of an EP group."""
+def refused() -> dict[str, str]:
+    """What attach says of adapters that differ between the ranks of an EP group, and of one for every expert."""
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build(tiny_gpt.te_spec, moe_grouped_gemm=True, adapt=lambda gpt: adapted(gpt, BOTH))
-        rank = torch.distributed.get_rank()
-        run.gpt.decoder.layers[0].mlp.experts.linear_fc1.linear_in.data.add_(rank)
-        try:
-            attach(run.models, run.optimizer, BalancerConfig())
-        except InvalidInputError as error:
-            return str(error)
-    return ""
+        adapter = run.gpt.decoder.layers[0].mlp.experts.linear_fc1.linear_in
+        adapter.data.add_(torch.distributed.get_rank())
+        said = {"of ranks": refusal(lambda: attach(run.models, run.optimizer, BalancerConfig()))}
+        run = tiny_gpt.build(tiny_gpt.te_spec, moe_grouped_gemm=True, adapt=lambda gpt: adapted(gpt, BOTH))
+        for layer in run.gpt.decoder.layers:
+            linear = layer.mlp.experts.linear_fc2
+            linear.linear_in = torch.nn.Parameter(linear.linear_in.data[None].repeat(tiny_gpt.NUM_EXPERTS // 2, 1, 1))
+        return said | {"of experts": refusal(lambda: attach(run.models, run.optimizer, BalancerConfig()))}

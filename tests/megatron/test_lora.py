@@ -57,9 +57,14 @@ def test_one_adapter_of_all_experts_trains_as_without_replicas(case: str, outcom
         assert sum(each["moe_rl/pushed_bytes"] for each in rank["metrics"]) > 0
 
 
-@pytest.mark.multi_rank(world_size=2, case="lora_standin_cases.adapters_of_ranks", launch="standins")
-def test_adapters_that_differ_between_ranks_are_refused(outcome: list[str]) -> None:
-    assert all("different adapters of all experts" in said for said in outcome)
+@pytest.mark.multi_rank(world_size=2, case="lora_standin_cases.refused", launch="standins")
+def test_adapters_that_differ_between_ranks_or_experts_are_refused(outcome: list[Any]) -> None:
+    for said in outcome:
+        assert "different adapters of all experts" in said["of ranks"]
+        assert (
+            "linear_fc2 of TEGroupedMLP is a SharedLowRank: adapters (LoRA) are supported that are one"
+            in (said["of experts"])
+        )
 
 
 @pytest.mark.multi_rank(world_size=2, case="lora_cases.lost_gradients")
