@@ -138,7 +138,7 @@ def time_problem(name: str, ep_size: int, scenario: str, slots: int, hardware: H
         num_dp_ranks=ep_size,
         fixed=True,
     )
-    cost = layer_cost_params(model, topology, prefetch_hidden_s=NIC_IDLE_S[name] if slots else 0.0)
+    cost = replace(layer_cost_params(model, topology), prefetch_hidden_s=NIC_IDLE_S[name] if slots else 0.0)
     return PlanProblem(
         load=load, history=before, layout=layout, model=model, topology=topology, cost=cost, cross_node_slots=slots
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.cost import ANY_TIME_S, REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
+from moe_rl.core.cost import REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
 from moe_rl.core.errors import require, require_known, require_least, require_shares, require_words
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -122,14 +122,7 @@ class StepSetting:
             require_known(name, known, f"perturbation: the hardware has no constant {name!r}.")
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
-    def layer_cost_params(
-        self,
-        model: MoeModelSpec,
-        topology: ClusterTopology,
-        *,
-        prefetch_hidden_s: float = 0.0,
-        replica_hidden_s: float = ANY_TIME_S,
-    ) -> LayerCostParams:
+    def layer_cost_params(self, model: MoeModelSpec, topology: ClusterTopology) -> LayerCostParams:
         """Return the constants of one MoE layer in the main pass."""
         return layer_cost_params(
             model,
@@ -138,8 +131,6 @@ class StepSetting:
             recompute_moe=self.recompute != "none",
             forward_only=self.forward_only,
             replica_exposed=self.replica_exposed,
-            prefetch_hidden_s=prefetch_hidden_s,
-            replica_hidden_s=replica_hidden_s,
             fp8=self.precision == "fp8",
             fused_mlp=self.fused_grouped_mlp,
             activation_again="moe_act" in self.recompute_modules,

@@ -108,10 +108,12 @@ class LayerCostParams:
     replica_fixed_s: float
     prefetch_bytes_per_s: float
     """Rate at which a NIC moves a cross-node replica."""
-    prefetch_hidden_s: float
-    """NIC time per layer that cross-node replica traffic may take before it delays the layer."""
-    replica_hidden_s: float
-    """The same for replicas inside a node, on NVLink: what a layer computes before its experts, both ways."""
+    prefetch_hidden_s: float = 0.0
+    """NIC time per layer that cross-node replica traffic may take before it delays the layer. 0 is the cautious choice
+    where the NIC's idle time is not known."""
+    replica_hidden_s: float = ANY_TIME_S
+    """The same for replicas inside a node, on NVLink: time that a layer computes before its experts, both ways. By
+    default there is room for all of them, as published systems report it."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -279,8 +281,6 @@ def layer_cost_params(
     recompute_moe: bool = False,
     forward_only: bool = False,
     replica_exposed: float = REPLICA_CONTENTION,
-    prefetch_hidden_s: float = 0.0,
-    replica_hidden_s: float = ANY_TIME_S,
     fp8: bool = False,
     fused_mlp: bool = False,
     activation_again: bool = False,
@@ -288,8 +288,7 @@ def layer_cost_params(
 ) -> LayerCostParams:
     """Return the constants of one MoE layer of `model` on `topology`.
 
-    `prefetch_hidden_s` 0 is the cautious choice when the NIC's idle time is not known; without `replica_hidden_s`
-    attention leaves room for all copies inside a node, as published systems report it. `fp8` multiplies in FP8 and pays
+    `fp8` multiplies in FP8 and pays
     for the casts. `fused_mlp`: one kernel computes product, activation and cast. `activation_again`: backward computes
     the activation once more.
     """
@@ -328,8 +327,6 @@ def layer_cost_params(
         replica_p2p_bytes_per_s=hardware.nvlink_p2p_gb_per_s * 1e9,
         replica_fixed_s=10e-6 + 1e-3 * software.plan_ms,
         prefetch_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
-        prefetch_hidden_s=prefetch_hidden_s,
-        replica_hidden_s=replica_hidden_s,
     )
 
 

@@ -111,7 +111,7 @@ def test_replicas_move_four_weights_in_an_update_and_one_in_a_forward_pass() -> 
 
 def test_cross_node_replicas_cost_what_the_layer_does_not_hide_and_never_nothing() -> None:
     busy = 4 * WEIGHT / 43e9
-    hidden = layer_cost_params(MODEL, TOPOLOGY, prefetch_hidden_s=1.5 * busy)
+    hidden = replace(PARAMS, prefetch_hidden_s=1.5 * busy)
     times = prefetch_time(hidden, np.array([0.0, 1.0, 2.0, 10.0]))
     assert times == pytest.approx([0.0, 0.3 * busy, (0.5 + 0.45) * busy, (8.5 + 0.45) * busy])
 
@@ -119,7 +119,7 @@ def test_cross_node_replicas_cost_what_the_layer_does_not_hide_and_never_nothing
 def test_replicas_hide_under_attention_as_far_as_it_lasts() -> None:
     """Seven copies of one home where attention leaves room for two: five are waited for, two cost their contention."""
     one = 4 * WEIGHT / 300e9
-    narrow = layer_cost_params(MODEL, TOPOLOGY, replica_hidden_s=2 * one)
+    narrow = replace(PARAMS, replica_hidden_s=2 * one)
     seven = float(replicate_time(narrow, np.array(7.0)))
     assert seven == pytest.approx((5 + 2 * 0.3) * one + narrow.replica_fixed_s)
     assert seven > float(replicate_time(PARAMS, np.array(7.0)))

@@ -76,13 +76,8 @@ def problem_on(
     )
     # Slow links and dear rows of tokens, so that travel and balance both decide at these sizes.
     slow = HARDWARE.perturbed(rdma_gb_per_s=1e-3)
-    prices = layer_cost_params(
-        problem.model,
-        replace(topology, hardware=slow),
-        hierarchical=hierarchical,
-        prefetch_hidden_s=rng.choice([0, 1]),
-    )
-    return replace(problem, cost=prices)
+    prices = layer_cost_params(problem.model, replace(topology, hardware=slow), hierarchical=hierarchical)
+    return replace(problem, cost=replace(prices, prefetch_hidden_s=rng.choice([0, 1])))
 
 
 def under(problem: PlanProblem, plan: Plan) -> PlanProblem:

@@ -4,6 +4,7 @@
 `check_batch(np.random.default_rng(seed))` repeats it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,8 @@ def random_batch(rng: np.random.Generator) -> dict[str, Any]:
     slots, cross = int(rng.integers(0, 3)), int(rng.integers(0, 3)) // 2
     topology = ClusterTopology(hardware=HARDWARE, ep_size=ranks, ranks_per_node=per_node)
     model = model_spec(num_experts=experts, num_layers=1, top_k=1)
-    prices = layer_cost_params(
-        model, topology, hierarchical=bool(rng.integers(2)), prefetch_hidden_s=float(rng.choice([0.0, 0.1]))
-    )
+    prices = layer_cost_params(model, topology, hierarchical=bool(rng.integers(2)))
+    prices = replace(prices, prefetch_hidden_s=float(rng.choice([0.0, 0.1])))
     home = rng.permuted(np.tile(np.repeat(np.arange(ranks), experts // ranks), (cells, 1)), axis=1).astype(np.int32)
     residents = random_residents(rng, home, ranks, per_node) if rng.random() < 0.4 else np.zeros((cells, ranks, 0))
     # One micro-batch of `cells` layers; tokens enough that no share exceeds one.

@@ -40,7 +40,8 @@ def random_cells(rng: np.random.Generator) -> tuple[dict[str, Any], ClusterTopol
     topology = ClusterTopology(hardware=HARDWARE, ep_size=ranks, num_ep_groups=groups, ranks_per_node=per_node)
     slots, cross = int(rng.integers(0, 3)), int(rng.integers(0, 2))
     model = model_spec(num_experts=experts, num_layers=layers, top_k=1)
-    prices = layer_cost_params(model, topology, hierarchical=bool(rng.integers(2)), prefetch_hidden_s=0.001)
+    prices = layer_cost_params(model, topology, hierarchical=bool(rng.integers(2)))
+    prices = replace(prices, prefetch_hidden_s=0.001)
     arguments = {
         "pairs": load.pairs,
         "tokens": load.tokens,
