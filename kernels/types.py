@@ -1,4 +1,4 @@
-"""What crosses the boundary of kernels: FP8 tensors with their scales."""
+"""FP8 tensors with their scales, and the names of their blocks and roundings."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,4 +1,4 @@
-"""What a bias per expert computes, in plain torch: slow, obviously right, on any device.
+"""A bias per expert in plain torch: slow, obviously right, on any device.
 
 M rows in G groups by m_offsets [G + 1]; rows from m_offsets[-1] on are in no group and never read.
 """

@@ -1,4 +1,4 @@
-"""Blackwell's specialized loops, in Gluon (Triton 3.9): who waits for whom is written here, not guessed.
+"""Blackwell's specialized loops, in Gluon (Triton 3.9), where every wait and every arrival stands in the text.
 
 Parts of a program work side by side. In MXFP8 four warps load: TMA brings the codes of a step, and each of the 128
 threads a row's four scales, one word, a step ahead. One warp multiplies: it copies the scales to tensor memory and
@@ -190,6 +190,7 @@ def _add_steps(
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
         expert, first, end, col, to_sum, is_group = place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
         col += AT
+        # A thread has one row: 2 x 64 sums, and beside them 64 products at a time, read from tensor memory.
         low = gl.zeros((BLOCK_M, _SLICE), gl.float32, LAYOUT)
         high = gl.zeros((BLOCK_M, _SLICE), gl.float32, LAYOUT)
         # Rows and columns that do not exist are not stored: only their scales must be there. They come a step ahead.
@@ -229,6 +230,7 @@ def _gluon_block_kernel(
     a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [BLOCK_M, BLOCK_K], CODES)
     a = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, BLOCK_K], CODES)
     w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], CODES)
+    # Two places of 256 columns are all 512 columns of tensor memory.
     products = allocate_tensor_memory(gl.float32, [2, BLOCK_M, BLOCK_N], TensorMemoryLayout((BLOCK_M, BLOCK_N), 1))
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -253,6 +255,7 @@ def _gluon_block_kernel(
                        False, TABLE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CODES)),
         (_multiply, (ring, none, products, none, summed, stored, tile_map_ptr, num_tiles_ptr, sizes,
                      False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CODES)),
+        # Warps and registers of the parts after the first: those that add have 128 sums and 64 products; see Hopper's.
     ], [4, 1, 1], [232, 40, 40])  # fmt: skip
 
 

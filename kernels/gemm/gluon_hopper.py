@@ -1,4 +1,4 @@
-"""Hopper's specialized loops, in Gluon (Triton 3.9): who waits for whom is written here, not guessed.
+"""Hopper's specialized loops, in Gluon (Triton 3.9), where every wait and every arrival stands in the text.
 
 A cluster of two SMs makes a tile. FP8: 128 rows by 384 columns, 192 per SM; both need the same rows of A, and each byte
 of them is read from L2 once and multicast. So 384 columns cost 128 + 384 rows of operands: a roof of 1536 TFLOPS at
@@ -50,6 +50,7 @@ def _barriers(STAGES: gl.constexpr):
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     both_empty = mbarrier.allocate_mbarrier(batch=STAGES, two_ctas=True)
     for i in gl.static_range(STAGES):
+        # Arrivals that end a phase: of the warp that loads, and of both warpgroups that multiply.
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
         mbarrier.init(both_empty.index(i), count=2)
@@ -165,6 +166,7 @@ def _multiply(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
         first += AT
+        # Of a thread 64 + 32 sums and as many products: 192 of its 232 registers. A wider tile would spill.
         acc = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
         more_acc = gl.zeros((_HALF, MORE_N), gl.float32, MORE_LAYOUT)
         product = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
@@ -190,6 +192,7 @@ def _multiply(
             more_product = warpgroup_mma(
                 rows_of_step, more.index(stage).permute((1, 0)), more_product, use_acc=False, is_async=True
             )
+            # One of two products may still run: the narrow one hides these 64 multiply-adds of the wide one.
             product = warpgroup_mma_wait(1, deps=[product])
             acc += product * scale[:, None]
             more_product = warpgroup_mma_wait(0, deps=[more_product])
@@ -221,6 +224,7 @@ def _multiply_wide(
     phase = 0
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
         expert, first, end, col, to_sum, is_group = place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
+        # 64 rows by 256 columns of an SM are 128 sums of a thread; bf16 needs no products beside them.
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(ready.index(stage), phase)
@@ -267,6 +271,8 @@ def _gluon_wide_kernel(
                           ROWS, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
         (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
                        TABLE, SUM_IS_DENSE, BLOCK_M, BLOCK_N, 0, BLOCK_K, STAGES, W_LAYOUT)),
+        # Warps and registers of the parts after the first, which has 4 warps and gets the registers that are left:
+        # 4 x 32 x 232 = 29,696 of an SM's 65,536 for a warpgroup that multiplies; addresses alone need 40.
     ], [4, 1], [232, 40])  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a backend of the grouped GEMMs is given: operands that were checked, in one object for every backend."""
+"""The argument of a grouped GEMM's backend: checked operands in one object, the same for every backend."""
 
 from dataclasses import dataclass
 

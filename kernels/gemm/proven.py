@@ -1,4 +1,4 @@
-"""Which specialized tiles this machine's GPU has proved: what `make gpu-check` leaves for the kernels to read.
+"""The record of the specialized tiles that a GPU has proved: `make gpu-check` writes it, the kernels read it.
 
 Neither a race nor a miscompiled barrier shows on a CPU. A specialized tile therefore runs on hardware only where the
 same kernels, compiled by the same Triton, gave the bits of the plain loop a thousand times on that model of GPU, and
@@ -24,7 +24,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, can
 logger = logging.getLogger(__name__)
 
 SOURCES = ("gluon_hopper.py", "gluon_blackwell.py", "triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
-"""What a record vouches for: the modules of this folder that hold specialized kernels."""
+"""The modules of this folder that hold specialized kernels: a record is of their text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def record_path(gpu: str) -> Path:
 
 
 def kernels_digest() -> str:
-    """Return what changes with the text of the kernels that a record vouches for."""
+    """Return a digest of the text of `SOURCES`."""
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""What the grouped GEMMs compute, in plain torch with float64 sums: slow, obviously right, on any device.
+"""The grouped GEMMs in plain torch with float64 sums: slow, obviously right, on any device.
 
 M rows in G groups; group g has rows m_offsets[g] .. m_offsets[g + 1] - 1 and expert weights W[g] [N, K]. Rows beyond
 the last offset belong to no group: results hold zeros there, and what operands hold there is never read.

@@ -1,4 +1,4 @@
-"""What the kernels of the grouped GEMMs share: where operands lie, which tile is whose, and how results are stored."""
+"""Parts that the grouped GEMM kernels share: addresses of operands, places of tiles, stores of results."""
 
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""Where the weights and weight gradients of G experts lie: in one tensor, or anywhere behind a table of addresses.
+"""Weights and weight gradients of G experts, in one tensor or behind a table of addresses.
 
 Replicas of hot experts live in buffers of their own. A table lets one GEMM read home experts and replicas in place.
 """

@@ -1,4 +1,4 @@
-"""What the gated-activation kernels compute, in plain torch: slow, obviously right, on any device.
+"""The gated activations in plain torch: slow, obviously right, on any device.
 
 fp32 inside (fp64 for fp64 inputs), rounded once at the end. M rows in S groups (slots) by m_offsets [S + 1]; rows from
 m_offsets[-1] on give zeros and are not read.

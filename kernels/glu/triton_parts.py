@@ -1,4 +1,4 @@
-"""What the kernels of the gated activations share: which rows a tile has, how gates and ups lie, the arithmetic."""
+"""Parts that the activation kernels share: the rows of a tile, the layout of gates and ups, the arithmetic."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What the permutation kernels compute, in plain torch: slow, obviously right, on any device.
+"""Permute and unpermute in plain torch: slow, obviously right, on any device.
 
 Sums over a token's top-k run in the order k = 0, 1, ..., each product and each sum rounded on its own, so that the
 kernels can be compared bit for bit.

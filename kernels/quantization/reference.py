@@ -1,4 +1,4 @@
-"""What the quantization kernels compute, in plain torch: slow, obviously right, on any device."""
+"""Quantization in plain torch: slow, obviously right, on any device."""
 
 import torch
 

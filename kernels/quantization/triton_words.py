@@ -132,14 +132,14 @@ def larger_word(a, b):
 
 @triton.jit
 def columns_in_words(words):
-    """Do what `largest_of_columns` says on a GPU; in the interpreter a reduction of our own takes minutes."""
+    """Return `largest_of_columns` on a GPU; the interpreter would take minutes for a reduction of our own."""
     low, high = of_word(tl.reduce(words, 0, larger_word))
     return tl.interleave(tl.abs(low), tl.abs(high))
 
 
 @triton.jit
 def rows_in_words(words):
-    """Do what `largest_of_rows` says on a GPU.
+    """Return `largest_of_rows` on a GPU.
 
     A thread takes its own four words first. Then both halves of a row make one, beside another row's: two rows in the
     instructions of one. Example of rows r and s: words (3, 1) and (7, 2) -> halves (3, 7) and (1, 2) -> (3, 7).

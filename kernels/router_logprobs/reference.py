@@ -1,4 +1,4 @@
-"""What the router log-probability kernels compute, in plain torch: slow, obviously right, on any device."""
+"""Router log-probabilities in plain torch: slow, obviously right, on any device."""
 
 import torch
 from torch.nn.functional import logsigmoid

@@ -1,4 +1,4 @@
-"""What the tile map holds, in plain torch: on any device, without waiting for it."""
+"""The tile map in plain torch: on any device, without waiting for it."""
 
 import torch
 
