@@ -13,7 +13,7 @@
 
 A key is a token's place among the tokens of the step, `cu_seqlens[sample] + position` (`token_keys`), and -1 where a
 row is padding. The store keeps one 16-bit word per layer and expert of a token; the update pass two numbers per token.
-What activation recomputation runs again in the backward pass is passed over.
+A forward that activation recomputation repeats in the backward pass is skipped.
 
 Row t of a router belongs to the input token t, whose output predicts token t + 1: for the log-probability of token t
 ask for the key of token t - 1. Rows are as the router sees them, flattened: [B * S] in Transformers, [S * B] in
@@ -126,7 +126,7 @@ def token_keys(lengths: Sequence[int]) -> list[Tensor]:
 class RouterStore:
     """The old policy's routers by token: the experts that each used, and their log-probabilities.
 
-    Row 0 of what it holds takes what is written for padding; the token with key k is row k + 1.
+    Row 0 takes the words of padding; the token with key k has row k + 1.
     """
 
     def __init__(self, num_tokens: int, num_routers: int, word: torch.dtype) -> None:
@@ -164,7 +164,8 @@ class RouterStore:
     def share(self, group: "dist.ProcessGroup | None") -> None:
         """Give every rank of the group what the others have put since the last time; a collective.
 
-        Of ranks that hold equally many rows each of the same micro-batches: packed otherwise, a token may be another's.
+        The ranks hold equally many rows each of the same micro-batches; with other packing, words of one token would
+        be stored for another.
         """
         put, self._put = self._put, []
         if group is None or dist.get_world_size(group) == 1 or not put:
@@ -347,7 +348,7 @@ class RouterTap:
 
     @contextmanager
     def told(self, rows: Sequence[Tensor]) -> Iterator[None]:
-        """Set `rows` before each forward of a chunk: the keys of the micro-batches that come, in their order."""
+        """Set `rows` before each forward of a chunk, from the keys of the coming micro-batches in order."""
         micro_batches = [iter(rows) for _ in self._chunks]
 
         def tell(chunk: int) -> Callable[..., None]:
@@ -462,7 +463,7 @@ class RouterTap:
 
 
 def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set[int]) -> None:
-    """Raise for a module that routes by its name and is of no known kind: its layer would silently not count."""
+    """Raise for a module that is named like a router and that no kind reads: its layer would be left out in silence."""
     for name, module in modules:
         kind = type(module).__name__.lower()
         routes = kind.endswith(("router", "gating", "gate")) and "shared" not in name

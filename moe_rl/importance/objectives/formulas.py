@@ -114,9 +114,8 @@ def opsm(
 ) -> TokenLoss:
     """`ppo` without sequences with A < 0 and mean(-d) > delta.
 
-    PPO without sequences that have A < 0 and drifted by more than `opsm_delta` from the policy `against`.
-
-    Dropped tokens stay in the denominators. `against` "rollout" is TRL's and ms-swift's.
+    d is taken from the policy `against`. Dropped tokens stay in the denominators. `against` "rollout" is TRL's and
+    ms-swift's.
 
     Source: arXiv 2512.02556; slime `compute_opsm_mask`.
     """
@@ -145,10 +144,10 @@ def decoupled_ppo(
 ) -> TokenLoss:
     """sg(pi_old / pi_rollout) x `ppo`.
 
-    w PPO(R): w = sg(pi_prox / pi_behav), R = pi / pi_prox; `old_log_prob` is the proximal policy.
+    `old_log_prob` is the proximal policy, by whose ratio `ppo` clips; `rollout_log_prob` is the one that generated.
 
-    `behavior_filter` bounds or drops far-off tokens (None: raw w). `max_staleness` drops tokens generated more than
-    that many versions ago. Dropped tokens stay in the denominators.
+    `behavior_filter` bounds or drops tokens with a far-off w = pi_old / pi_rollout (None: w as it is). `max_staleness`
+    drops tokens generated more than that many versions ago. Dropped tokens stay in the denominators.
 
     Source: arXiv 2505.24298, 2509.18521; AReaL `ppo_actor_loss_fn`.
     """
@@ -175,11 +174,9 @@ def fipo(
 ) -> TokenLoss:
     """clip(exp(sum_{u >= t} 2^((t - u) / h) d_u)) x `ppo`.
 
-    f x PPO, f_t = clip(exp(F_t)) with F_t = sum_{u >= t} 2^((t - u) / h) d_u: what the future makes of a token.
-
-    f lies in [1, 1 + width], or [1 - width, 1 + width] without `clip_high_only`; where A < 0 and rho is above
-    `safety_threshold`, in [0.8, 1]. Tokens with rho > c do not count in F. Masked tokens count as distance.
-    `half_life`, in tokens, is ms-swift's `fipo_decay_rate`.
+    f_t = clip(exp(F_t)), where F_t adds up the moves of the tokens from t on. f lies in [1, 1 + width], or [1 - width,
+    1 + width] without `clip_high_only`; where A < 0 and rho is above `safety_threshold`, in [0.8, 1]. Tokens with rho >
+    c do not count in F. Masked tokens count as distance. `half_life`, in tokens, is ms-swift's `fipo_decay_rate`.
 
     Source: arXiv 2603.19835; ms-swift `_compute_fipo_influence`.
     """
@@ -224,7 +221,7 @@ def gmpo(b: ObjectiveBatch, *, clip_ratio_low: float = 0.4, clip_ratio_high: flo
 def sapo(b: ObjectiveBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (rho - 1)) A.
 
-    -(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A: a soft gate around rho = 1.
+    A soft gate around rho = 1, whose tau depends on the sign of A.
 
     Source: arXiv 2511.20347; verl `compute_policy_loss_sapo`.
     """
@@ -258,7 +255,7 @@ def aspo(
 def reinforce(b: ObjectiveBatch) -> TokenLoss:
     """-A log pi.
 
-    -A log pi: importance weights come in as `rollout_is_weights`.
+    Importance weights come in as `rollout_is_weights`.
 
     Source: verl `compute_policy_loss_reinforce`.
     """
@@ -268,7 +265,7 @@ def reinforce(b: ObjectiveBatch) -> TokenLoss:
 def dro(b: ObjectiveBatch, *, beta: float = 0.1) -> TokenLoss:
     """-A log pi + beta / 2 d^2.
 
-    -A log pi + beta / 2 d^2: no ratio and no clip, a quadratic pull back to the old policy; gamma damps A.
+    No ratio and no clip: a quadratic pull back to the old policy. gamma damps A.
 
     Source: arXiv 2501.12599, equation 3; ROLL `kimi15`.
     """
@@ -278,9 +275,8 @@ def dro(b: ObjectiveBatch, *, beta: float = 0.1) -> TokenLoss:
 def topr(b: ObjectiveBatch, *, level: str = "token") -> TokenLoss:
     """-A log pi where A > 0, else -A sg(min(rho, 1)) log pi.
 
-    -A log pi where A > 0, and -A sg(min(r, 1)) log pi elsewhere: good samples as in SFT, bad ones tapered.
-
-    r is the ratio of the token (as in ROLL) or of the whole sequence (as in the paper, equation 8).
+    Good samples count as in SFT, bad ones are tapered. rho is the ratio of the token (as in ROLL) or of the whole
+    sequence (as in the paper, equation 8).
 
     Source: arXiv 2503.14286; ROLL `topr`.
     """
@@ -296,10 +292,9 @@ def vespo(
 ) -> TokenLoss:
     """-sg(w^k exp(lambda (1 - w))) A log pi, w = exp(sum_t d).
 
-    -sg(phi(w)) A log pi, phi(w) = w^k e^(lambda (1 - w)), w the ratio of the whole sequence; k, lambda by sign(A).
-
-    log w is the sum of the log-ratios, within [ln 1e-8, 20]. TRL adds the train/rollout log-ratio to it: for that pass
-    the rollout log-probabilities as the old ones.
+    w is the ratio of the whole sequence; k and lambda depend on the sign of A. log w is the sum of the log-ratios,
+    within [ln 1e-8, 20]. TRL adds the train/rollout log-ratio to it: for that pass the rollout log-probabilities as the
+    old ones.
 
     Source: TRL `get_gamma_weights`.
     """
@@ -318,9 +313,8 @@ def vespo(
 def cispo(b: ObjectiveBatch, *, clip_ratio_low: float = 10.0, clip_ratio_high: float = 0.2) -> TokenLoss:
     """-sg(clip(rho, 1 - lo, 1 + hi)) A log pi.
 
-    -sg(clip(rho, 1 - lo, 1 + hi)) A log pi: a bounded weight, never a zero gradient.
-
-    The default lower width of 10 is no lower bound, as in verl's example.
+    The weight is bounded and the gradient never zero. The default lower width of 10 is no lower bound, as in verl's
+    example.
 
     Source: arXiv 2506.13585; verl `compute_policy_loss_cispo`.
     """
@@ -334,8 +328,7 @@ def dppo_tv(
 ) -> TokenLoss:
     """-A sg(min(rho, c)) log pi, dropped where the token's probability moved too far.
 
-    -A sg(min(rho, c)) log pi keep, keep by the change of the token's probability (binary total variation).
-
+    The distance is the change of the token's probability (binary total variation): a token is kept by
     keep = (p - q <= hi) where A > 0, else (p - q >= -lo); p, q the current and old probability.
 
     Source: arXiv 2602.04879; verl `compute_policy_loss_dppo_tv`.
@@ -349,8 +342,7 @@ def dppo_kl(
 ) -> TokenLoss:
     """`dppo_tv` with the Bernoulli KL as the distance.
 
-    DPPO with the Bernoulli KL bk = q (log q - log p) + (1 - q) log((1 - q) / (1 - p)) as the distance.
-
+    The KL is bk = q (log q - log p) + (1 - q) log((1 - q) / (1 - p)), and a token is kept by
     keep = (bk <= hi or p <= q) where A > 0, else (bk <= lo or p >= q). The default thresholds of 0.05 are ours.
 
     Source: arXiv 2602.04879; verl `compute_policy_loss_dppo_kl`.
@@ -373,7 +365,7 @@ def prime_rl(
 ) -> TokenLoss:
     """-(keep adv_tau A rho) + kl_tau d^2, keep as in `dppo_tv`.
 
-    -(keep adv_tau A rho) + kl_tau d^2, keep as in `dppo_tv`; differentiates the ratio, not log pi.
+    It differentiates the ratio, not log pi.
 
     Source: prime-rl `src/prime_rl/trainer/rl/loss.py`.
     """
@@ -385,7 +377,7 @@ def prime_rl_ipo(
 ) -> TokenLoss:
     """`prime_rl`, masking both signs of A.
 
-    As `prime_rl`, but |p - q| > ipo_threshold masks both signs of A.
+    A token is masked where |p - q| > ipo_threshold.
 
     Source: prime-rl `src/prime_rl/trainer/rl/loss.py`.
     """
@@ -404,7 +396,7 @@ def clip_cov(
 ) -> TokenLoss:
     """`ppo` without a few random tokens of high covariance of A and log pi.
 
-    PPO without a few tokens drawn from those whose covariance lies in (lb, ub) and that no clip took.
+    They are drawn from the tokens whose covariance lies in (lb, ub) and that no clip took.
 
     Of n valid tokens max(floor(ratio n), 1) go: those with the largest `draw`. `actor/pg_clipfrac` is their share.
 
@@ -427,10 +419,8 @@ def clip_cov(
 def kl_cov(b: ObjectiveBatch, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> TokenLoss:
     """-A rho, + c abs(d) at the few tokens of the highest covariance of A and log pi.
 
-    -A rho, + c |d| at the few tokens of largest covariance: a pull to the old policy in the place of a clip.
-
-    Of n valid tokens these are max(floor(ratio n), 1). verl's `actor/ppo_kl` is the mean of |d| here, ours of -d as for
-    every objective.
+    A pull to the old policy takes the place of a clip. Of n valid tokens these are max(floor(ratio n), 1). verl's
+    `actor/ppo_kl` is the mean of |d| here, ours of -d as for every objective.
 
     Source: arXiv 2505.22617; verl `compute_policy_loss_kl_cov`.
     """
