@@ -14,8 +14,8 @@ from moe_rl.doctor.shell.follow import Launch, Shell
 from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text
 from moe_rl.doctor.yaml_entries import interpolated, read_yaml_file
 
+# A line of Megatron's `print_args`, perhaps after the prefix of a logger.
 DUMPED = re.compile(r"^(?:.*?\s)?\s{2}([a-z_]\w*) \.{2,} (.*?)\s*$")
-"""A line of Megatron's `print_args`, perhaps after the prefix of a logger."""
 RUNTIME_ENVIRONMENT = ("runtime_env_json", "train_env_vars")
 SECTION_OF_VARIABLES = re.compile(r"(?:^|\.)(?:env_vars|ENV_VARS)\.(\w+)$")
 MAX_BYTES = 32_000_000

@@ -14,14 +14,12 @@ def is_on(value: object) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
+# Environment variables that every framework hands on, the fields that they set and what they mean there. The first is
+# TransformerEngine's switch between fp32 block scales ("1") and powers of two.
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("fp8_fp32_scales", is_on),
     "MOE_RL_POLICY": ("balancing_policy", str),
 }
-"""Environment variables that every framework hands on, the fields that they set and what they mean there.
-
-The first is TransformerEngine's switch between fp32 block scales ("1") and powers of two.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +139,7 @@ def _names_fp8(value: object) -> bool:
     return "fp8" in str(value).lower()
 
 
+# What settings.yaml calls the ways to turn a framework's value into a field's; None says nothing of the field.
 MEANINGS: Mapping[str, Callable[[Any], object]] = {
     "the other way": lambda on: not is_on(on),
     "largest": _largest,
@@ -154,7 +153,6 @@ MEANINGS: Mapping[str, Callable[[Any], object]] = {
     "R2 or R3": lambda mode: mode if mode in ("R2", "R3") else "off",
     "R3 or off": lambda on: "R3" if is_on(on) else "off",
 }
-"""What settings.yaml calls the ways to turn a framework's value into a field's; None says nothing of the field."""
 
 
 def rules_of(facts: Mapping[str, Any]) -> Keys:

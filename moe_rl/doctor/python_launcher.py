@@ -12,11 +12,11 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.python_source import OPERATIONS, syntax_tree
 from moe_rl.doctor.sources import Entry, RawRun, Text, Where, read_text
 
+# How miles' launchers name the Python file of a model's arguments, and such a file the one that it starts from.
 MODEL = re.compile(
     r'(?:megatron_model_type\b[^="\n]*=\s*|model_args_utils\.py"?\s+|load_sibling_model_args\(\s*__file__,\s*)'
     r'"([\w.-]+)"'
 )
-"""How miles' launchers name the Python file of a model's arguments, and such a file the one that it starts from."""
 NAMES_MODEL = re.compile(r"megatron_model_type|model_args_utils\.py|load_sibling_model_args\(")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
+# Above this an expression for a list is taken for a mistake.
 LONGEST_LIST = 10_000
-"""Above this an expression for a list is taken for a mistake."""
 
 
 @overload

@@ -9,8 +9,8 @@ from moe_rl.doctor.traps import Case
 from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
 
+# Parts of the names by which adapters are told to go around experts' linears.
 OF_EXPERTS = ("all", "fc", "gate_", "up_", "down_", "expert", "mlp")
-"""Parts of the names by which adapters are told to go around experts' linears."""
 Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 
@@ -64,9 +64,9 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
         )
 
 
+# Frameworks that leave share_expert_adapters at Megatron-Bridge's default, True (NVIDIA-NeMo/Megatron-
+# Bridge:src/megatron/bridge/peft/lora.py).
 ONE_ADAPTER = ("verl", "nemo_rl")
-"""Frameworks that leave share_expert_adapters at Megatron-Bridge's default, True
-(NVIDIA-NeMo/Megatron-Bridge:src/megatron/bridge/peft/lora.py)."""
 
 
 def _adapts_experts(settings: RunSettings) -> bool:

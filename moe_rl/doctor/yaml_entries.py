@@ -12,8 +12,8 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.doctor.sources import Entry, RawRun, Where, read_text
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+# Files that `defaults:` may lead through.
 MAX_DEFAULTS = 20
-"""Files that `defaults:` may lead through."""
 
 
 def entries_of_yaml(path: Path, text: str) -> list[Entry]:

@@ -35,8 +35,8 @@ from moe_rl.routes.reader import Bytes
 from moe_rl.routes.shard import RankOfModel, read_rows, slime_rows
 
 VARIABLE = "MOE_RL_ROUTES"
+# How the base64 of any stream begins.
 TEXT_START = base64.b64encode(MAGIC[:6]).decode()
-"""How the base64 of any stream begins."""
 
 
 def coded(ids: Any) -> CodedRoutes:
@@ -324,6 +324,7 @@ def _prime_rl(module: ModuleType) -> None:
     wrap(module.MicroBatchReceiver, "__init__", made("decoder"))
 
 
+# What is changed where, when the module has been imported.
 POINTS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.managers.detokenizer_manager": _sglang_detokenizer,
     "sglang.srt.managers.tokenizer_manager": _sglang_tokenizer,
@@ -339,7 +340,6 @@ POINTS: dict[str, Callable[[Any], None]] = {
     "skyrl.backends.skyrl_train.inference_servers.generate_wire": _skyrl,
     "prime_rl.transports.rollouts.base": _prime_rl,
 }
-"""What is changed where, when the module has been imported."""
 
 
 def install() -> None:

@@ -34,8 +34,8 @@ from moe_rl.replay.hf_recorder import RoutingRecorder
 from moe_rl.replay.writer import TraceWriter
 from moe_rl.simulators.setting import StepSetting
 
+# Fields of `BalancerConfig` that mean something here; the others ask for what only the Megatron runtime has.
 USED = ("policy", "parameters", "objective", "cluster", "dispatcher", "replica_slots", "ranks_per_node")
-"""Fields of `BalancerConfig` that mean something here; the others ask for what only the Megatron runtime has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

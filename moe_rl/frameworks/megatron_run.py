@@ -31,8 +31,8 @@ from moe_rl.megatron import Balancer, RoutingRecorder, attach
 from moe_rl.megatron.router_watch import RouterWatch
 from moe_rl.planner.registry import POLICIES
 
+# Of a device's memory, what copies that stay may take where nobody said how many.
 RESIDENT_SHARE = 0.05
-"""Of a device's memory, what copies that stay may take where nobody said how many."""
 
 
 def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[torch.nn.Module]) -> BalancerConfig:

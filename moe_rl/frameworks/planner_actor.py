@@ -22,8 +22,8 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
 
+# How often a lost process is replaced, and how often a call of it is made again.
 RESTARTS = 3
-"""How often a lost process is replaced, and how often a call of it is made again."""
 
 
 class PlannerActor:

@@ -25,8 +25,8 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.importance import RouterShift, RouterStore, RouterTap, UpdatePass, all_reduce_sum, as_floats, group_like
 
+# What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory.
 WORD = torch.int16
-"""What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory."""
 
 MicroBatchKeys = tuple[Sequence[Tensor], Tensor]
 """Keys of the tokens of each sequence, and [N] of the rows that this rank holds."""

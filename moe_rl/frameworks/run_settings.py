@@ -30,8 +30,8 @@ from moe_rl.yaml_files import read_yaml
 
 SWITCH = "MOE_RL"
 PREFIX = "MOE_RL_"
+# Variables, or beginnings of them, that other parts of moe_rl read.
 ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_ROUTES", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
-"""Variables, or beginnings of them, that other parts of moe_rl read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

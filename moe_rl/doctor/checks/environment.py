@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from moe_rl.doctor.traps import Case, Found
 
+# First megatron-core that imports triton whether it needs it or not.
 HARD_TRITON = (0, 18)
-"""First megatron-core that imports triton whether it needs it or not."""
+# First megatron-core with RouterReplay that moe_rl supports.
 HAS_REPLAY = (0, 16)
-"""First megatron-core with RouterReplay that moe_rl supports."""
 
 
 def missing_psutil(case: Case) -> Iterator[Found]:

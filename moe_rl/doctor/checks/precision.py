@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from moe_rl.doctor.traps import Case, Found
 
+# Rows that FP8 GEMMs of a recipe want to be a multiple of (NVIDIA-NeMo/RL#1884, modelscope/ms-swift#9722).
 ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
-"""Rows that FP8 GEMMs of a recipe want to be a multiple of (NVIDIA-NeMo/RL#1884, modelscope/ms-swift#9722)."""
 
 
 def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:

@@ -12,8 +12,8 @@ from typing import Literal
 from moe_rl.core.errors import InvalidInputError
 
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+# What follows a keyword.
 EDGE = r"(?=[\s;&|()<>]|$)"
-"""What follows a keyword."""
 NAME = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\-0-9])")
 BLANKS = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)*")
 SEPARATOR = re.compile(r"\n|;(?![;&])|&(?![&>])")

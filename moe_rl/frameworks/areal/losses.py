@@ -23,6 +23,7 @@ from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
 
 _WIDTHS = ("eps_clip", "eps_clip_higher", "c_clip")
+# What AReaL binds where nothing is set: PPO around the proximal policy, without weights of rejection sampling.
 _DEFAULTS = {
     "importance_sampling_level": "token",
     "m2_threshold": None,
@@ -33,7 +34,6 @@ _DEFAULTS = {
     "use_decoupled_loss": True,
     "use_sapo_loss": False,
 }
-"""What AReaL binds where nothing is set: PPO around the proximal policy, without weights of rejection sampling."""
 
 
 def install(actor: ModuleType, *, objective: str = "ppo", **ours: Any) -> None:

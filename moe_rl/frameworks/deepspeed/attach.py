@@ -43,8 +43,8 @@ except ImportError as error:
 
 let_registry_take_names()
 
+# Methods of the engine that take every expert to be where DeepSpeed put it.
 HOME_METHODS = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
-"""Methods of the engine that take every expert to be where DeepSpeed put it."""
 
 
 def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBalancer:

@@ -63,8 +63,8 @@ def option_in(*sections: str) -> Callable[[str], str | None]:
     return option
 
 
+# Of files without sections.
 option = option_in("")
-"""Of files without sections."""
 
 
 def built_by_bridge(known: Known) -> Known:

@@ -13,14 +13,14 @@ from moe_rl.frameworks.miles.contract import FRAMEWORK
 from moe_rl.frameworks.slime.attach import READERS, Worker
 
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from_distributed"
+# Beside those that slime has, too (radixark/miles:miles/backends/megatron_utils).
 OWN_READERS = {
     "backends.megatron_utils.hf_export:save_hf_model": True,
     f"{UPDATES}.mixin:DistBucketedWeightUpdateMixin.update_weights": True,
     f"{UPDATES}.delta:UpdateWeightFromDiskDelta.update_weights": True,
 }
-"""Beside those that slime has, too (radixark/miles:miles/backends/megatron_utils)."""
+# Weights come from the optimizer's, adapters are sent while the model sleeps, a cell that died gets copies.
 OTHERS = ("rematerialize_param_from_master_weight", "lora_rank", "lora_adapter_path", "multi_lora", "indep_dp")
-"""Weights come from the optimizer's, adapters are sent while the model sleeps, a cell that died gets copies."""
 
 
 def _stage() -> str:

@@ -11,8 +11,8 @@ from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.yaml_files import read_yaml
 
+# Names of the worker that trains the policy, by pipeline.
 WORKERS = ("actor_train", "sft_train", "student", "student_train")
-"""Names of the worker that trains the policy, by pipeline."""
 STRATEGY, CONFIG, MODEL = "strategy_args.strategy_name", "strategy_args.strategy_config.", "model_args."
 
 KEYS: Keys = {**megatron.keys_in(CONFIG), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}

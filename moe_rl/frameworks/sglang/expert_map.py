@@ -15,10 +15,10 @@ from moe_rl.core.expert_map import ExpertMap
 from moe_rl.core.plan import token_ordinals
 from moe_rl.rollout_engines.base import Document, Ints, ReplicaChoice, RolloutEngine, Shape, copies_of, layer_by_layer
 
+# No other key may stand beside it.
 KEY = "physical_to_logical_map"
-"""No other key may stand beside it."""
+# Of the draws of the static choice.
 SEED = 42
-"""Of the draws of the static choice."""
 
 
 def all_layers(expert_map: ExpertMap) -> NDArray[np.int64]:

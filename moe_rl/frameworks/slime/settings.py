@@ -12,10 +12,10 @@ from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.yaml_files import read_yaml
 
+# Keys that only slime and miles have.
 OWN = re.compile(
     r"sglang_|rollout_|use_rollout_|n_samples_per_prompt$|hf_checkpoint$|actor_num_nodes$|advantage_estimator$"
 )
-"""Keys that only slime and miles have."""
 
 
 def option(key: str) -> str | None:

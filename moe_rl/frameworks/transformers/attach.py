@@ -40,8 +40,8 @@ except ImportError as error:
     raise InvalidInputError(f"expert parallelism of transformers is not there: {error}.") from error
 
 NAME = "moe_rl"
+# Experts module -> what runs it.
 IMPLEMENTATIONS: "WeakKeyDictionary[torch.nn.Module, SlotsEP]" = WeakKeyDictionary()
-"""Experts module -> what runs it."""
 
 
 class SlotsEP(AllToAllEP):

@@ -25,8 +25,8 @@ try:
 except ImportError as error:
     raise InvalidInputError(f"trl is not there: {error}.") from error
 
+# Beside `prompt_ids` and `completion_ids` in TRL's batches: [B, prompt + completion, L, K] int16, -1 unknown.
 ROUTES = "routed_experts"
-"""Beside `prompt_ids` and `completion_ids` in TRL's batches: [B, prompt + completion, L, K] int16, -1 unknown."""
 
 
 class ReplayGRPOTrainer(GRPOTrainer):

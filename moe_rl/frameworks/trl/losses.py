@@ -25,10 +25,10 @@ from moe_rl.importance.router_tap import RouterStore, RouterTap
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import as_floats, bounded_exp, working_dtype
 
+# What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory.
 WORD = torch.int16
-"""What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory."""
+# In TRL's batches: [B, prompt + completion] where the old policy's routers are kept of each token, -1 on padding.
 KEYS = "router_shift_keys"
-"""In TRL's batches: [B, prompt + completion] where the old policy's routers are kept of each token, -1 on padding."""
 
 
 def policy_loss_trainer(

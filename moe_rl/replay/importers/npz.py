@@ -18,8 +18,8 @@ from moe_rl.replay.importers.payloads import from_npy
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 
 GROUP_KEY = re.compile(r"(?:group|prompt)[-_]?(\d+)(?!\d)")
+# Deflate cannot shrink data by more than about 1032; a larger claim is a lie about the size.
 MAX_DEFLATE_RATIO = 1100
-"""Deflate cannot shrink data by more than about 1032; a larger claim is a lie about the size."""
 
 
 def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:

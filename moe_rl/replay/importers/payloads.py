@@ -13,8 +13,8 @@ from moe_rl.core.errors import InvalidInputError, require
 
 Kind = TypeVar("Kind")
 WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
+# What every base64 text of .npy bytes starts with.
 NPY_BASE64_START = "k05VTVBZ"
-"""What every base64 text of .npy bytes starts with."""
 
 
 def from_base64(text: object) -> bytes:

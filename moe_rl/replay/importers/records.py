@@ -112,8 +112,8 @@ class ImportOptions:
         )
 
 
+# Options that describe the model or the run: true of a trace in any format, whether its reader needs them or not.
 OF_EVERY_TRACE = ("num_experts", "top_k", "num_layers", "moe_layer_ids", "model", "provenance")
-"""Options that describe the model or the run: true of a trace in any format, whether its reader needs them or not."""
 
 
 def require_of_use(path: Path, format: str, options: ImportOptions, reads: tuple[str, ...]) -> None:
