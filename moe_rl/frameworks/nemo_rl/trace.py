@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import located, require
-from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.core.errors import require
+from moe_rl.replay.importers.json_files import each_sequence, json_head
 from moe_rl.replay.importers.payloads import as_routes, from_base64, from_bytes, integer, objects, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 
@@ -44,9 +44,7 @@ def _recognizes(path: Path) -> bool:
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
-    for where, record in json_records(path):
-        with located(where):
-            yield from _sequences(record, where)
+    yield from each_sequence(path, _sequences)
 
 
 def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
@@ -111,7 +109,6 @@ def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
 IMPORTER = Importer(
     name="nemo-rl",
     summary="responses or message logs with nrlre1 envelopes",
-    provenance="R3",
     recognizes=_recognizes,
     read=_read,
 )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.json_files import each_sequence, json_head
 from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, from_messagepack, integer, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
 
@@ -33,13 +33,12 @@ def _recognizes(path: Path) -> bool:
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
-    for file in _files(path):
+    files = _files(path)
+    for file in files:
         with located(file):
             yield from _read_batch(file)
-    if not _files(path):
-        for where, record in json_records(path):
-            with located(where):
-                yield _from_json(record, where)
+    if not files:
+        yield from each_sequence(path, _from_json)
 
 
 def _files(path: Path) -> list[Path]:
@@ -120,8 +119,8 @@ def _holds(field: object, kind: type) -> bool:
     return isinstance(field, list) and all(type(item) is kind for item in field)
 
 
-def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:
-    """Read one sequence: base64 `data`, `shape`, `dtype` and `start` of its routes, and its token ids."""
+def _from_json(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
+    """Yield one sequence: base64 `data`, `shape`, `dtype` and `start` of its routes, and its token ids."""
     fields = of_kind(record.get("routed_experts"), dict, "it has no routed_experts.")
     sentence = "the shape of routed_experts must have three extents."
     extents = tuple(integer(extent, "an extent") for extent in of_kind(fields.get("shape"), list, sentence))
@@ -135,15 +134,15 @@ def _from_json(record: dict[str, Any], where: str) -> RecordedSequence:
     elif isinstance(prompt_ids, list) and isinstance(completion_ids, list):
         num_tokens, group = len(prompt_ids) + len(completion_ids), prompt_key(prompt_ids)
     else:
-        return RecordedSequence(routes=routes, name=where)
+        yield RecordedSequence(routes=routes, name=where)
+        return
     start = integer(fields.get("start", 0), "start")
-    return sequence_of_tokens(routes, num_tokens=num_tokens, first_row=start, name=where, group=group)
+    yield sequence_of_tokens(routes, num_tokens=num_tokens, first_row=start, name=where, group=group)
 
 
 IMPORTER = Importer(
     name="prime-rl",
     summary="step_<n>/rank_<r>.bin or rollouts.bin, or JSON with data, shape and dtype",
-    provenance="R3",
     recognizes=_recognizes,
     read=_read,
 )

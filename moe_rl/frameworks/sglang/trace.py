@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.replay.importers.json_files import each_sequence, json_head
 from moe_rl.replay.importers.payloads import from_base64, from_bytes, integer, objects
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 
@@ -22,10 +22,11 @@ def _recognizes(path: Path) -> bool:
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
-    for where, record in json_records(path):
-        with located(where):
-            for choice in objects(record.get("choices", [record]), "choices must be objects."):
-                yield _sequence(choice, record, options, where)
+    def sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
+        for choice in objects(record.get("choices", [record]), "choices must be objects."):
+            yield _sequence(choice, record, options, where)
+
+    yield from each_sequence(path, sequences)
 
 
 def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOptions, where: str) -> RecordedSequence:
@@ -34,12 +35,9 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
         meta.get("routed_experts") is not None,
         "it has no routed_experts: start SGLang with --enable-return-routed-experts and ask for them.",
     )
-    num_tokens = integer(meta.get("prompt_tokens"), "prompt_tokens") + integer(
-        meta.get("completion_tokens"), "completion_tokens"
-    )
-    start = integer(
-        meta.get("routed_experts_start_len", record.get("routed_experts_start_len", 0)), "routed_experts_start_len"
-    )
+    num_tokens = sum(integer(meta.get(name), name) for name in ("prompt_tokens", "completion_tokens"))
+    name = "routed_experts_start_len"
+    start = integer(meta.get(name, record.get(name, 0)), name)
     data = from_base64(meta["routed_experts"])
     rows = num_tokens - 1 - start
     require(start >= 0 and rows >= 0, f"{num_tokens} tokens leave no row from token {start} on.")
@@ -90,7 +88,6 @@ def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tupl
 IMPORTER = Importer(
     name="sglang",
     summary="responses with meta_info.routed_experts (base64 int32)",
-    provenance="R3",
     recognizes=_recognizes,
     read=_read,
 )

@@ -64,15 +64,16 @@ def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> 
     samples = _samples(dump)
     if not isinstance(samples, list):
         raise InvalidInputError(f"{file} is not a rollout dump: it has no list of samples.")
-    rollout_id = dump["rollout_id"]
-    rollout_id = rollout_id if isinstance(rollout_id, int) else 0
-    layout, steps = ({}, 1) if layout_file is None else _read_layout(layout_file, rollout_id, len(samples))
+    rollout_id = dump["rollout_id"] if isinstance(dump["rollout_id"], int) else 0
+    layout: dict[int, Place] = {position: {"step": 0} for position in range(len(samples))}
+    steps = 1
+    if layout_file is not None:
+        layout, steps = _read_layout(layout_file, rollout_id, len(samples))
     for position, sample in enumerate(samples):
-        place = layout.get(position)
-        if layout_file is not None and place is None:
-            continue
-        with located(f"{file}, sample {position}"):
-            yield _sequence(sample, (place or {}) | {"step": rollout_id * steps + (place["step"] if place else 0)})
+        # A sample without a place was not trained: the trainer drops what does not fill a batch.
+        if (place := layout.get(position)) is not None:
+            with located(f"{file}, sample {position}"):
+                yield _sequence(sample, place | {"step": rollout_id * steps + place["step"]})
 
 
 def _sequence(sample: object, place: Place) -> RecordedSequence:
@@ -89,13 +90,9 @@ def _sequence(sample: object, place: Place) -> RecordedSequence:
     if not isinstance(tokens, list | np.ndarray):
         raise InvalidInputError("it has no tokens.")
     group = fields.get("group_index")
-    recorded = sequence_of_tokens(
-        ids,
-        num_tokens=len(tokens),
-        name=str(fields.get("index", "")),
-        group=group if isinstance(group, int) else None,
-        **place,
-    )
+    group, name = group if isinstance(group, int) else None, str(fields.get("index", ""))
+    recorded = sequence_of_tokens(ids, num_tokens=len(tokens), name=name, group=group, **place)
+    # The dump is a mapped file that may be larger than memory: what was read leaves it again.
     drop_pages(ids)
     return recorded
 
@@ -152,7 +149,6 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
 IMPORTER = Importer(
     name="slime",
     summary="slime or miles rollout dumps (.pt), with the layout of a train dump",
-    provenance="R3",
     recognizes=_recognizes,
     read=_read,
     reads=("layout_path",),

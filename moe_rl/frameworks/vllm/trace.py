@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl.core.errors import located, require
-from moe_rl.replay.importers.json_files import json_head, json_records
+from moe_rl.replay.importers.json_files import each_sequence, json_head
 from moe_rl.replay.importers.payloads import NPY_BASE64_START, as_routes, from_npy, integer, objects, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
 
@@ -36,10 +36,8 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         with located(path):
             routes = as_routes(from_npy(path.read_bytes()))
         yield RecordedSequence(routes=routes, name=path.stem)
-        return
-    for where, record in json_records(path):
-        with located(where):
-            yield from _sequences(record, where)
+    else:
+        yield from each_sequence(path, _sequences)
 
 
 def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
@@ -83,7 +81,6 @@ def _group(record: dict[str, Any], prompt_ids: object, where: str) -> str | int:
 IMPORTER = Importer(
     name="vllm",
     summary="responses with routed_experts as .npy bytes, or one .npy array",
-    provenance="R3",
     recognizes=_recognizes,
     read=_read,
 )

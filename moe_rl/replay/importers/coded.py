@@ -27,6 +27,4 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         )
 
 
-IMPORTER = Importer(
-    name="routes", summary="a stream of moe_rl.routes", provenance="R3", recognizes=_recognizes, read=_read
-)
+IMPORTER = Importer(name="routes", summary="a stream of moe_rl.routes", recognizes=_recognizes, read=_read)

@@ -1,12 +1,13 @@
 """JSON and JSON-lines files of responses, one record at a time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.errors import InvalidInputError, located
 from moe_rl.replay.importers.payloads import of_kind
+from moe_rl.replay.importers.records import RecordedSequence
 
 HEAD_BYTES = 4 << 20
 SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -33,6 +34,15 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, record in enumerate(document if isinstance(document, list) else [document]):
         where = f"{path}, record {number}"
         yield where, of_kind(record, dict, f"{where} is not a JSON object.")
+
+
+def each_sequence(
+    path: Path, sequences: Callable[[dict[str, Any], str], Iterator[RecordedSequence]]
+) -> Iterator[RecordedSequence]:
+    """Yield the `sequences` (record, place) of every record; errors name the place."""
+    for where, record in json_records(path):
+        with located(where):
+            yield from sequences(record, where)
 
 
 def _parse(text: bytes, where: str) -> Any:

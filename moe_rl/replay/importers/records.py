@@ -132,11 +132,11 @@ class Importer:
 
     name: str
     summary: str
-    provenance: str
-    """Where routes of this format come from, unless the user says otherwise."""
     recognizes: Callable[[Path], bool]
     read: Callable[[Path, ImportOptions], Iterator[RecordedSequence]]
     """Reads anew at each call, one sequence in memory at a time."""
+    provenance: str = "R3"
+    """Where routes of this format come from, unless the user says otherwise."""
     reads: tuple[str, ...] = ()
     """Options of this format alone, beside those that hold for a file of any format."""
 
