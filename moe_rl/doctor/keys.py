@@ -77,7 +77,7 @@ class Reader:
             setting: Setting[Any] | None = None
             if entry.missing and rule.by_presence:
                 setting = Setting(value="", written=entry.written, where=entry.where)
-            elif entry.missing and not (rule.by_part and setting_of(entry, rule.field, rule.meaning)):
+            elif entry.missing and not (rule.by_part and setting_of(entry, rule.field, rule.meaning) is not None):
                 undecided[rule.field] = hangs_on(entry)
             else:
                 setting = setting_of(entry, rule.field, rule.meaning)

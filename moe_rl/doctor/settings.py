@@ -27,6 +27,10 @@ class Setting(Generic[T]):
     where: Where | None = None
     """None for a default."""
 
+    def __bool__(self) -> bool:
+        """Return whether the value is on, above 0 or not empty."""
+        return bool(self.value)
+
     def __str__(self) -> str:
         """Return e.g. "`--moe-router-fusion` (run.sh:12)"."""
         return f"`{self.written}` ({self.where.short()})" if self.where else self.written

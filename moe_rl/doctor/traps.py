@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.keys import Reader
@@ -28,33 +27,44 @@ class Case:
     def replays(self) -> Setting[str] | None:
         """The setting that switches routing replay on."""
         replay = self.settings.replay
-        return replay if replay is not None and replay.value != "off" else None
+        return replay if replay and replay.value != "off" else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether the run trains on routes of a rollout."""
+        return self.trains_by_rl or self.replays is not None
 
     @property
     def flex_backend(self) -> Setting[str] | None:
         """The setting that names the backend of the flex dispatcher; None with another dispatcher."""
         dispatcher = self.settings.moe_token_dispatcher_type
-        flex = dispatcher is not None and dispatcher.value == "flex"
-        return self.settings.moe_flex_dispatcher_backend if flex else None
+        return self.settings.moe_flex_dispatcher_backend if dispatcher and dispatcher.value == "flex" else None
+
+    @property
+    def router_recompute(self) -> Setting[str] | None:
+        """The setting by which routers run again in backward."""
+        recompute, modules = self.settings.recompute_granularity, self.settings.recompute_modules
+        covers = recompute and (recompute.value == "full" or (modules and "moe" in modules.value))
+        return recompute if covers else None
 
     @property
     def is_moe(self) -> bool:
         """Whether the run says that its model has experts."""
-        experts, ranks = self.settings.num_moe_experts, self.settings.expert_model_parallel_size
-        return bool((experts and experts.value > 1) or (ranks and ranks.value > 1) or self.replays)
+        sizes = self.settings.num_moe_experts, self.settings.expert_model_parallel_size
+        return any(above(size, 1) for size in sizes) or self.replays is not None
 
 
-@dataclass(frozen=True, slots=True)
 class Found:
-    """One occurrence of a trap."""
+    """One occurrence of a trap: a sentence with {} for every setting, or text of the user's, that it is about.
 
-    sentence: str
-    """Says what the user's values are, with their places."""
-    settings: tuple[Setting[Any], ...] = ()
-    severity: str | None = None
-    """Where it differs from the trap's own."""
-    remedy: str | None = None
-    """Where it differs from the trap's own."""
+    `severity` and `remedy` are given where they differ from the trap's own.
+    """
+
+    def __init__(self, sentence: str, *about: object, severity: str | None = None, remedy: str | None = None) -> None:
+        # The user's own text may hold braces: it is put in, never formatted.
+        self.sentence = sentence.format(*about)
+        self.settings = [each for each in about if isinstance(each, Setting)]
+        self.severity, self.remedy = severity, remedy
 
 
 Check = Callable[[Case], Iterable[Found]]
@@ -90,11 +100,6 @@ class Trap:
         return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 
 
-def is_on(setting: Setting[bool] | None) -> bool:
-    """Return whether a flag is known to be on."""
-    return setting is not None and setting.value
-
-
-def above(setting: Setting[int] | None, bound: int) -> bool:
+def above(setting: Setting[int] | Setting[float] | None, bound: int) -> bool:
     """Return whether a number is known to be above `bound`."""
     return setting is not None and setting.value > bound

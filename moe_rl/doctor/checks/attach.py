@@ -14,5 +14,4 @@ def attach_refuses(case: Case) -> Iterator[Found]:
         return
     severity = ERROR if case.attach else NOTE
     for option, sentence in refusals_of(case.settings):
-        setting = case.settings.option(option)
-        yield Found(f"{sentence} Set by {setting}.", (setting,) if setting else (), severity=severity)
+        yield Found("{} Set by {}.", sentence, case.settings.option(option), severity=severity)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.traps import Case, Found
 
 # First megatron-core that imports triton whether it needs it or not.
@@ -16,7 +17,7 @@ def missing_psutil(case: Case) -> Iterator[Found]:
     """
     here = case.environment
     if here and "psutil" not in here.modules:
-        yield Found(f"{_megatron(case)} is installed without psutil.")
+        yield Found(f"{_megatron(here)} is installed without psutil.")
 
 
 def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
@@ -39,30 +40,32 @@ def missing_triton(case: Case) -> Iterator[Found]:
     here = case.environment
     version = here.version("megatron-core") if here else None
     if here and version and version[:2] >= HARD_TRITON and "triton" not in here.modules:
-        yield Found(f"{_megatron(case)} is installed without triton.")
+        yield Found(f"{_megatron(here)} is installed without triton.")
 
 
 def megatron_without_replay(case: Case) -> Iterator[Found]:
     """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
-    version = case.environment.version("megatron-core") if case.environment else None
-    if version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
-        yield Found(f"{_megatron(case)} is older than 0.16.")
+    here = case.environment
+    version = here.version("megatron-core") if here else None
+    if here and version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
+        yield Found(f"{_megatron(here)} is older than 0.16.")
 
 
 def dispatcher_not_installed(case: Case) -> Iterator[Found]:
     """The flex dispatcher needs the deep_ep package (HybridEP is a branch of it) and raises ImportError without it."""
     dispatcher = case.settings.moe_token_dispatcher_type
     if case.environment and dispatcher and dispatcher.value == "flex" and "deep_ep" not in case.environment.modules:
-        yield Found(f"{dispatcher} needs deep_ep, which is not installed here.", (dispatcher,))
+        yield Found("{} needs deep_ep, which is not installed here.", dispatcher)
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
     """Megatron's fp8 option is TransformerEngine's; without that package the model does not build."""
     here, fp8 = case.environment, case.settings.fp8
     if here and fp8 and "transformer_engine" not in here.modules:
-        yield Found(f"{fp8} needs TransformerEngine, which is not installed here.", (fp8,))
+        yield Found("{} needs TransformerEngine, which is not installed here.", fp8)
 
 
-def _megatron(case: Case) -> str:
-    version = case.environment.versions.get("megatron-core") if case.environment else None
+def _megatron(here: Environment) -> str:
+    # A checkout on PYTHONPATH can be imported and has no version.
+    version = here.versions.get("megatron-core")
     return f"megatron-core {version}" if version else "Megatron"

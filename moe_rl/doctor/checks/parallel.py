@@ -8,8 +8,8 @@ from moe_rl.doctor.traps import Case, Found, above
 def experts_not_divisible(case: Case) -> Iterator[Found]:
     """Megatron gives every EP rank the same number of experts and stops where that does not come out even."""
     experts, ranks = case.settings.num_moe_experts, case.settings.expert_model_parallel_size
-    if experts and ranks and ranks.value > 0 and experts.value % ranks.value:
-        yield Found(f"{ranks} does not divide {experts}.", (ranks, experts))
+    if experts and ranks and above(ranks, 0) and experts.value % ranks.value:
+        yield Found("{} does not divide {}.", ranks, experts)
 
 
 def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
@@ -18,7 +18,7 @@ def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
     """
     tensor, sequence = case.settings.tensor_model_parallel_size, case.settings.sequence_parallel
     if case.is_moe and tensor and above(tensor, 1) and sequence is not None and not sequence.value:
-        yield Found(f"{tensor} is above 1 and sequence_parallel is off ({sequence}).", (tensor, sequence))
+        yield Found("{} is above 1 and sequence_parallel is off ({}).", tensor, sequence)
 
 
 def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
@@ -26,8 +26,8 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
     context parallelism gives ranks different micro-batches under one number.
     """
     replay, dynamic = case.replays, case.settings.dynamic_context_parallel
-    if replay and dynamic and dynamic.value:
-        yield Found(f"{dynamic} regroups micro-batches whose routes {replay} replays.", (dynamic, replay))
+    if replay and dynamic:
+        yield Found("{} regroups micro-batches whose routes {} replays.", dynamic, replay)
 
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
@@ -39,7 +39,7 @@ def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     stages, overlap = settings.pipeline_model_parallel_size, settings.overlap_p2p_comm
     virtual = settings.virtual_pipeline_model_parallel_size
     if stages and stages.value == 2 and virtual and above(virtual, 1) and overlap is not None and not overlap.value:
-        yield Found(f"{stages}, {virtual} and {overlap} are set together.", (stages, virtual, overlap))
+        yield Found("{}, {} and {} are set together.", stages, virtual, overlap)
 
 
 def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
@@ -47,8 +47,8 @@ def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
     log-probabilities (a generation KL error of 0.80 at step 1, before any update).
     """
     backend, packed = case.flex_backend, case.settings.packed
-    if backend and backend.value == "hybridep" and packed and packed.value:
-        yield Found(f"{backend} exchanges tokens of batches that {packed} packs.", (backend, packed))
+    if backend and backend.value == "hybridep" and packed:
+        yield Found("{} exchanges tokens of batches that {} packs.", backend, packed)
 
 
 def deepep_in_small_groups(case: Case) -> Iterator[Found]:
@@ -57,7 +57,7 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     """
     backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
     if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
-        yield Found(f"{backend} serves {ranks}.", (backend, ranks))
+        yield Found("{} serves {}.", backend, ranks)
 
 
 def same_experts_on_every_rank(case: Case) -> Iterator[Found]:
@@ -66,5 +66,6 @@ def same_experts_on_every_rank(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     on_cpu, ranks = settings.use_cpu_initialization, settings.expert_model_parallel_size
-    if on_cpu and on_cpu.value and ranks and ranks.value > 1 and not settings.load:
-        yield Found(f"{on_cpu} draws the experts of {ranks}, and nothing is loaded.", (on_cpu, ranks))
+    # A checkpoint whose path only the machine knows is a checkpoint, too.
+    if on_cpu and ranks and above(ranks, 1) and settings.load is None:
+        yield Found("{} draws the experts of {}, and nothing is loaded.", on_cpu, ranks)

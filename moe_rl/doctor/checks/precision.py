@@ -15,20 +15,17 @@ def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     recipe, rollout = settings.fp8_recipe, settings.rollout_fp8
-    if not settings.fp8 or not recipe or recipe.value != "blockwise" or not rollout or not rollout.value:
+    if not settings.fp8 or not recipe or recipe.value != "blockwise" or not rollout:
         return
     trainer, engine = settings.fp8_fp32_scales, settings.rollout_fp32_scales
-    exact = trainer.value if trainer else False
-    engine_exact = engine.value if engine else True
+    # Without a word TransformerEngine takes powers of two and a rollout engine fp32.
+    exact, engine_exact = bool(trainer), engine is None or engine.value
     if exact == engine_exact:
         return
-    said = f"by {trainer}" if trainer else "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set"
-    others = f"{engine}" if engine else f"{rollout}"
-    known = tuple(each for each in (recipe, trainer, engine or rollout) if each)
+    said = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set" if trainer is None else "by {}"
     yield Found(
-        f"{recipe} trains with {_scales(exact)} scales ({said}), "
-        f"the engine runs with {_scales(engine_exact)} ones ({others}).",
-        known,
+        f"{{}} trains with {_scales(exact)} scales ({said}), the engine runs with {_scales(engine_exact)} ones ({{}}).",
+        *(each for each in (recipe, trainer, rollout if engine is None else engine) if each is not None),
     )
 
 
@@ -42,10 +39,9 @@ def precision_differs_without_correction(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     training, rollout, correction = settings.fp8, settings.rollout_fp8, settings.rollout_correction
-    if rollout is None or rollout.value == bool(training) or (correction and correction.value):
-        return
-    other = str(training) if training else "the trainer's bf16"
-    yield Found(f"{rollout} differs from {other}, and no rollout correction is on.", (rollout,))
+    if rollout is not None and rollout.value != bool(training) and not correction:
+        other = training or "the trainer's bf16"
+        yield Found("{} differs from {}, and no rollout correction is on.", rollout, other)
 
 
 def correction_without_log_probs(case: Case) -> Iterator[Found]:
@@ -53,10 +49,8 @@ def correction_without_log_probs(case: Case) -> Iterator[Found]:
     for.
     """
     correction, log_probs = case.settings.rollout_correction, case.settings.rollout_log_probs
-    if correction and correction.value and log_probs is not None and not log_probs.value:
-        yield Found(
-            f"{correction} needs log-probabilities; calculate_log_probs is off ({log_probs}).", (correction, log_probs)
-        )
+    if correction and log_probs is not None and not log_probs:
+        yield Found("{} needs log-probabilities; calculate_log_probs is off ({}).", correction, log_probs)
 
 
 def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
@@ -67,4 +61,4 @@ def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple
     wanted = ALIGNMENT.get(recipe.value) if recipe else None
     if settings.fp8 and recipe and wanted and multiple and multiple.value % wanted:
-        yield Found(f"{multiple} is not a multiple of the {wanted} rows of {recipe}.", (multiple, recipe))
+        yield Found(f"{{}} is not a multiple of the {wanted} rows of {{}}.", multiple, recipe)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above, is_on
+from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above
 
 
 def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
@@ -10,8 +10,8 @@ def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
     nothing rejects the combination: every token takes the live router's experts, and replay is off without a word.
     """
     replay, fusion = case.replays, case.settings.moe_router_fusion
-    if replay and fusion and fusion.value:
-        yield Found(f"{fusion} fuses the router while {replay} replays routes.", (fusion, replay))
+    if replay and fusion:
+        yield Found("{} fuses the router while {} replays routes.", fusion, replay)
 
 
 def replay_half_on(case: Case) -> Iterator[Found]:
@@ -20,13 +20,13 @@ def replay_half_on(case: Case) -> Iterator[Found]:
     """
     settings, replay = case.settings, case.replays
     returns, engine = settings.rollout_returns_routes, settings.rollout_engine
-    if replay and replay.value == "R3" and returns is not None and not returns.value:
-        yield Found(f"{replay} replays the rollout's routes, but {returns} does not return them.", (replay, returns))
-    if returns and returns.value and settings.framework == "verl" and (not replay or replay.value != "R3"):
-        mode = f"{replay} does not replay them" if replay else "router_replay.mode is not R3"
-        yield Found(f"{returns} returns routes, but {mode}.", (returns,), severity=WARNING)
+    if replay and replay.value == "R3" and returns is not None and not returns:
+        yield Found("{} replays the rollout's routes, but {} does not return them.", replay, returns)
+    if returns and settings.framework == "verl" and (not replay or replay.value != "R3"):
+        mode = "{} does not replay them" if replay else "router_replay.mode is not R3"
+        yield Found(f"{{}} returns routes, but {mode}.", returns, replay, severity=WARNING)
     if settings.framework == "nemo_rl" and replay and engine and engine.value != "vllm":
-        yield Found(f"{replay} is wired for vLLM, but the backend is {engine}.", (replay, engine))
+        yield Found("{} is wired for vLLM, but the backend is {}.", replay, engine)
 
 
 def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
@@ -35,23 +35,20 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     differ.
     """
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
-    if not replay or not layers or not layers.value:
+    if not replay or not layers:
         return
-    said = f"{layers} adds layers of multi-token prediction while {replay} replays routes"
+    said = "{} adds layers of multi-token prediction while {} replays routes"
     covers, framework = case.settings.replay_covers_mtp, case.settings.framework
     if framework == "megatron":
-        yield Found(f"{said}, by a list in which both kinds of layer stand.", (layers, replay))
-    elif covers and covers.value:
-        yield Found(f"{said}, and {covers} replays in them too.", (layers, replay, covers))
-    elif framework == "miles" or (framework == "slime" and not is_on(training)):
-        yield Found(
-            f"{said}; {framework} leaves them out of replay.",
-            (layers, replay),
-            severity=NOTE,
-            remedy="Nothing, unless metrics of replay count more layers than the trace has.",
-        )
+        yield Found(f"{said}, by a list in which both kinds of layer stand.", layers, replay)
+    elif covers:
+        yield Found(f"{said}, and {{}} replays in them too.", layers, replay, covers)
+    elif framework == "miles" or (framework == "slime" and not training):
+        remedy = "Nothing, unless metrics of replay count more layers than the trace has."
+        left_out = f"{said}; {framework} leaves them out of replay."
+        yield Found(left_out, layers, replay, severity=NOTE, remedy=remedy)
     else:
-        yield Found(f"{said}.", (layers, replay), severity=WARNING)
+        yield Found(f"{said}.", layers, replay, severity=WARNING)
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
@@ -64,18 +61,15 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
     interleaved = stages if above(stages, 1) else layers if above(layers, 0) else None
     if not replay or interleaved is None:
         return
-    said = f"{interleaved} interleaves pipeline stages while {replay} replays routes"
+    said = "{} interleaves pipeline stages while {} replays routes"
     if settings.framework == "nemo_rl":
-        yield Found(f"{said}: NeMo-RL stops at the start.", (interleaved, replay))
+        yield Found(f"{said}: NeMo-RL stops at the start.", interleaved, replay)
     elif settings.framework == "megatron":
-        yield Found(f"{said}.", (interleaved, replay), severity=WARNING)
+        yield Found(f"{said}.", interleaved, replay, severity=WARNING)
     else:
-        yield Found(
-            f"{said}; {settings.framework} assigns routes by chunk.",
-            (interleaved, replay),
-            severity=NOTE,
-            remedy="Compare one step with and without virtual stages before a long run.",
-        )
+        remedy = "Compare one step with and without virtual stages before a long run."
+        by_chunk = f"{said}; {settings.framework} assigns routes by chunk."
+        yield Found(by_chunk, interleaved, replay, severity=NOTE, remedy=remedy)
 
 
 def recompute_replay_order(case: Case) -> Iterator[Found]:
@@ -84,13 +78,9 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
     result is wrong with PP > 1 and right with PP = 1, so that a small test does not see it.
     """
     settings, replay = case.settings, case.replays
-    recompute, stages = settings.recompute_granularity, settings.pipeline_model_parallel_size
-    modules = settings.recompute_modules
-    covers = recompute and (recompute.value == "full" or (modules and "moe" in modules.value))
-    if replay and recompute and covers and stages and stages.value > 1:
-        yield Found(
-            f"{recompute} recomputes routers under {stages} while {replay} replays routes.", (recompute, stages, replay)
-        )
+    recompute, stages = case.router_recompute, settings.pipeline_model_parallel_size
+    if replay and recompute and stages and above(stages, 1):
+        yield Found("{} recomputes routers under {} while {} replays routes.", recompute, stages, replay)
 
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
@@ -105,19 +95,16 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     if num_dense or (len(layers) == 1 and layers[0] > 1):
         how_many = f"{num_dense} of {len(layers)} layers" if num_dense else f"all but every {layers[0]}th layer"
         own = case.settings.framework == "megatron"
-        yield Found(
-            f"{pattern} makes {how_many} dense while {replay} replays routes"
-            + (": the instances of RouterReplay count MoE layers only." if own else "."),
-            (pattern, replay),
-            severity=WARNING if own else NOTE,
-        )
+        instances = ": the instances of RouterReplay count MoE layers only." if own else "."
+        said = f"{{}} makes {how_many} dense while {{}} replays routes{instances}"
+        yield Found(said, pattern, replay, severity=WARNING if own else NOTE)
 
 
 def no_replay(case: Case) -> Iterator[Found]:
     """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ
     in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.
     """
-    if case.is_moe and not case.replays and not is_on(case.settings.rollout_returns_routes):
-        settings = case.settings
-        shown = settings.num_moe_experts or settings.expert_model_parallel_size
-        yield Found(f"{shown} says MoE, and no setting replays routes.", (shown,) if shown else ())
+    settings = case.settings
+    shown = settings.num_moe_experts or settings.expert_model_parallel_size
+    if case.is_moe and shown and not case.replays and not settings.rollout_returns_routes:
+        yield Found("{} says MoE, and no setting replays routes.", shown)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, is_on
+from moe_rl.doctor.traps import ERROR, NOTE, WARNING, Case, Found, above
 from moe_rl.planner.registry import POLICIES
 
 
@@ -17,16 +17,11 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
         return
     target = "expert 0" if framework == "verl" else "the first top-k experts"
     if packed.value:
-        yield Found(
-            f"{replay} sends rows without a route to {target}; {packed} leaves few of them.",
-            (replay, packed),
-            severity=NOTE,
-            remedy="In moe-rl give --filler, so that plans count the rows that are really dispatched.",
-        )
+        remedy = "In moe-rl give --filler, so that plans count the rows that are really dispatched."
+        few = f"{{}} sends rows without a route to {target}; {{}} leaves few of them."
+        yield Found(few, replay, packed, severity=NOTE, remedy=remedy)
     else:
-        yield Found(
-            f"{replay} sends rows without a route to {target}, and {packed} pads every batch.", (replay, packed)
-        )
+        yield Found(f"{{}} sends rows without a route to {target}, and {{}} pads every batch.", replay, packed)
 
 
 def replay_without_packing(case: Case) -> Iterator[Found]:
@@ -35,8 +30,8 @@ def replay_without_packing(case: Case) -> Iterator[Found]:
     first padding on, and there are more rows than routes. moe_rl refuses to balance such a run.
     """
     replay, packed = case.replays, case.settings.packed
-    if replay and packed is not None and not packed.value:
-        yield Found(f"{replay} replays packed routes, and {packed} pads the tokens.", (replay, packed))
+    if replay and packed is not None and not packed:
+        yield Found("{} replays packed routes, and {} pads the tokens.", replay, packed)
 
 
 def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
@@ -45,8 +40,8 @@ def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
     it.
     """
     replay, padding = case.replays, case.settings.moe_router_padding_for_quantization
-    if replay and padding and padding.value:
-        yield Found(f"{padding} pads the map that {replay} has set.", (padding, replay))
+    if replay and padding:
+        yield Found("{} pads the map that {} has set.", padding, replay)
 
 
 def forced_balance_left_on(case: Case) -> Iterator[Found]:
@@ -54,10 +49,9 @@ def forced_balance_left_on(case: Case) -> Iterator[Found]:
     for training, and its routes say nothing about balance.
     """
     forced = case.settings.moe_router_force_load_balancing
-    if forced and forced.value:
-        trains, mock = case.trains_by_rl or case.replays, is_on(case.settings.mock_data)
-        severity = ERROR if trains else NOTE if mock else WARNING
-        yield Found(f"{forced} makes the router random.", (forced,), severity=severity)
+    if forced:
+        severity = ERROR if case.learns else NOTE if case.settings.mock_data else WARNING
+        yield Found("{} makes the router random.", forced, severity=severity)
 
 
 def trace_of_mock_data(case: Case) -> Iterator[Found]:
@@ -65,21 +59,17 @@ def trace_of_mock_data(case: Case) -> Iterator[Found]:
     times): figures for balance from such a trace mean nothing.
     """
     mock, path = case.settings.mock_data, case.settings.moe_routing_trace_path
-    if path and mock and mock.value:
-        yield Found(f"{path} records the routing of {mock}.", (path, mock))
+    if path is not None and mock:
+        yield Found("{} records the routing of {}.", path, mock)
 
 
 def trace_under_recompute(case: Case) -> Iterator[Found]:
     """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in backward: what
     record belongs to which micro-batch cannot be told from the file.
     """
-    path, recompute, modules = (
-        case.settings.moe_routing_trace_path,
-        case.settings.recompute_granularity,
-        case.settings.recompute_modules,
-    )
-    if path and recompute and (recompute.value == "full" or (modules and "moe" in modules.value)):
-        yield Found(f"{path} records routers that {recompute} runs twice.", (path, recompute))
+    path, recompute = case.settings.moe_routing_trace_path, case.router_recompute
+    if path is not None and recompute:
+        yield Found("{} records routers that {} runs twice.", path, recompute)
 
 
 def capacity_drops_tokens(case: Case) -> Iterator[Found]:
@@ -87,8 +77,8 @@ def capacity_drops_tokens(case: Case) -> Iterator[Found]:
     Log-probabilities of the two differ for those tokens whatever is replayed.
     """
     factor = case.settings.moe_expert_capacity_factor
-    if factor and factor.value > 0 and (case.trains_by_rl or case.replays):
-        yield Found(f"{factor} limits what an expert takes.", (factor,))
+    if factor and above(factor, 0) and case.learns:
+        yield Found("{} limits what an expert takes.", factor)
 
 
 def aux_loss_moves_router(case: Case) -> Iterator[Found]:
@@ -97,11 +87,10 @@ def aux_loss_moves_router(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
-    learns = case.trains_by_rl or case.replays
-    if is_on(settings.freeze_moe_router) or not learns or (kind and kind.value == "none"):
+    if settings.freeze_moe_router or not case.learns or (kind and kind.value == "none"):
         return
-    if coefficient and coefficient.value > 0:
-        yield Found(f"{coefficient} trains the router for even load.", (coefficient,))
+    if coefficient and above(coefficient, 0):
+        yield Found("{} trains the router for even load.", coefficient)
 
 
 def expert_bias_drifts(case: Case) -> Iterator[Found]:
@@ -110,8 +99,8 @@ def expert_bias_drifts(case: Case) -> Iterator[Found]:
     next weights.
     """
     bias, rate = case.settings.moe_router_enable_expert_bias, case.settings.moe_router_bias_update_rate
-    if case.replays and bias and bias.value and rate and rate.value > 0:
-        yield Found(f"{bias} is updated at {rate} under {case.replays}.", (bias, rate))
+    if case.replays and bias and rate and above(rate, 0):
+        yield Found("{} is updated at {} under {}.", bias, rate, case.replays)
 
 
 def rollout_places_experts(case: Case) -> Iterator[Found]:
@@ -120,8 +109,8 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
     CUDA and vLLM 0.33.0 record before it.
     """
     replay, eplb = case.replays, case.settings.rollout_eplb
-    if replay and replay.value == "R3" and eplb and eplb.value and not _of_vllm(case):
-        yield Found(f"{eplb} moves experts in the engine whose routes {replay} replays.", (eplb, replay))
+    if replay and replay.value == "R3" and eplb and not _of_vllm(case):
+        yield Found("{} moves experts in the engine whose routes {} replays.", eplb, replay)
 
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
@@ -130,8 +119,8 @@ def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
     word, and the rollouts come from a model that nobody trained.
     """
     eplb = case.settings.rollout_eplb
-    if eplb and eplb.value and _of_vllm(case):
-        yield Found(f"{eplb} rearranges experts that every step's weight update overwrites.", (eplb,))
+    if eplb and _of_vllm(case):
+        yield Found("{} rearranges experts that every step's weight update overwrites.", eplb)
 
 
 def _of_vllm(case: Case) -> bool:
@@ -146,10 +135,10 @@ def expert_order_in_export(case: Case) -> Iterator[Found]:
     word.
     """
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
-    if placement and placement.value:
-        yield Found(f"{placement} moves experts between ranks for good.", (placement,))
+    if placement:
+        yield Found("{} moves experts between ranks for good.", placement)
     if policy and _may_move_experts(policy.value):
-        yield Found(f"{policy} may reorder experts between steps.", (policy,), severity=WARNING)
+        yield Found("{} may reorder experts between steps.", policy, severity=WARNING)
 
 
 def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
@@ -157,8 +146,8 @@ def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
     passes through host memory twice, and seldom pays back.
     """
     policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
-    if policy and _may_move_experts(policy.value) and offload and offload.value:
-        yield Found(f"{policy} may move experts whose state {offload} keeps on the host.", (policy, offload))
+    if policy and offload and _may_move_experts(policy.value):
+        yield Found("{} may move experts whose state {} keeps on the host.", policy, offload)
 
 
 def _may_move_experts(policy: str) -> bool:
