@@ -59,21 +59,6 @@ class EpGroups(ExpertGrid):
         return cls(ep=ep, exchange=exchange, grid=np.array(rows), grid_group=dist.group.WORLD, device=device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpRun:
-    """What an adapter hands over: where its framework's run is met."""
-
-    layers: Sequence[LayerRun]
-    clock: MicroBatchClock
-    groups: EpGroups
-    recorder: Callable[[], RoutingRecorder]
-    """Makes what records the routing of one pass."""
-    release: Callable[[], None]
-    """Gives the layers back to the framework."""
-    movable: MovableExperts | str
-    """The experts and their optimizer state; why they cannot move, where they cannot."""
-
-
 Tables = tuple[SlotTables, list[NDArray[np.int64]]]
 """The tables of a plan, and the routes of this rank's rows."""
 
@@ -86,17 +71,34 @@ class EpBalancer(PassCycle[Tables]):
     known; L counts the MoE layers or all layers. `begin_pass` replays them.
     """
 
-    def __init__(self, run: EpRun, *, config: BalancerConfig, model: MoeModelSpec, replay: bool) -> None:
-        groups = run.groups
-        # These frameworks send a row to every expert of a token.
+    def __init__(
+        self,
+        layers: Sequence[LayerRun],
+        *,
+        clock: MicroBatchClock,
+        groups: EpGroups,
+        recorder: Callable[[], RoutingRecorder],
+        release: Callable[[], None],
+        movable: MovableExperts | str,
+        config: BalancerConfig,
+        model: MoeModelSpec,
+        replay: bool,
+    ) -> None:
+        """Balance `layers`; adapters call it.
+
+        `recorder` makes what records the routing of one pass, `release` gives the layers back to the framework, and
+        `movable` are the experts and their optimizer state, or why they cannot move.
+        """
+        # These frameworks send a row to every expert of a token: no rank or node takes a token once for several.
         planner = PassPlanner(
             groups.exchange,
             layers=range(model.num_moe_layers),
             model=model,
             setting=StepSetting(dispatcher="alltoall"),
         )
-        super().__init__(planner, config=config, clocks=[run.clock], groups=groups, movable=run.movable)
-        self._run, self._replay = run, replay
+        super().__init__(planner, config=config, clocks=[clock], groups=groups, movable=movable)
+        self._layers, self._clock, self._groups, self._replay = layers, clock, groups, replay
+        self._recorder, self._release = recorder, release
         self._traffic = Traffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
@@ -125,17 +127,17 @@ class EpBalancer(PassCycle[Tables]):
 
     @property
     def _device(self) -> torch.device:
-        return self._run.groups.device
+        return self._groups.device
 
     def _listen(self, counter: RouteCounter | None) -> None:
-        for layer in self._run.layers:
+        for layer in self._layers:
             layer.counter = counter
 
     def _ran(self, running: RunningPass) -> dict[str, Any]:
-        layers = self._run.layers
-        sent = np.zeros((running.num_micro_batches, len(layers), self.placement.ep_size), np.int64)
-        for layer in layers:
+        sent = np.zeros((running.num_micro_batches, len(self._layers), self.placement.ep_size), np.int64)
+        for layer in self._layers:
             for micro_batch, rows in layer.sent.items():
+                # A run that accumulates over more micro-batches than it said goes on without a plan.
                 if micro_batch < len(sent):
                     sent[micro_batch, layer.index] = rows.cpu().numpy()
         return {
@@ -147,14 +149,13 @@ class EpBalancer(PassCycle[Tables]):
 
     def _stop(self, running: RunningPass) -> None:
         self._listen(None)
-        self._run.clock.stop()
+        self._clock.stop()
         self._record_step(running)
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
         require(self._recording is None, "routing is being recorded already.")
         self._require_no_pass("record()")
-        recorder = self._run.recorder()
         writer = TraceWriter(
             Path(path) / f"dp{dist.get_rank():05d}.moetrace",
             num_experts=self.model.num_experts,
@@ -164,7 +165,7 @@ class EpBalancer(PassCycle[Tables]):
             provenance="R3" if self._replay else "live",
             origin={"data_parallel_size": dist.get_world_size()},
         )
-        self._recording = writer, recorder
+        self._recording = writer, self._recorder()
 
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
@@ -175,19 +176,19 @@ class EpBalancer(PassCycle[Tables]):
             self._recording = None
         self._thread.shutdown()
         self._planner.exchange.destroy()
-        self._run.clock.remove()
-        self._run.release()
+        self._clock.remove()
+        self._release()
 
     def _activate(
         self, planned: PlannedPass, tables: Tables, later: Sequence[Callable[[], Tables]], *, num_micro_batches: int
     ) -> None:
         """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
         slots, rows = tables
-        given = [torch.from_numpy(each).to(self._run.groups.device) for each in rows] if self._replay else []
+        given = [torch.from_numpy(each).to(self._device) for each in rows] if self._replay else []
         num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
         self._traffic = Traffic()
-        slots = slots.to(self._run.groups.device)
-        for layer in self._run.layers:
+        slots = slots.to(self._device)
+        for layer in self._layers:
             layer.begin([each[:, layer.index] for each in given], max(num_planned, len(given)))
             for micro_batch in range(num_planned):
                 layer.tables[micro_batch] = slots.table(micro_batch, layer.index)
@@ -197,8 +198,8 @@ class EpBalancer(PassCycle[Tables]):
                     micro_batch=micro_batch,
                     layer=layer.index,
                     rank=self._planner.exchange.rank,
-                    device=self._run.groups.device,
-                    group=self._run.groups.ep,
+                    device=self._device,
+                    group=self._groups.ep,
                     traffic=self._traffic,
                 )
 
@@ -221,7 +222,8 @@ class EpBalancer(PassCycle[Tables]):
             )
         )
         self._recorded_steps += 1
-        self._recording = writer, self._run.recorder()
+        # A recorder numbers sequences from its own start: every step gets a new one.
+        self._recording = writer, self._recorder()
 
 
 def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:

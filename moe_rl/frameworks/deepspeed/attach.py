@@ -26,7 +26,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
 from moe_rl.frameworks.deepspeed.state import AutoEpExperts, why_fixed
 from moe_rl.frameworks.deepspeed.traps import let_registry_take_names
-from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, EpRun, require_supported
+from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supported
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.post_import import wrap
@@ -73,6 +73,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     layers = [SlotsLayer(each, LayerRun(index=index, clock=clock)) for index, each in enumerate(modules)]
     groups = EpGroups.of(modules[0].ep_group, device=next(engine.module.parameters()).device)
     of_router = {each.module.router: each for each in layers}
+    # The methods below join this list when there is a balancer for them to ask.
     undo: list[Callable[[], None]] = [each.release for each in layers]
     runs, fixed = [each.run for each in layers], why_fixed(engine)
 
@@ -81,18 +82,17 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
             each()
 
     balancer = EpBalancer(
-        EpRun(
-            layers=runs,
-            clock=clock,
-            groups=groups,
-            recorder=functools.partial(
-                record_routing,
-                engine.module,
-                read_output=lambda _, router, output: (output[0], of_router[router].chosen),
-            ),
-            release=release,
-            movable=fixed or AutoEpExperts(engine.optimizer, modules, runs, groups),
+        runs,
+        clock=clock,
+        groups=groups,
+        # The router returns slots by now: the experts behind them are what it chose.
+        recorder=functools.partial(
+            record_routing,
+            engine.module,
+            read_output=lambda _, router, output: (output[0], of_router[router].chosen),
         ),
+        release=release,
+        movable=fixed or AutoEpExperts(engine.optimizer, modules, runs, groups),
         config=config,
         model=spec,
         replay=replay,

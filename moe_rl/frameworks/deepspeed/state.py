@@ -43,27 +43,20 @@ class SlotViews:
         return self.views[slot]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What the optimizer keeps of one expert's parameter."""
-
-    shards: list[tuple[int, int]]
-    tensors: list[list[torch.Tensor]]
+Part = tuple[list[tuple[int, int]], list[list[torch.Tensor]]]
+"""What the optimizer keeps of one expert's parameter: the shards of all expert-DP ranks, this rank's tensors."""
 
 
-class ZeroState:
-    """The optimizer's tensors of every view, found by the view itself."""
-
-    def __init__(self) -> None:
-        self.parts: dict[int, _Part] = {}
+class ZeroState(dict[int, Part]):
+    """The optimizer's tensors of every view, by the view's id."""
 
     def shards(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
         """Return, per expert-DP rank, the elements start .. stop - 1 whose state it holds."""
-        return self.parts[id(parameter)].shards
+        return self[id(parameter)][0]
 
     def tensors(self, parameter: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return this rank's moments, by name, and the fp32 master; empty where it holds no shard."""
-        return self.parts[id(parameter)].tensors
+        return self[id(parameter)][1]
 
 
 class AutoEpExperts:
@@ -83,7 +76,7 @@ class AutoEpExperts:
             for parameter in of_layer:
                 views = list(parameter.detach())
                 for slot, view in enumerate(views):
-                    state.parts[id(view)] = self._part(parameter, slot, cuts[:, number])
+                    state[id(view)] = self._part(parameter, slot, cuts[:, number])
                 by_parameter.append(views)
                 number += 1
             views_by_slot = list(zip(*by_parameter, strict=True))
@@ -112,24 +105,20 @@ class AutoEpExperts:
         cuts: NDArray[np.int64] = everyone[:, 0]
         return cuts
 
-    def _part(self, parameter: Any, slot: int, cuts: NDArray[np.int64]) -> _Part:
+    def _part(self, parameter: Any, slot: int, cuts: NDArray[np.int64]) -> Part:
         """Return the state of the expert in `slot` of a parameter whose state is cut at `cuts` [G, 2]."""
         size = parameter.numel() // len(parameter)
+        # A shard that ends before this expert, or starts behind it, is cut to nothing: start = stop.
         shards = [(int(start), max(int(start), int(stop))) for start, stop in np.clip(cuts - slot * size, 0, size)]
         start, stop = shards[self._groups.place[0]]
         if start == stop:
-            return _Part(shards=shards, tensors=[])
+            return shards, []
         mapping = parameter._hp_mapping
         master = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         offset = mapping.hp_fragment_address.start - mapping.lp_fragment_address.start + slot * size
         kept = self._optimizer.optimizer.state.get(master, {})
         # Not by DeepSpeed's own links: these are made once, when only the first parameter group has stepped.
-        moments = [
-            value
-            for _, value in sorted(kept.items())
-            if isinstance(value, torch.Tensor) and value.shape == master.shape
-        ]
-        return _Part(
-            shards=shards,
-            tensors=[[each.detach()[offset + start : offset + stop]] for each in (*moments, master)],
-        )
+        states = (value for _, value in sorted(kept.items()) if isinstance(value, torch.Tensor))
+        # What has another shape counts steps, and is the same for all experts.
+        whole = [*(value for value in states if value.shape == master.shape), master]
+        return shards, [[each.detach()[offset + start : offset + stop]] for each in whole]

@@ -26,7 +26,7 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, EpRun, require_supported, rows_of
+from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supported, rows_of
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks
@@ -138,15 +138,17 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
         replayed.detach()
 
     announce(FRAMEWORK.name, version, num_layers=len(found), policy=config.policy)
-    run = EpRun(
-        layers=replayed.layers,
+    return EpBalancer(
+        replayed.layers,
         clock=replayed.clock,
         groups=EpGroups.of(first.ep_mesh.get_group(), device=next(model.parameters()).device),
         recorder=functools.partial(record_routing, model),
         release=release,
         movable="FSDP owns their shards and the optimizer's state.",
+        config=config,
+        model=spec,
+        replay=replay,
     )
-    return EpBalancer(run, config=config, model=spec, replay=replay)
 
 
 class RoutingReplay:
