@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.python_source import OPERATIONS, syntax_tree
+from moe_rl.doctor.python_source import syntax_tree, value_of
 from moe_rl.doctor.sources import Entry, RawRun, Text, Where, read_text
 
 # How miles' launchers name the Python file of a model's arguments, and such a file the one that it starts from.
@@ -141,38 +141,27 @@ def _defaults(tree: ast.AST) -> dict[str, object]:
     """Return the constants that annotated fields, as those of a dataclass of arguments, have by default."""
     fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {
-        field.target.id: field.value.value
+        # With a dot in front, as attributes are looked up: a plain name may be a variable of another function.
+        f".{field.target.id}": field.value.value
         # Of fields with one name the first counts, as in the class that stands first.
         for field in reversed(fields)
         if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Constant)
     }
 
 
-def _decided(test: ast.AST, known: Mapping[str, object]) -> bool | None:
+def _decided(test: ast.expr, known: Mapping[str, object]) -> bool | None:
     """Return whether a condition on such fields holds; None where they do not say."""
-    match test:
-        case ast.Attribute(attr=name) if name in known:
-            return bool(known[name])
-        case ast.UnaryOp(op=ast.Not(), operand=inside):
-            decided = _decided(inside, known)
-            return None if decided is None else not decided
-        case ast.Compare(left=ast.Attribute(attr=name), ops=[op], comparators=[right]) if name in known:
-            try:
-                return bool(OPERATIONS[type(op)](known[name], ast.literal_eval(right)))
-            except (ValueError, TypeError):  # not a constant, or one of another kind: `None > 0`
-                return None
-        case ast.BoolOp(op=ast.And() | ast.Or() as joint, values=parts):
-            found = {_decided(part, known) for part in parts}
-            ends = isinstance(joint, ast.Or)
-            return ends if ends in found else None if None in found else not ends
-    return None
+    try:
+        return bool(value_of(test, known))
+    except (KeyError, ValueError, TypeError):  # another name, a call, or values of two kinds: `None > 0`
+        return None
 
 
 def _formatted(node: ast.AST, known: Mapping[str, object]) -> object:
     """Return what is formatted in where it is such a field's default, else NUL."""
     match node:
-        case ast.FormattedValue(value=ast.Attribute(attr=name), format_spec=None) if known.get(name) is not None:
-            return known[name]
+        case ast.FormattedValue(value=ast.Attribute(attr=name), format_spec=None) if known.get(f".{name}") is not None:
+            return known[f".{name}"]
     return "\0"
 
 
@@ -181,10 +170,12 @@ def _branch(node: ast.AST, known: Mapping[str, object]) -> list[ast.AST] | None:
     if isinstance(node, ast.If | ast.IfExp) and (decided := _decided(node.test, known)) is not None:
         taken = node.body if decided else node.orelse
         return [*taken] if isinstance(taken, list) else [taken]
-    if isinstance(node, ast.Match) and isinstance(node.subject, ast.Attribute) and node.subject.attr in known:
+    if isinstance(node, ast.Match) and isinstance(node.subject, ast.Attribute):
+        if (subject := f".{node.subject.attr}") not in known:
+            return None
         for case in node.cases:
             value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
-            same = isinstance(value, ast.Constant) and value.value == known[node.subject.attr]
+            same = isinstance(value, ast.Constant) and value.value == known[subject]
             if same or (isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None):
                 return [*case.body]
     return None

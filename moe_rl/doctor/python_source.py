@@ -52,17 +52,20 @@ OPERATIONS: Mapping[type, Callable[..., Any]] = {
 }
 
 
-def value_of(node: ast.expr, names: Mapping[str, int]) -> Any:
-    """Return the value of whole numbers, lists of them, names and operations, without `eval`.
+def value_of(node: ast.expr, names: Mapping[str, object]) -> Any:
+    """Return the value of constants, lists of them, names and operations, without `eval`.
 
-    Raises `KeyError` for a name that is not known, and `ValueError` for whatever else stands in it.
+    `names` has `a` for a name and `.a` for an attribute of anything. Raises `KeyError` for one that is not known,
+    `ValueError` for whatever else stands in it, and what an operation raises.
     """
     match node:
-        case ast.Constant(value=int(number)):
-            return number
+        case ast.Constant(value=value):
+            return value
         case ast.Name(id=name):
             return names[name]
-        case ast.List(elts=elements):
+        case ast.Attribute(attr=name):
+            return names[f".{name}"]
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [value_of(element, names) for element in elements]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
             return OPERATIONS[type(op)](value_of(left, names), value_of(right, names))
@@ -71,5 +74,6 @@ def value_of(node: ast.expr, names: Mapping[str, int]) -> Any:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
             return OPERATIONS[type(op)](value_of(operand, names))
         case ast.BoolOp(op=op, values=values):
-            return (all if isinstance(op, ast.And) else any)([value_of(value, names) for value in values])
+            # One after the other, as Python does: what stands behind the value that decides need not be known.
+            return (all if isinstance(op, ast.And) else any)(value_of(value, names) for value in values)
     raise ValueError(ast.dump(node))
