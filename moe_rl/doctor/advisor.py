@@ -41,6 +41,7 @@ class Rule:
 
     def read(self, records: Sequence[Mapping[str, object]]) -> tuple[str, float] | str:
         """Return the metric's name and value, or why there is none."""
+        # A mean over many steps: what a run did at its start is over, and one step alone is noise.
         half = len(records) // 2
         for metric in self.metrics:
             values = _numbers(records[half:], metric)
@@ -48,6 +49,7 @@ class Rule:
                 continue
             value = max(values) if self.largest else fmean(values)
             if self.relative:
+                # The median, since a jump in the first half would hide one of today.
                 start = _numbers(records[:half], metric)
                 if not start or median(start) == 0:
                     return f"{metric} has no earlier steps to compare with"
@@ -150,6 +152,7 @@ def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
 def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
     """The finite values of a metric."""
     found = (record.get(metric) for record in records)
+    # NaN, such as a mean over no token, is no reading.
     return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 

@@ -100,6 +100,7 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
 
     An environment without Megatron does not train, so nothing is said about it.
     """
+    # People ask on a laptop about a run on a cluster: what is missing here says nothing of it.
     here = environment if environment is not None and environment.trains else None
     settings = run.settings if run is not None else RunSettings()
     reader = READERS[settings.framework] if run is not None else None
@@ -117,6 +118,7 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
         for each in looked_for
         for found in each.check(case)
     ]
+    # Stable: inside a severity findings stay in the order of traps.yaml.
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
         run=run,

@@ -48,7 +48,7 @@ class Environment:
             return None
         numbers = []
         for piece in text.split("+")[0].split("."):
-            if not piece.isdigit():
+            if not piece.isdigit():  # 0.18.0rc0, 2.1.dev3
                 break
             numbers.append(int(piece))
         return tuple(numbers)
@@ -57,6 +57,7 @@ class Environment:
 def probe() -> Environment:
     """Return the environment of this process."""
     installed = {name: found for name in PACKAGES if (found := _installed(name)) is not None}
+    # A build from source needs no transformer-engine-cu12: its base package has the libraries.
     base = installed.get("transformer-engine")
     return Environment(
         python=platform.python_version(),
@@ -76,6 +77,7 @@ def _installed(package: str) -> importlib.metadata.Distribution | None:
 
 def _found(module: str) -> bool:
     try:
+        # Looks for the file alone: importing transformer_engine without a GPU raises, and costs seconds with one.
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False

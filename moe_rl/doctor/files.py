@@ -28,6 +28,7 @@ def read_run(paths: list[Path]) -> RawRun:
     scripts: list[Path] = []
     for path in paths:
         text = _text(path)
+        # By suffix where there is one that says it; argument dumps stand in logs of any name, scripts often have none.
         if path.suffix in (".yaml", ".yml", ".json"):
             read_yaml_file(path, text, run)
         elif path.suffix == ".toml":
@@ -42,6 +43,7 @@ def read_run(paths: list[Path]) -> RawRun:
             run.add_words(model_words(path, text, run))
             shell.follow_file(path, text)
     partial = bool(scripts) and _add_launch(shell, scripts[0], run)
+    # After all files: `${a.b}` may name a key that only a later file, or the command, sets.
     entries = interpolated(run.entries)
     for entry in entries:
         run.variables.update(_variables(entry))
@@ -98,12 +100,14 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
     """
     started = [launch for launch in shell.launches if not _is_loose(launch)]
     loose = [word for launch in shell.launches if launch not in started for word in launch.words]
+    # Of equals the last one: a script converts checkpoints and warms up before it trains.
     best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
     if _num_settings(best.words) and loose:
         run.notes.append(
             f"{loose[0].where}: these arguments stand as a command of their own (is a backslash missing at the end of "
             "the line before?); they are taken for the run's."
         )
+    # A model file of slime's sets arrays and starts nothing.
     partial = not _num_settings(best.words) and not loose
     words = _words_of_variables(shell) if partial else best.words + loose
     require(

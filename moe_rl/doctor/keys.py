@@ -90,6 +90,7 @@ class Reader:
             if (given := variable(raw, name, meaning)) is not None:
                 known[field] = given
         completed = self.complete(known, raw)
+        # A default is not known where the files set the key to something that only the machine knows.
         known = {name: each for name, each in completed.items() if each.where is not None or name not in undecided}
         known_files = [name for name in raw.absent if self.knows(name)]
         unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
@@ -194,6 +195,7 @@ def with_model(known: Known, raw: RawRun, key: str) -> Known:
     entry = last_entry(raw, key)
     if entry is None or entry.missing or not isinstance(entry.value, str):
         return known
+    # `Qwen/Qwen3-30B-A3B` on the hub, `/models/Qwen3-30B-A3B` on a disk.
     candidates = {entry.value.lower(), PurePath(entry.value).name.lower()}
     spec = next((load_model(each).spec for each in model_names() if each in candidates), None)
     if spec is None:

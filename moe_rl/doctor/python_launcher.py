@@ -43,6 +43,7 @@ def model_words(path: Path, text: str, run: RawRun) -> list[Text]:
     roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
     found = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
     for target in found:
+        # A model's file may start from one of the same name in another folder, never from itself.
         if target.is_file() and target != path:
             inside = read_text(target)
             run.files.append(str(target))
@@ -71,7 +72,7 @@ def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
             branches.append(line)
         try:
             pieces = shlex.split(string)
-        except ValueError:
+        except ValueError:  # a quote that another string closes
             pieces = string.split()
         where = Where(path=str(path), line=line)
         words += [
@@ -92,6 +93,7 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
         case ast.Dict(keys=keys, values=values):
             pairs = [pair for pair in zip(keys, values, strict=True) if isinstance(pair[0], ast.Constant)]
             named = [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
+            # `{**base, "a": 1}`: what stands in `base` is searched, under no key.
             inside = [value for key, value in zip(keys, values, strict=True) if not isinstance(key, ast.Constant)]
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
             given = [
@@ -101,6 +103,7 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
         case ast.Call(keywords=keywords):
             named = [(each.arg, each.value) for each in keywords if each.arg]
             inside = [node.func, *node.args, *(each.value for each in keywords if not each.arg)]
+        # Megatron-Bridge's recipes: `cfg.model.x = ...` sets `model.x`, whatever the variable is called.
         case ast.Assign(targets=[ast.Attribute() as target], value=value):
             named, inside = [(ast.unparse(target).partition(".")[2], value)], []
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):

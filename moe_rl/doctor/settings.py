@@ -205,6 +205,7 @@ def _plain(value: object, kind: type | None) -> object:
     if isinstance(value, tuple):
         if not value:
             return True
+        # `--flag 1 2` for one number: the first, as argparse would refuse the second.
         if kind in (bool, int, float):
             value = value[0]
         else:
@@ -228,6 +229,7 @@ def _converted(value: object, kind: Any) -> object:
     if get_args(kind) == (str,):
         listed = value_of_word(value) if isinstance(value, str) and value.startswith("[") else value
         return [str(text) for text in (listed if isinstance(listed, list) else [listed])]
+    # True is 1 in Python, and never a size.
     if isinstance(value, bool):
         raise ValueError(value)
     number = float(str(value).replace("_", ""))
@@ -246,6 +248,7 @@ def _truth(value: object) -> bool:
 
 def layer_pattern(value: object) -> list[int]:
     """Return `--moe-layer-freq` as a list: a number, a list, or an expression such as `([0]*3+[1]*58)*1`."""
+    # A flag's words: `--moe-layer-freq ([0]*3 + [1]*58)` unquoted comes in three.
     pieces = isinstance(value, list) and value and isinstance(value[0], str)
     text = "".join(map(str, value)) if pieces and isinstance(value, list) else str(value)
     result = value_of(syntax_tree(text, expression=True).body, {})

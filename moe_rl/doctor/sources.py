@@ -82,11 +82,11 @@ class RawRun:
         plain: list[Text] = []
         values = plain
         for word in words:
-            if word.text == "--":
+            if word.text == "--":  # `ray job submit -- python3 train.py`: what follows is a command, no value
                 values = plain
             elif override := OVERRIDE.fullmatch(word.text):
                 settings.append((word, override))
-                values = plain
+                values = plain  # an override holds its value: a word behind it is not one
             elif FLAG.match(word.text):
                 values = []
                 settings.append((word, values))
@@ -113,7 +113,7 @@ def _override(word: Text, match: re.Match[str]) -> Entry:
     sign, key, value = match.groups()
     return Entry(
         key=key,
-        value=None if sign == "~" else value,
+        value=None if sign == "~" else value,  # Hydra's ~ takes a key away
         written=sign + key,
         where=word.where,
         missing=word.missing,

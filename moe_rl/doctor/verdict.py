@@ -36,6 +36,7 @@ def refusals_of(settings: RunSettings) -> Iterator[tuple[str, str]]:
 def attach_verdict(run: ReadRun) -> Verdict:
     """Return whether `attach` accepts the run; what the files leave open is never taken for accepted."""
     settings = run.settings
+    # Another trainer settles it, whatever options of Megatron the files have besides.
     if settings.trainer is not None:
         sentence = (
             f"the policy trains with {settings.trainer.value} ({settings.trainer}), and attach balances Megatron."
@@ -44,6 +45,7 @@ def attach_verdict(run: ReadRun) -> Verdict:
     reasons = [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]
     if reasons := [*reasons, *_of_the_model(settings)]:
         return Verdict(word="does not attach", reasons=tuple(reasons))
+    # Before "attaches, but": an option that decides and is not known must never read as accepted.
     if unread := list(_not_read(run)):
         return Verdict(word="not readable", reasons=tuple(unread))
     if conditions := list(_conditions(run)):
@@ -56,6 +58,7 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
     ranks = settings.expert_model_parallel_size
     if ranks is not None and ranks.value == 1:
         yield f"every rank holds all experts: {ranks}."
+    # Adapters of single experts differ from rank to rank, and a copy of an expert would need them, too.
     adapts = _adapts_experts(settings) and settings.framework not in ONE_ADAPTER
     if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
@@ -93,6 +96,7 @@ def _not_read(run: ReadRun) -> Iterator[str]:
 def _open(rule: Refusal, run: ReadRun) -> list[str]:
     """Return the options whose unknown values decide whether the rule refuses the run."""
     value_of = run.settings.value_of
+    # Settled: the option's value is accepted, or a condition of the rule does not hold, whatever the others are.
     settled = rule.option not in run.undecided and not rule.sentence(value_of(rule.option))
     settled |= any(
         option not in run.undecided and not holds(value_of(option), wanted) for option, wanted in rule.when.items()

@@ -19,6 +19,7 @@ MAX_DEFAULTS = 20
 def entries_of_yaml(path: Path, text: str) -> list[Entry]:
     """Return the leaves of a YAML (or JSON) file, dotted, in the file's order."""
     try:
+        # The nodes, not the values: only nodes say on which line they stand.
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
@@ -32,6 +33,7 @@ def entries_of_yaml(path: Path, text: str) -> list[Entry]:
 
 def _leaves(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: str) -> Iterator[Entry]:
     if isinstance(node, yaml.MappingNode) and node.value:
+        # `<<: *base` becomes the keys of `base`.
         loader.flatten_mapping(node)
         for key, value in node.value:
             name = str(key.value)
@@ -68,6 +70,7 @@ def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
             f"{path} composes groups of files: give the composed configuration (Hydra leaves it in "
             ".hydra/config.yaml), or the launch script."
         )
+    # A file overrides those that it names, wherever in it `defaults` stands.
     for name in _file_names(named[0] if named else None):
         target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
         if target.is_file():
@@ -93,6 +96,7 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
     if not isinstance(entry.value, str) or "${" not in entry.value:
         return entry
     whole = INTERPOLATION.fullmatch(entry.value)
+    # `${a}` alone keeps the type of `a`; inside a longer text it becomes text.
     if whole:
         value = _target(whole.group(1), last, depth)
         if value is None:
@@ -110,9 +114,11 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
 
 def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object] | None:
     """Return the value that an interpolation stands for, in a tuple; None where it is not known."""
+    # A key that stands for itself in a circle is not known, as one that is not there.
     if depth > 10:
         return None
     resolver, _, argument = inside.partition(":")
+    # `oc.env` without a default is the machine's to say; with one, a clean machine has it unset.
     if resolver in ("oc.env", "oc.select") and "," in argument:
         key, default = (piece.strip() for piece in argument.split(",", 1))
         found = _target(key, last, depth + 1) if resolver == "oc.select" else None

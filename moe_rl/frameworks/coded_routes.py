@@ -42,6 +42,7 @@ TEXT_START = base64.b64encode(MAGIC[:6]).decode()
 def coded(ids: Any) -> CodedRoutes:
     """Return routes [T, L, K] coded, as of a model with the next power of two of experts."""
     array = np.asarray(ids)
+    # A stream is coded for E experts; K distinct ids need at least K of them.
     highest = max(int(array.max(initial=0)), array.shape[2] - 1)
     return CodedRoutes.of(array, num_experts=1 << highest.bit_length())
 
@@ -74,6 +75,7 @@ def is_coded(value: object) -> TypeGuard[str]:
 
 def _sglang_detokenizer(module: ModuleType) -> None:
     def handled(original: Any, self: Any, output: Any) -> Any:
+        # SGLang's own code would turn them into base64 of int32, eight times the size.
         routes, output.routed_experts = output.routed_experts, None
         result = original(self, output)
         result.routed_experts = _texts(routes)
@@ -235,6 +237,7 @@ def _verl(module: ModuleType) -> None:
         routes = self.batch.get(key, None) if self.batch is not None else None
         if routes is None:
             return original(self)
+        # A copy without the routes: __getstate__ must not change the batch that is sent.
         rest = object.__new__(type(self))
         rest.__dict__.update(self.__dict__, batch=self.batch.exclude(key))
         shape, offsets = (None, routes.offsets().cpu()) if routes.is_nested else (routes.shape, None)
@@ -296,6 +299,7 @@ class _Coder:
 
     @staticmethod
     def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+        # The trainer goes on with its own batch after it was sent.
         changed = copy.copy(batch)
         if batch.routed_experts is not None:
             changed.routed_experts = copy.copy(batch.routed_experts)

@@ -45,9 +45,8 @@ class Symbol:
             found = self.value()
         except InvalidInputError as error:
             return str(error)
-        if not self.parameters:
-            return ""
-        has = tuple(inspect.signature(found).parameters)
+        has = tuple(inspect.signature(found).parameters) if self.parameters else ()
+        # Parameters that a release adds at the end change nothing for a caller by name or by position.
         if has[: len(self.parameters)] == self.parameters:
             return ""
         return f"{self.name} takes ({', '.join(has)}), and not ({', '.join(self.parameters)}, ...)."
@@ -87,6 +86,7 @@ class Framework:
         except InvalidInputError as error:
             return [(str(error), False)]
         tested = ", ".join(self.tested)
+        # A checkout has the version of its last release, whatever stands in it.
         known = not self.tested or found in self.tested
         said = f"{self.name} {found}" + ("" if not self.tested else f", tested with {tested}")
         return [

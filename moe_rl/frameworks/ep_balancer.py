@@ -51,6 +51,7 @@ class EpGroups(ExpertGrid):
     @classmethod
     def of(cls, ep: Any, *, device: torch.device) -> Self:
         """Return the groups from this rank's EP group; a collective of all ranks, in which groups are made."""
+        # Sorted: all ranks make the same groups in the same order, or the first collective of one waits for ever.
         rows = sorted(set(gathered(tuple(dist.get_process_group_ranks(ep)))))
         made = [own_group(ranks, backend="gloo") for ranks in (rows, zip(*rows, strict=True))]
         # What follows on the framework's group are messages between some ranks; NCCL wants a first call of all.
@@ -111,6 +112,7 @@ class EpBalancer(PassCycle[Tables]):
     def begin_pass(self, *routes: Any, **asked: Any) -> Plan:
         """Begin a pass (`PassCycle.begin_pass`) that replays its routes, and record it where that was asked for."""
         plan = super().begin_pass(*routes, **asked)
+        # Open over the pass, which begin_pass and end_pass bracket instead of a `with`.
         if self._recording is not None and self._running is not None and not self._running.forward_only:
             self._recording[1].__enter__()
         return plan
@@ -209,6 +211,7 @@ class EpBalancer(PassCycle[Tables]):
         writer, recorder = self._recording
         recorder.__exit__(None, None, None)
         count = len(recorder.sequences())
+        # Distinct over steps and ranks without a word between them, as long as all ranks have as many sequences.
         numbers = (self._recorded_steps * count + np.arange(count)) * dist.get_world_size() + dist.get_rank()
         writer.append(
             recorder.trace(

@@ -27,6 +27,7 @@ def slots_of_pairs(table: SlotTable, ids: torch.Tensor, home_slot: torch.Tensor)
     that names an expert twice, which no router does, sends the earlier pair home. No host sync.
     """
     num_tokens, top_k = ids.shape
+    # float32 holds column numbers exactly up to 2 ** 24, and K is at most a few dozen.
     routing_map = torch.zeros(num_tokens, len(home_slot), dtype=torch.bool, device=ids.device).scatter_(1, ids, True)
     numbers = torch.arange(1, top_k + 1, dtype=torch.float32, device=ids.device).expand(num_tokens, -1)
     column = torch.zeros(routing_map.shape, device=ids.device).scatter_(1, ids, numbers)
@@ -92,6 +93,7 @@ class ReplicaExchange:
         """Return the weights [R, ...] of this rank's replica slots; empty slots are zero. A collective."""
         pushed = []
         for weights in homes:
+            # One exchange per parameter: ranks without a copy send and receive nothing, and take part.
             sent = weights.detach().index_select(0, self.send_home).contiguous()
             received = sent.new_empty(len(self.receive_slot), *sent.shape[1:])
             dist.all_to_all_single(received, sent, self.receive_counts, self.send_counts, group=self.group)
@@ -136,6 +138,7 @@ class _Replicated(torch.autograd.Function):
         slots, rows, *homes = ctx.saved_tensors
         inputs = [rows.detach().requires_grad_(), *(each.requires_grad_() for each in ctx.exchange.push(homes))]
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        # A rank without rows computes nothing, and makes the exchanges before and behind it all the same.
         if len(rows):
             enabled, dtype = ctx.autocast
             with torch.enable_grad(), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):

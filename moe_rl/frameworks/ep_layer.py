@@ -50,6 +50,7 @@ class LayerRun:
             return None
         self.recomputing = self.clock.recomputing
         micro_batch = self.clock.micro_batch(self.index)
+        # A loop that accumulates over more micro-batches than it said: its router chooses, without copies.
         if micro_batch >= len(self.targets):
             return None
         self.micro_batch = micro_batch
@@ -92,6 +93,7 @@ class LayerRun:
                 table = self.tables[self.micro_batch]
                 assert table is not None  # where there are copies, there is their table
                 slots = slots_of_pairs(table, ids, home // num_homes * per_rank + home % num_homes)
+        # Recomputation runs the layer twice, and its rows were sent once.
         if self.micro_batch >= 0 and not self.recomputing:
             if self.counter is not None:
                 self.counter.hear_ids(self.micro_batch, self.index, ids.detach())
@@ -118,6 +120,7 @@ class ReplayedTopK(torch.overrides.TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return found
         scores = args[0] if args else (kwargs or {})["input"]
+        # A group-limited router also asks topk for groups: its scores have another shape.
         if tuple(scores.shape) != self._shape or found.indices.shape[1] != self._top_k:
             return found
         self.replayed = True

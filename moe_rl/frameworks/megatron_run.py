@@ -57,7 +57,9 @@ def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[tor
     if "resident_slots" not in given and levers.choose_residents:
         layers = [each for model in models for each in model.modules() if isinstance(each, MoELayer)]
         sizes = [sum(each.numel() * (each.element_size() + 4) for each in one.experts.parameters()) for one in layers]
+        # A copy that stays takes the weights and an fp32 gradient (4 bytes) of one expert in every layer.
         a_slot = sum(sizes) // max(1, layers[0].num_local_experts if layers else 1)
+        # The rank with the least memory decides: plans need one number of slots everywhere.
         here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
         config = replace(config, resident_slots=min(2, *gathered(here)))
     return config
@@ -164,10 +166,12 @@ class MegatronRun:
         """
         if self.balancer is None or not self.balancer.config.fit_micro_batches:
             return limit
+        # A longer sequence cannot be cut: the limit never goes below it.
         fitting, lengths = zip(*gathered((self.balancer.fitting_tokens, longest)), strict=True)
         shared_by = parallel_state.get_tensor_model_parallel_world_size()
         fits = min((each * shared_by for each in fitting if each is not None), default=limit)
         taken: int = min(limit, max(*lengths, fits))
+        # Said when the limit first falls, not at every update of a run that stays below it.
         if taken < limit and self._limit in (None, limit):
             logger.warning(
                 "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
@@ -203,6 +207,7 @@ class MegatronRun:
         """
         if self.router_shift is not None and keys is not None:
             call = partial(self.router_shift.around, call, keys, forward_only=forward_only)
+        # A pass of which nothing is known, such as a reference model's, runs as the framework left it.
         planned = self.balancer if known else None
         self.last_metrics = {}
         if planned is not None:
@@ -228,6 +233,7 @@ class MegatronRun:
 
     def move(self, *, away: bool) -> None:
         """Give the balancer's memory back when the framework has put the parameters away, and take it again."""
+        # A framework may ask twice, by its offload and by its sleep.
         if self.balancer is not None and away != self._away:
             self._away = away
             (self.balancer.offload if away else self.balancer.onload)()

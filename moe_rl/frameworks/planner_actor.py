@@ -50,6 +50,7 @@ class PlannerActor:
         """
         import ray
 
+        # Ray resolves references that are arguments themselves, not those inside a list.
         samples = [ray.get(each) if isinstance(each, ray.ObjectRef) else each for each in taken]
         return plan_from_schedule(
             samples, schedule, config=self.config, model=self.model, topology=self.topology, **how

@@ -29,6 +29,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
     Returns what undoes it. Raises `InvalidInputError` where there is none of that name.
     """
     require(hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name}; this version is not known.")
+    # An inherited method is put on the class itself, and undone by taking it away again.
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
     return functools.partial(setattr, owner, name, original) if own else functools.partial(delattr, owner, name)
@@ -45,6 +46,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
+        # Taken off first, or the search below would come back here.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:

@@ -14,6 +14,7 @@ def publish(metrics: Mapping[str, float], port: int) -> None:
     Each rank of a node has its own port: `port` + LOCAL_RANK. Raises `InvalidInputError` where prometheus-client is
     missing or the port is taken.
     """
+    # Ranks of a node share its address, so that each needs a port of its own.
     client = _served(port + int(os.environ.get("LOCAL_RANK", "0")))
     for name, value in metrics.items():
         _gauge(client, name).labels(os.environ.get("RANK", "0")).set(value)

@@ -25,6 +25,7 @@ def require_distributed(what: str) -> None:
 def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[object] = ()) -> None:
     """Raise unless every rank has the same versions and settings; a collective of all ranks."""
     mine = repr((__version__, version, *facts))
+    # As text: what differs is said in the error, and settings of two versions may not unpickle in one.
     everyone = gathered(mine)
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     require(
@@ -37,6 +38,7 @@ def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[obje
 def ranks_per_host(ep_group: dist.ProcessGroup) -> int:
     """Return how many consecutive EP ranks share a host, in every EP group; a collective of all ranks."""
     everyone = gathered((dist.get_process_group_ranks(ep_group), socket.gethostname()))
+    # All EP groups get one size of node, the largest that divides every run of ranks on a host.
     hosts = [host for _, host in everyone]
     return math.gcd(*(largest_common_node([hosts[rank] for rank in ranks]) for ranks, _ in everyone))
 

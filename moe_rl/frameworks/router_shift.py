@@ -54,6 +54,7 @@ class RouterShiftRun:
         self._update: UpdatePass | None = None
         self._coming: Iterator[MicroBatchKeys] = iter(())
         self._asked: list[Tensor] = []
+        # Nothing is stored yet: the first forward-only pass begins a rollout.
         self._updated = True
 
     @property
@@ -75,6 +76,7 @@ class RouterShiftRun:
         for key, tokens in zip(HeldRows.of_tokens(sequences).keys.tolist(), sequences, strict=False):
             first = self._first.get(key)
             if forward_only:
+                # A second pass over the sequence, such as the reference model's, must not overwrite the first.
                 first = self._num_tokens if first is None else None
                 if first is not None:
                     self._first[key] = first
@@ -106,6 +108,7 @@ class RouterShiftRun:
         device = next(self._chunks[0].parameters()).device
         rows = [each.reshape(-1).to(device) for _, each in micro_batches]
         if forward_only:
+            # All sequences are known: a reference model's pass over the rollout, whose routers nobody reads.
             if all(bool((each < 0).all()) for keys, _ in micro_batches for each in keys):
                 return call()
             with self.tap.old_pass(self._num_tokens, self._store) as self._store, self.tap.told(rows):

@@ -27,6 +27,7 @@ def of_moe_layers(routes: Any, model: MoeModelSpec) -> NDArray[np.signedinteger]
         f"the routes are of another model: {layers} layers of {choices} choices, and not {model.num_moe_layers} MoE "
         f"layers (or all {model.num_layers} layers) of {model.top_k}.",
     )
+    # Rows of dense layers hold zeros or what memory held before: counted, they would be a hot expert 0.
     ids = signed(ids)
     return ids if layers == model.num_moe_layers else ids[..., list(model.moe_layer_ids), :]
 

@@ -59,10 +59,8 @@ class Settings:
     """False where the router shift is all that was asked for."""
 
 
-RUN_FIELDS: dict[str, type] = {
-    **{"record": str, "plans": str, "strict": bool, "check": bool, "telemetry": bool, "prometheus": int},
-    "router_shift": float,
-}
+RUN_FIELDS: dict[str, type] = dict.fromkeys(("strict", "check", "telemetry"), bool)
+RUN_FIELDS |= {"record": str, "plans": str, "prometheus": int, "router_shift": float}
 FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 
@@ -114,10 +112,12 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
         name = variable.removeprefix(PREFIX).lower()
         if variable == SWITCH or name == "config":
             continue
+        # A name with a typing error would run with the default for days: it stops the start.
         if name not in known:
             nearest = nearest_name(variable, [PREFIX + each.upper() for each in known])
             raise InvalidInputError(f"moe_rl reads no variable {variable}.{nearest}")
         with located(variable):
+            # YAML reads 1 as a number, and in a shell it means yes.
             block[name] = _flag(text) if name in FLAGS else _value(text)
     if given.get(SWITCH):
         require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")

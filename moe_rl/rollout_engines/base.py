@@ -65,6 +65,7 @@ def copies_of(slots: NDArray[np.int32], num_experts: int) -> tuple[Ints, Ints]:
     """Return ([E, X] slots of every expert in one row of a map, ascending, -1 behind the last, [E] how many)."""
     count = np.bincount(slots, minlength=num_experts)
     table = np.full((num_experts, int(count.max(initial=1))), -1, np.int64)
+    # Stable: copies of an expert stay in the order of their slots, which engines number them by.
     order = np.argsort(slots, kind="stable")
     nth = np.arange(len(slots)) - (np.cumsum(count) - count)[slots[order]]
     table[slots[order], nth] = order
@@ -78,6 +79,7 @@ def layer_by_layer(
     served = np.empty(batches.routes.shape, np.int64)
     for layer, row in enumerate(expert_map.slots):
         table, count = copies_of(row, expert_map.num_experts)
+        # One layer at a time: [n, L, K] in int64 for all at once is eight times the routes.
         ids = batches.routes[:, layer].astype(np.int64)
         served[:, layer] = table[ids, choose(ids, count)]
     return served

@@ -29,6 +29,7 @@ def read_expert_map(path: Path | str, shape: Shape) -> tuple[RolloutEngine, Expe
     path = Path(path)
     document = _decoded(path)
     with located(str(path)):
+        # By content: an engine takes JSON under any name.
         for engine in ROLLOUT_ENGINES:
             rows = engine.rows(document, shape)
             if rows is not None:
@@ -40,6 +41,7 @@ def read_expert_map(path: Path | str, shape: Shape) -> tuple[RolloutEngine, Expe
 def _checked(rows: dict[int, list[int]], shape: Shape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
     require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have as many.")
+    # `true` is an int to Python, and 3.0 is what a careless script writes.
     whole = all(type(expert) is int for row in rows.values() for expert in row)
     require(whole, "the rows must hold whole numbers alone.")
     slots = np.array([rows[layer] for layer in shape.moe_layer_ids], np.int64)

@@ -59,6 +59,7 @@ def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     """
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple
+    # slime and miles alone say to how many tokens they pad.
     wanted = ALIGNMENT.get(recipe.value) if recipe else None
     if settings.fp8 and recipe and wanted and multiple and multiple.value % wanted:
         yield Found(f"{{}} is not a multiple of the {wanted} rows of {{}}.", multiple, recipe)

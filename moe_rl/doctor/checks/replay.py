@@ -39,6 +39,7 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
         return
     said = "{} adds layers of multi-token prediction while {} replays routes"
     covers, framework = case.settings.replay_covers_mtp, case.settings.framework
+    # What each framework does about it: Megatron nothing, miles always, slime where the layers do not train.
     if framework == "megatron":
         yield Found(f"{said}, by a list in which both kinds of layer stand.", layers, replay)
     elif covers:
@@ -91,6 +92,7 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     if not replay or not pattern:
         return
     layers = pattern.value
+    # One number n means every n-th layer, a list has 1 for an MoE layer.
     num_dense = layers.count(0) if len(layers) > 1 else 0
     if num_dense or (len(layers) == 1 and layers[0] > 1):
         how_many = f"{num_dense} of {len(layers)} layers" if num_dense else f"all but every {layers[0]}th layer"

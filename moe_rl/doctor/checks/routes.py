@@ -15,6 +15,7 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     packed, framework = settings.packed, settings.framework
     if not replay or packed is None or (framework == "verl" and (replay.value != "R2" or not packed.value)):
         return
+    # miles replays 0 .. K-1 in such a row, verl zeros.
     target = "expert 0" if framework == "verl" else "the first top-k experts"
     if packed.value:
         remedy = "In moe-rl give --filler, so that plans count the rows that are really dispatched."
@@ -50,6 +51,7 @@ def forced_balance_left_on(case: Case) -> Iterator[Found]:
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced:
+        # Random routers on random tokens are how speed is measured.
         severity = ERROR if case.learns else NOTE if case.settings.mock_data else WARNING
         yield Found("{} makes the router random.", forced, severity=severity)
 

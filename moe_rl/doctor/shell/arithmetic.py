@@ -10,6 +10,7 @@ ASSIGNING = re.compile(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|([-+*/%]?)=(?!=)(.*))\s*",
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int | None:
     """Return the value of an expression; None where a variable is not a number or the expression is not understood."""
+    # Python's grammar is the shell's but for `$`, `&&`, `||`, `!` and the division of whole numbers.
     plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
     python = re.sub(r"!(?!=)", " not ", plain.replace("&&", " and ").replace("||", " or "))
     try:
@@ -26,6 +27,7 @@ def run_statement(text: str, numbers: Mapping[str, int]) -> tuple[bool | None, d
         value = evaluate(text, numbers)
         return None if value is None else bool(value), {}
     name, action, sign, right = match.groups()
+    # `i++` gives i as it was, but loops use it as a statement: what counts is the variable behind it.
     if action in ("++", "--"):
         new = evaluate(f"{name}{action[0]}1", numbers)
     else:

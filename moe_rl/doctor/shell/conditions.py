@@ -9,6 +9,7 @@ from moe_rl.doctor.sources import Text, Where
 
 def test(words: list[Text]) -> bool | None:
     """Return what `[ ... ]` gives; None where a value is unknown or the test looks at the machine."""
+    # The loosest operator splits first; true || unknown is true, false && unknown is false.
     for joint, absorbing in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if joint in (texts := [word.text for word in words]):
             at = texts.index(joint)
@@ -30,6 +31,7 @@ def test(words: list[Text]) -> bool | None:
         case ["-n", value]:
             return bool(value)
         case [left, "=" | "==", right]:
+            # `[[ $X == a* ]]` is a pattern; in `[ ]` bash compares the text alone, which is the same without a star.
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
@@ -48,6 +50,7 @@ def only_unset(word: Text) -> bool:
 def printf(words: list[Text], where: Where) -> Text:
     """Return what `printf` makes of a pattern and values; %s and %d are known."""
     pattern = words[0].text if words else ""
+    # printf repeats its pattern for further values: launchers give as many as it takes.
     values = iter(word.text for word in words[1:])
     text = re.sub(r"%[-\d.]*[sd]", lambda _: next(values, ""), pattern).replace("\\n", "\n")
     return Text(text=text, where=where, missing=tuple(name for word in words for name in word.missing))

@@ -64,6 +64,7 @@ class Shell(Expansion):
 
     def follow(self, body: Body) -> bool | None:
         """Follow commands; return whether the last one would succeed, None where nobody knows."""
+        # Three values: a condition that only the machine knows is neither true nor false, and never guessed.
         result: bool | None = True
         for command in body:
             self.steps += 1
@@ -108,6 +109,7 @@ class Shell(Expansion):
         (left,), (right,) = command.bodies
         result = self._run_one(left)
         if command.kind == "|":
+            # What a filter such as `grep` or `awk` makes of its input is not known.
             self._run_one(right)
             if self.printed is not None:
                 self.printed.append(UNKNOWN)
@@ -126,6 +128,7 @@ class Shell(Expansion):
             if holds is False:
                 continue
             possible.append(body)
+            # A condition that nobody knows leaves the branches behind it possible, one that holds does not.
             if holds:
                 break
         else:
@@ -134,6 +137,7 @@ class Shell(Expansion):
 
     def _case(self, command: Command) -> bool | None:
         word, arms = self.expand_one(command.words[0]), command.bodies[0]
+        # Each of the arms may be the one; a `case` that none fits does nothing.
         if word.missing:
             return self._any_of([arm.bodies[0] for arm in arms])
         for arm in arms:
@@ -153,6 +157,7 @@ class Shell(Expansion):
         self.variables = {}
         for name in dict.fromkeys(name for end in ends for name in end):
             values = [end.get(name) for end in ends]
+            # A variable that one branch alone sets may be unset: it differs, too.
             known = next(value for value in values if value is not None)
             if all(same(value, known) for value in values):
                 self.variables[name] = known
@@ -194,6 +199,7 @@ class Shell(Expansion):
             return test(words[1:-1] if name != "test" else words[1:])
         if name in self.functions:
             return self._call(name, words[1:])
+        # 26 public launchers build --moe-layer-freq by it: `printf -v LAYERS "[%s]" ...`.
         if name == "printf" and len(words) > 2 and words[1].text == "-v":
             self.variables[words[2].text] = [printf(words[3:], words[2].where)]
             return True
@@ -206,6 +212,7 @@ class Shell(Expansion):
         # `A=1 python train.py`: A is set for this command alone.
         own = {name: value[0] for name in self.exported if (value := self.variables.get(name))}
         own |= {each.name: self.value(each)[0] for each in command.assignments if self.value(each)}
+        # Which of all commands is the run is decided at the end: scripts also start Ray, servers and downloads.
         self.launches.append(Launch(words, own))
         return None
 
@@ -228,6 +235,7 @@ class Shell(Expansion):
         if target.missing:
             self.run.absent[target.text] = f"{said}, and {', '.join(target.missing)} is not known: give that file too."
             return None
+        # From where the doctor runs, as the script itself would look; else beside the script.
         candidates = [Path(target.text), self.path.parent / target.text]
         found = next((path for path in candidates if path.is_file()), None)
         if found is None:
@@ -265,6 +273,7 @@ class Shell(Expansion):
                 printed.append(printf(arguments, Where(path=str(self.path))).text)
             case "dirname":
                 printed.append(str(Path(last).parent))
+            # Links are not followed: what a script sources is named by either path.
             case "realpath" | "readlink":
                 printed.append(last)
             case "basename":

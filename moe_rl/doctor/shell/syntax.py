@@ -125,6 +125,7 @@ class Parser:
     def expect(self, word: str) -> None:
         """Go behind a keyword or a bracket, or raise that it is missing."""
         self.separators()
+        # `done` ends a loop and `donetello` is a word, but `)` ends a subshell whatever follows.
         if not self.take(re.escape(word) + EDGE if word != ")" else r"\)"):
             raise self.fail(f"{word!r} is missing")
 
@@ -158,6 +159,7 @@ class Parser:
     def command(self) -> Command:
         """Return one command with its redirections left out."""
         self.redirections()
+        # Keywords are keywords only where a command starts: `echo if` prints "if".
         kind = self.take(r"\(\(?|(?:if|case|for|while|until|function|!|\{|\[\[)" + EDGE)
         match kind:
             case "((":
@@ -166,6 +168,7 @@ class Parser:
                 found = Command(kind, bodies=(self.body(),))
                 self.expect({"(": ")", "{": "}"}[kind])
             case "!":
+                # The command behind it takes its own redirections, as after `function name`.
                 return Command(kind, bodies=((self.command(),),))
             case "[[":
                 found = self.double_bracket()
@@ -192,10 +195,12 @@ class Parser:
         while (starts_document := self.take(HERE_DOCUMENT)) or self.take(REDIRECTION):
             self.take(BLANKS)
             if self.take(r"\("):
+                # `> >(tee log)`: a program of its own, which says nothing of the run.
                 self.body()
                 self.expect(")")
             else:
                 word = self.word()
+                # Its text starts on the next line, behind all other words of this one.
                 self.here_documents += ["".join(part.text for part in word.parts)] * bool(starts_document)
             self.take(BLANKS)
 
@@ -204,6 +209,7 @@ class Parser:
         words: list[RawWord] = []
         assignments: list[Assignment] = []
         while not WORD_END.match(self.text, self.position):
+            # `a=1 b c=2`: c=2 is an argument, but `export a=1 b c=2` assigns both.
             assigns = not words or words[0].bare() in DECLARATIONS
             if assigns and (assignment := self.assignment()) is not None:
                 assignments.append(assignment)
@@ -231,6 +237,7 @@ class Parser:
         while not self.take(r"\)"):
             if self.at_end:
                 raise self.fail("')' is missing")
+            # Between brackets a newline is a blank, and a comment may follow each element.
             if not (self.take(BLANKS) or self.take(r"[\s;&|(<>]")):
                 words.append(self.word())
         return tuple(words)
@@ -284,6 +291,7 @@ class Parser:
                 patterns.append(self.word())
                 self.take(BLANKS)
             arms.append(Command("arm", tuple(patterns), (self.body(),)))
+            # `;&` goes on into the next arm: taken for `;;`, no public script has it.
             self.take(r";;&|;;|;&")
             self.separators()
         return Command("case", (word,), (tuple(arms),))
@@ -298,6 +306,7 @@ class Parser:
             return Command("for ((", bodies=(self.loop_body(),), text=head)
         name = self.word().bare() or ""
         self.separators()
+        # Without `in` the loop is over the arguments of the script, and there are none.
         words = []
         if self.take("in" + EDGE):
             self.take(BLANKS)
@@ -317,6 +326,7 @@ class Parser:
         """Return the word that starts here; it may be empty."""
         line, parts = self.line, []
         while not until.match(self.text, self.position):
+            # A bracket or a blank is plain text where a word ends at `}` alone: `${X:-a b}`.
             if plain := self.take(PLAIN) or self.take(WORD_END):
                 parts.append(Part("text", plain, False))
             elif self.take(r"\\"):
@@ -341,6 +351,7 @@ class Parser:
 
     def quoted(self, *, end: str) -> list[Part]:
         """Return the parts up to the closing `end` (a double quote, or nothing: to the end of the text)."""
+        # "" is a word, so that an empty part stands even where nothing does.
         parts = [Part("text", "", True)]
         while not self.at_end:
             if end and self.take(end):
@@ -380,6 +391,7 @@ class Parser:
             char = self.advance(1)
             if char == "\\":
                 self.advance(1)
+            # In `$( )` a single quote hides brackets; in `${ }` and `(( ))` it is a character.
             elif char == "'" and (opening, depth, in_quotes) == ("(", 1, False):
                 self.single_quoted()
             elif char == closing:

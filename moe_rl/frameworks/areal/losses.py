@@ -47,6 +47,7 @@ def install(actor: ModuleType, *, objective: str = "ppo", **ours: Any) -> None:
 
     @functools.wraps(made)
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Fields that this version of AReaL does not have cannot have been set.
         found = {name: getattr(config, name) for name in (*_WIDTHS, *_DEFAULTS) if hasattr(config, name)}
         objective_of(objective, ours.get("options"), **found)
         made(self, config, *args, **kwargs)

@@ -32,6 +32,7 @@ def _backend(raw: RawRun) -> Entry | None:
 def _complete(known: Known, raw: RawRun) -> Known:
     backend = _backend(raw)
     if backend is not None and not backend.missing:
+        # `sglang:d4+megatron:d1p4e4`: the trainer stands behind the last plus.
         engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
         if engine != "megatron":
             trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"

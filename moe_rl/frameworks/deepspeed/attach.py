@@ -141,6 +141,7 @@ class SlotsLayer:
         if exchange is None:
             return self._compute(rows, counts)  # type: ignore[no-any-return]
         at_home, padded = counts[: self._num_homes], counts[self._num_homes :]
+        # One copy to the host for both sums: each would wait for the GPU.
         num_home, num_replica = torch.stack((at_home.sum(), padded.sum())).tolist()
         home, replica, rest = rows.split((num_home, num_replica, len(rows) - num_home - num_replica))
         experts = self.module.experts

@@ -21,6 +21,7 @@ def let_registry_take_names() -> None:
 
     @functools.wraps(original)
     def get(self: Any, model: Any, default: Any = None) -> Any:
+        # The registry keeps classes by their text.
         key = model if isinstance(model, str) else str(model.__class__)
         return dict.get(self, key) or ({} if default is None else default)
 
@@ -42,6 +43,7 @@ def build_locks() -> list[Path]:
     """Return the lock files of torch's folder of extensions, where DeepSpeed's operations are built at first use."""
     from torch.utils.cpp_extension import get_default_build_root
 
+    # An extension lies one folder deeper where torch adds the versions of Python and CUDA.
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
 

@@ -51,6 +51,7 @@ def forward_backward(
     def planned(**kwargs: Any) -> Any:
         count = kwargs["num_microbatches"]
         if again is None:
+            # All micro-batches of the call are held at once, as many as the plan is for.
             micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
             known, held = routes(micro_batches), tokens and tokens(micro_batches)
         else:
@@ -112,6 +113,7 @@ def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
         lengths = as_array(batch["input_lengths"]).tolist()
         sequences = [ids[:length] for ids, length in zip(as_array(batch["routed_experts"]), lengths, strict=True)]
         padded = getattr(params, "cu_seqlens_q_padded", None)
+        # Under context parallelism sequences are padded to 2 x CP chunks, and rows lie by the padded ends.
         ends = params.cu_seqlens_q if padded is None else padded
         routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=RowSlice.current()))
     return routes

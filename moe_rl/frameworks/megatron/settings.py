@@ -38,6 +38,7 @@ def flat(raw: RawRun) -> RawRun:
 
 def _without_section(entry: Entry) -> Entry:
     section, _, last = entry.key.rpartition(".")
+    # ARGS and MODEL_ARGS of Megatron's YAML recipes; other sections have keys of their own.
     if entry.key in KEYS or (section and not section.isupper() and section not in BRIDGE_SECTIONS):
         return entry
     return replace(entry, key=last.replace("-", "_").lstrip("_"))

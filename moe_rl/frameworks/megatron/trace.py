@@ -56,6 +56,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     require(len(files) % stages == 0, f"{path}: {len(files)} ranks are not a multiple of {stages} pipeline stages.")
     per_stage = len(files) // stages
     readers = [_steps(file) for file in files]
+    # All ranks in step: one step of every rank in memory, whatever the length of the run.
     while True:
         heads = [next(reader, None) for reader in readers]
         present = [head for head in heads if head is not None]
@@ -147,6 +148,7 @@ def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Ite
         layers = sorted(tables)
         layer_ids += [offset + layer for layer in layers]
         columns += [tables[layer] for layer in layers]
+        # A stage counts its layers from 0: those of the next one follow the highest that this one named.
         offset += layers[-1] + 1 if layers else 0
     require(
         len({len(calls) for calls in columns}) == 1,

@@ -11,6 +11,7 @@ from moe_rl.frameworks.slime import settings as slime
 def _recognizes(raw: RawRun) -> bool:
     if not slime.recognizes(raw):
         return False
+    # Its arguments are slime's: the name stands in a path, a module or a value.
     texts = [*raw.words, *raw.files]
     texts += [str(entry.key) for entry in raw.entries]
     texts += [str(entry.value) for entry in raw.entries]

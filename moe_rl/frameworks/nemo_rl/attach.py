@@ -60,6 +60,7 @@ def install(train: ModuleType, *, floor: float) -> None:
         @functools.wraps(schedule)
         def reading(**kwargs: Any) -> Any:
             chunks = list(kwargs["model"]) if isinstance(kwargs["model"], Sequence) else [kwargs["model"]]
+            # Made at the first call: the model is not there when its module is imported.
             run = runs.get(chunks[0]) or runs.setdefault(chunks[0], RouterShiftRun(chunks, floor=floor))
             result = run.reading(schedule, functools.partial(_keys_of, run))(**kwargs)
             if not kwargs.get("forward_only", False):
@@ -73,6 +74,7 @@ def install(train: ModuleType, *, floor: float) -> None:
         def loss(*output: Any, **named: Any) -> Any:
             run, batch = READING.get(), data_dict
             if run is not None:
+                # A shallow copy: the advantages of the caller's batch stay what they were.
                 batch, keys = copy.copy(data_dict), _padded(data_dict, run.coming(), predicting=True)
                 batch["advantages"] = batch["advantages"] * run.of(keys).ratio.to(batch["advantages"])
             return made(self, batch, *args, **kwargs)(*output, **named)

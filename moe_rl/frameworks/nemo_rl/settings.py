@@ -30,6 +30,7 @@ def _complete(known: Known, raw: RawRun) -> Known:
             return defaults("NeMo-RL", trainer="DTensor")
         known = defaults("NeMo-RL", **FACTS["set_by_bases"]) | known
     known = megatron.built_by_bridge(known)
+    # NeMo-RL's base configuration names an FP8 format and recipe that `fp8_cfg.enabled` alone switches on.
     if _switched_off(raw, FP8_SWITCH):
         known = {name: setting for name, setting in known.items() if name not in FP8}
     if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:

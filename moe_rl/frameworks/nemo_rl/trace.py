@@ -71,6 +71,7 @@ def _sequence(routes: NDArray[np.integer], valid_length: int, group: str | int, 
 
 
 def _valid_length(record: dict[str, Any], message: dict[str, Any], rows: int) -> int:
+    # In the order of how sure they are; rows alone may count padding.
     for name in ("valid_length", "unpadded_sequence_length"):
         for holder in (message, record):
             if name in holder:
@@ -102,6 +103,7 @@ def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
         if message.get("role") == "assistant":
             valid_length = position
     require(shape is not None, "no message has routed_experts.")
+    # Messages without routes, such as a tool's answer, have tokens all the same: their rows are unknown.
     missing = [np.full((part, *(shape or ())), -1) if isinstance(part, int) else part for part in parts]
     return np.concatenate(missing), valid_length
 

@@ -82,6 +82,7 @@ def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> I
     require(position_ids is not None, f"micro-batch {number} has no position_ids.")
     starts = [index for index, position in enumerate(position_ids or []) if position == 0]
     stops = [*starts[1:], len(token_ids)]
+    # One sequence of padding tokens alone at the end is what fills the micro-batch.
     if len(starts) > 1 and set(token_ids[starts[-1] :]) == {PADDING_TOKEN}:
         starts, stops = starts[:-1], stops[:-1]
     for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
@@ -108,6 +109,7 @@ def _position_ids(fields: Any) -> list[int] | None:
     length = len(fields[0])
     for field in fields[1:]:
         if _holds(field, int) and len(field) == length and length and field[0] == 0:
+            # Positions rise by one or start anew at 0; a mask, or labels, do neither.
             steps = np.diff(np.asarray(field, np.int64))
             if bool(((steps == 1) | (np.asarray(field[1:]) == 0)).all()) and (length == 1 or bool((steps == 1).any())):
                 return list(field)

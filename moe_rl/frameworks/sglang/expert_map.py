@@ -39,6 +39,7 @@ def nearest_copies(slots: Ints, *, ep_size: int, slots_per_rank: int, ranks_per_
     of_slot = slots // slots_per_rank
     own = of_slot[None, :] == rank[:, None]
     near = (of_slot // ranks_per_node)[None, :] == (rank // ranks_per_node)[:, None]
+    # With all copies on one node the node decides nothing, and SGLang draws among them.
     near[near.all(axis=1)] = False
     found = np.where(own.any(axis=1), own.argmax(axis=1), np.where(near.any(axis=1), near.argmax(axis=1), -1))
     return np.where(found >= 0, slots[found], -1)
@@ -75,6 +76,7 @@ def static_slots(expert_map: ExpertMap, ranks_per_node: int) -> Ints:
             undecided = np.flatnonzero(chosen[:, layer, expert] < 0).tolist()
             draws.append((layer, expert, table[expert, : count[expert]].tolist(), undecided))
     for rank in range(ranks):
+        # Python's own generator, as SGLang uses it: another one would draw other copies.
         draw = random.Random(SEED)
         for layer, expert, slots, undecided in draws:
             if rank in undecided:
@@ -93,6 +95,7 @@ def _static(expert_map: ExpertMap, batches: DecodeBatches, ranks_per_node: int) 
 
 
 def _random(expert_map: ExpertMap, batches: DecodeBatches, ranks_per_node: int) -> Ints:
+    # SGLang draws on the GPU, anew in every forward: other draws of the same kind stand in for them.
     rng = np.random.default_rng(SEED)
     drawn = layer_by_layer(expert_map, batches, lambda ids, count: rng.integers(0, 1 << 16, ids.shape) % count[ids])
     for layer, row in enumerate(expert_map.slots):

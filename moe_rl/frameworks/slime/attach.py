@@ -89,6 +89,7 @@ class Worker:
             require(self.packed, "the router shift needs --qkv-format thd, without --allgather-cp.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
+        # A second call in one process must not plan every pass twice.
         if not hasattr(model.get_forward_backward_func, "__wrapped__"):
             wrap(model, "get_forward_backward_func", lambda original: self.planned(original()))
             wrap(actor, "reload_process_groups", self.reloaded)
@@ -108,6 +109,7 @@ class Worker:
         if self.run is None:
             from moe_rl.frameworks.megatron_run import MegatronRun
 
+            # Where one reader of weights is not guarded, experts must not move: it would ship them under wrong names.
             guarded = bool(self.readers) and not any(getattr(args, each, None) for each in self.options_of_others)
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
@@ -166,6 +168,7 @@ class Worker:
             self.model = tag
             return restore(backups, tag)
 
+        # There are several kinds of backups, and each has its own `restore`.
         for kind in vars(copies).values():
             if isinstance(kind, type) and issubclass(kind, copies.TensorBackuper):
                 wrap(kind, "restore", restored)
@@ -301,6 +304,7 @@ def next_routes(
         if replay is None:
             return None
         ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + num_micro_batches]
+        # A lazy object gives its ids once, to the router; one that numpy can read gives them again.
         used_up = [hasattr(each, "materialize_for_routing_replay") and not hasattr(each, "__array__") for each in ahead]
         if len(ahead) < num_micro_batches or any(used_up):
             return None
@@ -412,6 +416,7 @@ def _of_step(
     model: MoeModelSpec,
 ) -> tuple[list[int], list[NDArray[np.int64]], list[list[list[int]]]]:
     """Return (global ids of a step's samples, their routes, the schedule with the samples numbered from 0 on)."""
+    # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
     ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
     number = {sample: index for index, sample in enumerate(ids)}
     samples = [

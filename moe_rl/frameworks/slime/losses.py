@@ -70,6 +70,7 @@ def policy_loss_function(
     assert log_prob is not None
     assert old_log_prob is not None
     mask, cu_seqlens = torch.cat(list(batch["loss_masks"])), _starts(response)
+    # Lists of samples become one row of tokens, and cu_seqlens says where each starts.
     weights, correction, shift = None, getattr(args, "moe_rl_rollout_correction", None), READING.get()
     metrics: dict[str, Tensor] = {}
     if correction is not None:
@@ -95,6 +96,7 @@ def policy_loss_function(
     loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     loss = loss - args.entropy_coef * entropy
+    # slime's ppo_kl is the mean of old - current, the k1 estimate.
     moved = (torch.cat(list(old)) - torch.cat(current)).detach()
     clipped = framework.local(tokens.clipped.to(moved.dtype), total, response)
     reported = {"pg_loss": policy, "entropy_loss": entropy}
@@ -104,6 +106,7 @@ def policy_loss_function(
         difference = (theirs - torch.cat(list(batch["rollout_log_probs"]))).abs()
         reported["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
     if args.use_kl_loss:
+        # The unbiased estimate weighs the reference KL by the ratio of current to old policy.
         ratio = (torch.cat(current) - torch.cat(list(old))).exp() if getattr(args, "use_unbiased_kl", False) else None
         kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
         kl = kl_estimate(torch.cat(current), torch.cat(list(batch["ref_log_probs"])), kind, importance_ratio=ratio)
@@ -211,6 +214,7 @@ def _framework() -> _Framework:
         try:
             return _Framework(package)
         except ModuleNotFoundError as error:
+            # Another module that slime itself lacks is an error to show, not a reason to look for miles.
             if error.name is None or error.name.partition(".")[0] != package.partition(".")[0]:
                 raise
     raise InvalidInputError("neither slime nor miles with its Megatron backend can be imported.")

@@ -29,6 +29,7 @@ KEYS: Keys = {**megatron.KEYS, **rules_of(FACTS)}
 
 def complete(known: Known, raw: RawRun, framework: str) -> Known:
     """Return the settings with defaults, and R3 where the rollout engine returns its routes."""
+    # One flag of slime's does both: the engine returns routes, and the trainer replays them.
     routes = known.get("rollout_returns_routes")
     if routes is not None and routes.value:
         known["replay"] = Setting(value="R3", written=routes.written, where=routes.where)

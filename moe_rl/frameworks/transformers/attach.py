@@ -80,6 +80,8 @@ class SlotsEP(AllToAllEP):
             output = torch.zeros_like(rows).index_add(0, home, of_homes.to(rows.dtype))
             return output.index_add(0, replica, of_replicas.to(rows.dtype))
 
+        # Transformers sizes its exchange by num_local_experts and calls experts_forward on what came: both are of slots
+        # for this one run.
         self.experts_forward, self.num_local_experts = over_slots, num_homes + exchange.num_replica_slots
         try:
             return super().__call__(hidden_states, slots, top_k_weights)
@@ -113,6 +115,7 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
             'DistributedConfig(ep_size=..., ep_implementation="moe_rl") after importing '
             "moe_rl.frameworks.transformers.attach."
         )
+    # One mesh spreads all layers: the first one's is every one's.
     first = found[0]
     require(first.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
     require(

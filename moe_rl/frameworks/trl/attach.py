@@ -67,6 +67,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
         count = self.current_gradient_accumulation_steps
+        # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already.
         if self.model.training and self._step % count == 0:
             coming = [(self._step + each) % self.args.steps_per_generation for each in range(count)]
             self.routing.begin_pass([self._buffered_inputs[each][ROUTES] for each in coming])

@@ -117,6 +117,7 @@ def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> O
         f"importance_sampling_level {level!r} does not act on {rule.name!r}: choose the objective `gspo`.",
     )
     low, high, dual = trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
+    # TRL's default leaves both widths equal, and then neither was chosen for cispo.
     if rule.name == "cispo" and high != low:
         high -= 1.0  # TRL's is the largest weight itself
     return rule.with_widths(low, high, dual, options, exact=("ppo", "grpo"), flag="epsilon, epsilon_high or delta")
@@ -149,6 +150,7 @@ def _loss(
         not (weighted and rule.name == "vespo"),
         "TRL puts vLLM's importance weights inside vespo's; switch vllm_importance_sampling_correction off.",
     )
+    # TRL weighs tokens or whole sequences: [B, S] or [B, 1].
     weights = inputs["importance_sampling_ratio"] if weighted else None
     tokens = policy_token_loss(
         PolicyLossInputs(
@@ -177,6 +179,7 @@ def _loss(
     mode = "train" if trainer.model.training else "eval"
     for name, value in (as_floats(metrics) | _clip_ratios(trainer, rule, tokens, advantages)).items():
         trainer._metrics[mode][name].append(value)
+    # TRL adds the router's auxiliary loss undivided, but for the accumulation steps.
     divided = _divided(trainer, loss, tokens.mask, inputs, mode)
     if not trainer.aux_loss_enabled:
         return divided

@@ -56,6 +56,7 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         require(len({part.shape[1:] for part in parts}) == 1, "prompt and generated routes differ in layers or top-k.")
         prompt_ids = choice.get("prompt_token_ids", record.get("prompt_token_ids"))
         prompt = _length(prompt_ids, usage.get("prompt_tokens"))
+        # `usage` counts the tokens of all choices together.
         generated = _length(choice.get("token_ids"), usage.get("completion_tokens") if len(choices) == 1 else None)
         place: dict[str, Any] = {"name": str(record.get("id", where)), "group": _group(record, prompt_ids, where)}
         if prompt is None or generated is None:
