@@ -104,7 +104,7 @@ class Reader:
             undecided=undecided,
             notes=conditions + tuple(f"{name} is not there: its values are known." for name in known_files),
             conditions=conditions,
-            files=raw.files,
+            files=tuple(raw.files),
             partial=raw.partial,
             variables=raw.variables,
         )

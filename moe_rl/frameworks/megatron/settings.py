@@ -33,7 +33,7 @@ BRIDGE_SECTIONS = ("model", "ddp", "optimizer")
 
 def flat(raw: RawRun) -> RawRun:
     """Return the run with Megatron's sections dropped: `ARGS.num_layers` and `model.num_layers` are `num_layers`."""
-    return replace(raw, entries=tuple(_without_section(entry) for entry in raw.entries))
+    return replace(raw, entries=[_without_section(entry) for entry in raw.entries])
 
 
 def _without_section(entry: Entry) -> Entry:

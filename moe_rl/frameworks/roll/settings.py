@@ -26,8 +26,7 @@ def _worker(raw: RawRun) -> str:
 def _of_worker(raw: RawRun) -> RawRun:
     """Return the run with the section of the worker that trains dropped from its keys."""
     prefix = _worker(raw) + "."
-    entries = [replace(entry, key=entry.key.removeprefix(prefix)) for entry in raw.entries]
-    return replace(raw, entries=tuple(entries))
+    return replace(raw, entries=[replace(entry, key=entry.key.removeprefix(prefix)) for entry in raw.entries])
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
