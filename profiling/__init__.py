@@ -11,8 +11,7 @@
 """
 
 from moe_rl.profiling import ranges
-from moe_rl.profiling.attribution import AttributedWork, attribute, seconds_by_category
-from moe_rl.profiling.busy_time import BusyTime, busy_time
+from moe_rl.profiling.attribution import AttributedWork, BusyTime, attribute, busy_time, seconds_by_category
 from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
 from moe_rl.profiling.comparison import ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun

@@ -14,13 +14,12 @@ from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
-from moe_rl.simulators.flops import flops_per_token
 from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
 from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
 from moe_rl.simulators.pricing import ROUTED_PARTS, StepPricing
 from moe_rl.simulators.result import IMBALANCE_PARTS
-from moe_rl.simulators.setting import StepSetting, TrainingRun, TrainingStep
+from moe_rl.simulators.setting import TrainingRun, TrainingStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +40,22 @@ class BalancedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BalancedBatch:
-    """One balanced micro-batch, priced as often as constants change: where its rows go does not depend on them."""
+class BalancedBatch(TrainingRun):
+    """One balanced micro-batch of a run. Constants may be replaced: where its rows go does not depend on them."""
 
-    model: MoeModelSpec
     rows: LayerRows
     work: SourceWork
     sequence_length: int
 
     @classmethod
-    def of(
-        cls,
-        model: MoeModelSpec,
-        topology: ClusterTopology,
-        setting: StepSetting,
-        *,
-        tokens_per_rank: int,
-        sequence_length: int,
-    ) -> Self:
+    def of(cls, run: TrainingRun, *, tokens_per_rank: int, sequence_length: int) -> Self:
         """Return a micro-batch of `tokens_per_rank` tokens on every rank, experts drawn uniformly.
 
         Tokens per rank are local ones: a sequence's tokens divided by TP x CP.
         """
-        group = replace(topology, num_ep_groups=1, slices_per_dp_rank=1)
+        model, group = run.model, replace(run.topology, num_ep_groups=1, slices_per_dp_rank=1)
         load = uniform_load(replace(model, moe_layer_ids=(0,)), group, tokens_per_rank=tokens_per_rank)
-        layer = StepPricing.without_windows(TrainingRun(model=model, topology=group, setting=setting)).uniform(load)
+        layer = StepPricing.without_windows(replace(run, topology=group)).uniform(load)
 
         def alike(values: Floats) -> Floats:
             # All layers, ranks and nodes are alike: one rank and one node stand for all.
@@ -74,25 +64,26 @@ class BalancedBatch:
 
         return cls(
             model=model,
+            topology=run.topology,
+            setting=run.setting,
             rows=LayerRows(**{item.name: alike(getattr(layer, item.name)) for item in fields(layer)}),
             work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, model),
             sequence_length=sequence_length,
         )
 
-    def memory(self, topology: ClusterTopology, setting: StepSetting, *, buffers: int = 0) -> MemoryForecast:
+    def memory(self, *, buffers: int = 0) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
         # 1F1B lets the first of S stages hold most: S micro-batches against one of the last.
-        held = ceil(in_flight(setting, 0))
+        held = ceil(in_flight(self.setting, 0))
         rows, visits, tokens = (
             np.broadcast_to(one, (1, held, *one.shape[2:]))
             for one in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
         )
-        run = TrainingRun(model=self.model, topology=topology, setting=setting)
-        return forecast_memory(rows, tokens, None, run=run, visits=visits, buffers=buffers)
+        return forecast_memory(rows, tokens, None, run=self, visits=visits, buffers=buffers)
 
-    def step(self, topology: ClusterTopology, setting: StepSetting, *, num_micro_batches: int) -> BalancedStep:
+    def step(self, num_micro_batches: int) -> BalancedStep:
         """Return the step of that many such micro-batches."""
-        pricing = StepPricing.without_windows(TrainingRun(model=self.model, topology=topology, setting=setting))
+        pricing = StepPricing.without_windows(self)
         pricing = replace(pricing, passes=pricing.passes[:1])
         seconds = pricing.seconds(self.rows, self.work, micro_batches=num_micro_batches)
         once = {name: float(part[0, 0]) for name, part in seconds.parts.items()}
@@ -101,7 +92,7 @@ class BalancedBatch:
         breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
         breakdown |= once_per_step(pricing, breakdown, micro_batches=num_micro_batches)
         # All S stages work on the same tokens: a GPU is credited with 1 / S of them.
-        done = tokens * num_micro_batches / setting.pipeline_model_parallel_size
+        done = tokens * num_micro_batches / self.setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
         return BalancedStep(
             breakdown_s=breakdown,
@@ -115,17 +106,10 @@ def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
     """Return what the micro-batches of a step cost as far as lengths say, priced as the step is."""
     running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
     mean = float(running.mean()) if running.size else 2.0
-    return cost_of_lengths(step.model, step.topology, step.setting, step.lengths, tokens_per_rank=mean)
+    return cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
 
 
-def cost_of_lengths(
-    model: MoeModelSpec,
-    topology: ClusterTopology,
-    setting: StepSetting,
-    sequence_lengths: NDArray[np.int64],
-    *,
-    tokens_per_rank: float,
-) -> MicroBatchCost:
+def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, tokens_per_rank: float) -> MicroBatchCost:
     """Return what micro-batches of about `tokens_per_rank` tokens cost as far as lengths [S] say.
 
     Routed experts and their all-to-all are affine in a rank's tokens, so two balanced micro-batches tell the constants.
@@ -133,10 +117,10 @@ def cost_of_lengths(
     """
     lengths = sequence_lengths.astype(np.float64)
     mean = max(2, round(tokens_per_rank) // 2 * 2)  # even, so that the half batch is whole as well
-    pricing = StepPricing.without_windows(TrainingRun(model=model, topology=topology, setting=setting))
+    model, setting, pricing = run.model, run.setting, StepPricing.without_windows(run)
 
     def routed_s(tokens: int) -> float:
-        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=1)
+        batch = BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=1)
         # Of 8 micro-batches seven have a backward beside their forward, which is what overlap hides under.
         parts = pricing.seconds(batch.rows, batch.work, micro_batches=8).parts
         return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
@@ -151,7 +135,7 @@ def cost_of_lengths(
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(
         sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
-        / topology.slices_per_dp_rank,
+        / run.topology.slices_per_dp_rank,
         sequence_tokens=lengths,
         routed_token_s=2.0 * (whole - half) / mean,
         fixed_s=sum(part.fixed_s for part in waits),
@@ -180,3 +164,19 @@ def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_r
         tokens=np.full((topology.num_ep_groups, 1, topology.ep_size), tokens_per_rank, np.int64),
         top_k=model.top_k,
     )
+
+
+def flops_per_token(model: MoeModelSpec, sequence_length: float) -> float:
+    """Return floating-point operations of forward and backward per token; causal attention counts half.
+
+    Recomputation does not count (model FLOPs, as in NVIDIA/Megatron-LM:megatron/training/training.py).
+    """
+    core = model.query_channels + model.num_attention_heads * model.kv_channels
+    attention = 2.0 * model.attention_params + sequence_length * core
+    per_width = 2.0 * model.num_expert_matrices * model.hidden_size
+    moe = model.top_k * model.moe_ffn_hidden_size + model.shared_expert_ffn_hidden_size
+    dense_layers = model.num_layers - model.num_moe_layers
+    ffn = per_width * (model.num_moe_layers * moe + dense_layers * model.dense_ffn_hidden_size)
+    head = 2.0 * model.hidden_size * model.vocab_size
+    # Backward computes two products for every one of forward.
+    return 3.0 * (model.num_layers * attention + ffn + head)

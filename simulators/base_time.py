@@ -98,11 +98,8 @@ class SourceWork:
 
     def mean(self) -> "SourceWork":
         """Return the work spread evenly over the ranks, [G, M, 1]."""
-        return SourceWork(
-            tokens=self.tokens.mean(axis=2, keepdims=True),
-            squares=self.squares.mean(axis=2, keepdims=True),
-            attention_squares=self.attention_squares.mean(axis=2, keepdims=True),
-        )
+        means = {item.name: getattr(self, item.name).mean(axis=2, keepdims=True) for item in fields(self)}
+        return SourceWork(**means)
 
 
 def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats:

@@ -132,7 +132,9 @@ def forecast_memory(
         visits = np.minimum(rows, tokens.sum(axis=2)[:, :, None, None])
     topology, setting = run.topology, run.setting
     stages = setting.pipeline_model_parallel_size
-    of_layers = _stage_of_layer(rows.shape[2], stages) if stage is None else np.full(rows.shape[2], stage)
+    layers = rows.shape[2]
+    # With more stages than layers, layers share theirs.
+    of_layers = np.arange(layers) * stages // layers if stage is None else np.full(layers, stage)
     most = float(tokens.max(initial=0.0))
 
     held = _resident_slots(placement)
@@ -305,12 +307,6 @@ def in_flight(setting: StepSetting, stage: int) -> float:
     if virtual == 1:
         return float(stages - stage)
     return (2 * (stages - stage - 1) + (virtual - 1) * stages + 1) / virtual
-
-
-def _stage_of_layer(num_layers: int, stages: int) -> NDArray[np.int64]:
-    """Return [L], the pipeline stage of each MoE layer; with more stages than layers, layers share theirs."""
-    stage: NDArray[np.int64] = np.arange(num_layers) * stages // num_layers
-    return stage
 
 
 def _window_sum(rows: Floats, width: float) -> Floats:

@@ -9,7 +9,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 # The fullest rank has more of these `LayerRows`.
 GROWING = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
@@ -56,13 +56,12 @@ def trainer_seconds(
     tokens = int(lengths.sum()) / (sum(counts) * ranks * slices)
     # Attention costs the sum of squared lengths: sequences of sum(n^2) / sum(n) tokens cost as much.
     squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
-    batch = BalancedBatch.of(
-        model, topology, setting, tokens_per_rank=max(1, round(tokens)), sequence_length=max(1, round(squares))
-    )
+    run = TrainingRun(model=model, topology=topology, setting=setting)
+    batch = BalancedBatch.of(run, tokens_per_rank=max(1, round(tokens)), sequence_length=max(1, round(squares)))
     uneven = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
     batch = replace(batch, rows=replace(batch.rows, **uneven))
-    forward = batch.step(topology, replace(setting, forward_only=True), num_micro_batches=sum(counts)).step_time_s
-    return forward, sum(batch.step(topology, setting, num_micro_batches=count).step_time_s for count in counts)
+    forward = replace(batch, setting=replace(setting, forward_only=True)).step(sum(counts)).step_time_s
+    return forward, sum(batch.step(count).step_time_s for count in counts)
 
 
 def first_fit(lengths: NDArray[np.int64], token_budget: int) -> list[int]:

@@ -123,7 +123,7 @@ class StepSetting:
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
     def layer_cost_params(self, model: MoeModelSpec, topology: ClusterTopology) -> LayerCostParams:
-        """Return the constants of one MoE layer in the main pass."""
+        """Return the constants of one MoE layer in the main pass, as if no other work hid replicas across nodes."""
         return layer_cost_params(
             model,
             self.perturbed(topology),

@@ -8,9 +8,8 @@ from moe_rl.core.cost import SoftwareCosts
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
-from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, flops_per_token
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 ModelNamed = Callable[[str], MoeModelSpec]
 ClusterNamed = Callable[[str], HardwareSpec]
@@ -30,8 +29,6 @@ class WholeRun:
     tokens_per_s: float
     """Published, per GPU."""
     batch: BalancedBatch
-    topology: ClusterTopology
-    setting: StepSetting
     num_micro_batches: int
     peak_bytes: float | None
     """Published peak of allocated memory."""
@@ -54,17 +51,14 @@ class WholeRun:
             published = row.get("tokens_per_s")
             if published is None:
                 published = row["tflops"] * 1e12 / flops_per_token(model, row["sequence_length"])
-            batch = BalancedBatch.of(
-                model, topology, setting, tokens_per_rank=row["tokens_per_rank"], sequence_length=row["sequence_length"]
-            )
+            run = TrainingRun(model=model, topology=topology, setting=setting)
+            tokens, length = row["tokens_per_rank"], row["sequence_length"]
             return cls(
                 name=row["name"],
                 model=row["model"],
                 cluster=row["cluster"],
                 tokens_per_s=float(published),
-                batch=batch,
-                topology=topology,
-                setting=setting,
+                batch=BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=length),
                 num_micro_batches=row["num_micro_batches"],
                 peak_bytes=1e9 * row["peak_gb"] if "peak_gb" in row else None,
                 facts=repr([row[name] for name in DECIDING] + [setting]),
@@ -74,12 +68,12 @@ class WholeRun:
 
     def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
         """Return the step as predicted, with other constants where they are given."""
-        topology, setting = self.topology, self.setting
+        batch = self.batch
         if hardware is not None:
-            topology = replace(topology, hardware=hardware)
+            batch = replace(batch, topology=replace(batch.topology, hardware=hardware))
         if software is not None:
-            setting = replace(setting, software=software)
-        return self.batch.step(topology, setting, num_micro_batches=self.num_micro_batches)
+            batch = replace(batch, setting=replace(batch.setting, software=software))
+        return batch.step(self.num_micro_batches)
 
 
 def _facts(row: Mapping[str, Any]) -> dict[str, Any]:

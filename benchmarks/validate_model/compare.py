@@ -21,7 +21,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.memory import MemoryForecast
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 
 PUBLISHED = Path(__file__).parents[2] / "tests" / "simulators" / "data"
@@ -61,13 +61,11 @@ def _throughput(
         setting = StepSetting(**case.get("setting", {}), context_parallel_size=case.get("context_parallel_size", 1))
         topology = ClusterTopology(hardware=hardware, ep_size=case["ep_size"], ranks_per_node=hardware.ranks_per_node)
         batch = BalancedBatch.of(
-            model_named(case["model"]),
-            topology,
-            setting,
+            TrainingRun(model=model_named(case["model"]), topology=topology, setting=setting),
             tokens_per_rank=case["tokens_per_rank"],
             sequence_length=case["sequence_length"],
         )
-        step = batch.step(topology, setting, num_micro_batches=case["num_micro_batches"])
+        step = batch.step(case["num_micro_batches"])
         by_tokens = "tokens_per_s" in case
         balanced.append(
             ValidationPoint(
@@ -109,7 +107,7 @@ def _natural_routing(
 
 def memory_of(run: WholeRun) -> MemoryForecast:
     """Return the run's peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
-    return run.batch.memory(run.topology, run.setting)
+    return run.batch.memory()
 
 
 def _whole_runs(

@@ -126,7 +126,7 @@ class Fit:
     def log_errors(self, runs: Sequence[WholeRun]) -> Floats:
         """Return the logarithms of predicted / published."""
         software = self.software(SoftwareCosts())
-        clusters = {run.cluster: run.topology.hardware for run in runs}
+        clusters = {run.cluster: run.batch.topology.hardware for run in runs}
         hardware = {name: self.hardware(shipped) for name, shipped in clusters.items()}
         distinct = {run.facts: run for run in runs}
         predicted = {

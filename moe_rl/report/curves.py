@@ -82,7 +82,7 @@ def line_chart(
     svg.text((LEFT + width - RIGHT) / 2, height - 6, axes.x, anchor="middle", css="label")
     svg.text(15, (TOP + height - BOTTOM) / 2, axes.y, anchor="middle", css="label", turn=True)
     if legend:
-        svg.height = svg.legend(lines, lambda name, x, y: draw_sample(svg, lines[name], x, y), top=height + 4)
+        svg.height = svg.legend(lines, lambda name, x, y: draw_sample(svg, lines[name], x, y), top=height + 10.0)
     return svg.markup()
 
 

@@ -77,7 +77,7 @@ def render_picture(
 
 def render_notebook(report: ReportData) -> str:
     """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
-    time = _charts(report).get("time")
+    time = _charts(report)["time"]
     return (
         environment()
         .get_template("notebook.html.j2")
@@ -122,23 +122,19 @@ def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]
     ]
 
 
-def _charts(report: ReportData) -> dict[str, dict[str, Any]]:
-    """Return the bar charts that the report has figures for, by what they show, each with the legend of its parts."""
+def _charts(report: ReportData) -> dict[str, dict[str, Any] | None]:
+    """Return the bar charts by what they show, each with its legend; None where the report has no figures for it."""
     rows, num_policies = (*report.policies, *report.yardsticks), len(report.policies)
     timed = [row for row in rows if row.breakdown_s]
     memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
     bounded = [row for row in report.policies if row.policy in report.bounds]
-    charts = {}
-    if timed:
-        seconds = [row.breakdown_s or {} for row in timed]
-        charts["time"] = _chart(time_bars(timed, num_policies=num_policies), seconds)
-    if memory:
-        parts = [forecast.parts_bytes for forecast in memory.values()]
-        charts["memory"] = _chart(memory_bars(memory, num_policies=num_policies), parts)
-    if bounded:
-        excess = [report.bounds[row.policy].excess(row) for row in bounded]
-        charts["excess"] = _chart(excess_bars(bounded, report.bounds), excess)
-    return charts
+    seconds, peaks = [row.breakdown_s or {} for row in timed], [forecast.parts_bytes for forecast in memory.values()]
+    excess = [report.bounds[row.policy].excess(row) for row in bounded]
+    return {
+        "time": _chart(time_bars(timed, num_policies=num_policies), seconds) if timed else None,
+        "memory": _chart(memory_bars(memory, num_policies=num_policies), peaks) if memory else None,
+        "excess": _chart(excess_bars(bounded, report.bounds), excess) if bounded else None,
+    }
 
 
 def _chart(drawing: Markup, bars: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require, require_known
-from moe_rl.profiling.attribution import AttributedWork, Call, attribute, seconds_by_category
-from moe_rl.profiling.busy_time import BusyTime, busy_time
+from moe_rl.profiling.attribution import AttributedWork, BusyTime, Call, attribute, busy_time, seconds_by_category
 from moe_rl.profiling.comparison import PART_OF_PREDICTION, ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
 from moe_rl.profiling.waiting import WaitSplit, split_waiting

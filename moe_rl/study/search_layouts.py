@@ -27,7 +27,7 @@ from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 from moe_rl.study.executors import Executor
 from moe_rl.study.options import AUTO
 from moe_rl.study.resident_slots import SPARE_MEMORY
@@ -128,17 +128,17 @@ class ShapeTask:
             found.append(asdict(self.priced(shape, setting, budget)))
         return {"found": found}
 
-    def _model(self, shape: Shape) -> MoeModelSpec:
-        return in_parts(self.model, shape.expert_tensor_parallel_size)
-
-    def _topology(self, shape: Shape) -> ClusterTopology:
+    def _run(self, shape: Shape, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
-        return ClusterTopology(
+        topology = ClusterTopology(
             hardware=self.hardware,
             ep_size=shape.expert_ranks,
             num_ep_groups=ranks // shape.expert_ranks,
             slices_per_dp_rank=shape.slices,
             ranks_per_node=min(self.ranks_per_node, shape.expert_ranks),
+        )
+        return TrainingRun(
+            model=in_parts(self.model, shape.expert_tensor_parallel_size), topology=topology, setting=setting
         )
 
     def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:
@@ -147,44 +147,36 @@ class ShapeTask:
         held = min(budget, int(self.lengths.sum()))
         for recompute in self.recompute:
             setting = replace(self.base, **named, recompute=recompute)
-            if self._room(shape, setting, held // shape.slices) >= (self.resident_slots or 0):
+            if self._room(self._run(shape, setting), held // shape.slices) >= (self.resident_slots or 0):
                 return setting
         return None
 
-    def _peak(self, shape: Shape, setting: StepSetting, tokens: int) -> int:
+    def _peak(self, run: TrainingRun, tokens: int) -> int:
         """Return the peak without resident slots."""
-        model, topology = self._model(shape), self._topology(shape)
-        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=max(1, tokens), sequence_length=1)
-        return batch.memory(topology, setting, buffers=self.buffers).peak_bytes
+        batch = BalancedBatch.of(run, tokens_per_rank=max(1, tokens), sequence_length=1)
+        return batch.memory(buffers=self.buffers).peak_bytes
 
-    def _slot_bytes(self, shape: Shape, setting: StepSetting) -> float:
-        model = self._model(shape)
-        return held_expert_bytes(model, setting) * model.num_moe_layers / setting.pipeline_model_parallel_size
-
-    def _room(self, shape: Shape, setting: StepSetting, tokens: int) -> float:
+    def _room(self, run: TrainingRun, tokens: int) -> float:
         """Return the resident slots for which memory is left; negative where the rest does not fit."""
         limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB
-        return (limit - self._peak(shape, setting, tokens)) / self._slot_bytes(shape, setting)
+        return (limit - self._peak(run, tokens)) / _slot_bytes(run)
 
     def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
         """Return what a step takes: balanced micro-batches, and how much longer those of these lengths are."""
-        topology, lengths, stages = self._topology(shape), self.lengths, setting.pipeline_model_parallel_size
-        model, slots = self._model(shape), self.resident_slots
+        run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots
+        topology, stages = run.topology, setting.pipeline_model_parallel_size
         ranks, core = topology.num_dp_ranks, native_core()
         per_rank = float(lengths.sum()) / topology.num_ranks
         held = min(budget / shape.slices, per_rank)
-        cost = cost_of_lengths(model, topology, setting, lengths, tokens_per_rank=held)
+        cost = cost_of_lengths(run, lengths, tokens_per_rank=held)
         layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is not None:
             layout = best_start(layout, cost, lengths, topology, core)
         count = len(np.unique(layout.micro_batch))
         # Attention grows with the square of a length: equal sequences of this length have as much of it per token.
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
-        batch = BalancedBatch.of(
-            model, topology, setting, tokens_per_rank=max(1, round(per_rank / count)),
-            sequence_length=max(1, round(squares)),
-        )  # fmt: skip
-        even = batch.step(topology, setting, num_micro_batches=count)
+        each = max(1, round(per_rank / count))
+        even = BalancedBatch.of(run, tokens_per_rank=each, sequence_length=max(1, round(squares))).step(count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
         work = float(cost.sequence_s.sum()) / ranks + cost.routed_token_s * per_rank
         fixed = cost.fixed_s + cost.routed_fixed_s
@@ -197,7 +189,7 @@ class ShapeTask:
         fullest = int(layout.rank_tokens(lengths).max()) // shape.slices
         # Inside one node no copy of a token crosses the network, and a resident copy has nothing to save.
         if slots is None:
-            slots = min(MOST_RESIDENT, int(self._room(shape, setting, fullest))) if topology.num_nodes > 1 else 0
+            slots = min(MOST_RESIDENT, int(self._room(run, fullest))) if topology.num_nodes > 1 else 0
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
@@ -205,9 +197,15 @@ class ShapeTask:
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
             resident_slots=slots,
-            peak_gib=(self._peak(shape, setting, fullest) + slots * self._slot_bytes(shape, setting)) / GIB,
+            peak_gib=(self._peak(run, fullest) + slots * _slot_bytes(run)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
+
+
+def _slot_bytes(run: TrainingRun) -> float:
+    """Return the bytes of one resident slot in every layer of a stage."""
+    model, setting = run.model, run.setting
+    return held_expert_bytes(model, setting) * model.num_moe_layers / setting.pipeline_model_parallel_size
 
 
 # Shapes with as many data-parallel ranks share a layout: the lengths as bytes, which can be a key.

@@ -9,8 +9,7 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.profiling import ranges
-from moe_rl.profiling.attribution import CATEGORIES, attribute, seconds_by_category, seconds_by_part
-from moe_rl.profiling.busy_time import busy_time
+from moe_rl.profiling.attribution import CATEGORIES, attribute, busy_time, seconds_by_category, seconds_by_part
 from moe_rl.profiling.chrome_trace import read_chrome_trace
 from moe_rl.profiling.comparison import compare, measured_parts
 from moe_rl.profiling.nsys_sqlite import read_nsys_sqlite

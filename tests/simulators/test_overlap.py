@@ -7,7 +7,7 @@ import pytest
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 
 def seconds(
@@ -20,8 +20,10 @@ def seconds(
         num_ep_groups=max(1, gpus // (ep_size * setting.pipeline_model_parallel_size)),
         ranks_per_node=min(ep_size, hardware.ranks_per_node),
     )
-    batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=tokens, sequence_length=4096)
-    return batch.step(topology, setting, num_micro_batches=micro_batches).step_time_s
+    batch = BalancedBatch.of(
+        TrainingRun(model=model, topology=topology, setting=setting), tokens_per_rank=tokens, sequence_length=4096
+    )
+    return batch.step(micro_batches).step_time_s
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])

@@ -17,7 +17,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step, rollout_of
 from moe_rl.simulators.rl_update import first_fit, trainer_seconds
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 MODEL, H100 = load_model("qwen3-30b-a3b").spec, load_cluster("h100")
 LENGTHS = np.random.default_rng(0).integers(200, 4000, 256)
@@ -223,10 +223,14 @@ SYNCS = {"qwen3-30b-a3b": (4.38, 15.76), "qwen3-235b-a22b": (23.70, 58.57)}
 def verl_step(mean_length: float) -> RlStep:
     setting = StepSetting(tensor_model_parallel_size=2, context_parallel_size=2, optimizer_offload_fraction=1.0)
     topology = ClusterTopology(hardware=H20, ep_size=8, num_ep_groups=16)
-    batch = BalancedBatch.of(VERL_MODEL, topology, setting, tokens_per_rank=5120, sequence_length=round(mean_length))
+    batch = BalancedBatch.of(
+        TrainingRun(model=VERL_MODEL, topology=topology, setting=setting),
+        tokens_per_rank=5120,
+        sequence_length=round(mean_length),
+    )
     updates, micro_batches = 4, round(8192 * mean_length / (5120 * 128 * 4))
     update, forward = (
-        batch.step(topology, one, num_micro_batches=micro_batches).step_time_s
+        replace(batch, setting=one).step(micro_batches).step_time_s
         for one in (setting, replace(setting, forward_only=True))
     )
     lengths = np.clip(np.random.default_rng(0).normal(mean_length, 0.6 * mean_length, 8192), 1, 8192)

@@ -18,7 +18,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep
 from moe_rl.simulators.pipeline import stage_layers
-from moe_rl.simulators.setting import CUDA_GRAPHS, RECOMPUTE_MODULES, StepSetting
+from moe_rl.simulators.setting import CUDA_GRAPHS, RECOMPUTE_MODULES, StepSetting, TrainingRun
 from moe_rl.simulators.whole_runs import WholeRun
 
 HOSTED = replace(HARDWARE, host_layer_ms=3.0, host_expert_ms=0.25, host_chunk_ms=2.0, step_fixed_s=0.2)
@@ -40,8 +40,10 @@ settings_of_runs = st.builds(
 
 def balanced(setting: StepSetting, *, tokens: int = 4096, micro_batches: int = 16, **hardware: float) -> BalancedStep:
     topology = ClusterTopology(hardware=replace(HOSTED, **hardware), ep_size=16)
-    batch = BalancedBatch.of(QWEN, topology, setting, tokens_per_rank=tokens, sequence_length=4096)
-    return batch.step(topology, setting, num_micro_batches=micro_batches)
+    batch = BalancedBatch.of(
+        TrainingRun(model=QWEN, topology=topology, setting=setting), tokens_per_rank=tokens, sequence_length=4096
+    )
+    return batch.step(micro_batches)
 
 
 def uneven(layers: int, *, stages: int, virtual: int, mtp: int = 0) -> tuple[float, ...]:
@@ -143,8 +145,10 @@ def test_dense_layers_shorten_the_first_stage_alone(virtual: int) -> None:
     busy = []
     for dense in (0, 1, 2):
         model = model_spec(num_experts=8, num_layers=16, top_k=2, moe_layer_ids=tuple(range(dense, 16)))
-        batch = BalancedBatch.of(model, topology, setting, tokens_per_rank=4096, sequence_length=4096)
-        parts = batch.step(topology, setting, num_micro_batches=4).breakdown_s
+        batch = BalancedBatch.of(
+            TrainingRun(model=model, topology=topology, setting=setting), tokens_per_rank=4096, sequence_length=4096
+        )
+        parts = batch.step(4).breakdown_s
         waits = ("pipeline_bubble", "pipeline_p2p", "grad_reduce", "param_gather", "step_fixed", "optimizer")
         busy.append(sum(seconds for name, seconds in parts.items() if name not in waits))
     assert busy == pytest.approx(busy[:1] * 3)
@@ -165,8 +169,10 @@ def test_a_heavy_last_stage_is_seen() -> None:
     setting = StepSetting(pipeline_model_parallel_size=4)
     topology = ClusterTopology(hardware=HOSTED, ep_size=16)
     large = replace(QWEN, vocab_size=10 * QWEN.vocab_size)
-    batch = BalancedBatch.of(large, topology, setting, tokens_per_rank=4096, sequence_length=4096)
-    step = batch.step(topology, setting, num_micro_batches=16)
+    batch = BalancedBatch.of(
+        TrainingRun(model=large, topology=topology, setting=setting), tokens_per_rank=4096, sequence_length=4096
+    )
+    step = batch.step(16)
     assert step.breakdown_s["pipeline_imbalance"] > balanced(setting).breakdown_s["pipeline_imbalance"] > 0
 
 
@@ -194,9 +200,9 @@ def run_of(**changes: object) -> WholeRun:
 
 
 def test_rows_may_say_graphs_in_a_phrase_and_nothing_in_their_name() -> None:
-    whole = run_of(cuda_graph="full_iteration + fused grouped MLP").setting
+    whole = run_of(cuda_graph="full_iteration + fused grouped MLP").batch.setting
     assert (whole.cuda_graph, whole.fused_grouped_mlp, whole.mtp_num_layers) == ("full_iteration", True, 0)
-    assert run_of(name="DeepSeekV3 (w/ MTP)").setting == run_of(name="DeepSeekV3 (w/o MTP)").setting
+    assert run_of(name="DeepSeekV3 (w/ MTP)").batch.setting == run_of(name="DeepSeekV3 (w/o MTP)").batch.setting
     with pytest.raises(InvalidInputError, match="has no 'ep_size'"):
         WholeRun.of({k: v for k, v in ROW.items() if k != "ep_size"}, lambda name: load_model(name).spec, load_cluster)
 

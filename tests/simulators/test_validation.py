@@ -12,9 +12,8 @@ from benchmarks.validate_model.result import ValidationResult, fit_logs
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.flops import flops_per_token
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.balanced import BalancedBatch, flops_per_token
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 pytestmark = pytest.mark.lengthy
 
@@ -94,8 +93,12 @@ def test_phi_falls_with_sequence_length_as_computed_apart(
     spec = replace(load_model(model).spec, vocab_size=1)
     for ep_size, expected in zip((8, 16, 32), phi, strict=True):
         topology, setting = ClusterTopology(hardware=STUDY_HARDWARE, ep_size=ep_size), StepSetting()
-        batch = BalancedBatch.of(spec, topology, setting, tokens_per_rank=8192, sequence_length=sequence_length)
-        step = batch.step(topology, setting, num_micro_batches=1)
+        batch = BalancedBatch.of(
+            TrainingRun(model=spec, topology=topology, setting=setting),
+            tokens_per_rank=8192,
+            sequence_length=sequence_length,
+        )
+        step = batch.step(1)
         assert step.phi == pytest.approx(expected, abs=0.006)
 
 

@@ -170,7 +170,8 @@ def test_the_faster_of_published_settings_wins() -> None:
     for same in runs.values():
         run = same[0]
         published = float(np.mean([other.tokens_per_s for other in same]))
-        machine = (run.model, run.cluster, run.topology.num_ranks * run.setting.pipeline_model_parallel_size)
+        gpus = run.batch.topology.num_ranks * run.batch.setting.pipeline_model_parallel_size
+        machine = (run.model, run.cluster, gpus)
         of_machine.setdefault(machine, []).append((published, _tuned_speed(run)))
     pairs = [pair for found in of_machine.values() for pair in itertools.combinations(found, 2)]
     telling = [(one, other) for one, other in pairs if abs(one[0] / other[0] - 1.0) > TELLING]
@@ -181,9 +182,10 @@ def test_the_faster_of_published_settings_wins() -> None:
 
 def _tuned_speed(run: WholeRun) -> float:
     """Return tokens/s/GPU as `tune` prices the setting of a published run: equal sequences, the run's micro-batches."""
-    setting, slices = run.setting, run.setting.tensor_model_parallel_size * run.setting.context_parallel_size
+    setting, topology = run.batch.setting, run.batch.topology
+    slices = setting.tensor_model_parallel_size * setting.context_parallel_size
     shape = Shape(
-        expert_model_parallel_size=run.topology.ep_size,
+        expert_model_parallel_size=topology.ep_size,
         tensor_model_parallel_size=setting.tensor_model_parallel_size,
         context_parallel_size=setting.context_parallel_size,
         pipeline_model_parallel_size=setting.pipeline_model_parallel_size,
@@ -191,10 +193,10 @@ def _tuned_speed(run: WholeRun) -> float:
         dispatcher=setting.dispatcher,
     )
     length, budget = run.batch.sequence_length, int(run.batch.work.tokens.mean()) * slices
-    count = run.topology.num_ranks // slices * run.num_micro_batches * max(1, budget // length)
+    count = topology.num_ranks // slices * run.num_micro_batches * max(1, budget // length)
     task = ShapeTask(
-        shapes=(shape,), model=run.batch.model, hardware=run.topology.hardware, base=setting,
-        lengths=np.full(count, length, np.int64), gpus=run.topology.num_ranks * setting.pipeline_model_parallel_size,
-        ranks_per_node=run.topology.hardware.ranks_per_node,
+        shapes=(shape,), model=run.batch.model, hardware=topology.hardware, base=setting,
+        lengths=np.full(count, length, np.int64), gpus=topology.num_ranks * setting.pipeline_model_parallel_size,
+        ranks_per_node=topology.hardware.ranks_per_node,
     )  # fmt: skip
     return task.priced(shape, setting, max(budget, length)).tokens_per_s_per_gpu
