@@ -35,7 +35,8 @@ class WaitSplit:
     @property
     def slowest_experts_s(self) -> float:
         """Sum over calls of the slowest rank's expert time, which is what the other ranks see of it."""
-        return sum(max(self._of_call(call)) for call in self._calls())
+        calls = {call for mine in self.experts_s for call in mine}
+        return sum(max(mine.get(call, 0.0) for mine in self.experts_s) for call in calls)
 
     @property
     def expert_loss_s(self) -> float:
@@ -53,12 +54,6 @@ class WaitSplit:
     @property
     def _mean_experts_s(self) -> float:
         return sum(sum(mine.values()) for mine in self.experts_s) / len(self.experts_s)
-
-    def _calls(self) -> set[Call]:
-        return {call for mine in self.experts_s for call in mine}
-
-    def _of_call(self, call: Call) -> list[float]:
-        return [mine.get(call, 0.0) for mine in self.experts_s]
 
 
 def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:

@@ -142,7 +142,11 @@ class StepPricing(TrainingRun):
         for base, layers in ((moe_base, moe_layers + prediction), (dense_base, dense_layers)):
             for name, seconds in base.items():
                 parts[name] = parts.get(name, 0.0) + layers * seconds
-        parts["head"] = (1 + prediction) * self._head(params, work)
+        heads = [
+            slowest_rank(head_parts(self.model, self.topology.hardware, backward=backward), work)["head"]
+            for backward, _ in self._phases(params)
+        ]
+        parts["head"] = (1 + prediction) * np.sum(heads, axis=0)
         parts["overlap"] = -grown * hidden.sum(axis=2)
         dense_launches = self._waits_for_host(params, _whole(dense_base), moe_layer=False)
         parts["host"] = grown * launches.sum(axis=2) + dense_layers * dense_launches
@@ -216,12 +220,6 @@ class StepPricing(TrainingRun):
     def _layer_parts(self, *, backward: bool, moe_layer: bool) -> Mapping[str, LinearTime]:
         hardware = self.topology.hardware
         return layer_parts(self.model, hardware, self.setting, backward=backward, moe_layer=moe_layer)
-
-    def _head(self, params: LayerCostParams, work: SourceWork) -> Floats:
-        hardware, phases = self.topology.hardware, self._phases(params)
-        seconds = [slowest_rank(head_parts(self.model, hardware, backward=phase), work)["head"] for phase, _ in phases]
-        total: Floats = np.sum(seconds, axis=0)
-        return total
 
 
 def _whole(parts: Mapping[str, Floats]) -> Floats:

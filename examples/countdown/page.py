@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
 from moe_rl.core.errors import require
 from moe_rl.report.colors import BASELINE_COLOR, SERIES
 from moe_rl.report.columns import chosen_columns
-from moe_rl.report.curves import Axes, Line, line_chart, line_sample
+from moe_rl.report.curves import SAMPLE_WIDTH, Axes, Line, draw_sample, line_chart
 from moe_rl.report.headline import headline
 from moe_rl.report.html import asset, environment, policy_rows
 from moe_rl.report.simulation import ReportData
+from moe_rl.report.svg import Svg
 from moe_rl.report.tables import figures_table
 from moe_rl.report.terminal import MAX_WIDTH
 
@@ -209,7 +211,7 @@ def render_training_html(report: TrainingReport) -> str:
             lines = {
                 one.name: Line(points=report.points(one.metric), color=one.color, dashed=one.dashed) for one in measured
             }
-            legend = {name: line_sample(line, name) for name, line in lines.items()}
+            legend = {name: _line_sample(line, name) for name, line in lines.items()}
             shown.append({"chart": chart, "legend": legend, "svg": line_chart(lines, chart.axes)})
     template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     return (
@@ -228,3 +230,10 @@ def render_training_html(report: TrainingReport) -> str:
 
 def _projection(report: ReportData) -> dict[str, object]:
     return {"headline": headline(report), "table": policy_rows(report, chosen_columns(report))}
+
+
+def _line_sample(line: Line, name: str) -> Markup:
+    """Return a small picture of how a line is drawn, for a legend beside the chart."""
+    svg = Svg(height=10, width=SAMPLE_WIDTH, label=f"how {name} is drawn")
+    draw_sample(svg, line, 0, 5)
+    return svg.markup()

@@ -19,7 +19,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.packing import packed_on_their_ranks
 from moe_rl.simulators.balanced import cost_of_lengths
-from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,8 @@ def packed_micro_batches(
     bins = bins_of(topology, by_rank=config.replica_slots == 0)
     if config.objective == "time":
         per_rank = tokens.sum() / topology.num_ranks / given.num_micro_batches
-        setting = step_setting(config, setting, forward_only=False)
-        cost = cost_of_lengths(model, topology, setting, tokens, tokens_per_rank=per_rank)
+        run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
+        cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)
         # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
         row_s = cost.routed_token_s / model.top_k / model.num_moe_layers / (ep_size // bins)
         work = np.rint(cost.sequence_s / row_s).astype(np.int64)

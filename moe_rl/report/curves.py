@@ -143,13 +143,6 @@ def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
     _draw_line(svg, line, [(x, y), (x + SAMPLE_WIDTH, y)], marked=[(x + SAMPLE_WIDTH / 2, y)])
 
 
-def line_sample(line: Line, name: str) -> Markup:
-    """Return a small picture of how a line is drawn, for a legend beside the chart."""
-    svg = Svg(height=10, width=SAMPLE_WIDTH, label=f"how {name} is drawn")
-    draw_sample(svg, line, 0, 5)
-    return svg.markup()
-
-
 def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[Point] | None = None) -> None:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dash = ";stroke-dasharray:5 4" if line.dashed else ""
