@@ -34,8 +34,6 @@ class ImportedTrace(TraceSource):
 
     importer: Importer
     options: ImportOptions
-    sample_names: tuple[str, ...] = ()
-    """Name of every sequence, by its sample_id."""
     group_numbers: dict[str | int, int] = field(default_factory=dict)
     """group_id of every prompt group that the file names."""
 
@@ -139,12 +137,11 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
         top_k=survey.top_k,
         moe_layer_ids=layer_ids,
         steps=tuple(survey.steps),
-        num_sequences=len(survey.names),
+        num_sequences=survey.num_sequences,
         num_tokens=survey.num_tokens,
         model=options.model,
         provenance=options.provenance or importer.provenance,
         inferred_fields=inferred,
-        sample_names=tuple(survey.names),
         group_numbers=survey.groups,
     )
 
@@ -156,10 +153,9 @@ class _Survey:
         self.layer_ids: tuple[int, ...] | None = None
         self.top_k = 0
         self.highest_id = 0
-        self.num_tokens = self.num_routed = 0
+        self.num_sequences = self.num_tokens = self.num_routed = 0
         self.captured: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.steps: dict[int, None] = {}
-        self.names: list[str] = []
         self.groups: dict[str | int, int] = {}
         self._rows: Counter[bytes] = Counter()
 
@@ -187,7 +183,7 @@ class _Survey:
         self.num_tokens += len(ids)
         # A dictionary keeps the recorded order, which a set would lose.
         self.steps[record.step] = None
-        self.names.append(record.name)
+        self.num_sequences += 1
         if record.group is not None:
             self.groups.setdefault(record.group, len(self.groups))
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from rollouts import Rollout, assert_routes, make_rollout, rollouts
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.replay import ImportOptions, open_source
+from moe_rl.replay import ImportOptions, open_source, recorded_sequences
 
 
 @given(rollout=rollouts())
@@ -28,7 +28,8 @@ def test_npz_rows_are_all_routes(rollout: Rollout) -> None:
         trace = source.load()
         assert trace.valid.all()
         np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
-        assert source.sample_names == tuple(f"suite|c{i}|True_False" for i in range(len(rollout.sequences)))
+        names = [record.name for record in recorded_sequences(path)]
+        assert names == [f"suite|c{i}|True_False" for i in range(len(rollout.sequences))]
         assert len(set(trace.group_id.tolist())) == len(rollout.sequences)
 
 
@@ -54,7 +55,7 @@ def test_the_development_trace_is_read_as_documented(dev_trace_path: Path) -> No
     assert (source.num_experts, source.top_k, source.moe_layer_ids) == (32, 4, tuple(range(24)))
     assert source.inferred_fields == ("num_experts",)
     with np.load(dev_trace_path) as arrays:
-        assert source.sample_names == tuple(arrays)
+        assert [record.name for record in recorded_sequences(dev_trace_path)] == list(arrays)
         np.testing.assert_array_equal(source.load().routed_experts, np.concatenate([arrays[key] for key in arrays]))
 
 
