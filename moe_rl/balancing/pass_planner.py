@@ -539,9 +539,9 @@ def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
     )
 
 
-def moved_since(planned: PlannedPass, placement: ExpertPlacement) -> Misfit | None:
-    """Return a misfit where experts are elsewhere than when the pass was planned."""
-    if same_places(planned.here.placement, placement):
+def moved_since(planned: PlannedPass, placement: ExpertPlacement, layers: Sequence[int]) -> Misfit | None:
+    """Return a misfit where experts of these layers are elsewhere than where the pass was planned for."""
+    if same_places(planned.here.placement.of_layers(layers), placement.of_layers(layers)):
         return None
     return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
 

@@ -55,6 +55,8 @@ class _Prepared(Generic[Tables]):
 
     planned: list[Future[tuple[PlannedPass, Tables]]]
     """Of consecutive micro-batches: the first ones are ready first."""
+    homes: Future[PlannedPass] | None
+    """Where the experts move before it; None where they stay."""
     num_micro_batches: int | None
     """M, where it is known before planning."""
     forward_only: bool
@@ -308,8 +310,9 @@ class PassCycle(ABC, Generic[Tables]):
         """Start to plan a pass, and to build its tables, beside whatever runs, and return at once.
 
         The arguments are those of `begin_pass`, which takes prepared passes in their order, without arguments. Routes
-        on a device are copied in the order of its stream. Experts must not move in between: a pass that was prepared
-        for another placement runs without replicas.
+        on a device are copied in the order of its stream. An update is planned for the homes that the balancer is about
+        to choose by itself. Experts must not move otherwise: a pass that was prepared for another placement runs
+        without replicas.
         """
         if num_micro_batches is not None:
             require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
@@ -335,14 +338,27 @@ class PassCycle(ABC, Generic[Tables]):
             parts = [slice(1), slice(1, None)]  # the second is planned while the first one's micro-batch runs
         read = None if read is None else cache(read)
         planned: list[Future[tuple[PlannedPass, Tables]]] = []
+        homes = None if forward_only else self._proposed
         for part in parts:
             before = planned[-1] if planned else None
-            planned.append(self._thread.submit(self._prepare, request, _part_of(read, part), routes, last, before))
+            planned.append(
+                self._thread.submit(self._prepare, request, _part_of(read, part), routes, last, before, homes)
+            )
         counter = None
         if tokens is not None:
             counter = RouteCounter(tokens, self._known.shape, self._device)
-        prepared = _Prepared(planned=planned, num_micro_batches=count, forward_only=forward_only, counter=counter)
-        self._prepared.append(prepared)
+        self._prepared.append(
+            _Prepared(planned=planned, homes=homes, num_micro_batches=count, forward_only=forward_only, counter=counter)
+        )
+
+    @property
+    def searches_homes(self) -> bool:
+        """Whether experts may move when the next update begins."""
+        return self._proposed is not None
+
+    def drop_prepared(self) -> None:
+        """Forget the passes that were prepared: others come."""
+        self._prepared.clear()  # what the thread has begun runs on, on all ranks alike
 
     def begin_pass(
         self,
@@ -373,7 +389,8 @@ class PassCycle(ABC, Generic[Tables]):
         rank, whichever it was.
         """
         self._require_ready()
-        if not (self._prepared or forward_only):
+        # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
+        if self._prepared[0].homes is self._proposed if self._prepared else not forward_only:
             self._rearrange()
         told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
         if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
@@ -384,7 +401,7 @@ class PassCycle(ABC, Generic[Tables]):
         with ranges.range("plan"):
             planned, tables = prepared.planned[0].result()
         plan_wait_s = time.perf_counter() - started
-        planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement))
+        planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement, self._planner.layers))
         if planned.misfit is not None:
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
         later = prepared.planned[1:]
@@ -517,10 +534,13 @@ class PassCycle(ABC, Generic[Tables]):
         routes: Routes | None,
         last: PlannedPass | None,
         before: Future[Any] | None,
+        homes: Future[PlannedPass] | None,
     ) -> tuple[PlannedPass, Tables]:
         """Plan a pass and build its tables; runs on the thread, on all ranks alike, and raises on all of them."""
         if before is not None:
             before.result()  # where the part before failed, other ranks may not come here
+        if homes is not None:  # chosen on this thread before; `begin_pass` moves the experts there
+            request = replace(request, placement=homes.result().plan.placement)
         started = time.thread_time()
         planned = self._planner.plan_pass(request, read)
         if last is not None and last.plan is request.plan and planned.misfit is None:

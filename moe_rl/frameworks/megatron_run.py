@@ -195,23 +195,23 @@ class MegatronRun:
     def around(
         self,
         call: Callable[[], Any],
-        known: Mapping[str, Any],
+        known: Mapping[str, Any] | None,
         *,
         forward_only: bool,
         keys: Sequence[MicroBatchKeys] | None = None,
     ) -> Any:
         """Return what `call`, a `forward_backward_func` call, returned; `last_metrics` are those of the pass.
 
-        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan. `keys` of
-        the micro-batches are for the router shift, where there is one.
+        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan, with None
+        that of the pass that is prepared. `keys` of the micro-batches are for the router shift, where there is one.
         """
         if self.router_shift is not None and keys is not None:
             call = partial(self.router_shift.around, call, keys, forward_only=forward_only)
         # A pass of which nothing is known, such as a reference model's, runs as the framework left it.
-        planned = self.balancer if known else None
+        planned = self.balancer if known or known is None else None
         self.last_metrics = {}
         if planned is not None:
-            planned.begin_pass(**known, forward_only=forward_only)
+            planned.begin_pass(**known or {}, forward_only=forward_only)
         if self._recorder is not None and not forward_only:
             with self._recorder.step(self._steps):
                 result = call()

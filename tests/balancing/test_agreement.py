@@ -44,8 +44,8 @@ def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> No
     for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(3), plan=given.plan)):
         assert one.misfit is not None
         assert one.misfit.kind == "placement"
-    assert moved_since(given, placement_with(2)) is None
-    assert moved_since(given, placement_with(3)) is not None
+    assert moved_since(given, placement_with(2), [0, 1]) is None
+    assert moved_since(given, placement_with(3), [0, 1]) is not None
 
 
 def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:

@@ -27,7 +27,7 @@ from moe_rl.frameworks.verl.contract import FRAMEWORK
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 RUNS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
-"""First model chunk of an engine -> its engine and its `MegatronRun`."""
+"""First model chunk of an engine -> its engine, its `MegatronRun` and its `LookAhead`."""
 UPDATE: "ContextVar[Any]" = ContextVar("moe_rl_verl_update", default=None)
 """The engine that forms the micro-batches of an update."""
 
@@ -39,6 +39,10 @@ def install_when_imported(settings: Settings) -> None:
 
 def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
     """Wrap the engine's methods and return what undoes it; `module` is verl's `transformer_impl`."""
+    from verl.utils import tensordict_utils
+
+    from moe_rl.frameworks.verl.ahead import iterated
+
     engine, home = module.MegatronEngine, functools.partial(_at_home, module=module)
     undo = [
         wrap(module, "get_forward_backward_func", _planned_schedules),
@@ -51,6 +55,7 @@ def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
         wrap(engine, "get_per_tensor_param_shard", _exported),
         wrap(engine, "save_checkpoint", home),
         wrap(engine, "load_checkpoint", home),
+        wrap(tensordict_utils, "make_iterator", iterated),
     ]
 
     def uninstall() -> None:
@@ -73,6 +78,7 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
     """
     from moe_rl.frameworks.megatron_run import MegatronRun
     from moe_rl.frameworks.router_shift import RouterShiftRun
+    from moe_rl.frameworks.verl.ahead import LookAhead
 
     optimizer = original(self, *args, **kwargs)
     if optimizer is not None and not getattr(self, "is_value_model", False):
@@ -87,7 +93,7 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
                 found = getattr(self.engine_config, name, wanted)
                 require(found == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
             run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
-        RUNS[self.module[0]] = self, run
+        RUNS[self.module[0]] = self, run, LookAhead()
     return optimizer
 
 
@@ -96,11 +102,15 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
 
     @functools.wraps(function)
     def planned(**kwargs: Any) -> Any:
-        engine, run = RUNS.get(kwargs["model"][0], (None, None))
+        engine, run, ahead = RUNS.get(kwargs["model"][0], (None, None, None))
         if run is None or (run.balancer is None and run.router_shift is None):
             return function(**kwargs)
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-        known = {} if run.balancer is None else _known(micro_batches, engine, run.balancer.model)
+        known: dict[str, Any] | None = None  # the pass that is prepared
+        if run.balancer is None:
+            known = {}
+        elif ahead.prepared is None:
+            known = _known(micro_batches, engine, run.balancer.model)
         shift, forward_only = run.router_shift, kwargs["forward_only"]
         keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
         return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
@@ -112,9 +122,11 @@ def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: 
     """Let an update's sequences change their micro-batch where verl's own are dynamic."""
     from verl.utils.tensordict_utils import get_non_tensor_data, index_select_tensor_dict
 
-    micro_batches, indices = original(data, *args, **kwargs)
     engine = UPDATE.get()
-    run = None if engine is None else _run_of(engine)
+    _, run, ahead = (None, None, None) if engine is None else RUNS.get(engine.module[0], (None, None, None))
+    if ahead is not None and ahead.prepared is data and ahead.indices is not None:
+        return [index_select_tensor_dict(data, each) for each in ahead.indices], ahead.indices
+    micro_batches, indices = original(data, *args, **kwargs)
     grouped = get_non_tensor_data(data, "force_group_size", 1) > 1
     if run is None or not run.packs or indices is None or len(indices) == 1 or grouped:
         return micro_batches, indices
@@ -199,28 +211,50 @@ def _packed(sequences: list[Any], micro_batch: Any, engine: Any) -> Any:
 def _reported(
     original: Callable[..., Any], self: Any, data: Any, loss_function: Any, forward_only: bool = False
 ) -> Any:
-    """Let verl cut an update to micro-batches that fit, and put the pass's metrics beside verl's, where verl has some:
-    on the last pipeline stage."""
+    """Let verl cut an update to micro-batches that fit, plan the update after it beside what runs until then, and put
+    the pass's metrics beside verl's, where verl has some: on the last pipeline stage."""
     from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
 
     run, told, config = _run_of(self), functools.partial(get_non_tensor_data, data), self.engine_config
-    if run is None or forward_only:
+    if run is None:
         return original(self, data, loss_function, forward_only=forward_only)
-    limit = told("max_token_len_per_gpu", None) if told("use_dynamic_bsz", True) else None
+    limit = None
+    if not forward_only and told("use_dynamic_bsz", True):
+        limit = told("max_token_len_per_gpu", None)
     if limit is not None and told("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
         longest = -(-max(map(len, data["input_ids"].unbind())) // config.context_parallel_size)
         assign_non_tensor(data, max_token_len_per_gpu=run.micro_batch_limit(limit, longest))
-    updates = UPDATE.set(self)
+    ahead = RUNS[self.module[0]][2]
+    if ahead.prepared is not None and not ahead.comes(data, forward_only=forward_only):
+        run.balancer.drop_prepared()
+    updates = UPDATE.set(None if forward_only else self)
     try:
         output = original(self, data, loss_function, forward_only=forward_only)
     finally:
         UPDATE.reset(updates)
+    _look_ahead(data, self, run, ahead, forward_only=forward_only)
     if limit is not None:
         assign_non_tensor(data, max_token_len_per_gpu=limit)
-    if output.get("metrics") is not None:
+    if output.get("metrics") is not None and not forward_only:
         # verl's worker chains the lists of the data-parallel ranks, and raises for a number.
         output["metrics"].update({name: [value] for name, value in run.last_metrics.items()})
     return output
+
+
+def _look_ahead(data: Any, engine: Any, run: Any, ahead: Any, *, forward_only: bool) -> None:
+    """Let the update after the pass that has run be planned beside whatever runs until it comes; a collective."""
+    ahead.prepared = None
+    # Rows of a dynamic context-parallel group are cut by another scheduler; buffers of one size want replayed routes.
+    if run.balancer is None or engine.engine_config.dynamic_context_parallel or run.balancer.config.static_rows:
+        return
+    # Sequences change their micro-batch by where the experts will be, which is not known while homes are searched.
+    if run.packs and run.balancer.searches_homes:
+        return
+    updates = UPDATE.set(engine)
+    micro_batches = ahead.after(data, engine, forward_only=forward_only)
+    UPDATE.reset(updates)
+    if micro_batches is not None:
+        run.balancer.prepare(**_known(micro_batches, engine, run.balancer.model))
 
 
 def _weighed(

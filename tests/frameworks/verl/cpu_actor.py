@@ -33,7 +33,8 @@ class CpuActor(engine_workers.ActorRolloutRefWorker):
     def init_model(self) -> None:
         import verl_on_cpu
 
-        self.replaced = contextlib.ExitStack()
+        self.replaced, self.prepared = contextlib.ExitStack(), list[bool]()
+        self.replaced.enter_context(verl_on_cpu.noting_prepared(self.prepared))
         self.replaced.enter_context(verl_on_cpu.verl_on_cpu())
         self.replaced.enter_context(verl_on_cpu.host_beside_device())
         torch.distributed.init_process_group("gloo")  # verl asks for one backend of the CPU and one of the device
@@ -63,6 +64,7 @@ class CpuActor(engine_workers.ActorRolloutRefWorker):
             "parameters": sum(each.param_data.untyped_storage().size() for each in parameters),
             "buffers": balancer.transport.buffers.weights.numel() if balancer else 0,
             "ranks_per_node": balancer.config.ranks_per_node if balancer else 0,
+            "prepared": self.prepared,
             "woken": self.rollout.woken,
             "weights": self.rollout.weights,
         }

@@ -28,7 +28,7 @@ def test_two_workers_are_balanced_by_a_variable_of_the_driver(ray_cluster: Any, 
     )
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
     plain, balanced = (json.loads(result.read_text())[name] for name in ("plain", "balanced"))
-    for own, ours in zip(plain["steps"], balanced["steps"], strict=True):
+    for passes, own, ours in zip((3, 6), plain["steps"], balanced["steps"], strict=True):
         assert ours["log_probs"] == own["log_probs"]
         for name in ("actor/loss", "actor/pg_loss"):
             assert ours["metrics"][name] == own["metrics"][name], name
@@ -46,6 +46,9 @@ def test_two_workers_are_balanced_by_a_variable_of_the_driver(ray_cluster: Any, 
         # What update_weights has put away is away, ours with verl's.
         assert [worker["parameters"] for worker in ours["workers"]] == [0, 0]
         assert [worker["buffers"] for worker in ours["workers"]] == [0, 0]
+        # Log-prob passes are not foretold, nor a rollout's first update where sequences are packed and homes searched.
+        prepared = [False, False, True, False, False, True][:passes]
+        assert [worker["prepared"] for worker in ours["workers"]] == [prepared] * 2
     for worker in balanced["awake"]:
         assert worker["ranks_per_node"] == 2, "read from the hosts"
         assert worker["parameters"] > 0

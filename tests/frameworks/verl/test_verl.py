@@ -76,6 +76,7 @@ def four_ranks(case: str, *values: Any) -> Any:
     ("case", "most", "source"),
     [
         four_ranks("without_replay", 1.02, "log-probs"),  # objective time
+        four_ranks("reversed_rollouts", 1.02, "log-probs"),
         four_ranks("copies_that_stay", 1.05, "log-probs"),
         four_ranks("homes_that_move", 1.02, "log-probs"),
         four_ranks("without_log_probs", 1.15, "history"),
@@ -103,6 +104,9 @@ def test_updates_are_balanced_by_one_variable(case: str, most: float, source: st
             if source != "history":
                 assert metrics["moe_rl/imbalance"] == pytest.approx(metrics["moe_rl/predicted_imbalance"], abs=0.01)
         assert balanced["moved"] > 0
+        # Before a run's first update nobody knows how verl cuts a rollout; without log-probs none is foretold.
+        unknown = {"without_log_probs": [0, 4], "reversed_rollouts": [0, 4]}.get(case, [0])
+        assert [index for index, known in enumerate(balanced["prepared"]) if not known] == unknown
 
 
 @pytest.mark.multi_rank(world_size=4, case="recipe_cases.replayed", launch="recipe")

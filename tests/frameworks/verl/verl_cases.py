@@ -15,7 +15,8 @@ import verl_on_cpu
 from lora_cases import adapted
 from megatron.core import parallel_state
 from plan_path_cases import SLOW, copies_sent
-from verl.utils.tensordict_utils import assign_non_tensor, index_select_tensor_dict, make_iterator
+from verl.utils import tensordict_utils
+from verl.utils.tensordict_utils import assign_non_tensor, index_select_tensor_dict
 from verl_on_cpu import TOP_K, batch, engine, impl, loss
 
 import moe_rl
@@ -165,6 +166,7 @@ def rollouts(
     told: dict[str, str] | None = None,
     log_prob_pass: bool = True,
     mini_batches: int = MINI_BATCHES,
+    reverses: Callable[[int, int], bool] = lambda step, rank: False,
     yardstick: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
@@ -172,16 +174,17 @@ def rollouts(
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
     experts of a test weigh what real ones do. Micro-batches are verl's own, so that sums are taken in verl's order.
-    `yardstick`: plain once more, with smaller micro-batches.
+    `yardstick`: plain once more, with smaller micro-batches. The driver may reverse a rank's rollout between the two.
     """
     given = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | OF_TEST | (told or {}))
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
     weights: list[dict[str, torch.Tensor]] = []
+    rank = torch.distributed.get_rank()
 
     def run(built: Any, limit: int = 120) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        metrics, found, flips, sent = [], [], [], []
+        metrics, found, flips, sent, prepared = [], [], [], [], []
         for step in range(ROLLOUTS):
             sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
             budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 400, "enable_routing_replay": replays}
@@ -189,11 +192,16 @@ def rollouts(
             if log_prob_pass:
                 output = log_probs(built, data)
                 found += [output["log_probs"].values().double().sum().item()] if output else []
-            parts = make_iterator(data, SEQUENCES // mini_batches, 1, seed=step, dataloader_kwargs={"shuffle": True})
+            if reverses(step, rank):
+                data = index_select_tensor_dict(data, list(range(SEQUENCES))[::-1])
+            seed = 7 + built.get_data_parallel_rank()  # the same in every rollout, as verl's worker has it
+            shuffled = {"seed": seed, "dataloader_kwargs": {"shuffle": True}}
+            parts = tensordict_utils.make_iterator(data, SEQUENCES // mini_batches, 1, **shuffled)
             for mini in parts:
                 assign_non_tensor(mini, max_token_len_per_gpu=limit, global_batch_size=4 * len(mini))
                 learn = patch.object(KnownRoutes, "learn", counting_flips(flips))
-                with built.train_mode(), learn, copies_sent(deduplicated=False) as copies:
+                noted = verl_on_cpu.noting_prepared(prepared)
+                with built.train_mode(), learn, noted, copies_sent(deduplicated=False) as copies:
                     output = built.train_batch(mini, loss).get("metrics", {})
                 sent.append(sum(copies) / num_layers / sum(sizes) * mini_batches)
                 for name, values in curve.items():
@@ -205,7 +213,14 @@ def rollouts(
             run_of.balancer._learned.result()
             if given is not None and given.record is not None:
                 run_of._recorder.close()
-        said = {"curve": curve, "metrics": metrics, "log_probs": found, "flips": flips, "sent": sent}
+        said = {
+            "curve": curve,
+            "metrics": metrics,
+            "log_probs": found,
+            "flips": flips,
+            "sent": sent,
+            "prepared": prepared,
+        }
         return said | moved(built)
 
     results = both_ways(run, given=given, **build)
@@ -266,6 +281,11 @@ MOVES_ARE_FREE = {"MOE_RL_OBJECTIVE": "imbalance"}
 
 def without_replay() -> dict[str, Any]:
     return rollouts()
+
+
+def reversed_rollouts() -> dict[str, Any]:
+    """What the driver hands to the update is not what the log-prob pass had, in the second rollout and on one rank."""
+    return rollouts(reverses=lambda step, rank: (step, rank) == (1, 2))
 
 
 def copies_that_stay() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import tensordict_utils
 
+from moe_rl.megatron import Balancer
 from moe_rl.megatron.on_cpu import cpu_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
@@ -277,6 +278,17 @@ def host_beside_device() -> Iterator[None]:
         patch.object(torch, "empty", pageable),
     ):
         yield
+
+
+def noting_prepared(prepared: list[bool]) -> Any:
+    """Notes of every pass that is planned whether it had been prepared before it came."""
+    begin = Balancer.begin_pass
+
+    def begin_pass(self: Balancer, **known: Any) -> Any:
+        prepared.append(set(known) == {"forward_only"})
+        return begin(self, **known)
+
+    return patch.object(Balancer, "begin_pass", begin_pass)
 
 
 def fill(built: Any, common: float = 0.0) -> None:
