@@ -86,7 +86,7 @@ class BalancedBatch(TrainingRun):
         pricing = StepPricing.without_windows(self)
         pricing = replace(pricing, passes=pricing.passes[:1])
         seconds = pricing.seconds(self.rows, self.work, micro_batches=num_micro_batches)
-        once = {name: float(part[0, 0]) for name, part in seconds.parts.items()}
+        once = {name: float(part[0, 0]) for name, part in seconds.items()}
         tokens = float(self.work.tokens.mean())
         parts = {name: seconds * num_micro_batches for name, seconds in once.items()}
         breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
@@ -122,7 +122,7 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
     def routed_s(tokens: int) -> float:
         batch = BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=1)
         # Of 8 micro-batches seven have a backward beside their forward, which is what overlap hides under.
-        parts = pricing.seconds(batch.rows, batch.work, micro_batches=8).parts
+        parts = pricing.seconds(batch.rows, batch.work, micro_batches=8)
         return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
 
     half, whole = routed_s(mean // 2), routed_s(mean)

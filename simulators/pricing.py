@@ -24,22 +24,6 @@ ROUTED_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSeconds:
-    """Seconds by part of every micro-batch through all layers, and of the routed experts by layer."""
-
-    parts: Mapping[str, Floats]
-    """[G, M] for every key of `BREAKDOWN_PARTS`."""
-    moe: Floats
-    """[G, M, L] of which the routed experts, by MoE layer."""
-
-    @property
-    def micro_batch(self) -> Floats:
-        """[G, M] sum of the parts."""
-        total: Floats = np.sum(list(self.parts.values()), axis=0)
-        return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPricing(TrainingRun):
     """Prices a step of a run, for any destination of its rows; its topology has the setting's perturbation applied."""
 
@@ -69,7 +53,7 @@ class StepPricing(TrainingRun):
         def with_windows(params: LayerCostParams) -> LayerCostParams:
             if not running.any():
                 return replace(params, prefetch_hidden_s=0.0, replica_hidden_s=0.0)
-            before = _whole(blind._layer_base(params, work, moe_layer=True))[running].mean()
+            before = whole(blind._layer_base(params, work, moe_layer=True))[running].mean()
             products = layer_time(params, rows).expert_gemm_s.mean(axis=2)[running].mean()
             return replace(params, prefetch_hidden_s=float(before + products), replica_hidden_s=float(before))
 
@@ -114,26 +98,29 @@ class StepPricing(TrainingRun):
             return count_visits(rows, plan, load, self.topology)
         return Destinations.of_alike_sources(rows, self.topology)
 
-    def seconds(self, rows: LayerRows, work: SourceWork, *, micro_batches: int | None = None) -> StepSeconds:
-        """Return the seconds of all passes; `micro_batches` of the step where `work` holds one that stands for all."""
+    def seconds(self, rows: LayerRows, work: SourceWork, *, micro_batches: int | None = None) -> dict[str, Floats]:
+        """Return [G, M] seconds of all passes through all layers by part, for every key of `BREAKDOWN_PARTS`.
+
+        `micro_batches` are those of the step where `work` holds one that stands for all.
+        """
         running = (work.tokens.sum(axis=2) > 0).sum(axis=1, keepdims=True)[..., None]
         steady = steady_share(self.setting, running if micro_batches is None else micro_batches)
-        passes = [self._pass_seconds(params, rows, work, steady) for params in self.passes]
         parts = {name: np.zeros(work.tokens.shape[:2]) for name in BREAKDOWN_PARTS}
-        for one in passes:
-            for name, seconds in one.parts.items():
+        for params in self.passes:
+            for name, seconds in self._pass_seconds(params, rows, work, steady).items():
                 parts[name] = parts[name] + seconds
-        return StepSeconds(parts=parts, moe=np.sum([one.moe for one in passes], axis=0))
+        return parts
 
-    def _pass_seconds(self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady: Floats) -> StepSeconds:
+    def _pass_seconds(
+        self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady: Floats
+    ) -> dict[str, Floats]:
         running = (work.tokens.sum(axis=2) > 0)[:, :, None]
         time = layer_time(params, rows)
         routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
-        moe = np.sum(list(routed.values()), axis=0)
         moe_base = self._layer_base(params, work, moe_layer=True)
         dense_base = self._layer_base(params, work, moe_layer=False)
         hidden = self._hidden(params, routed, moe_base, steady)
-        launches = self._waits_for_host(params, _whole(moe_base)[:, :, None] + moe - hidden, moe_layer=True)
+        launches = self._waits_for_host(params, whole(moe_base)[:, :, None] + whole(routed) - hidden, moe_layer=True)
         moe_layers, dense_layers = self.model.num_moe_layers, self.model.num_layers - self.model.num_moe_layers
         # A layer of multi-token prediction is priced as the mean MoE layer.
         prediction = self._prediction_layers(params)
@@ -148,9 +135,9 @@ class StepPricing(TrainingRun):
         ]
         parts["head"] = (1 + prediction) * np.sum(heads, axis=0)
         parts["overlap"] = -grown * hidden.sum(axis=2)
-        dense_launches = self._waits_for_host(params, _whole(dense_base), moe_layer=False)
+        dense_launches = self._waits_for_host(params, whole(dense_base), moe_layer=False)
         parts["host"] = grown * launches.sum(axis=2) + dense_layers * dense_launches
-        return StepSeconds(parts=parts, moe=moe)
+        return parts
 
     def _waits_for_host(self, params: LayerCostParams, device: Floats, *, moe_layer: bool) -> Floats:
         """Return what a layer takes beyond its `device` seconds because the host launches no faster.
@@ -184,7 +171,7 @@ class StepPricing(TrainingRun):
         """
         all_to_all = routed["all_to_all"]
         if self.setting.overlap_all_to_all and params.backward_passes > 0:
-            computation = _whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
+            computation = whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
             exposed = exposed_time(all_to_all, computation, self.setting.software.overlap_left)
             beside: Floats = steady * (all_to_all - exposed)
             return beside
@@ -222,6 +209,7 @@ class StepPricing(TrainingRun):
         return layer_parts(self.model, hardware, self.setting, backward=backward, moe_layer=moe_layer)
 
 
-def _whole(parts: Mapping[str, Floats]) -> Floats:
+def whole(parts: Mapping[str, Floats]) -> Floats:
+    """Return the sum of the parts."""
     total: Floats = np.sum(list(parts.values()), axis=0)
     return total

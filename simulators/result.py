@@ -55,8 +55,6 @@ class PolicyResult:
     """[G, M, L, P] rows of every rank; the bound `ideal` has P = 1, the mean."""
     micro_batch_s: Floats
     """[G, M] time of every micro-batch through all layers, before pipelining."""
-    moe_s: Floats
-    """[G, M, L] the routed-expert part of every layer: GEMM, all-to-all and replicas."""
     group: int
     """EP group that is slowest and whose parts the breakdown shows."""
     memory: MemoryForecast

@@ -26,7 +26,7 @@ from moe_rl.simulators.base_time import SourceWork
 from moe_rl.simulators.memory import forecast_memory
 from moe_rl.simulators.movement import STEP_PARTS, moved_bytes, movement_time, once_per_step
 from moe_rl.simulators.pipeline import pipelined
-from moe_rl.simulators.pricing import StepPricing, TrainingStep
+from moe_rl.simulators.pricing import StepPricing, TrainingStep, whole
 from moe_rl.simulators.result import IMBALANCE_PARTS, PolicyResult, SimulationConditions, SimulationResult
 from moe_rl.simulators.rows import fewest_rows
 
@@ -190,11 +190,11 @@ def _timed(
     """
     rows, seconds = found.rows, pricing.seconds(found.rows, work)
     topology = pricing.topology
-    micro_batch_s = seconds.micro_batch
+    micro_batch_s = whole(seconds)
     running = (micro_batch_s > 0).sum(axis=1).tolist()
     groups = []
     for group, count in enumerate(running):
-        parts = {name: float(part[group].sum()) for name, part in seconds.parts.items()}
+        parts = {name: float(part[group].sum()) for name, part in seconds.items()}
         tokens = float(work.tokens[group].mean(axis=1).sum()) / max(1, count)
         groups.append(pipelined(pricing, parts, tokens=tokens, micro_batches=count))
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
@@ -225,7 +225,6 @@ def _timed(
         visit_difference=found.difference,
         rank_load=rows.rows,
         micro_batch_s=micro_batch_s,
-        moe_s=seconds.moe,
         group=group,
         tokens=round(tokens),
     )

@@ -171,5 +171,5 @@ class _Price:
             cross_node_replicas=np.zeros((1, *q.shape[:2])),
         )
         # The study has every forward beside a backward, as in a step without a first micro-batch.
-        seconds = self.pricing.seconds(at, self.work, micro_batches=STEADY).micro_batch.sum()
+        seconds = sum(part.sum() for part in self.pricing.seconds(at, self.work, micro_batches=STEADY).values())
         return float((rows.max(axis=2) / rows.mean(axis=2)).mean()), float(seconds)

@@ -20,7 +20,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.visits import count_rows
 from moe_rl.simulators.base_time import attention_squares
 from moe_rl.simulators.movement import STEP_PARTS
-from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.pricing import ROUTED_PARTS, TrainingStep
 from moe_rl.simulators.rows import fewest_rows, uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for, simulate_policies
@@ -371,7 +371,8 @@ def test_planners_get_the_constants_that_the_simulator_uses() -> None:
     )
     for name, plan in case.plans.items():
         rows = rows_of_plan(plan, case.load, topology, tile_rows=params.gemm_tile_rows)
-        assert layer_time(params, rows).total_s.sum() == pytest.approx(result.policies[name].moe_s.sum())
+        parts = result.policies[name].prediction.breakdown_s
+        assert layer_time(params, rows).total_s.sum() == pytest.approx(sum(parts[part] for part in ROUTED_PARTS))
 
 
 def test_a_policy_that_repacks_needs_its_own_load() -> None:
