@@ -1,4 +1,4 @@
-"""Measuring what runs: recordings attributed to the parts of a step, and cluster constants fitted to measurements.
+"""Measurements of a run: recordings attributed to the parts of a step, and cluster constants fitted to measurements.
 
     runs = read_recordings([Path("rank0.json"), Path("rank1.json")])        # torch.profiler or nsys, rank -> run
     attributed = [attribute(run) for run in runs.values()]

@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributedWork:
-    """A piece of work with the category it counts for and, where a range told, what it belongs to."""
+    """A piece of work with its category and, where a range covers it, its layer, micro-batch and phase."""
 
     work: Work
     category: str
@@ -196,7 +196,7 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the seconds that the union of intervals in microseconds covers."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
-        # Sorted by start: only what lies behind `reached` is new.
+        # Intervals are sorted by start: only the part behind `reached` is new.
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered * 1e-6

@@ -58,7 +58,7 @@ class GroupError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationResult:
-    """Fitted constants and how well they explain what they were and were not fitted on."""
+    """Fitted constants, and their errors on measurements inside and outside the fit."""
 
     hardware: HardwareSpec
     constants: tuple[FittedConstant, ...]
@@ -87,10 +87,10 @@ class Timed(Protocol):
 
     @property
     def group(self) -> str:
-        """What is held out together."""
+        """Measurements of one group are held out together."""
 
 
-# (what was timed, a cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`.
+# (measurement, cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`.
 Predict = Callable[[Any, HardwareSpec], float]
 
 

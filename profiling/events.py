@@ -1,4 +1,4 @@
-"""A profiled run of one rank, whatever tool recorded it: work, the ranges around it, and what links the two.
+"""A profiled run of one rank, whatever tool recorded it: work, ranges, and the launches that link the two.
 
 All times are microseconds on the recording's own clock.
 """

@@ -1,4 +1,4 @@
-"""What a GPU kernel (or, in a recording without a GPU, an operator) does, told from its name.
+"""The purpose of a GPU kernel (or, in a recording without a GPU, of an operator), told from its name.
 
 Common tools recognize communication by an "nccl" prefix and so file DeepEP and HybridEP kernels as compute. The table
 below is ordered: the first pattern that matches decides. A kernel that no pattern knows is "other", never a guess.

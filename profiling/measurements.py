@@ -44,7 +44,7 @@ class Measurement:
     tokens_per_rank: int
     time_ms: float
     group: str
-    """What is held out together, for example a model family."""
+    """Measurements of one group are held out together, for example a model family."""
     precision: str = "bf16"
     """Of the matrix products: bf16 or fp8."""
     sequence_length: int = 0

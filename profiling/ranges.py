@@ -22,7 +22,7 @@ _sinks: tuple[Callable[[str], AbstractContextManager[Any]], ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeName:
-    """What a range covers; `str()` and `parse` are each other's inverse.
+    """The name of a range; `str()` and `parse` are each other's inverse.
 
     >>> str(RangeName(category="dispatch", layer=3, micro_batch=0, phase="forward"))
     'moe_rl/dispatch/L3/mb0/forward'

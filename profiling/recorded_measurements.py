@@ -21,7 +21,7 @@ NO_HOST_TIME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedShape:
-    """What a recording does not say about itself."""
+    """The facts that a recording does not hold."""
 
     model: MoeModelSpec
     dispatcher: str
@@ -33,11 +33,11 @@ class RecordedShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedMeasurements:
-    """Rows, and what the recording could not give."""
+    """Rows, and the reasons why others are missing."""
 
     rows: tuple[Measurement, ...]
     remarks: tuple[str, ...]
-    """Sentences about what is missing, and why."""
+    """Sentences: which rows are missing, and why."""
 
 
 def derive_measurements(

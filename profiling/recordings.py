@@ -1,4 +1,4 @@
-"""Read what a profiler recorded of each rank, whatever tool wrote it."""
+"""Read the recording of each rank, whatever profiler wrote it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

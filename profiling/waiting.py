@@ -1,7 +1,7 @@
-"""How much of an all-to-all was waiting, and what imbalance cost.
+"""How much of an all-to-all was waiting, and how much time imbalance cost.
 
 An all-to-all ends for every rank when the last one has joined, so a rank's measured duration is transfer plus waiting
-for slower ranks. Per call: transfer = the shortest duration over ranks, and a rank's wait is what it spent beyond that.
+for slower ranks. Per call: transfer = the shortest duration over ranks, and a rank's wait is its time beyond that.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ class WaitSplit:
 
     @property
     def imbalance_loss_s(self) -> float:
-        """Mean wait of a rank: what perfect balance would have saved it."""
+        """Mean wait of a rank: the time that perfect balance would have saved."""
         return sum(self.wait_s) / len(self.wait_s)
 
     @property
     def slowest_experts_s(self) -> float:
-        """Sum over calls of the slowest rank's expert time, which is what the other ranks see of it."""
+        """Sum over calls of the slowest rank's expert time: the other ranks wait for it."""
         calls = {call for mine in self.experts_s for call in mine}
         return sum(max(mine.get(call, 0.0) for mine in self.experts_s) for call in calls)
 
     @property
     def expert_loss_s(self) -> float:
-        """Sum over calls of the slowest rank's expert time less the mean: what expert rows explain of the loss.
+        """Sum over calls of the slowest rank's expert time less the mean: the loss that expert rows explain.
 
-        What is left of the loss is waiting for other things: attention of unequal sequences, the host, the network.
+        The rest is waiting for attention of unequal sequences, the host, or the network.
         """
         return self.slowest_experts_s - self._mean_experts_s
 

@@ -1,4 +1,4 @@
-"""Predict what a step costs under a policy, and make the traces and loads to try it on. Needs numpy only.
+"""Predict the time and memory of a step under a policy, and make synthetic traces to try it on. Needs numpy only.
 
 `simulate_policies` prices a `TrainingStep` under plans; `SYNTHETIC` holds the traces that can be made up. In a checkout
 `python -m benchmarks.validate_model` holds the model against published measurements.

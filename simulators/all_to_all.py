@@ -26,7 +26,7 @@ TELLING_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitDifference:
-    """How many tokens were followed, and how far independent choices are from what they show."""
+    """How many tokens were followed, and the error of taking their experts as independent."""
 
     tokens: int
     """How many were followed in every layer."""
@@ -61,8 +61,7 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
 
     Where not every token was drawn, a micro-batch's visits are estimated from its own drawn tokens and, the fewer of
     them there are, from independent choices times the ratio counted / independent of their layer and place over all
-    micro-batches. A scaled load scales its visits: what differs from recorded sizes is the number of tokens, not which
-    experts meet.
+    micro-batches. A scaled load scales its visits: it has another number of tokens, whose experts meet as recorded.
     """
     assert load.routes is not None
     counts, drawn = visits.count_visits(plan, load, topology), np.diff(load.routes.cell_start)

@@ -1,4 +1,4 @@
-"""A step with forced balance and equal sequences, without a trace: what published benchmarks run."""
+"""A step with forced balance and equal sequences, as published benchmarks run it. It needs no trace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -103,16 +103,16 @@ class BalancedBatch(TrainingRun):
 
 
 def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
-    """Return what the micro-batches of a step cost as far as lengths say, priced as the step is."""
+    """Return the cost of a step's micro-batches by their lengths alone, priced as the step is."""
     running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
     mean = float(running.mean()) if running.size else 2.0
     return cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
 
 
 def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, tokens_per_rank: float) -> MicroBatchCost:
-    """Return what micro-batches of about `tokens_per_rank` tokens cost as far as lengths [S] say.
+    """Return the cost of micro-batches of about `tokens_per_rank` tokens by the lengths [S] of sequences alone.
 
-    Routed experts and their all-to-all are affine in a rank's tokens, so two balanced micro-batches tell the constants.
+    Routed experts and their all-to-all are affine in a rank's tokens, so two balanced micro-batches give the constants.
     Overlap of all-to-all and computation is taken at the mean.
     """
     lengths = sequence_lengths.astype(np.float64)
@@ -121,7 +121,7 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
 
     def routed_s(tokens: int) -> float:
         batch = BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=1)
-        # Of 8 micro-batches seven have a backward beside their forward, which is what overlap hides under.
+        # Of 8 micro-batches seven have a backward beside their forward, and overlap hides under that.
         parts = pricing.seconds(batch.rows, batch.work, micro_batches=8)
         return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
 

@@ -1,4 +1,4 @@
-"""What a micro-batch costs outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
+"""Seconds of a micro-batch outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
 
 Every part is linear in two numbers of a rank: its tokens and its *attention squares*, the sum over its sequences of
 length squared (less where layers attend to a window only), divided by the ranks that share them. A rank's time in a
@@ -41,7 +41,7 @@ RING_TRIPS = (1.0, 2.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceWork:
-    """What each source rank holds in each micro-batch."""
+    """Tokens and attention of each source rank in each micro-batch."""
 
     tokens: Floats
     """[G, M, P] tokens, filler rows included."""
@@ -105,8 +105,8 @@ class SourceWork:
 def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats:
     """Return [S] twice the pairs of a query and a key that causal attention computes, mean over the model's layers.
 
-    n^2 for a sequence of n tokens; 2 n w - w^2 in layers with a window of w < n tokens. The mean over layers is what a
-    step costs; a single layer's time is that of the mean layer.
+    n^2 for a sequence of n tokens; 2 n w - w^2 in layers with a window of w < n tokens. All layers of a
+    step are priced as the mean layer.
     """
     full = lengths.astype(np.float64) ** 2
     # Every query after the first w sees w keys: pairs are n w - w^2 / 2, twice that is 2 n w - w^2.
@@ -208,10 +208,10 @@ def _linear_flops_per_s(hardware: HardwareSpec, setting: StepSetting, columns: i
 
 
 def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -> float:
-    """Return what the host needs to launch one layer of one micro-batch: the layer takes no less.
+    """Return the host's seconds to launch one layer of one micro-batch: the layer takes no less.
 
     A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
-    What a pipeline's chunk launches beside its layers, its sends and receives, is spread over them.
+    A pipeline's chunk also launches sends and receives: they are spread over its layers.
     """
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph == "full_iteration":

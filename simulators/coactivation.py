@@ -1,4 +1,4 @@
-"""How much oftener experts meet in a token than their loads say, in a trace, and a generator that has as much of it.
+"""How often experts meet in a token beyond what their loads explain, in a trace; and a generator that does the same.
 
 Of all pairs of experts that meet in tokens of a layer, experts e and f (in this order) have a share P; were a token's
 experts independent, it would be Q, proportional to the product of their loads. The mean-square contingency

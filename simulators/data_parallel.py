@@ -1,8 +1,8 @@
-"""What data parallelism adds to a step: gradients reduced, weights gathered, and what of both other work does not hide.
+"""What data parallelism adds to a step: the reduction of gradients and the gathering of weights that nothing hides.
 
 Under the distributed optimizer gradients are reduced once per step, while the last micro-batch runs backward, and
-weights gathered while the first runs forward; under FSDP both happen in every micro-batch, weights twice. What fits
-beside costs nothing more: it ran there in the runs that the rates were fitted on.
+weights gathered while the first runs forward; under FSDP both happen in every micro-batch, weights twice. A transfer
+that fits beside other work costs nothing more: the rates were fitted on runs in which it ran there.
 """
 
 from moe_rl.core.cost import BF16_BYTES
@@ -42,7 +42,7 @@ def collective_seconds(held_bytes: float, ranks: float, gb_per_s: float) -> floa
 def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: int) -> dict[str, float]:
     """Return the seconds of a step by part, on the fullest pipeline stage.
 
-    `micro_batch_s` is what a stage computes for one of the step's micro-batches, forward and backward: the window.
+    `micro_batch_s` is the time of one micro-batch on a stage, forward and backward: the window of the transfers.
     """
     setting = run.setting
     if setting.forward_only or micro_batches == 0:
@@ -60,7 +60,7 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
         )
 
     reduced, gathered = fullest(gradient_bytes(setting)), fullest(BF16_BYTES)
-    forward = micro_batch_s / (2.0 + setting.forward_passes)  # what is recomputed runs in backward
+    forward = micro_batch_s / (2.0 + setting.forward_passes)  # recomputation runs in backward
     backward = micro_batch_s - forward
     if setting.use_megatron_fsdp:
         # Backward gathers weights again, and reduces gradients the other way round on the same links.

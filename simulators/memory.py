@@ -1,6 +1,6 @@
 """Peak memory of every rank under a policy, and whether it fits the GPU.
 
-What balance decides is the activations of routed rows: without recomputation the rows of all layers in flight add up,
+Balance decides the activations of routed rows: without recomputation the rows of all layers in flight add up,
 and layers average out; with recomputation the largest single layer counts, and it does not. The rest (parameters,
 gradients, optimizer, attention, logits) is the same for every policy and estimated from the model's shape.
 
@@ -33,7 +33,7 @@ LOGIT_BYTES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """Peak of the worst rank of the worst pipeline stage, and what it consists of."""
+    """Peak of the worst rank of the worst pipeline stage, and its parts."""
 
     parts_bytes: dict[str, int]
     """Parts of that peak; they add up to `peak_bytes`."""
@@ -43,7 +43,7 @@ class MemoryForecast:
     tokens: int = 0
     """Tokens of the fullest rank in a micro-batch."""
     remedies: tuple[str, ...] = ()
-    """What would make it fit where it does not: each alone would do."""
+    """Changes of which each alone would make it fit, where it does not."""
 
     @property
     def peak_bytes(self) -> int:
@@ -67,7 +67,7 @@ class MemoryForecast:
         return int(self.tokens_that_fit * self.tokens)
 
     def __str__(self) -> str:
-        """Return what is said of a pass before it runs."""
+        """Return the sentence about a pass that is printed before it runs."""
         said = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
         if self.fits:
             most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
@@ -124,7 +124,7 @@ def forecast_memory(
 ) -> MemoryForecast:
     """Return the peaks for `rows` [G, M, L, P] and source ranks' `tokens` [G, M, P]; `placement` None: homes only.
 
-    `visits` [G, M, L, P] are what a hierarchical dispatcher sends to each rank, by default a row for each token at
+    A hierarchical dispatcher sends `visits` [G, M, L, P] tokens to each rank, by default a row for each token at
     most. `buffers` of one expert each are shared by all layers for replicas of single micro-batches. With a `stage`
     the rows are of that pipeline stage's layers, and the peak is its own. `hbm_bytes` is the cluster's by default.
     """
@@ -188,7 +188,7 @@ def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], 
     model, setting = run.model, run.setting
     stages = setting.pipeline_model_parallel_size
     saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
-    # What is on its way to the host: one layer's.
+    # The inputs of one layer are on their way to the host.
     transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
     updates = not setting.forward_only
     largest = np.stack([rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
@@ -203,7 +203,7 @@ def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], 
 
 
 def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float, stage: int) -> dict[str, float]:
-    """Return what every rank of a stage holds whatever the routing; `tokens` is the fullest rank's micro-batch."""
+    """Return the bytes that ranks of a stage hold whatever the routing; `tokens` is the fullest rank's micro-batch."""
     model, setting = run.model, run.setting
     stages = setting.pipeline_model_parallel_size
     updates = not setting.forward_only

@@ -1,4 +1,4 @@
-"""Bytes that a plan moves between ranks, and the seconds of what happens once per step.
+"""Bytes that a plan moves between ranks, and the seconds of work that happens once per step.
 
 Homes that migrate carry weights and optimizer state. Copies that the placement holds for the whole step (EPLB's
 redundancy, resident copies) receive weights before it and return fp32 gradients after it. Replicas of single
@@ -70,7 +70,7 @@ def movement_time(plan: Plan, pricing: StepPricing) -> float:
     """Return seconds per step of moves between micro-batches: the busiest rank of the busiest pipeline stage.
 
     Resident copies move once per step, homes once per `reorder_interval` steps, which share the time. A rank's NIC
-    carries what crosses nodes, NVLink the rest; sending and receiving overlap.
+    carries the copies that cross nodes, NVLink the rest; sending and receiving overlap.
     """
     setting, topology, params = pricing.setting, pricing.topology, pricing.passes[0]
     hardware = topology.hardware
@@ -100,7 +100,7 @@ def once_per_step(run: TrainingRun, pipelined: Mapping[str, float], *, micro_bat
 def optimizer_time(run: TrainingRun) -> float:
     """Return seconds of the optimizer's step on the fullest stage: a pass over its state, bound by HBM.
 
-    What the CPUs do is bound by their cores and memory, and runs beside the GPU's part.
+    The CPUs' part is bound by their cores and memory, and runs beside the GPU's part.
     """
     setting = run.setting
     stages = range(setting.pipeline_model_parallel_size)

@@ -1,4 +1,4 @@
-"""What pipeline stages make of a micro-batch's time: the slowest stage, sends and receives, the bubble.
+"""How pipeline stages stretch the time of micro-batches: the slowest stage, sends and receives, the bubble.
 
 S stages of V model chunks each. A step lasts as long as its slowest stage is busy, plus the time in which the first and
 the last stage wait for work.
@@ -54,7 +54,7 @@ def steady_share(setting: StepSetting, micro_batches: Floats | int) -> Floats:
 
 
 def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
-    """Return what one stage waits for sends and receives of one micro-batch of `tokens` per rank.
+    """Return the seconds that one stage waits for sends and receives of one micro-batch of `tokens` per rank.
 
     Interleaved schedules send a chunk's output beside the next chunk's work, of which a stage has `stage_s` seconds in
     both directions; without virtual stages it waits for all of it. Their launches are the host's

@@ -140,7 +140,7 @@ class StepPricing(TrainingRun):
         return parts
 
     def _waits_for_host(self, params: LayerCostParams, device: Floats, *, moe_layer: bool) -> Floats:
-        """Return what a layer takes beyond its `device` seconds because the host launches no faster.
+        """Return the seconds of a layer beyond its `device` seconds because the host launches no faster.
 
         Launches and kernels run side by side, so a layer takes about the larger of the two: a smooth maximum, since
         some of a layer's kernels wait for a launch although the layer as a whole does not.
@@ -180,8 +180,9 @@ class StepPricing(TrainingRun):
         return np.zeros(all_to_all.shape)
 
     def waits(self) -> tuple[LinearTime, ...]:
-        """Return what a micro-batch waits for its slowest rank in beside its routed experts, in all layers and passes:
-        forward, backward, the output layer.
+        """Return the time of a micro-batch's slowest rank beside its routed experts, over all layers and passes.
+
+        In three parts: forward, backward, the output layer.
         """
         dense = self.model.num_layers - self.model.num_moe_layers
         found = [LinearTime()] * 3

@@ -1,4 +1,4 @@
-"""What a simulation returns: a prediction per policy, the arrays behind it, and the conditions it holds under.
+"""The result of a simulation: a prediction per policy, the arrays behind it, and the conditions that it holds under.
 
 G EP groups, M micro-batches, L MoE layers, P ranks.
 """
@@ -59,7 +59,7 @@ class PolicyResult:
     """EP group that is slowest and whose parts the breakdown shows."""
     memory: MemoryForecast
     visit_difference: VisitDifference | None
-    """What independent choices would have said of the visits; None where they were not counted."""
+    """The error of taking a token's experts as independent; None where visits were not counted."""
     tokens: int
     """Tokens of the step, all EP groups together."""
 
@@ -71,7 +71,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """All policies on one step, with what they are measured against."""
+    """All policies on one step, with the yardsticks that they are compared with."""
 
     policies: Mapping[str, PolicyResult]
     static: PolicyResult

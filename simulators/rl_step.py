@@ -7,7 +7,7 @@ Balancing makes the update faster; everything else that a step waits for dilutes
   step leaves unfinished go on in the next one: every token is decoded once, whatever the staleness.
 - *Offload*: where rollout and training share GPUs, the trainer's state leaves the GPU and comes back.
 - *Weight sync*: trainers gather whole tensors and send them to the engines.
-- *Framework*: what an RL trainer adds to passes that a pre-training benchmark would run faster.
+- *Framework*: RL trainers run the same passes slower than pre-training benchmarks.
 
 Five constants were fitted (`python benchmarks/fit_rl_step.py`); the others are assumed and say so. A measured rate or
 time (`rollout_tokens_per_s`, `weight_sync_s`, `offload_s`) is worth more than the forecast.
@@ -40,7 +40,7 @@ TRAINING_PARTS = ("log_prob", "reference", "update", "framework")
 # Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
 #
 # decode_layer_s: kernels of one layer that decoding waits for, whatever the batch.
-# framework_share: time that an RL trainer adds to its passes, as a share of what `simulate` says they take.
+# framework_share: time that an RL trainer adds to its passes, as a share of the time that `simulate` predicts for them.
 # sender_share: share of one NIC at which weights reach engines on other GPUs; one trainer sends.
 # gather_share: share of a link at which colocated trainers gather whole tensors for their engines.
 # host_link_gb_per_s: rate of one GPU to pageable host memory, there and back.
@@ -88,13 +88,13 @@ class RlStepSetting:
     accepted_tokens: float = 1.0
     """Mean tokens that a sample gains per iteration, 1 to `draft_tokens` + 1."""
     environment_s: float = 0.0
-    """What a sample waits for its environment in all its turns; it keeps its cache meanwhile."""
+    """Seconds that a sample waits for its environment in all its turns; it keeps its cache meanwhile."""
     staleness: int = 0
     """Batches of samples in flight beside training; 0: rollout and training take turns, 1: one step off."""
     finished_share: float = 1.0
     """Partial rollout: N / share samples are in flight, and a step ends when N are done; the others go on."""
     reward_s: float = 0.0
-    """What the step waits for rewards after its last sample."""
+    """Seconds that the step waits for rewards after its last sample."""
     reference_passes: int = 1
     """Forward passes of a reference model."""
     log_prob_passes: int = 1
@@ -303,7 +303,7 @@ def _waves(lengths: Floats, in_flight: int, slots: int) -> list[_Wave]:
         start, end = np.minimum(start, last), np.minimum(end, last)
         waves.append(_Wave(start=start, end=end, done=done, iterations=last, new=new))
         left, done = left - (end - start), done + (end - start)
-        # Exactly N end: of those that end together the others are done when the next step begins.
+        # Exactly N samples end. Where more end at once, the others are done when the next step begins.
         going = np.sort(order[count:])
         left = np.concatenate([left[going], stream[taken : taken + count]])
         done = np.concatenate([done[going], np.zeros(count)])
@@ -324,7 +324,7 @@ def _scheduled(left: Floats, slots: int) -> tuple[Floats, Floats]:
 
 
 class _Engine:
-    """What one rollout engine reads, computes and waits for; bytes are of one GPU."""
+    """Bytes that one rollout engine reads per iteration (of one GPU), operations, and waits."""
 
     def __init__(self, model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> None:
         size, weight = setting.engine_size, PRECISIONS[setting.rollout_precision]

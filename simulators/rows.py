@@ -89,7 +89,7 @@ def fewest_rows(
 ) -> LayerRows:
     """Return a lower bound of every quantity of `LayerRows` over all plans with `slots_per_rank` slots, [G, M, L, 1].
 
-    Every rank computes the mean, no tile is padded, an expert's weights are read on one rank. Of what travels see
+    Every rank computes the mean, no tile is padded, an expert's weights are read on one rank. Traffic: see
     `_fewest_visits` and `_fewest_sent`.
     """
     per_expert = load.per_expert()
@@ -140,7 +140,7 @@ def _fewest_sent(load: StepLoad, topology: ClusterTopology, slots_per_rank: int)
     """Return least rows over the mean rank's link and per NIC, [G, M, L] each, where tokens send a row to every expert.
 
     A node serves of its own rows at most those of as many experts as its slots hold, the most chosen ones; the rest
-    leave it. What leaves a rank may take either way, so on several nodes no row has to take the link.
+    leave it. A row that leaves its rank may take either way, so on several nodes no row has to take the link.
     """
 
     def leaving(pairs: NDArray[np.int32] | Ints, slots: int) -> Floats:

@@ -1,4 +1,4 @@
-"""How the training step is run: what beside model, cluster and routing decides its time."""
+"""How the training step is run: the options that decide its time beside model, cluster and routing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
 
 # deepep and hybridep: one copy per token and node, then per rank (Megatron's `flex`); alltoall: one copy per token and
-# expert. HybridEP is priced as DeepEP: its published bandwidths are what DeepEP's constants were fitted to.
+# expert. HybridEP is priced as DeepEP: DeepEP's constants were fitted to HybridEP's published bandwidths.
 DISPATCHERS = ("deepep", "hybridep", "alltoall")
 PRECISIONS = ("bf16", "fp8")
 # Backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer.
@@ -72,7 +72,7 @@ class StepSetting:
     sequence_length: int | None = None
     """Price attention as if every sequence had this length; None: the batch's own lengths."""
     reorder_interval: int = 1
-    """Steps that share what it costs to move homes."""
+    """Steps that share the cost of moving homes."""
     replica_exposed: float = REPLICA_CONTENTION
     """Share of replica traffic that costs time although other work runs beside it."""
     overlap_grad_reduce: bool = True

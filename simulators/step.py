@@ -2,7 +2,7 @@
 
 A micro-batch costs the sum over layers of its slowest rank's attention part and its slowest rank's routed-expert part,
 because every all-to-all is a barrier over the EP group; a step is the sum over micro-batches of its slowest EP group,
-stretched by the pipeline bubble, plus what moves once per step. G EP groups, M micro-batches, L MoE layers, P ranks.
+stretched by the pipeline bubble, plus the moves once per step. G EP groups, M micro-batches, L MoE layers, P ranks.
 """
 
 import os
@@ -38,7 +38,7 @@ def simulate_policies(
     loads: Mapping[str, StepLoad] | None = None,
     destinations: "DestinationsByPolicy | None" = None,
 ) -> SimulationResult:
-    """Return what each plan's step takes, with `static`, forced balance and the lower bound beside it.
+    """Return the time of each plan's step, with `static`, forced balance and the lower bound beside it.
 
     A plan that repacks sequences has another layout than the step's: `loads` then holds the same step's load under it,
     by policy name. Where loads have routes the ranks and nodes that tokens visit are counted, else a token's
@@ -186,7 +186,7 @@ def _timed(
     """Return the result with its step time: the slowest EP group's micro-batches, bubble and once-per-step moves.
 
     Only a plan moves experts and holds copies of them; `buffers` are those of its replicas. Memory is forecast for
-    `most_rows` [G, M, L, P], where they are known: what buffers must hold.
+    `most_rows` [G, M, L, P], where they are known: buffers must hold them.
     """
     rows, seconds = found.rows, pricing.seconds(found.rows, work)
     topology = pricing.topology

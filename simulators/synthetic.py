@@ -6,9 +6,9 @@ samples of a prompt share its subject, and neighbors reuse experts. The logit of
 sequence (partly shared by the samples of a prompt), and Gumbel noise that follows an AR(1) process over t; the token
 takes the K experts with the largest logits. Layers are independent draws over common domains and lengths.
 
-Experts of one token also meet more often than their loads say, which decides what living on one node saves. For that a
-token has a topic, which neighbors share for some tokens, and every topic its tastes, added to the logits; and a router
-of groups (DeepSeek) leaves a token the experts of its best groups alone.
+Experts of one token also meet more often than their loads say, and that decides how much a placement on one node saves.
+For that a token has a topic, which neighbors share for some tokens, and every topic its tastes, added to the logits;
+and a router of groups (DeepSeek) leaves a token the experts of its best groups alone.
 
 L MoE layers, E experts, K experts per token, S sequences per step, T tokens.
 """
@@ -35,7 +35,7 @@ PIECE_BYTES = 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceModel:
-    """What to generate; equal values give equal traces."""
+    """Parameters of a synthetic trace; equal values give equal traces."""
 
     num_layers: int = 1
     """L; layers are drawn independently over common domains and lengths."""
@@ -54,11 +54,11 @@ class SequenceModel:
     domain_sigma: float
     """Spread over experts of D, the taste for a domain."""
     sequence_sigma: float
-    """Spread over experts of what a sequence adds."""
+    """Spread over experts of S, the taste of a sequence."""
     token_persistence: float
     """AR(1) coefficient of the token noise; 0 makes tokens of a sequence independent given its logits."""
     num_topics: int = 0
-    """What a token can be about; 0: nothing in particular, so that its experts are independent but for its sequence."""
+    """Topics of tokens; with 0 the experts of a token are independent but for its sequence."""
     topic_sigma: float = 1.0
     """Spread over experts of a topic's taste."""
     topic_tokens: float = 2.0
@@ -186,7 +186,7 @@ def _joined(pieces: list[RoutingTrace]) -> RoutingTrace:
 
 
 def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArray[np.float32]]:
-    """Yield b + D of every step, [domains, L, E]; b and D drift alike, so that their spread stays what it is."""
+    """Yield b + D of every step, [domains, L, E]; b and D drift alike, so that their spread stays the same."""
     shape = (model.num_domains, model.num_layers, model.num_experts)
     base = rng.normal(0, model.expert_sigma, shape[1:])
     domain = rng.normal(0, model.domain_sigma, shape)
@@ -271,7 +271,7 @@ def _of_best_groups(model: SequenceModel, ranked: NDArray[np.unsignedinteger]) -
 
 
 def _runs(lengths: NDArray[np.int64], most_rows: int) -> Iterator[slice]:
-    """Yield runs of sequences that have at most so many rows together, or are one."""
+    """Yield runs of sequences with at most `most_rows` rows together; a longer sequence is a run of its own."""
     ends = np.cumsum(lengths)
     first = 0
     while first < len(lengths):

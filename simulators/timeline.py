@@ -1,8 +1,8 @@
-"""What every rank does when, as Chrome-trace JSON: open it in Perfetto beside a profiled run.
+"""The work of every rank over time, as Chrome-trace JSON: open it in Perfetto beside a profiled run.
 
 One process per policy and node, one row per rank. Micro-batches run back to back, as on one pipeline stage that holds
-all layers; the update is drawn without overlap and without log-probability passes. Waits are drawn: what a profiler
-shows as a long all-to-all on a fast rank is waiting for a slow one.
+all layers; the update is drawn without overlap and without log-probability passes. Waits are drawn: a profiler
+shows them as a long all-to-all on a fast rank.
 """
 
 import json
@@ -151,7 +151,7 @@ class _Drawing:
 
     def _experts(self, layer: int, phase: str = "", *, backward: bool = False) -> None:
         transfer = float(self.all_to_all[self.micro_batch, layer])
-        # Backward sends gradients the way back: what combine brought home is dispatched again.
+        # Backward sends gradients the way back: combine's rows go out again, dispatch's come home.
         first, last = ("combine", "dispatch") if backward else ("dispatch", "combine")
         self._together(first + phase, transfer, layer)
         self._compute("expert_gemm" + phase, self.gemm[backward][self.micro_batch, layer], layer, rows=True)

@@ -1,4 +1,4 @@
-"""Published training runs as settings: what ran them, what they reached, and what the cost model says."""
+"""Published training runs: their settings, their measured speed, and the speed that the cost model predicts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class WholeRun:
     peak_bytes: float | None
     """Published peak of allocated memory."""
     facts: str
-    """What decides the prediction: releases of the same facts share it."""
+    """The facts that decide the prediction: releases with the same facts share it."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed) -> "WholeRun":
@@ -80,7 +80,7 @@ def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of the row's setting.
 
     Rows may say CUDA graphs and a fused grouped MLP in one phrase beside the setting ("full_iteration + fused grouped
-    MLP"). What a row does not say is what a command without the option assumes.
+    MLP"). A fact that a row does not state has the default of the command's option.
     """
     facts = dict(row["setting"])
     graph, _, fused = str(row.get("cuda_graph", "")).partition(" + ")

@@ -1,1 +1,1 @@
-"""What a person reads: the policy table in a terminal, and a self-contained HTML page to send to a colleague."""
+"""Reports for people: the policy table in a terminal, and a self-contained HTML page to send to a colleague."""

@@ -1,4 +1,4 @@
-"""Stacked bars, one per policy: where the time goes, what fills the memory, and why imbalance is left."""
+"""Stacked bars, one per policy: parts of the time, parts of the memory, and reasons for the imbalance that is left."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> M
 
 
 def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, LoadBounds]) -> Markup:
-    """Draw what every policy leaves above the mean load, split by the bound that keeps it there."""
+    """Draw the load of every policy's busiest rank above the mean, split by the bound that explains it."""
     bars = [
         Bar(
             name=prediction.policy,
@@ -196,7 +196,7 @@ def stacked(
 def _draw(svg: Svg, bar: Bar, *, y: float, scale: float, unit: str) -> float:
     """Draw the parts of a bar and return where it ends."""
     x = furthest = float(LEFT)
-    for part, value in sorted(bar.parts.items(), key=lambda item: item[1] < 0):  # what is hidden lies over the rest
+    for part, value in sorted(bar.parts.items(), key=lambda item: item[1] < 0):  # hidden time lies over the rest
         width = abs(value) * scale
         if not width:
             continue

@@ -56,7 +56,7 @@ def columns(report: ReportData) -> list[Column]:
 
 
 def _value(report: ReportData, name: str) -> Callable[[StepPrediction], float | None]:
-    """Return what reads a column's figure: bounds are the report's, all else the policy's own."""
+    """Return the function that reads a column's figure: a bound from the report, all else from the policy."""
     if not name.endswith("_bound"):
         return lambda row: getattr(row, name)
     bound = name.removesuffix("_bound")
@@ -64,7 +64,7 @@ def _value(report: ReportData, name: str) -> Callable[[StepPrediction], float | 
 
 
 def _form(form: str, largest: float) -> tuple[str, Callable[[float], str]]:
-    """Return the unit of a column whose largest figure is given, and what writes its figures."""
+    """Return the unit of a column by its largest figure, and the function that writes its figures."""
     if form == "gib":
         return "GiB", lambda value: f"{value / GIB:.1f}"
     if form not in ("seconds", "bytes"):

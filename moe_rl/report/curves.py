@@ -1,4 +1,4 @@
-"""Lines over axes: what was measured along a run, loads over layers, a sweep. One plot in a picture, or several."""
+"""Lines over axes: metrics along a run, loads over layers, a sweep. One plot in a picture, or several."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the axes mean."""
+    """Names and scales of the axes."""
 
     x: str
     y: str
@@ -51,9 +51,9 @@ class Axes:
     from_one: bool = False
     """The y axis starts at 1 (ratios to a mean), else at 0."""
     limits: tuple[float, float] | None = None
-    """Ends of the y axis, for plots side by side; by default what the values need."""
+    """Ends of the y axis, for plots side by side; by default the values decide."""
     marks: Mapping[float, str] | None = None
-    """What stands at which x; by default round numbers."""
+    """Texts at places of the x axis; by default round numbers."""
     log_x: bool = False
     """Equal ratios of x are equal distances."""
 
@@ -87,7 +87,7 @@ def line_chart(
 
 
 def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: bool = True) -> None:
-    """Draw lines, grid and what stands on the axes; without `numbers` the y axis is that of a plot to the left."""
+    """Draw lines, grid and texts of the axes; without `numbers` the plot shares the y axis of the plot to its left."""
     shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
     every = [point for points in shown.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
@@ -122,7 +122,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     for mark, text in (round_marks if axes.marks is None else axes.marks).items():
         x, half = x_of(mark), LETTER * len(text) / 2
         svg.line(x, bottom, x, bottom + 4, "axis")
-        # Long words at an end of the axis keep out of the plot beside it; what would overlap goes into a second row.
+        # Long words at an end of the axis keep out of the plot beside it; a text that would overlap goes a row lower.
         center = max(min(x, right + MARGIN - half), box.left - MARGIN + half)
         row = next((row for row, end in enumerate(ends) if center - half > end), None)
         if row is not None:
@@ -139,7 +139,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
-    """Draw what a legend shows of a line, from `x` `SAMPLE_WIDTH` to the right."""
+    """Draw a line's sample for a legend, from `x` `SAMPLE_WIDTH` to the right."""
     _draw_line(svg, line, [(x, y), (x + SAMPLE_WIDTH, y)], marked=[(x + SAMPLE_WIDTH / 2, y)])
 
 

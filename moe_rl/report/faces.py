@@ -1,4 +1,4 @@
-"""What users hold: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook.
+"""The objects of users: a simulation or a sweep that prints itself, saves itself, and shows itself in a notebook.
 
 The terminal's parts are imported where something is printed, so that the library loads no rich.
 """

@@ -1,4 +1,4 @@
-"""Say in a few sentences what the numbers mean: what limits the step, and what the best policy brings."""
+"""The meaning of the numbers in a few sentences: the loss by imbalance, and the gain of the best policy."""
 
 from dataclasses import dataclass
 

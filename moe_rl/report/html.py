@@ -76,7 +76,7 @@ def render_picture(
 
 
 def render_notebook(report: ReportData) -> str:
-    """Return what a notebook shows of the report: headline, table, where the time goes, notes."""
+    """Return the report for a notebook: headline, table, parts of the time, notes."""
     time = _charts(report)["time"]
     return (
         environment()
@@ -123,7 +123,7 @@ def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]
 
 
 def _charts(report: ReportData) -> dict[str, dict[str, Any] | None]:
-    """Return the bar charts by what they show, each with its legend; None where the report has no figures for it."""
+    """Return the bar charts of time, memory and excess, each with its legend; None without figures for it."""
     rows, num_policies = (*report.policies, *report.yardsticks), len(report.policies)
     timed = [row for row in rows if row.breakdown_s]
     memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
@@ -169,7 +169,7 @@ def asset(name: str) -> Markup:
 
 @cache
 def environment() -> Environment:
-    """Return where the templates of pages are; what they show is escaped."""
+    """Return the templates of pages; they escape every value."""
     return Environment(
         loader=PackageLoader("moe_rl.report"),
         autoescape=True,

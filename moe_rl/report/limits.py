@@ -18,7 +18,7 @@ from moe_rl.simulators.result import IMBALANCE_PARTS
 # These parts grow with the sequences of a rank, whatever its experts do.
 PER_RANK_PARTS = ("attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "head")
 PLAN_PARTS = ("replicate", "prefetch", "reorder")
-# Waiting below this share of the step is inside the model's error: what is left is work.
+# Waiting below this share of the step is inside the model's error: the step counts as work.
 LITTLE_TIME = 0.03
 # Imbalance below this counts as balanced.
 LITTLE_LOAD = 0.02
@@ -43,7 +43,7 @@ class Limits:
 
 
 def limits(report: ReportData) -> Limits | None:
-    """Return what limits the report's best policy; None for a report without bounds."""
+    """Return the limits of the report's best policy; None for a report without bounds."""
     best = report.best
     bounds = report.bounds.get(best.policy)
     if bounds is None:
@@ -75,7 +75,7 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
         "plan": above(PLAN_PARTS, {}),
         "pipeline_bubble": best.breakdown_s.get("pipeline_bubble", 0.0),
     }
-    # What no wait explains is work.
+    # Time that no wait explains is work.
     return {"kernels": sum(best.breakdown_s.values()) - sum(cut.values()), **cut}
 
 
@@ -89,7 +89,7 @@ def _verdict(seconds: Mapping[str, float], cause: str) -> str:
 
 
 def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]) -> Iterator[str]:
-    """Yield the verdict in a short sentence, and what follows from it."""
+    """Yield the verdict in a short sentence, and its consequence."""
     reason = ""
     if verdict in WORDS["reasons"]:
         floor = "" if bounds.node is None else WORDS["reasons"]["node_floor"].format(bounds=bounds)

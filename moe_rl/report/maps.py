@@ -65,9 +65,9 @@ class MapKind:
     title: str
     caption: str
     quantity: str
-    """What the scale shows."""
+    """Name of the scale."""
     across: str
-    """What the columns are."""
+    """Name of the columns."""
     every: int
     """Columns between dashed lines (the ranks of a node); 0 for none."""
     layer_ids: Sequence[int]
@@ -92,7 +92,7 @@ class MapKind:
         return [{"name": name, "svg": self.picture(name)} for name in self.shown]
 
     def picture(self, name: str) -> Markup:
-        """Draw the map of a policy: layers down, what `across` names from left to right."""
+        """Draw the map of a policy: layers from top to bottom, columns from left to right."""
         values = self.values[name]
         layers, columns = values.shape
         left, right, above, below = 52, 10, 8, 42
@@ -120,7 +120,7 @@ class MapKind:
         return svg.markup()
 
     def data(self) -> dict[str, object]:
-        """Return what the page's script needs to show another policy and a tool tip."""
+        """Return the data with which the page's script shows another policy and a tool tip."""
         top = self.top
         return {
             "top": top,

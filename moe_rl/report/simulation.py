@@ -1,4 +1,4 @@
-"""The result of one simulation, ready to be shown: trace, setting, and what each policy would bring.
+"""The result of one simulation, ready to be shown: trace, setting, and the prediction of each policy.
 
 L MoE layers, P EP ranks, M micro-batches, G EP groups.
 """
@@ -31,7 +31,7 @@ SETTING_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoads:
-    """Where the rows of a step go under one policy, reduced to what is drawn."""
+    """Loads of ranks under one policy, reduced to the figures that are drawn."""
 
     rank_share: NDArray[np.float32]
     """[L, P] rows of each rank in the whole step, relative to the mean rank of the layer; 1 is balanced."""
@@ -74,12 +74,12 @@ class LoadBounds:
     """Of every split of tokens over this plan's own instances."""
 
     def excess(self, prediction: StepPrediction) -> dict[str, float]:
-        """Return the plan's imbalance above 1 by what keeps it there: node, placement, split; they add up.
+        """Return the plan's imbalance above 1 by its cause: node, placement, split; they add up.
 
         Where instances cross nodes, nodes are charged with no more than they hold under the plan's own split.
         """
         nodes = prediction.node_imbalance if self.node is None else self.node
-        # The bounds are nested: what holds for every plan of these homes holds for this one's instances.
+        # The bounds are nested: a bound of every plan with these homes is a bound of this plan's instances, too.
         floor = max(1.0, min(nodes, self.placement))
         reached = max(floor, self.placement)
         return {"node": floor - 1.0, "placement": reached - floor, "split": max(0.0, prediction.imbalance - reached)}
@@ -91,10 +91,10 @@ class LoadBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a simulation found. How it is shown is in the modules beside this one; `SimulationReport` joins both."""
+    """The figures of a simulation. The modules beside this one show them; `SimulationReport` joins both."""
 
     trace: Mapping[str, object]
-    """What was replayed; JSON values."""
+    """Facts of the trace; JSON values."""
     setting: Mapping[str, object]
     """Under which conditions; JSON values."""
     policies: tuple[StepPrediction, ...]
@@ -120,7 +120,7 @@ class ReportData:
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()
-    """Sentences on what is assumed."""
+    """Sentences about assumptions."""
     command: str = ""
     """The command line that made the report."""
     version: str = ""
@@ -166,7 +166,7 @@ class ReportData:
         return min(others, key=self._figure, default=None)
 
     def _figure(self, prediction: StepPrediction) -> float:
-        """Return what policies are ranked by, the lower the better: step time, or imbalance without times."""
+        """Return the figure that ranks policies, the lower the better: step time, or imbalance without times."""
         return prediction.step_time_s or 0.0 if self.timed else prediction.imbalance
 
     @property

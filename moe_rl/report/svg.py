@@ -49,7 +49,7 @@ class Svg:
         self.parts.append(element)
 
     def legend(self, names: Iterable[str], sample: Callable[[str, float, float], None], *, top: float) -> float:
-        """Write names, each behind what `sample(name, x, y)` draws, in as many rows as they need; return their end."""
+        """Write names, each behind its `sample(name, x, y)`, in as many rows as they need; return where they end."""
         x, y = LEGEND_LEFT, top + 8
         for name in names:
             needed = LEGEND_SAMPLE + LETTER * len(name) + 18

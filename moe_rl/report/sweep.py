@@ -36,7 +36,7 @@ class SweepData:
     """A key of `METRICS`."""
     points: tuple[SweptPoint, ...]
     trace: Mapping[str, object]
-    """What was replayed."""
+    """Facts of the trace."""
     setting: Mapping[str, object]
     """Conditions that hold for every point."""
     notes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class SweepData:
 
     @property
     def what(self) -> str:
-        """What was simulated, in a line."""
+        """Trace, model and cluster, in a line."""
         model, cluster = (self.setting.get(name, f"several {name}s") for name in ("model", "cluster"))
         return f"{self.trace.get('name')}, {model} on {cluster}"
 
