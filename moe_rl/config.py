@@ -20,7 +20,7 @@ from moe_rl.huggingface import read_hugging_face_config
 from moe_rl.yaml_files import FROM_TRACE, checked, checked_yaml, read_yaml
 
 CONFIGS = Path(__file__).parent / "configs"
-# What `--model from-trace` assumes where no option says otherwise: the widths of Qwen3-30B-A3B.
+# Widths of Qwen3-30B-A3B, which `--model from-trace` assumes where no option gives another.
 ASSUMED_SHAPE: Mapping[str, int] = {
     "hidden_size": 2048,
     "moe_ffn_hidden_size": 768,
@@ -112,7 +112,7 @@ class _Cluster(_Strict):
 
 
 def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
-    """Return type and default of a constant: what a file may leave out is not priced."""
+    """Return type and default of a constant; a constant that a file may leave out is then not priced."""
     kind, default = SourcedInt if item.type is int else SourcedFloat, cast("Any", item.default)
     return kind, kind(value=default, source="the file does not say") if item.name in MAY_BE_UNKNOWN else ...
 

@@ -91,7 +91,7 @@ FAMILIES = {family: rule for rule, families in _FAMILIES_OF.items() for family i
 
 
 def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:
-    """Return the model of a config.json and sentences about what had to be assumed.
+    """Return the model of a config.json and sentences about assumed values.
 
     Raises `InvalidInputError` for a missing file, a family that is not listed, and a missing key.
     """

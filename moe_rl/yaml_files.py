@@ -78,12 +78,12 @@ def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable
     return f"{spelled(key)} must be {wanted(first)}, got {first['input']!r}."
 
 
-# What a value of a kind is called in sentences.
+# Names of kinds of values in sentences.
 WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a word", "list": "a list"}
 
 
 def wanted(problem: Mapping[str, Any]) -> str:
-    """Return in words what a value should have been, from an item of pydantic's `ValidationError.errors()`."""
+    """Return the kind of value that was wanted, in words, from an item of pydantic's `ValidationError.errors()`."""
     if problem["type"] == "greater_than_equal":
         return f"at least {problem['ctx']['ge']}"
     message = str(problem["msg"]).removeprefix("Input should be ")

@@ -1,4 +1,4 @@
-"""The commands of `moe-rl` as one application, which imports what the asked one needs and nothing else."""
+"""The commands of `moe-rl` as one application, which imports the module of the asked command alone."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ from typer.main import get_command
 from moe_rl.cli.help import TwoLevelCommand, WholeLines, plain_app, unwrapped, worded
 from moe_rl.version import __version__
 
-# Module of `moe_rl.cli`, what of it the command is, and its line in `moe-rl --help`, by name in that order.
+# By name, in the order of the help: module of `moe_rl.cli`, function or group in it, line in `moe-rl --help`.
 COMMANDS = {
     "simulate": ("simulate", "simulate", "Predict what each balancing policy brings on a routing trace."),
     "plan": ("simulate", "plan", "Plan one step for a trainer, or place experts for a rollout."),
@@ -53,7 +53,7 @@ class _Commands(WholeLines):
         return command_named(cmd_name) if cmd_name in COMMANDS else None
 
     def line_of(self, ctx: Any, name: str) -> str:
-        """Return what the help says of a command without importing it."""
+        """Return a command's line in the help without importing the command."""
         return COMMANDS[name][2]
 
 

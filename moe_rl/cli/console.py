@@ -1,4 +1,4 @@
-"""What the commands print: results on stdout, everything else on stderr."""
+"""Printing: results go to stdout, everything else to stderr."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ class _Console(Console):
     """A console whose reader may go away (`| head`): `main` decides what that means, not rich."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise what rich turns into exit code 1."""
+        """Raise the error that rich would turn into exit code 1."""
         raise BrokenPipeError
 
 
@@ -42,7 +42,7 @@ def say(message: str) -> None:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Print what a reader must know beside the results."""
+    """Print the notes that belong to the results."""
     for note in notes:
         say(f"note: {note}")
 

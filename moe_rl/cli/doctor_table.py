@@ -28,7 +28,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def what_was_read(diagnosis: Diagnosis) -> list[str]:
-    """Return the files, what in them was not understood, and whether the machine was looked at."""
+    """Return lines on the files, on settings that were not understood, and on the environment."""
     lines = []
     run, here = diagnosis.run, diagnosis.environment
     if run is not None:
@@ -51,7 +51,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
 
 
 def verdict_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return what `attach` would say, with the reasons that no finding gives; nothing where that was not asked."""
+    """Return the verdict of `attach`, with reasons that no finding gives; nothing where it was not asked for."""
     verdict = diagnosis.verdict
     if verdict is None:
         return []

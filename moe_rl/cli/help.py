@@ -1,4 +1,4 @@
-"""What commands say of themselves. `--help` shows the options that most users need, `--help-all` all; and refusals."""
+"""Help texts and refusals of the commands. `--help` shows the options that most users need, `--help-all` all."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class WholeLines(TyperGroup):
             formatter.write_dl(lines)
 
     def line_of(self, ctx: Any, name: str) -> str:
-        """Return what the help says of a command."""
+        """Return a command's line in the help."""
         command = self.get_command(ctx, name)
         return command.get_short_help_str(limit=200) if command else ""
 
@@ -39,7 +39,7 @@ class TwoLevelCommand(TyperCommand):
     """A command whose `--help` leaves out the options of further panels where there is a `--help-all`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options by panel; what the first level leaves out stays known to parser and shell."""
+        """Write arguments and options by panel; parser and shell know the options that the first level leaves out."""
         shown_panels = None
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(HELP_ALL):
             from moe_rl.study.options import COMMON  # read by the commands that have it alone
@@ -71,7 +71,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = read_yaml(Path(__file__).with_name("opt
 
 
 def worded(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Give the parameters of the command `name` what options.yaml says of them, and return the function."""
+    """Give the parameters of the command `name` their words from options.yaml, and return the function."""
     signature = inspect.signature(function, eval_str=True)
     parameters = [_worded(each, WORDS.get(name, {})) for each in signature.parameters.values()]
     # typer reads it through inspect; mypy knows no such attribute of a function

@@ -1,4 +1,4 @@
-"""`moe-rl models`, `moe-rl clusters` and `moe-rl policies`: what the options of a simulation can name."""
+"""`moe-rl models`, `moe-rl clusters` and `moe-rl policies`: names for the options of a simulation."""
 
 import inspect
 from collections.abc import Sequence

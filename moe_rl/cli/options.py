@@ -66,7 +66,7 @@ def _launched(files: list[Path]) -> dict[str, Any]:
 
 def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
     flag, *short = shown.flags
-    # What is on unless said otherwise needs a way to turn it off.
+    # An option that is on by default needs a flag that turns it off.
     flag += flag.replace("--", "/--no-") if field.default is True else ""
     kind: Any = field.annotation
     if kind not in (bool, int, float, str, int | None, float | None, str | None):

@@ -1,4 +1,4 @@
-"""`moe-rl profile`: where the time of a recorded step went, beside what the simulator predicted."""
+"""`moe-rl profile`: where the time of a recorded step went, beside the simulator's prediction."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -31,7 +31,7 @@ def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, co
 
 
 def _written(seconds: Iterable[float]) -> tuple[str, Callable[[float], str]]:
-    """Return one unit and what writes seconds in it with one number of decimals, so that columns line up."""
+    """Return a unit, and a function that writes seconds in it with as many decimals everywhere: columns line up."""
     values = list(seconds)
     unit, size = time_unit(values)
     largest = max(values, default=0.0) / size
@@ -72,7 +72,7 @@ def _by_rank(
 
 
 def _rank_columns(ranks: Sequence[int]) -> tuple[list[str], Callable[[Sequence[float]], list[float]]]:
-    """Return headings and what goes under them: every rank of a few, the spread of many."""
+    """Return headings and a function for the cells below them: every rank of a few, the spread of many."""
     if len(ranks) == 1:
         return [f"rank {ranks[0]}"], list
     if len(ranks) <= MAX_RANK_COLUMNS:

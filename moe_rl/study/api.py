@@ -1,4 +1,4 @@
-"""What a notebook or a framework calls: simulate, plan and sweep with the options of the command line as keywords."""
+"""Functions for notebooks and frameworks: simulate, plan, sweep and tune with the commands' options as keywords."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

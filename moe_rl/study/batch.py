@@ -1,4 +1,4 @@
-"""One step of a trace cut into micro-batches and counted: what every policy has to balance.
+"""One step of a trace, cut into micro-batches and counted: the loads that every policy has to balance.
 
 S sequences, L MoE layers, E experts.
 """

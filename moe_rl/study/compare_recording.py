@@ -15,7 +15,7 @@ from moe_rl.report.document import SCHEMA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """What the simulator said of one policy."""
+    """The simulator's step of one policy."""
 
     policy: str
     breakdown_s: Mapping[str, float]
@@ -23,7 +23,7 @@ class PredictedStep:
     """None: the file does not say."""
 
     def share_of_step(self, calls: Collection[Call]) -> tuple[float, list[str]]:
-        """Return which share of the predicted micro-batches was recorded, and what a reader must know about it."""
+        """Return the share of the predicted micro-batches that was recorded, and notes on it for the reader."""
         predicted = self.num_micro_batches
         recorded = len({call.micro_batch for call in calls if call.micro_batch is not None})
         if not recorded or predicted is None:
@@ -39,7 +39,7 @@ class PredictedStep:
         ]
 
     def notes(self) -> list[str]:
-        """Return what of the prediction is not compared."""
+        """Return a sentence that names the predicted parts without a measured counterpart."""
         unseen = {name: s for name, s in self.breakdown_s.items() if name not in PART_OF_PREDICTION and s}
         said = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
         return [f"predicted and no work of a GPU, so not compared: {said}."] if said else []
@@ -73,7 +73,7 @@ class AttributedStep:
 
     runs: dict[int, ProfiledRun]
     work: list[list[AttributedWork]]
-    """[R] what every kernel of a rank was for."""
+    """[R] the kernels of every rank, each with the work that it did."""
     steps: int
     """Training steps in each recording."""
     waiting: WaitSplit | None

@@ -1,4 +1,4 @@
-"""What a simulation's numbers hold for: the trace, the setting, and sentences that must stand beside them."""
+"""The conditions of a simulation: facts of trace and setting, and sentences that must stand beside the numbers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
@@ -24,7 +24,7 @@ LITTLE_SHARE = 0.01  # Moves that take a smaller share of a step are not what ma
 
 
 def trace_facts(scenario: Scenario) -> dict[str, object]:
-    """Return what was replayed; counts are of the simulated step."""
+    """Return facts of the replayed trace; counts are of the simulated step."""
     source, batch = scenario.source, scenario.batch
     return {
         "name": encodable(source.path.name),
@@ -113,7 +113,7 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
 
 
 def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
-    """Return what a reader must know beside the numbers."""
+    """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
     timed, exchanges = options.objective == "time", {"overlap_grad_reduce", "overlap_param_gather"}
     selective = options.recompute_modules if options.recompute_granularity == "selective" else []
@@ -154,7 +154,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
 def cautions(
     scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
 ) -> list[str]:
-    """Return the sentences without which a reader would take the numbers for what they are not.
+    """Return warnings without which a reader would misread the numbers.
 
     `simulate` prices the same plans in another setting.
     """
@@ -181,7 +181,7 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
 def _moves_that_cost(
     scenario: Scenario, result: SimulationResult, simulate: Callable[[StepSetting], SimulationResult]
 ) -> list[str]:
-    """Say of policies slower than static placement what moving experts costs this step, and spread over more."""
+    """Return a sentence for every policy that moves make slower than static, with its speed over more steps."""
     static_s = result.static.prediction.step_time_s or 0.0
     slow = {
         name: policy.prediction
@@ -203,9 +203,9 @@ def _moves_that_cost(
 
 
 def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str]:
-    """Return a sentence that names every policy whose forecast peak is more than the GPU has, and what would help.
+    """Return a sentence that names every policy whose forecast peak exceeds the GPU's memory, and remedies.
 
-    Where perfect balance does not fit either, the sentence says so instead, and what fills the memory.
+    Where perfect balance does not fit either, the sentence says so instead, with the largest parts of the memory.
     """
     hardware, balanced = scenario.topology.hardware, result.forced_balance.memory
     if not balanced.fits:

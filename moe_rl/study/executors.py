@@ -17,14 +17,14 @@ RETRIES = 3  # A worker may be preempted, which is no fault of its task; a task 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; Python has no name for it.
 
 Task = Callable[[int], Any]
-"""Called with the index of what is to be computed; it, and what it returns, can be pickled."""
+"""Computes the result of an index; task and result can be pickled."""
 Executor = Callable[[Task, Sequence[int]], Generator[tuple[int, Any]]]
 """Runs a task for every index, side by side: yields (index, result) as results arrive, and raises what a task raises.
 Closing the generator ends the workers."""
 
 
 def executor_named(name: str, *, jobs: int | None = None, ray_address: str | None = None) -> Executor:
-    """Return the executor of `--executor`; `jobs` None: one process per core, or what the Ray cluster has."""
+    """Return the executor of `--executor`; `jobs` None: one process per core, or as many as Ray has cores."""
     require_known(name, EXECUTORS, f"executor {name!r} is unknown.")
     require(jobs is None or jobs >= 1, f"jobs must be at least 1, got {jobs}.")
     if name == "ray":

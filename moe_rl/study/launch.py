@@ -22,9 +22,9 @@ OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_
 
 
 def launch_options(files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Return (options that the run's files set, sentences on what was taken and what could not be read).
+    """Return the options that the run's files set, and notes that say which were read and which could not be.
 
-    Keywords for `moe_rl.simulate`; what the files do not say is absent, so that defaults and notes stay what they are.
+    The options are keywords for `moe_rl.simulate`. An option that the files do not set is absent: its default holds.
     """
     run = interpret(read_run(list(files)))
     found = _options(run.settings)

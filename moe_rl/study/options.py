@@ -27,7 +27,7 @@ SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num
          "kv_channels", "vocab_size")  # fmt: skip
 AUTO = "auto"
 LARGEST = 2**31 - 1  # A larger count would overflow an int32 far from the option that was mistyped.
-# Values of `--cuda-graph-impl`, and what the simulator calls them.
+# Values of `--cuda-graph-impl`, and their names in the simulator.
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
 
 # Options that the simulator's setting has by the same name.
@@ -66,7 +66,7 @@ Slots = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What options.yaml says of an option."""
+    """An option's entry in options.yaml."""
 
     name: str
     panel: str
@@ -129,7 +129,7 @@ class TraceOptions(BaseModel):
         return self
 
     def import_options(self, **known: Any) -> "ImportOptions":
-        """Return what a reader of foreign formats is told; options given by the user win over what is `known`."""
+        """Return the options for readers of foreign formats; the user's values win over `known` ones."""
         from moe_rl.replay import ImportOptions
 
         given = {
@@ -259,7 +259,7 @@ class SimulationOptions(TraceOptions):
         return self
 
     def require_times(self, asked: str) -> None:
-        """Raise where times are asked for that are not computed; `asked` says what of the command line or call does."""
+        """Raise under objective imbalance, which computes no times; `asked` is the start of the sentence."""
         require(self.objective == "time", f"{asked}, which objective imbalance does not compute.")
 
     def given_slots(self, name: str, of: str) -> int:
@@ -275,7 +275,7 @@ class SimulationOptions(TraceOptions):
 
     @property
     def recompute(self) -> str:
-        """What backward computes again, in the simulator's words; modules that it does not price count as nothing."""
+        """Recomputation in the simulator's words; modules that the simulator does not price are left out."""
         if self.recompute_granularity == "full":
             return "full"
         return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"
@@ -391,7 +391,7 @@ def merge_options(
     *,
     below: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Return the options: those given (None: absent), over those of the file `config`, over `below`, over the defaults.
+    """Return options from four sources: `given` (None: absent) wins over the file `config`, `below` and defaults.
 
     Raises `InvalidInputError` for an unknown name, with the nearest known one, and for a wrong value.
     """

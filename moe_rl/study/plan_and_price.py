@@ -1,4 +1,4 @@
-"""From a scenario to its report: plan every policy, simulate the plans, bound what is left of the imbalance."""
+"""From a scenario to its report: plan every policy, simulate the plans, bound their imbalance from below."""
 
 import math
 import os
@@ -110,7 +110,7 @@ def predict(
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
     asked = beside_static(scenario.options.policy)
-    # What balancing brings without packing is said beside the table, of one more plan that has no row in it.
+    # One more plan, which gets no row: the sentence below the table says how much balancing gains without packing.
     split = MOE_RL in asked and UNPACKED not in asked and scenario.problem.sequence_load is not None
     priced = make_plans(scenario, [*asked, *[UNPACKED] * split], progress)
     plans = {name: priced[name] for name in asked}
@@ -148,7 +148,7 @@ def predict(
 
 
 def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) -> tuple[float, ...]:
-    """Return what the fastest policy brings, and the ends of an interval: what the recorded sequences leave open."""
+    """Return the speed-up of the fastest policy, and both ends of its interval."""
     speedup, seconds = best.speedup_vs_static or 1.0, static.breakdown_s or {}
     topology, rows = scenario.topology, list[NDArray[np.float32]]()
     parts = tuple(scenario.source.parts(scenario.batch.step))
@@ -205,7 +205,7 @@ def beside_static(policies: Sequence[str]) -> Sequence[str]:
 def pricing_of(
     scenario: Scenario, plans: Mapping[str, Plan]
 ) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, StepLoad]]:
-    """Return what prices the plans under a setting, and the load that occurs under each plan's layout."""
+    """Return a function that prices the plans under a setting, and the load that occurs under each plan's layout."""
     batch, reroute = scenario.batch, scenario.options.reroute
     timed = scenario.options.objective == "time"
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
@@ -228,7 +228,7 @@ def pricing_of(
 
 
 def load_bounds(plan: Plan, load: StepLoad, topology: ClusterTopology) -> LoadBounds:
-    """Return what the imbalance of a plan cannot go below on its own layout's load."""
+    """Return lower bounds of a plan's imbalance on its own layout's load."""
     node, home = topology.node_of_rank, plan.placement.home_rank
     layer, rank, expert = np.nonzero(plan.placement.instances_per_rank())
     # A copy on another node takes tokens there, so a node's load is then no longer that of its experts.

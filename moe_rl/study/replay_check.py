@@ -1,4 +1,4 @@
-"""Check recorded routes against a reference: what `moe-rl replay check` calls.
+"""Check recorded routes against a reference: `moe-rl replay check`.
 
 The reference is a Hugging Face model, which runs on the sequences' tokens on this machine, another trace of the same
 sequences (what the trainer's own routers chose), or nothing: then only faults that need no reference are found.
@@ -126,7 +126,7 @@ def _checked(record: RecordedSequence, expected: Reference | None) -> CheckedSeq
 
 
 def _model_choices(folder: Path, tokens: Path) -> tuple[Iterator[Reference], int]:
-    """Return (what the model's routers choose for each line of tokens, its experts)."""
+    """Return (the choices of the model's routers for each line of tokens, its number of experts)."""
     try:
         from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Expert maps for rollout engines out of recorded rollouts, and what the engine's own choice of copies makes of them.
+"""Expert maps for rollout engines, made from recorded rollouts and scored by the engine's own choice of copies.
 
 M decode batches, L MoE layers, E experts, P ranks, W slots of a layer.
 """
@@ -37,7 +37,7 @@ START, EPLB = "start", "eplb"  # The map of an engine that is given none, and it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapScore:
-    """What a map does to the scored batches under one way to choose copies."""
+    """Balance of the scored batches under a map and one way to choose copies."""
 
     imbalance: float
     """Largest over mean rank load, over batches and layers as in `core.metrics.imbalance`."""
@@ -56,7 +56,7 @@ class RolloutMap:
     twins: Mapping[str, int]
     """By map: slots that hold an expert a second time on a rank."""
     facts: Mapping[str, object]
-    """What was planned and scored on, as JSON values."""
+    """Trace, sizes, and the steps that were planned and scored on, as JSON values."""
     notes: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, object]:
@@ -199,7 +199,7 @@ class _Rollouts:
         )
 
     def _eplb(self, start: ExpertMap) -> ExpertMap:
-        """Return what the engines' copies of EPLB make of the loads planned on."""
+        """Return the map that the engines' own EPLB makes from the loads planned on."""
         nodes, groups = start.ep_size // self.ranks_per_node, self.num_expert_groups
         # EPLB's own rule: it works node by node where expert groups, and slots, fill the nodes.
         by_nodes = groups > 1 and groups % nodes == 0 and start.num_slots % nodes == 0
@@ -230,7 +230,7 @@ def score_map(expert_map: ExpertMap, batches: DecodeBatches, served: NDArray[np.
 def _planned_and_scored(
     source: TraceSource, options: SimulationOptions
 ) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
-    """Return the sequences to plan on, those to score on (the same object where there is no other), and their names."""
+    """Return the sequences to plan on, the ones to score on (the same object if there is no other), and their names."""
     step = source.steps[-1] if options.step is None else options.step
     source.require_step(step)
     scored = routes_of_step(source, step)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = ("constants", "assumptions", "model_shape")
 
 
-# How the trace is read, lists, and what decides which figures there are.
+# Options for reading the trace, lists, and the objective: points with other objectives have other figures.
 NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
 
 
@@ -161,7 +161,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _figures(report: SimulationReport) -> dict[str, object]:
-    """Return the report's document without what repeats in every point or grows with the micro-batches."""
+    """Return the report's document without parts that repeat in every point or grow with the micro-batches."""
     document: dict[str, Any] = report.as_json()
     policies = {
         name: {key: value for key, value in figures.items() if key != "imbalance_by_micro_batch"}

@@ -1,4 +1,4 @@
-"""From a trace and options to the planning problem of one step: what every command and function starts from.
+"""From a trace and options to the planning problem of one step: every command and function starts here.
 
 S sequences, L MoE layers, E experts.
 """
@@ -50,7 +50,7 @@ class Scenario:
     topology: ClusterTopology
     batch: Batch
     training_step: TrainingStep
-    """What the simulator prices."""
+    """The step as the simulator prices it."""
     problem: PlanProblem
     history: str | None
     """Which loads policies know beside the step's own; None where no policy needs them."""
@@ -160,7 +160,7 @@ def _full_size(options: SimulationOptions, parts: Sequence[Trace], *, num_expert
 
 
 def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ...]:
-    """Return sequences drawn with replacement, as many as keep to `tokens`, at least one; those of a part together."""
+    """Return sequences drawn with replacement, up to `tokens` tokens but at least one, grouped by part."""
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
     require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
@@ -198,7 +198,7 @@ def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[T
 
 
 def named_model(options: SimulationOptions, of: str) -> MoeModelSpec:
-    """Return the model of `--model` where there is no trace; `of` is what needs it."""
+    """Return the model of `--model` where there is no trace; `of` names the command in the error."""
     require(options.model != FROM_TRACE, f"without a trace {of} needs a --model.")
     return _named(options).spec
 
@@ -370,7 +370,7 @@ def _forecasting(options: SimulationOptions) -> list[str]:
 def _history(
     source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, cut: Callable[[int], Batch]
 ) -> tuple[StepLoad | None, str | None]:
-    """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and what they are."""
+    """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and their name."""
     forecasting = _forecasting(options)
     serves_several = (options.steps_served or options.reorder_interval) > 1
     if not forecasting and not serves_several:

@@ -46,7 +46,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
 MOST_RESIDENT = 4  # Resident slots that `auto` makes room for: on the development trace a third saves nothing.
 
-# Options that are searched where they are not given, and what they decide of a setting.
+# Options that are searched where they are not given, and the part of a setting that each decides.
 SEARCHED = {
     **{name: name for name in (*SIZES, "micro_batch_tokens")},
     "num_virtual_stages_per_pipeline_rank": "num_virtual_stages",
@@ -162,7 +162,7 @@ class ShapeTask:
         return (limit - self._peak(run, tokens)) / _slot_bytes(run)
 
     def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
-        """Return what a step takes: balanced micro-batches, and how much longer those of these lengths are."""
+        """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
         run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots
         topology, stages = run.topology, setting.pipeline_model_parallel_size
         ranks, core = topology.num_dp_ranks, native_core()

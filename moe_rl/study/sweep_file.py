@@ -29,7 +29,7 @@ class SweepFile:
     path: Path
     descriptor: int
     settings: Mapping[str, Any]
-    """What every line was made with, apart from its point."""
+    """Settings that every line was made with, apart from its point."""
     finished: dict[str, Line] = field(default_factory=dict)
     dropped: bool = False
     """True: the last line was incomplete and was taken away."""
@@ -61,7 +61,7 @@ def finish_points(
     progress: Progress,
     tell: Callable[[str], None],
 ) -> list[Line]:
-    """Return the line of every point, after running the task of those that are not in the file `out`; None: no file.
+    """Run the task of every point that is not in the file `out` yet (None: no file), and return all points' lines.
 
     The task gets a point's index and returns its figures. Lines are written in the order of the points, or as they are
     when the run is stopped.

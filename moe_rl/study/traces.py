@@ -99,13 +99,13 @@ def is_native(trace: str | Path) -> bool:
 
 
 def _shape(spec: MoeModelSpec) -> dict[str, object]:
-    """Return what a reader of foreign formats is told of a model."""
+    """Return the shape of a model as options for readers of foreign formats."""
     known: dict[str, object] = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
     return known | ({"moe_layer_ids": list(spec.moe_layer_ids)} if spec.num_moe_layers < spec.num_layers else {})
 
 
 def describe_trace(source: TraceSource) -> dict[str, object]:
-    """Return what a trace says of itself, as JSON values."""
+    """Return the facts of a trace as JSON values."""
     counts = ("counts_only", "num_experts", "top_k", "num_sequences", "num_tokens")
     return {
         "path": encodable(str(source.path)),
