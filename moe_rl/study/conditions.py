@@ -12,6 +12,7 @@ from moe_rl.planner.base import OURS
 from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
 from moe_rl.report.units import GIB, format_count
+from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.scenario import Scenario
@@ -20,6 +21,8 @@ from moe_rl.yaml_files import read_yaml
 MOE_RL = "moe-rl"
 SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_name("sentences.yaml"))
 SMALL_PART = 0.5  # A trace that fills less of its micro-batches than this is too short for them.
+# The bundled trace on 16 H100: 42 % of 0.5 M tokens' step, and 1.15x by ultraep; 16 % of 2 M tokens', and 1.23x.
+LARGE_SHARE = 0.1
 LITTLE_SHARE = 0.01  # Moves that take a smaller share of a step are not what makes a policy slow.
 
 
@@ -112,14 +115,17 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
     return said
 
 
-def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
+def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResult) -> list[str]:
     """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
     timed, exchanges = options.objective == "time", {"overlap_grad_reduce", "overlap_param_gather"}
     selective = options.recompute_modules if options.recompute_granularity == "selective" else []
     unpriced = [name for name in selective if name not in ("moe", *RECOMPUTE_MODULES)]
+    static = result.static.prediction
+    once = sum((static.breakdown_s or {}).get(part, 0.0) for part in STEP_PARTS) / (static.step_time_s or 1.0)
     holding = {
         "resampled": scenario.resampled,
+        "paid_once": scenario.resampled and timed and once >= LARGE_SHARE,
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
         "scaled": options.tokens_per_rank is not None,
         "earlier_homes": scenario.homes_chosen_at is not None,
@@ -137,6 +143,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan]) -> list[str]:
         "per_rank": format_count(batch.recorded_tokens_per_rank),
         "asked": format_count(options.tokens_per_rank or 0),
         "mean": format_count(float(batch.lengths.mean())),
+        "once": once,
         "unpriced": ", ".join(unpriced),
         **{name: 100 * getattr(options, name) for name in SHARES},
     }

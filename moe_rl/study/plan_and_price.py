@@ -138,7 +138,11 @@ def predict(
         cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
         notes=tuple(
             dict.fromkeys(
-                [*notes(scenario, plans), *_sequences_wanted(scenario, speedups), *break_even(scenario, plans, loads)]
+                [
+                    *notes(scenario, plans, result),
+                    *_sequences_wanted(scenario, speedups),
+                    *break_even(scenario, plans, loads),
+                ]
             )
         ),
         plans=plans,
