@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require, require_shapes
 
+# HybridEP and NCCL EP pad the ranks of a group to whole chunks of so many tokens (megatron-core 0.19).
 TOKEN_CHUNK = 64
-"""HybridEP and NCCL EP pad the ranks of a group to whole chunks of so many tokens (megatron-core 0.19)."""
+# Capacity factors are rounded up to a 10,000th.
 STEPS = 10_000
-"""Capacity factors are rounded up to a 10,000th."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

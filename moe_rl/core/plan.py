@@ -18,8 +18,8 @@ from moe_rl.core.errors import require, require_shapes
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 
+# Fields of `ReplicaPlan` with one entry per replica.
 REPLICA_COLUMNS = ("expert", "physical_id", "source_quota", "source_pairs", "resident")
-"""Fields of `ReplicaPlan` with one entry per replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

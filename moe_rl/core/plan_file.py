@@ -28,11 +28,11 @@ DESCRIPTION = "description"
 
 _PARTS = {"layout": BatchLayout, "placement": ExpertPlacement, "replicas": ReplicaPlan, "migration": ExpertMigration}
 _FIELDS = tuple(item.name for item in fields(Plan) if item.name not in (*_PARTS, "capacity"))
+# Exceptions of zipfile and numpy for a file whose bytes are wrong.
 _DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""Exceptions of zipfile and numpy for a file whose bytes are wrong."""
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -23,8 +23,8 @@ from moe_rl.core.trace import CHUNK_TOKENS, RoutingTrace, SequenceCounts, route_
 
 Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
+# Rows that the numpy path counts at a time: their keys stay in the second-level cache.
 TILE_TOKENS = 512
-"""Rows that the numpy path counts at a time: their keys stay in the second-level cache."""
 
 
 class Filler(StrEnum):

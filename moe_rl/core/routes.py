@@ -19,11 +19,11 @@ from moe_rl.core.trace import RoutingTrace, SequenceCounts
 
 Ints = NDArray[np.int64]
 
+# Expert ids that a sample holds at most, in two bytes each.
 MAX_DRAWN_IDS = 1 << 24
-"""Expert ids that a sample holds at most, in two bytes each."""
+# Tokens that ranks draw at most of the rows of one cell: 8 KB per layer at K = 8, as much as the counts of 32 ranks and
+# 128 experts. Plans from 347 of them per micro-batch came within 2 % of plans from all (GPT-OSS, EP32).
 MOST_OF_CELL = 512
-"""Tokens that ranks draw at most of the rows of one cell: 8 KB per layer at K = 8, as much as the counts of 32 ranks
-and 128 experts. Plans from 347 of them per micro-batch came within 2 % of plans from all (GPT-OSS, EP32)."""
 
 
 def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:

@@ -14,11 +14,11 @@ from moe_rl.core.errors import require, require_known
 from moe_rl.core.layout import BatchLayout, check_token_budget
 from moe_rl.core.model import MoeModelSpec
 
+# Tokens of attention that cost as much as one token's other work (verl 0.9.1:verl/utils/seqlen_balancing.py).
 VERL_TOKEN_WORK = 24576
-"""Tokens of attention that cost as much as one token's other work (verl 0.9.1:verl/utils/seqlen_balancing.py)."""
 
+# (sum, number of items, first item, items): Python compares such tuples as verl and slime compare their sets.
 _Set = tuple[int, int, int, tuple[int, ...]]
-"""(sum, number of items, first item, items): Python compares such tuples as verl and slime compare their sets."""
 
 
 def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = False) -> list[list[int]]:

@@ -24,10 +24,10 @@ MAY_BE_ZERO = (
 )
 
 
+# Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`.
 KNEE = 6.0
-"""Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`."""
+# Fields that a user's cluster file may leave at their defaults.
 MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
-"""Fields that a user's cluster file may leave at their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from moe_rl.core.errors import InvalidInputError, require, require_shapes, requi
 from moe_rl.core.pages import drop_pages
 
 PROVENANCES = ("R2", "R3", "live", "synthetic", "unknown")
+# Tokens handled at a time where a whole trace must not be in memory.
 CHUNK_TOKENS = 65_536
-"""Tokens handled at a time where a whole trace must not be in memory."""
 
+# Per-sequence columns and their dtypes.
 SEQUENCE_FIELDS = {
     "sample_id": np.int64,
     "group_id": np.int64,
@@ -24,11 +25,10 @@ SEQUENCE_FIELDS = {
     "micro_batch": np.int32,
     "dp_rank": np.int32,
 }
-"""Per-sequence columns and their dtypes."""
+# Columns of `RoutingTrace` with an entry per row.
 TOKEN_FIELDS = ("routed_experts", "valid", "policy_version", "router_logprobs")
-"""Columns of `RoutingTrace` with an entry per row."""
+# Columns of `SequenceCounts`, an entry per sequence.
 COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE_FIELDS)
-"""Columns of `SequenceCounts`, an entry per sequence."""
 
 
 def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:

@@ -29,8 +29,8 @@ DTYPES: dict[str, type[np.generic]] = {
 }
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 MAX_HEADER_BYTES = 1 << 20
+# Bytes that are checked at a time: the check of a shard needs no memory of its size.
 READ_BYTES = 4 << 20
-"""Bytes that are checked at a time: the check of a shard needs no memory of its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

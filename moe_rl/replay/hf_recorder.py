@@ -21,8 +21,8 @@ from torch import nn
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace, route_dtype
 
+# (router's name, router, what it returned) -> logits [rows, E], which `router_logprobs` alone uses, ids [rows, K].
 ReadOutput = Callable[[str, nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-"""(router's name, router, what it returned) -> logits [rows, E], which `router_logprobs` alone uses, ids [rows, K]."""
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -51,9 +51,9 @@ class _Call:
     routes: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 
 
+# Rows of one forward call, on the CPU: routes and, where asked for, logprobs [B, tokens, L, K]; tokens and real [B,
+# tokens].
 _Rows = dict[str, NDArray[Any]]
-"""Rows of one forward call, on the CPU: routes and, where asked for, logprobs [B, tokens, L, K]; tokens and real
-[B, tokens]."""
 
 
 class RoutingRecorder:

@@ -19,13 +19,13 @@ from moe_rl.replay.traces import Progress, TraceSource
 
 logger = logging.getLogger(__name__)
 
+# Bytes of ids after which a part ends.
 PART_BYTES = 64 << 20
-"""Bytes of ids after which a part ends."""
+# uint16 ids reach no further.
 MAX_EXPERTS = 65_536
-"""uint16 ids reach no further."""
 SAMPLED_ROWS = 20_000
+# A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run.
 REPEATED_ROW_SHARE = 0.25
-"""A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

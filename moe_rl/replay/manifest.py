@@ -21,13 +21,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from moe_rl.core.errors import InvalidInputError, require, require_least, require_words
 from moe_rl.core.trace import PROVENANCES, route_dtype
 
+# Shards with plain ids have the first, shards with a stream of `moe_rl.routes` the second.
 SCHEMA, CODED_SCHEMA = "moe_rl.trace/1", "moe_rl.trace/2"
-"""Shards with plain ids have the first, shards with a stream of `moe_rl.routes` the second."""
 MANIFEST_NAME = "manifest.json"
 OPTIONAL_COLUMNS = ("policy_version", "router_logprobs")
 SHARD_NAME = re.compile(r"shard-(\d{6,9})\.safetensors")
+# For reading: "8" is no number, and an unknown key is an error.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""For reading: "8" is no number, and an unknown key is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from moe_rl.replay.manifest import CODED_SCHEMA, OPTIONAL_COLUMNS, SCHEMA, Manif
 from moe_rl.replay.sequences import Trace
 from moe_rl.routes.coded import CodedRoutes
 
+# dtype and shape of every array of a shard.
 Layout = dict[str, tuple[Any, tuple[int, ...]]]
-"""dtype and shape of every array of a shard."""
 
 
 def expected_arrays(manifest: Manifest, *, num_tokens: int, num_sequences: int) -> Layout:

@@ -14,8 +14,8 @@ from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.traces import NATIVE_FORMAT, TraceReader, TraceSource
 
+# Options that `import_trace` applies to the rows of any foreign format.
 OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
-"""Options that `import_trace` applies to the rows of any foreign format."""
 
 
 def open_source(

@@ -22,8 +22,8 @@ from moe_rl.replay.shard import check_shard_bytes, check_shard_file, map_shard
 from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 
 NATIVE_FORMAT = "moetrace"
+# Called with (done, total), both in the same unit.
 Progress = Callable[[int, int], None]
-"""Called with (done, total), both in the same unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from moe_rl.routes.subsets import index_fields, pack_varied
 
 BLOCK_ROWS = 1024
 MAX_EXPERTS = 4096
+# With fewer rows a codebook costs more than its codes save.
 MIN_ROWS_TO_LEARN = 4096
-"""With fewer rows a codebook costs more than its codes save."""
 
 
 class Form(IntEnum):

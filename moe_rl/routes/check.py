@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.routes.faults import THREADS, Fault
 
+# Twice the step of bf16 for scores near 1, since its mantissa has 8 bits.
 TIE_MARGIN = 2.0**-6
-"""Twice the step of bf16 for scores near 1, since its mantissa has 8 bits."""
+# A row or layer agrees from 0.8 of its experts on; below 0.6 it is another's. Recompute in bf16 stays above 0.95.
 AGREES, FOREIGN = 0.8, 0.6
-"""A row or layer agrees from 0.8 of its experts on; below 0.6 it is another's. Recompute in bf16 stays above 0.95."""
+# Least mean agreement of a sequence of the right policy, without and with the margins that excuse ties.
 CLEAN, CLEAN_WITH_MARGIN = 0.9, 0.94
-"""Least mean agreement of a sequence of the right policy, without and with the margins that excuse ties."""
 SAMPLED_ROWS, SAMPLED_LAYERS = 256, 4
+# A router of so few sets takes experts 0 .. K-1 by chance: then one row alone is no padding.
 CHANCE_BITS = 40
-"""A router of so few sets takes experts 0 .. K-1 by chance: then one row alone is no padding."""
 REPEATED_ROWS = 16
 
 

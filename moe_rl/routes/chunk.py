@@ -22,13 +22,13 @@ from moe_rl.routes.codebook import SetShape, codebook_from_bytes
 
 MAGIC = b"\x89routes\n"
 VERSION = 1
+# Magic, version, flags (none is known), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
+# body, CRC-32.
 HEADER = struct.Struct("<8sHHHHIIIIIQQI")
-"""Magic, version, flags (none is known), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
-body, CRC-32."""
+# A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk.
 PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
-"""A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk."""
+# A gap: (first row without a route, number of such rows). A policy version: (its first row, the version).
 RUN = np.dtype([("first", "<u4"), ("value", "<i4")])
-"""A gap: (first row without a route, number of such rows). A policy version: (its first row, the version)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

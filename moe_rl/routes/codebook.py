@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.routes.subsets import Numbering, core_of_routes, index_fields, numbering
 
+# Bits of the longest code: the decoder's table of 2^14 entries stays in the second-level cache.
 MAX_CODE_BITS = 14
-"""Bits of the longest code: the decoder's table of 2^14 entries stays in the second-level cache."""
 GROUP_EXPERTS = 32
+# A rarer set costs more in the codebook than its escapes do.
 MIN_COUNT = 3
-"""A rarer set costs more in the codebook than its escapes do."""
 SEARCH_STEPS = 30
 
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from moe_rl.routes.check import CheckedSequence, Verdict, agreement, check_routes
 from moe_rl.routes.faults import Fault
 
+# Rows that a trainer fills itself (last tokens, padding) may be so many of a sample; they are left out.
 FILLER_SHARE = 0.1
-"""Rows that a trainer fills itself (last tokens, padding) may be so many of a sample; they are left out."""
 PERCENTILES = (50, 90, 99)
 
 

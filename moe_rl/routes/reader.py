@@ -17,8 +17,8 @@ from moe_rl.routes.blocks import block_rows
 from moe_rl.routes.chunk import Chunk, chunks_of
 
 Bytes = bytes | memoryview | NDArray[np.uint8]
+# Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache.
 TILE_BLOCKS = 8
-"""Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)

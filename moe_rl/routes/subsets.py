@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core, why_not_native
 
+# A field of numbers is cut into planes of at most so many bits: whole planes are read as plain 32-bit words.
 LIMB_BITS = 32
-"""A field of numbers is cut into planes of at most so many bits: whole planes are read as plain 32-bit words."""
+# Numbers of more bits (a twentieth of 4096 experts) have no index form.
 MAX_INDEX_BITS = 128
-"""Numbers of more bits (a twentieth of 4096 experts) have no index form."""
+# Keep a reciprocal multiplication exact in the decoder: digit * 2^64 / radix needs radix * word < 2^64.
 MAX_RADIX, MAX_WORD_BITS = 256, 56
-"""Keep a reciprocal multiplication exact in the decoder: digit * 2^64 / radix needs radix * word < 2^64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,10 +16,10 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.routes.blocks import ascending, check_shape
 from moe_rl.routes.chunk import PIECE, RUN, encode_chunk
 
+# Rows after which a chunk is written: enough for a codebook to pay, 25 MB of ids for 48 layers of top-8.
 CHUNK_ROWS = 65_536
-"""Rows after which a chunk is written: enough for a codebook to pay, 25 MB of ids for 48 layers of top-8."""
+# Prompt groups whose first sequence is kept to compare the others with.
 MAX_LEADERS = 64
-"""Prompt groups whose first sequence is kept to compare the others with."""
 
 
 class RoutesWriter:
