@@ -62,15 +62,18 @@ def test_three_steps_with_groups_destroyed_in_between_train_the_same(case: str, 
     "package",
     [
         pytest.param(
-            each, marks=pytest.mark.multi_rank(world_size=2, case=f"own_cases.{each}_packed", launch="own"), id=each
+            each,
+            marks=[
+                needs_checkout(each),
+                pytest.mark.multi_rank(world_size=2, case=f"own_cases.{each}_packed", launch=each),
+            ],
+            id=each,
         )
         for each in ("slime", "miles")
     ],
 )
 def test_samples_change_their_micro_batch_in_the_frameworks_own_lists(package: str, outcome: list[Any]) -> None:
     for rank in outcome:
-        if "not_run" in rank:
-            pytest.skip(f"NOT RUN: {rank['not_run']}")
         assert relative_difference(rank["plain"], rank["balanced"]) <= FP32_LIMIT
         assert rank["apart"] <= 1e-3
         assert all(each["kept"] for each in rank["metrics"]), "same samples per update, as many micro-batches, no limit"
