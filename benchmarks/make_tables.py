@@ -326,15 +326,14 @@ def wait_picture() -> Markup:
 def load_maps() -> Markup:
     """Draw the load of every rank and layer of the bundled trace before and after planning, side by side."""
     report = moe_rl.simulate("countdown-grpo", cluster="h100", ep=16, policy="static,moe-rl")
-    drawn = rank_maps(report).pictures()
-    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', str(each["svg"])) for each in drawn]
+    maps = rank_maps(report)
+    drawn = [str(maps.picture(name)) for name in maps.shown]
+    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', each) for each in drawn]
     width, height = (max(int(size[axis]) for size in sizes if size) for axis in (1, 2))
     both = Svg(height=height + 24, width=2 * width, label="Load of every rank before and after planning")
     for index, (each, title) in enumerate(zip(drawn, ("before: static placement", "after: moe-rl"), strict=True)):
         both.text(index * width + 52, 16, title, css="title")
-        inner = str(each["svg"]).replace(
-            "<svg ", f'<svg x="{index * width}" y="24" width="{width}" height="{height}" ', 1
-        )
+        inner = each.replace("<svg ", f'<svg x="{index * width}" y="24" width="{width}" height="{height}" ', 1)
         both.raw(inner)
     return both.markup()
 

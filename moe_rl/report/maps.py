@@ -87,10 +87,6 @@ class MapKind:
         said = (f"rgb{color} {at / self.top:.1%}" for at, color in zip(stops(self.top), _COLORS, strict=True))
         return Markup(", ".join(said))
 
-    def pictures(self) -> list[dict[str, object]]:
-        """Return name and chart of the policies shown first."""
-        return [{"name": name, "svg": self.picture(name)} for name in self.shown]
-
     def picture(self, name: str) -> Markup:
         """Draw the map of a policy: layers from top to bottom, columns from left to right."""
         values = self.values[name]
