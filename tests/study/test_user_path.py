@@ -66,7 +66,11 @@ def test_software_is_stated_by_name() -> None:
     )
     assert (stated.host_adam_gb_per_s, stated.clamped_activation_bytes) == (40.0, 10.0)
     assert stated.host_fp8 == StepSetting().software.host_fp8
-    for wrong, sentence in (("host_adam=4", "unknown"), ("host_fp8=fast", "not a number"), ("host_fp8=-1", "negative")):
+    for wrong, sentence in (
+        ("host_adam=4", "unknown"),
+        ("host_fp8=fast", "not a number"),
+        ("host_fp8=-1", "at least 0"),
+    ):
         with pytest.raises(InvalidInputError, match=sentence):
             merge_options(SimulationOptions, {"software": [wrong]})
 
