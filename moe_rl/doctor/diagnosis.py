@@ -60,11 +60,6 @@ class Diagnosis:
         accepted = self.verdict is None or self.verdict.word in ("attaches", "attaches, but")
         return self.count(ERROR) == 0 and accepted
 
-    @property
-    def looks_at_environment(self) -> bool:
-        """Whether the machine could train: has Megatron."""
-        return self.environment is not None and self.environment.trains
-
     def as_json(self) -> dict[str, object]:
         """Return the document; keys may be added, never renamed."""
         run, here = self.run, self.environment
@@ -90,7 +85,7 @@ class Diagnosis:
             document["environment"] = {
                 "python": here.python,
                 "packages": dict(sorted(here.versions.items())),
-                "checked": self.looks_at_environment,
+                "checked": here.trains,
             }
         return document
 

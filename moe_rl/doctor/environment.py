@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,12 +19,11 @@ PACKAGES = (
     "deep-ep",
 )
 MODULES = ("megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep")
-VARIABLES = ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "MOE_RL_POLICY")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Python, packages and variables of a machine."""
+    """Python and packages of a machine."""
 
     python: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +32,6 @@ class Environment:
     """Modules of `MODULES` that could be imported, with or without a package."""
     transformer_engine_built: bool = False
     """Whether the base package of TransformerEngine brings libraries of its own (a build from source does)."""
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -64,7 +61,6 @@ def probe() -> Environment:
         versions={name: found.version for name, found in installed.items()},
         modules=frozenset(name for name in MODULES if _found(name)),
         transformer_engine_built=base is not None and any(".so" in file.name for file in base.files or ()),
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
 

@@ -106,7 +106,6 @@ class Reader:
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,
-            variables=raw.variables,
         )
 
 

@@ -29,8 +29,12 @@ def read_python(path: Path, text: str, run: RawRun) -> None:
     """
     tree = _tree(path, text)
     run.files.append(str(path))
-    run.entries.extend(_settings(tree, "", str(path)))
-    run.variables.update(_variables(tree, path))
+    for entry in _settings(tree, "", str(path)):
+        run.entries.append(entry)
+        # A key such as NCCL_DEBUG is a variable of the processes that it starts, in whichever dict it stands.
+        name = entry.key.rpartition(".")[2]
+        if VARIABLE.fullmatch(name) and isinstance(entry.value, str):
+            run.variables[name] = Text(text=entry.value, where=entry.where)
     flags = _flag_words(tree, path, run)
     run.add_words([*model_words(path, text, run), *flags])
 
@@ -125,19 +129,6 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
             yield Entry(key=key, value=None, written=key, where=where, missing=(f"`{ast.unparse(value)[:60]}`",))
     for child in inside:
         yield from _settings(child, prefix if isinstance(node, ast.Dict) else "", path)
-
-
-def _variables(tree: ast.AST, path: Path) -> dict[str, Text]:
-    """Return the items of all dicts whose keys look like environment variables: `{"NCCL_DEBUG": "INFO"}`."""
-    found: dict[str, Text] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Dict):
-            continue
-        for key, value in zip(node.keys, node.values, strict=True):
-            match key, value:
-                case ast.Constant(value=str(name)), ast.Constant(value=str(content)) if VARIABLE.fullmatch(name):
-                    found[name] = Text(text=content, where=Where(path=str(path), line=value.lineno))
-    return found
 
 
 def _defaults(tree: ast.AST) -> dict[str, object]:

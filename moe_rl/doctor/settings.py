@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.python_source import syntax_tree, value_of
-from moe_rl.doctor.sources import Entry, Text, Where
+from moe_rl.doctor.sources import Entry, Where
 from moe_rl.doctor.yaml_entries import value_of_word
 
 T = TypeVar("T")
@@ -177,7 +177,6 @@ class ReadRun:
     """Those of the notes that say what was not looked at."""
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
-    variables: Mapping[str, Text] = field(default_factory=dict)
 
 
 def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None = None) -> Setting[Any] | None:

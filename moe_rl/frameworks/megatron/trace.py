@@ -105,7 +105,7 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
     """Drop the second copy of every table where a layer ran its forward pass twice."""
-    kept = {}
+    kept: Tables = {}
     repeated = False
     for layer, calls in tables.items():
         # A call without a token tells nothing: two of them are equal by nature.
@@ -116,7 +116,13 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
             f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others were not, so "
             "recompute cannot be told from data. Record without activation recompute.",
         )
-        kept[layer] = _first_calls(calls, digests) if times == {2} else calls
+        seen: Counter[bytes] = Counter()
+        kept[layer] = []
+        for call, digest in zip(calls, digests, strict=True):
+            # The second of two equal tables is recompute's; with none twice every one is the first.
+            if seen[digest] % 2 == 0 or times != {2}:
+                kept[layer].append(call)
+            seen[digest] += 1
         repeated |= times == {2}
     counts_by_layer = {layer: len(calls) for layer, calls in kept.items()}
     require(
@@ -126,17 +132,6 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
     if repeated:
         logger.warning("%s, step %d: dropped the records of activation recompute.", file, step)
     return kept
-
-
-def _first_calls(calls: list[NDArray[np.integer]], digests: list[bytes]) -> list[NDArray[np.integer]]:
-    """Return every second occurrence left out, in order."""
-    seen: Counter[bytes] = Counter()
-    first = []
-    for call, digest in zip(calls, digests, strict=True):
-        if seen[digest] % 2 == 0:
-            first.append(call)
-        seen[digest] += 1
-    return first
 
 
 def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Iterator[RecordedSequence]:

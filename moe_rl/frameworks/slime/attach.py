@@ -12,7 +12,7 @@ the same tokens in the log-prob pass.
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -375,10 +375,9 @@ def packed_steps(
     size. See `moe_rl.balancing.schedule.pack_schedule` for what stays as it is.
     """
     packed = []
-    for schedule in steps:
-        ids, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
+    for ids, samples, schedule in _by_step(routed_experts, total_lengths, steps, model):
         found = pack_schedule(
-            samples, renumbered, token_budget=token_budget, config=config, model=model, topology=topology
+            samples, schedule, token_budget=token_budget, config=config, model=model, topology=topology
         )
         packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in found])
     return packed
@@ -398,31 +397,26 @@ def plans_of_rollout(
     `routed_experts` are slime's `rollout_routed_experts`, one [tokens - 1, layers, K] array per sample, of the MoE
     layers or of all; `steps` comes from `schedules_of_steps`. Samples that no step runs are left out.
     """
-    require(
-        len(routed_experts) == len(total_lengths),
-        f"there are routes of {len(routed_experts)} samples and lengths of {len(total_lengths)}.",
-    )
-    plans = []
-    for schedule in steps:
-        _, samples, renumbered = _of_step(routed_experts, total_lengths, schedule, model)
-        plans.append(plan_from_schedule(samples, renumbered, config=config, model=model, topology=topology))
-    return plans
-
-
-def _of_step(
-    routed_experts: Sequence[Any],
-    total_lengths: Sequence[int],
-    schedule: Sequence[Sequence[Sequence[int]]],
-    model: MoeModelSpec,
-) -> tuple[list[int], list[NDArray[np.int64]], list[list[list[int]]]]:
-    """Return (global ids of a step's samples, their routes, the schedule with the samples numbered from 0 on)."""
-    # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
-    ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
-    number = {sample: index for index, sample in enumerate(ids)}
-    samples = [
-        with_missing_last_rows(of_moe_layers(routed_experts[sample], model), total_lengths[sample]) for sample in ids
+    return [
+        plan_from_schedule(samples, schedule, config=config, model=model, topology=topology)
+        for _, samples, schedule in _by_step(routed_experts, total_lengths, steps, model)
     ]
-    return ids, samples, [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
+
+
+def _by_step(
+    routes: Sequence[Any],
+    lengths: Sequence[int],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    model: MoeModelSpec,
+) -> Iterator[tuple[list[int], list[NDArray[np.signedinteger]], list[list[list[int]]]]]:
+    """Yield, by step, the global ids of its samples, their routes, the schedule with samples numbered from 0 on."""
+    require(len(routes) == len(lengths), f"there are routes of {len(routes)} samples and lengths of {len(lengths)}.")
+    for schedule in steps:
+        # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
+        ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
+        number = {sample: index for index, sample in enumerate(ids)}
+        samples = [with_missing_last_rows(of_moe_layers(routes[each], model), lengths[each]) for each in ids]
+        yield ids, samples, [[[number[each] for each in batch] for batch in batches] for batches in schedule]
 
 
 def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -> list[Path]:
