@@ -188,7 +188,9 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
             )
             pass_ready = ready.submit(lambda: (planned, tables))
             pass_ready.result()
-            prepared = passes._Prepared(planned=[pass_ready], num_micro_batches=None, forward_only=True, counter=None)
+            prepared = passes._Prepared(
+                planned=[pass_ready], homes=None, num_micro_batches=None, forward_only=True, counter=None
+            )
             balancer._prepared.append(prepared)
             started = time.perf_counter()
             balancer.begin_pass()

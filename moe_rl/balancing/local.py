@@ -3,14 +3,12 @@
 Needs torch.distributed, and nothing of any framework's. G EP groups, P EP ranks.
 """
 
-from typing import Any
-
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import gather
+from moe_rl.balancing.exchange import gathered
 from moe_rl.balancing.loads import narrow
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.core.errors import require
@@ -45,19 +43,16 @@ def plan_from_local(
         f"counts must be [M, {model.num_moe_layers} MoE layers, {model.num_experts} experts] and not negative, got "
         f"{list(pairs.shape)}.",
     )
-    rows = -(-pairs.sum(axis=2).max(axis=1, initial=0) // model.top_k)
-    groups = [ep_group] if expert_dp_group is None else [ep_group, expert_dp_group]
-
-    def gather_grid(local: NDArray[Any]) -> NDArray[Any]:
-        return gather(local, *groups).reshape(-1, ep_group.size(), *local.shape)
-
-    facts = gather_grid(np.array([len(pairs), pairs.max(initial=0)], np.int64))
-    counts = np.unique(facts[..., 0]).tolist()
-    require(len(counts) == 1, f"the ranks gave counts of different numbers of micro-batches: {counts}.")
-    everyone = gather_grid(narrow(pairs, int(facts[..., 1].max())))
+    # Each rank's counts say how they are narrowed: pickled, those of several types travel together.
+    of_groups = [gathered(narrow(pairs, int(pairs.max(initial=0))), ep_group)]
+    if expert_dp_group is not None:
+        of_groups = gathered(of_groups[0], expert_dp_group)
+    numbers = sorted({len(each) for of_group in of_groups for each in of_group})
+    require(len(numbers) == 1, f"the ranks gave counts of different numbers of micro-batches: {numbers}.")
+    everyone = np.array(of_groups, np.int32).transpose(0, 2, 3, 1, 4)
     load = StepLoad(
-        pairs=np.ascontiguousarray(everyone.transpose(0, 2, 3, 1, 4), np.int32),
-        tokens=np.ascontiguousarray(gather_grid(rows.astype(np.int64)).transpose(0, 2, 1)),
+        pairs=np.ascontiguousarray(everyone),
+        tokens=-(-everyone.sum(axis=4, dtype=np.int64).max(axis=2, initial=0) // model.top_k),
         top_k=model.top_k,
     )
     return plan_of_load(

@@ -25,8 +25,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.exchange import PlanExchange, agreed, gathered
+from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_codes
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
@@ -71,14 +72,26 @@ def attach(
     def built() -> Balancer:
         for chunk in chunks:
             clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(found[0][1]))
-        return _built(
-            found,
-            experts,
-            clocks,
-            layer_ids=layer_ids,
+        model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
+        states = _states(found, experts, clocks, model=model, config=config)
+        buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
+        transport = Transport(group=groups.replicas, buffers=buffers)
+        residents = ResidentCopies(
+            {state.layer: state.experts for state in states},
+            groups=groups,
+            resident_slots=config.resident_slots,
+            counters=transport.counters,
+        )
+        return Balancer(
+            layers=[layer for _, layer in found],
+            states=states,
+            clocks=list(clocks.values()),
             optimizer=optimizer,
             config=config,
+            model=model,
             groups=groups,
+            transport=transport,
+            residents=residents,
             exchange=exchange,
         )
 
@@ -129,59 +142,36 @@ def _digest_of_shared(found: Sequence[tuple[torch.nn.Module, MoELayer]], experts
     return digest.hexdigest()
 
 
-def _built(
+def _states(
     found: Sequence[tuple[torch.nn.Module, MoELayer]],
     experts: Sequence[Experts],
     clocks: Mapping[int, MicroBatchClock],
     *,
-    layer_ids: tuple[int, ...],
-    optimizer: Any,
+    model: MoeModelSpec,
     config: BalancerConfig,
-    groups: ExpertGroups,
-    exchange: PlanExchange,
-) -> Balancer:
-    """Return the balancer with everything that it needs of memory; no layer is changed, and no rank is asked."""
-    model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
-    buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
+) -> list[LayerState]:
+    """Return what `attach` will add to every layer; none is changed yet."""
     states: list[LayerState] = []
     chunks_begun = set()
     for (chunk, layer), view in zip(found, experts, strict=True):
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
         waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
         chunks_begun.add(id(chunk))
+        waiting = [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
         state = LayerState(
             layer=model.moe_layer_ids.index(layer.layer_number - 1),
             experts=view,
             clock=clocks[id(chunk)],
             original_class=type(layer),
             index=len(states),
-            gather=ParameterGather.of(
-                chunk, [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
-            ),
+            gather=ParameterGather.of(chunk, waiting),
             overlapped=_overlaps(layer),
             placement_bitwise=config.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
             slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.foreign_slots),
         )
         states.append(state)
-    transport = Transport(group=groups.replicas, buffers=buffers)
-    return Balancer(
-        layers=[layer for _, layer in found],
-        states=states,
-        clocks=list(clocks.values()),
-        optimizer=optimizer,
-        config=config,
-        model=model,
-        groups=groups,
-        transport=transport,
-        residents=ResidentCopies(
-            {state.layer: state.experts for state in states},
-            groups=groups,
-            resident_slots=config.resident_slots,
-            counters=transport.counters,
-        ),
-        exchange=exchange,
-    )
+    return states
 
 
 def _compute_of(config: BalancerConfig) -> GroupedCompute:

@@ -28,15 +28,12 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import flex
 from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
-from moe_rl.megatron.entry import hook_entry
-from moe_rl.megatron.expert_state import ExpertOptimizerState
+from moe_rl.megatron.expert_state import ExpertOptimizerState, MegatronExperts
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
-from moe_rl.megatron.homes import MegatronExperts
-from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
-from moe_rl.megatron.model_spec import unwrapped
+from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots, hook_entry
+from moe_rl.megatron.model_spec import step_setting_of, unwrapped
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
-from moe_rl.megatron.step_setting import step_setting_of
 from moe_rl.megatron.transport import Transport
 from moe_rl.simulators.memory import MemoryForecast, forecast_memory
 from moe_rl.simulators.setting import TrainingRun

@@ -1,4 +1,5 @@
-"""What belongs to an expert beside its weights: fp32 masters and Adam moments in Megatron's distributed optimizer.
+"""What moves when an expert gets another home: beside its weights fp32 masters and Adam moments in Megatron's
+distributed optimizer.
 
 The optimizer lays all expert parameters of a rank into flat buffers and cuts every bucket into equal shards, one per
 expert-DP rank, wherever the cuts fall. The layout is the same on every EP rank, so that each rank knows the shards of
@@ -11,6 +12,7 @@ Where the master of a bf16 weight is depends on the optimizer:
     offloaded (HybridDeviceOptimizer)   a copy on the host; unless precision-aware, Megatron's tensor mirrors it
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.megatron.activate import home_table
+from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.layer import LayerState
 
 MOVABLE_DTYPES = (torch.float32, torch.bfloat16)
 """Of precision-aware state: in others TransformerEngine keeps one scale per tensor, which parts of two cannot share."""
@@ -97,3 +103,25 @@ class ExpertOptimizerState:
                 if parameter in buffer.param_index_map:
                     return optimizer, buffer
         raise InvalidInputError("an expert's parameters are not in the optimizer that attach was given.")
+
+
+class MegatronExperts:
+    """The experts of this rank's layers, and the distributed optimizer's state of them."""
+
+    def __init__(self, states: Sequence[LayerState], *, optimizer: Any, device: torch.device) -> None:
+        self.layers = [state.layer for state in states]
+        self._states, self._optimizer, self._device = list(states), optimizer, device
+
+    def ready(self) -> tuple[list[Experts], ExpertOptimizerState]:
+        """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
+        require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
+        state = ExpertOptimizerState(self._optimizer)
+        for each in self._states:
+            if each.gather is not None:
+                each.gather.complete()
+        return [each.experts for each in self._states], state
+
+    def follow(self, placement: ExpertPlacement) -> None:
+        """Let the layers route to the homes of `placement`."""
+        for state in self._states:
+            state.home_table = home_table(placement, state.layer, self._device)

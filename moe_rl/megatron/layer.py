@@ -5,7 +5,7 @@ exactly `MoELayer`.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -267,6 +267,25 @@ class ElasticMoELayer(MoELayer):
             with self._range("replicate"):
                 state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.replica_table is None else state.slot_dispatcher
+
+
+def hook_entry(chunk: torch.nn.Module, layer: ElasticMoELayer) -> RemovableHandle | None:
+    """Let the layer begin when the transformer layer around it does; None where there is none around it.
+
+    A replica's weights can then travel while attention runs. A transformer layer is a module of the chunk that holds
+    the MoE layer as `mlp` and takes `hidden_states` first.
+    """
+    for module in chunk.modules():
+        if getattr(module, "mlp", None) is layer:
+            return module.register_forward_pre_hook(_enter, with_kwargs=True)
+    return None
+
+
+def _enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    layer: Any = module.mlp
+    if args:
+        return (layer.enter(args[0]), *args[1:]), dict(kwargs)
+    return args, {**kwargs, "hidden_states": layer.enter(kwargs["hidden_states"])}
 
 
 def _expert_order(expert_of_slot: torch.Tensor, rows_of_slot: torch.Tensor, token_of_row: torch.Tensor) -> torch.Tensor:

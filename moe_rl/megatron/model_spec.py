@@ -1,4 +1,5 @@
-"""The shape of a Megatron model as planners take it, the model inside its wrappers, and the parts of layer specs."""
+"""The shape of a Megatron model and how it runs a step, as planners take them; the model inside its wrappers, and the
+parts of layer specs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,6 +9,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.simulators.setting import DISPATCHERS, RECOMPUTE_MODULES, StepSetting
 
 
 def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> MoeModelSpec:
@@ -33,6 +35,32 @@ def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> Mo
         kv_channels=config.kv_channels,
         vocab_size=1,
         activation="swiglu" if config.gated_linear_unit else "gelu",
+    )
+
+
+def step_setting_of(config: Any) -> StepSetting:
+    """Return the setting of a `TransformerConfig`: dispatcher, recomputation, precision, overlap, TP and CP.
+
+    Options that an older megatron-core lacks are off. Its allgather dispatcher is priced as its alltoall.
+    """
+
+    def option(name: str, otherwise: Any = None) -> Any:
+        return getattr(config, name, otherwise)
+
+    modules = option("recompute_modules") or ()
+    selective = option("recompute_granularity") == "selective"
+    recompute = "full" if option("recompute_granularity") == "full" else "none"
+    flex = option("moe_token_dispatcher_type") == "flex"
+    backend = option("moe_flex_dispatcher_backend")
+    return StepSetting(
+        dispatcher=(backend if backend in DISPATCHERS else "deepep") if flex else "alltoall",
+        recompute="moe" if selective and "moe" in modules else recompute,
+        recompute_modules=tuple(name for name in RECOMPUTE_MODULES if selective and name in modules),
+        tensor_model_parallel_size=option("tensor_model_parallel_size", 1),
+        context_parallel_size=option("context_parallel_size", 1),
+        precision="fp8" if option("fp8") else "bf16",
+        overlap_all_to_all=bool(option("overlap_moe_expert_parallel_comm")),
+        overlap_shared_experts=bool(option("moe_shared_expert_overlap")),
     )
 
 
