@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError
 
+# What of an object travels with its length, so that what fits takes one exchange.
 SMALL_BYTES = 2**14
-"""What of an object travels with its length."""
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -177,6 +177,7 @@ def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[An
     the second, and so on; None is the group of all ranks. A collective; all ranks must give the same shape and dtype.
     """
     local = np.ascontiguousarray(local)
+    # As bytes: NCCL and gloo know few of numpy's types.
     everyone = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
     sizes = []
     for group in groups:
@@ -204,6 +205,7 @@ def own_group(groups: Iterable[tuple[int, ...]], **settings: Any) -> dist.Proces
     which differs between ranks, and they wait for each other under different names.
     """
     rank = dist.get_rank()
+    # Sorted, so that all ranks create the same groups in one order, those without them included.
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
         ranks: dist.new_group(list(ranks), **settings) for ranks in sorted(set(groups))
     }

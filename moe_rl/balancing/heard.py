@@ -21,8 +21,8 @@ from moe_rl.core.errors import require
 from moe_rl.core.routes import MOST_OF_CELL
 
 Ints = NDArray[np.int64]
+# Key of rows that belong to no sequence: padding is routed, too.
 PADDING = 0
-"""Key of rows that belong to no sequence: padding is routed, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class HeldRows:
         the other, and all rows are held.
         """
         tokens = [as_array(each).astype(np.int64) for each in sequences]
+        # 8 bytes: of 10,000 sequences two have one key in one rollout of 3 x 10^11.
         digests = [hashlib.blake2b(each.tobytes(), digest_size=8).digest() for each in tokens]
         keys = np.array([*(int.from_bytes(each, "little", signed=True) for each in digests), PADDING], np.int64)
         rows = np.repeat(np.arange(len(tokens)), [len(each) for each in tokens])
@@ -68,6 +69,7 @@ class HeldRows:
         """[n] rows whose choices are kept."""
         rows = np.flatnonzero(self.keys[self.sequence] != PADDING)
         count = min(MOST_OF_CELL, len(rows))
+        # Evenly spread, so that every sequence has its share, and the same ones in every pass over these rows.
         drawn: Ints = rows[(np.arange(count) * len(rows) + len(rows) // 2) // max(1, count)]
         return drawn
 
@@ -148,6 +150,7 @@ class RouteCounter:
             nothing = self._no_counts(micro_batch)
             unheard = nothing, nothing.new_zeros((len(self._drawn[micro_batch]), self._shape[2]), dtype=torch.int16)
             found = [self._heard.get((micro_batch, layer), unheard) for layer in range(self._shape[0])]
+            # One reduction per micro-batch for all layers.
             counts = torch.stack([each for each, _ in found], dim=1)
             add_up(counts)
             tensors += [counts, torch.stack([each for _, each in found], dim=1)]

@@ -87,6 +87,7 @@ class ExpertHomes:
         """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
         mine = list(self._movable.layers)
         old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
+        # Of all slots, so that ranks agree on residents too.
         digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
         everyone = self.groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
         require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
@@ -115,7 +116,7 @@ class ExpertHomes:
         """
         slots, home_rank = self.placement.physical_to_logical_map.copy(), self.placement.home_rank.copy()
         ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
-        slots.reshape(len(slots), ep_size, -1)[:, :, per_rank:] = -1
+        slots.reshape(len(slots), ep_size, -1)[:, :, per_rank:] = -1  # nobody is resident on the way
         for layer, experts in zip(self._movable.layers, arrangement, strict=True):
             slots[layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)
             home_rank[layer, experts] = np.arange(len(experts)) // per_rank

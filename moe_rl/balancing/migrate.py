@@ -171,6 +171,7 @@ def migrate(
     try:
         num_shards = groups.num_ep_groups
         bytes_per_move = max((_bytes_per_move(e, num_state_tensors, num_shards) for e in layers), default=1)
+        # Below two a swap inside one rank could not be carried out.
         max_moves = max(MIN_MOVES, max_scratch_bytes // bytes_per_move)
         per_rank = new.shape[1] // groups.ep_size
         arrangements = arrangements_between(old, new, per_rank=per_rank, max_moves=max_moves)
@@ -245,7 +246,7 @@ def _transfer(
                     peer = groups.grid[from_group, source_rank]
                     for places in state.tensors(target):
                         first, *others = (t[start - offset : stop - offset] for t in places)
-                        if others:
+                        if others:  # Megatron's own tensor mirrors an offloaded master
                             transfer.mirrors[len(transfer.receives)] = others
                         transfer.receives.append((peer, first))
     return transfer

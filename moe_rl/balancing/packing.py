@@ -57,8 +57,8 @@ class RankSequences:
         bin_of = (home_rank // (topology.ep_size // bins)).astype(np.int32)
         shape = len(tokens), bins, len(home_rank)
         load = np.zeros(shape, np.int32) if core is None else core.bin_loads(pairs, bin_of, bins, 1).reshape(shape)
-        held = np.array(tokens, np.int64)
-        return cls(dp_rank=dp_rank, stage=stage, tokens=held, micro_batch=micro_batch, bin_load=load)
+        lengths = np.array(tokens, np.int64)
+        return cls(dp_rank=dp_rank, stage=stage, tokens=lengths, micro_batch=micro_batch, bin_load=load)
 
 
 def bins_of(topology: ClusterTopology, *, by_rank: bool) -> int:

@@ -41,10 +41,10 @@ from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
 Ints = NDArray[np.int64]
+# Fields of `PlannedPass`, by micro-batch, layer and rank.
 ROWS = ("predicted_rows", "static_rows", "most_rows")
-"""Fields of `PlannedPass`, by micro-batch, layer and rank."""
+# Fields of `Plan` that a policy fills beside placement, layout and replicas.
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
-"""Fields of `Plan` that a policy fills beside placement, layout and replicas."""
 
 Count = Callable[[], RankRows]
 """Counts and draws from this rank's rows, in the layers that `PassPlanner.layers_of` says."""
@@ -220,6 +220,7 @@ class PassPlanner:
         """
         started = time.perf_counter()
         count = None if count is None else cache(count)
+        # Four exchanges in turn: facts and errors, which say what may be sent; loads; plans of shares; tables.
         rows, told_by = self.exchange.together(
             lambda: self._counted(count, request), lambda rows: self._facts(request, rows)
         )
@@ -244,6 +245,7 @@ class PassPlanner:
         shares, given = [], None if request.plan is None else self._given_here(request.plan)
         if rows is not None:
             layers = self.layers if request.of_stage else self.layers_of(request.may)
+            # A rank plans some layers, which do not depend on each other, for all micro-batches, which may.
             parts = [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
             load = self._load_of_share(rows, told_by, parts, of_all_groups=request.of_all_groups)
             mine = [layers[index] for index in parts[self.exchange.rank]]
@@ -320,6 +322,7 @@ class PassPlanner:
         whoever has the same share there passes its loads on.
         """
         exchange, facts, top_k = self.exchange, told_by[self.exchange.group_index], self.model.top_k
+        # One type on all ranks, or a receiver would read other numbers of the same bytes.
         narrowed = narrow(rows.pairs, max(one.most for of_group in told_by for one in of_group))
         mine, num_micro_batches = len(parts[exchange.rank]), len(rows.rows)
         shape = (num_micro_batches, mine, self.model.num_experts)
@@ -331,6 +334,7 @@ class PassPlanner:
         held = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
             -1, exchange.size
         )
+        # Counts and drawn rows travel in one message.
         begin = math.prod(shape) * narrowed.itemsize // 2  # of drawn rows, among the uint16 of a rank
         drawn_by = held.sum(axis=0).tolist()
         received = exchange.scatter(

@@ -336,6 +336,7 @@ class PassCycle(ABC, Generic[Tables]):
         waits_for_all = plan is not None or layout is not None or (routes is not None and not self.config.reorders)
         if self.in_order and not waits_for_all and (count or 0) > 1:
             parts = [slice(1), slice(1, None)]  # the second is planned while the first one's micro-batch runs
+        # Counted once for both parts.
         read = None if read is None else cache(read)
         planned: list[Future[tuple[PlannedPass, Tables]]] = []
         homes = None if forward_only else self._proposed

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 
+# Receives per rank and round that a swap within one rank needs.
 MIN_MOVES = 2
-"""Receives per rank and round that a swap within one rank needs."""
 
 
 @dataclass(slots=True)

@@ -57,6 +57,7 @@ class SlotTable:
             num_sources=self.num_sources,
         )
         ordinals = (routing_map.cumsum(0) - 1).index_select(1, self.expert)
+        # A bit per pair and slot: ordinals alone say which instance takes a pair, so nobody is asked.
         slot_routing_map &= (ordinals >= first) & (ordinals < stop)
         return slot_probs * slot_routing_map, slot_routing_map
 

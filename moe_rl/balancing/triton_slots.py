@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+# Rows at a time.
 BLOCK = 1024
-"""Rows at a time."""
 
 
 @triton.jit

@@ -60,6 +60,7 @@ class PassParts:
             if index == len(self.made):
                 self.made.append(self.later.pop(0)())
             part = self.made[index]
+            # One copy for all micro-batches of the part: a copy per layer would be thousands of small ones.
             if part.slots.terms.device != self.device:
                 part = self.made[index] = replace(part, slots=part.slots.to(self.device))
             if micro_batch < part.cells.num_micro_batches:
@@ -192,6 +193,7 @@ class LayerPlans:
         cell, table = part.cells.cell(index, self.state.layer), part.slots.table(index, self.state.layer)
         if cell is None:
             return None
+        # In the part it is numbered from 0 on; a bank must tell the micro-batches of the pass apart.
         cell = replace(cell, key=(micro_batch, self.state.layer))
         return LayerPlan(
             table=table,

@@ -45,8 +45,8 @@ from moe_rl.megatron.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+# What Megatron's CUDA graphs may capture: of an MoE layer its router alone, which no plan changes.
 CAPTURED = {"attn", "mlp", "mamba", "moe_router"}
-"""What Megatron's CUDA graphs may capture: of an MoE layer its router alone, which no plan changes."""
 
 
 def attach(

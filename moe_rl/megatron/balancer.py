@@ -207,6 +207,7 @@ class Balancer(PassCycle[PassTables]):
         hold: the gradients lack rows then, so no optimizer step may follow.
         """
         metrics = super().end_pass()
+        # Asked after the pass: a vote in every layer would make the host wait for the device.
         most = self._states[0].capacity_rows
         for state in self._states:
             state.capacity_rows = None
@@ -253,7 +254,7 @@ class Balancer(PassCycle[PassTables]):
         mine = [state.layer for state in self._states]
         merged = {}
         for name in ("physical_to_logical_map", "home_rank"):
-            own = np.full_like(getattr(placement, name), -2)
+            own = np.full_like(getattr(placement, name), -2)  # below -1, which an empty slot has
             own[mine] = getattr(placement, name)[mine]
             merged[name] = self._groups.gather_in_run(own.astype(np.int64)).max(axis=0).astype(own.dtype)
         return replace(placement, **merged)
@@ -300,7 +301,7 @@ class Balancer(PassCycle[PassTables]):
         by a call of all its ranks before it returns.
         """
         self._require_no_pass("rebuild_groups()")
-        self._thread.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()  # planning uses the groups that are replaced
         before = self._groups
         self._groups = before.rebuilt()
         if self._homes is not None:

@@ -25,8 +25,8 @@ from moe_rl.megatron.activate import home_table
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.layer import LayerState
 
+# Of precision-aware state: in others TransformerEngine keeps one scale per tensor, which parts of two cannot share.
 MOVABLE_DTYPES = (torch.float32, torch.bfloat16)
-"""Of precision-aware state: in others TransformerEngine keeps one scale per tensor, which parts of two cannot share."""
 
 
 class ExpertOptimizerState:
@@ -65,7 +65,7 @@ class ExpertOptimizerState:
         size = owner.data_parallel_group.size()
         per_shard = bucket.grad_data.numel() // size
         shards = []
-        for rank in range(size):
+        for rank in range(size):  # shards are cut without regard to parameters: one may lie in several
             start = max(begin, bucket.offset + rank * per_shard) - begin
             stop = min(end, bucket.offset + (rank + 1) * per_shard) - begin
             shards.append((start, max(start, stop)))

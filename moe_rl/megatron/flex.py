@@ -27,7 +27,7 @@ def over_slots(dispatcher: Any) -> None:
     if manager is None:
         return
     if manager.capacity_factor is None:
-        manager.capacity_factor = math.inf
+        manager.capacity_factor = math.inf  # drops nothing
     limit_rows(dispatcher, None)
     forget_room(dispatcher)
 

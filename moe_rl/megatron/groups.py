@@ -38,6 +38,7 @@ class ExpertGroups(ExpertGrid):
             ep=ep,
             expert_dp=expert_dp,
             expert_tp=parallel_state.get_expert_tensor_parallel_group(),
+            # Of their own, with Megatron's time limit: a hang in them ends as one of Megatron's does.
             replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
             grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
             grid=grid,

@@ -16,8 +16,8 @@ KNOWN: Mapping[str, frozenset[str]] = {
 }
 """By minor version of megatron-core, from the oldest that is supported: the options that it has and none before it."""
 
+# Parts of the names by which an option of the MoE layers is recognized.
 WORDS = ("moe", "expert", "grouped_gemm")
-"""Parts of the names by which an option of the MoE layers is recognized."""
 
 
 def is_of_moe(option: str) -> bool:

@@ -161,6 +161,7 @@ class RoutingRecorder:
                 return
             probs, routing_map = output
             chosen = probs.detach().float().masked_fill(~routing_map, -1.0)
+            # By falling probability; the routing map alone has no order.
             ids = chosen.topk(self._top_k, dim=1).indices
             chunk.running[layer] = ids, routing_map.sum(dim=1) == self._top_k
 

@@ -13,8 +13,8 @@ import torch
 from moe_rl.core.errors import require
 from moe_rl.megatron.experts import Experts
 
+# Bank of the replicas from the rank's own node; bank 1 + half holds those from other nodes.
 IN_NODE = 0
-"""Bank of the replicas from the rank's own node; bank 1 + half holds those from other nodes."""
 BANKS = 3
 
 

@@ -152,6 +152,7 @@ class ReplicaCells:
         )
         ordinal = np.arange(len(cell)) - np.searchsorted(at_home, at_home)
         home_capacity = capacity[filled[cell, 1].astype(np.int64), hosted[at_home]]
+        # Both sides of a return derive its rounds, so that no rank makes one more than another.
         rounds = np.zeros(num_cells, np.int64)  # of a cell, those of the home that needs most
         np.maximum.at(
             rounds, cell, (ordinal * buffers.messages + buffers.messages - 1) // np.maximum(home_capacity, 1) + 1

@@ -28,8 +28,8 @@ from moe_rl.megatron.replica_buffers import IN_NODE, ReplicaBuffers
 from moe_rl.megatron.replica_cells import ReplicaCells
 from moe_rl.megatron.transport import GradientReturn, ReplicaCell, TrafficCounters, Transport
 
+# Bytes of an element -> whole number of as many.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> whole number of as many."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -115,7 +115,7 @@ class ResidentCopies:
         for layer in self.layers.values():
             transport = layer.transport
             transport.settle()
-            transport.buffers.gradients.zero_()
+            transport.buffers.gradients.zero_()  # they add up over the micro-batches
             if not keeps:
                 transport.buffers.forget()
             layer.last_micro_batch, layer.owed = num_micro_batches - 1, False

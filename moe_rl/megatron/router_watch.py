@@ -20,8 +20,8 @@ from moe_rl.routes.online import load_metrics, nodes_per_token, replay_metrics
 
 logger = logging.getLogger("moe_rl.megatron")
 
+# Of a pass: two pages of a rollout engine's cache, so that what comes from a wrong one shows.
 ROWS = 128
-"""Of a pass: two pages of a rollout engine's cache, so that what comes from a wrong one shows."""
 
 
 class RouterWatch:

@@ -93,7 +93,7 @@ class Transport:
     def reset(self) -> None:
         """Start a pass: weights may have changed, and nothing has been sent."""
         self.settle()
-        self.buffers.forget()
+        self.buffers.forget()  # keys repeat from pass to pass, and weights have changed
         self.counters.clear()
 
     def settle(self) -> None:
@@ -107,7 +107,7 @@ class Transport:
         # A recomputation asks for what its forward pushed: mostly it is still there.
         if bank not in cell.banks or self.buffers.held[bank] == cell.key:
             return
-        self.wait_for_push(bank)
+        self.wait_for_push(bank)  # what arrives would be written over by what comes now
         self.buffers.held[bank] = cell.key
         self.counters.pushes += 1
         operations = []

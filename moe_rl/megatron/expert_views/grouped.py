@@ -33,10 +33,10 @@ from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spe
 from moe_rl.megatron.expert_views.main_grad import hand_over, marked_as_added
 from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
 
+# fc1 [2 F, H] and fc2 [H, F], in the order of their names.
 MATRICES = 2
-"""fc1 [2 F, H] and fc2 [H, F], in the order of their names."""
+# Biases have one.
 MATRIX_AXES = 2
-"""Biases have one."""
 KEPT_TABLES = 32
 
 

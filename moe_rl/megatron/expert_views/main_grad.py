@@ -15,8 +15,8 @@ import torch
 
 from moe_rl.megatron.experts import ExpertParameters, Gradients, Weights
 
+# Biases have one axis; their gradients are never fused.
 MATRIX_AXES = 2
-"""Biases have one axis; their gradients are never fused."""
 
 
 def fuses(config: Any, weights: Weights) -> bool:
