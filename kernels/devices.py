@@ -7,8 +7,8 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 
+# The first GPUs (Ada, Hopper) that convert to E4M3 and multiply it.
 FP8_CAPABILITY = (8, 9)
-"""The first GPUs (Ada, Hopper) that convert to E4M3 and multiply it."""
 
 
 class UnsupportedGpuError(InvalidInputError):

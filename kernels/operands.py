@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rl.core.errors import require
 
+# What all kernels but the GEMMs take, and compute in fp32.
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-"""What all kernels but the GEMMs take, and compute in fp32."""
 
 
 def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -214,6 +214,7 @@ def _check(backend: object) -> None:
     require(isinstance(backend, KernelBackend), f"a kernel backend must be a KernelBackend, got {backend!r}.")
 
 
+# In order of preference.
 BACKENDS: Registry[KernelBackend] = Registry(
     "kernel backend",
     (
@@ -235,4 +236,3 @@ BACKENDS: Registry[KernelBackend] = Registry(
     group="moe_rl.backends",
     check=_check,
 )  # fmt: skip
-"""In order of preference."""

@@ -9,22 +9,21 @@ from moe_rl.kernels.operands import require_form
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# A power of two from 2^-127 to 2^127 in one byte, 127 more than its exponent; 255 is NaN.
 E8M0_DTYPE = torch.float8_e8m0fnu
-"""A power of two from 2^-127 to 2^127 in one byte, 127 more than its exponent; 255 is NaN."""
+# How a block's codes and fp32 scale follow from x and its largest magnitude, each operation rounded to fp32; whose
+# weights have these bits:
+#
+# - division: x / s, s = amax / 448. DeepSeek's and SGLang's Triton quantizers. - reciprocal: x (1 / s), s = amax / 448,
+# amax at least 1e-4. DeepGEMM's casts since July 2025. - te: x f, f = 448 / amax, and the scale 1 / f. Transformer
+# Engine with fp32 scales. - pow2: x / s, s the least power of two >= amax / 448. DeepGEMM's UE8M0, and Transformer
+# Engine's default.
 Rounding = Literal["division", "reciprocal", "te", "pow2"]
-"""How a block's codes and fp32 scale follow from x and its largest magnitude, each operation rounded to fp32; whose
-weights have these bits:
-
-- division: x / s, s = amax / 448. DeepSeek's and SGLang's Triton quantizers.
-- reciprocal: x (1 / s), s = amax / 448, amax at least 1e-4. DeepGEMM's casts since July 2025.
-- te: x f, f = 448 / amax, and the scale 1 / f. Transformer Engine with fp32 scales.
-- pow2: x / s, s the least power of two >= amax / 448. DeepGEMM's UE8M0, and Transformer Engine's default.
-"""
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+# Side of a scale block, and the alignment of token groups where one is needed.
 BLOCK = 128
-"""Side of a scale block, and the alignment of token groups where one is needed."""
+# Elements that share an E8M0 scale in the microscaling format MXFP8 (OCP MX specification 1.0, section 5).
 MX_BLOCK = 32
-"""Elements that share an E8M0 scale in the microscaling format MXFP8 (OCP MX specification 1.0, section 5)."""
 MX_BLOCK_SHAPE = (1, MX_BLOCK)
 
 

@@ -53,8 +53,8 @@ def _bare_value(given: object) -> object:
     return given if isinstance(given, dict) else {"value": given}
 
 
+# A bare number takes the source of its file.
 Count = Annotated[SourcedInt, BeforeValidator(_bare_value)]
-"""A bare number takes the source of its file."""
 
 
 class _Model(_Strict):
@@ -88,8 +88,8 @@ def _count(default: Any) -> tuple[Any, Any]:
 
 
 _COUNTS: dict[str, Any] = {item.name: _count(item.default) for item in fields(MoeModelSpec) if item.type is int}
+# One file of `configs/models`: the numbers of `MoeModelSpec`, which may each have a source of their own.
 ModelFile: type[_Model] = create_model("ModelFile", __base__=_Model, **_COUNTS)
-"""One file of `configs/models`: the numbers of `MoeModelSpec`, which may each have a source of their own."""
 
 
 class _Cluster(_Strict):
@@ -120,8 +120,8 @@ def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
 _CONSTANTS: dict[str, Any] = {
     item.name: _constant(item) for item in fields(HardwareSpec) if item.name not in ("name", "sources")
 }
+# One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size.
 ClusterFile: type[_Cluster] = create_model("ClusterFile", __base__=_Cluster, **_CONSTANTS)
-"""One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

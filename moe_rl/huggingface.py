@@ -86,8 +86,8 @@ _FAMILIES_OF: Mapping[MoeLayers, tuple[str, ...]] = {
     _every_layer: ("gpt_oss", "mixtral", "minimax_m2", "olmoe", "flex_olmo", "phimoe"),
     _mixers: (HYBRID,),
 }  # fmt: skip
+# The rule for the MoE layers of a `model_type`.
 FAMILIES = {family: rule for rule, families in _FAMILIES_OF.items() for family in families}
-"""The rule for the MoE layers of a `model_type`."""
 
 
 def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]:

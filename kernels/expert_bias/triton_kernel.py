@@ -8,9 +8,9 @@ import triton.language as tl
 
 from moe_rl.kernels.tiles.triton_kernel import sum_tiles, tile_map
 
+# Of a tile: constants, so that bits do not depend on how many rows there are. One program walks whole rows, for the
+# gradient of the factor; each tile writes one row of partial sums.
 BLOCK_ROWS, BLOCK_COLS, NUM_WARPS = 32, 128, 4
-"""Of a tile: constants, so that bits do not depend on how many rows there are. One program walks whole rows, for the
-gradient of the factor; each tile writes one row of partial sums."""
 
 
 @triton.jit

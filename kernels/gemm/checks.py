@@ -8,8 +8,8 @@ from moe_rl.kernels.operands import check_offsets, require_form, require_same_de
 from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, MX_BLOCK, QuantizedTensor, scale_dtype
 
 Rows = torch.Tensor | QuantizedTensor
+# Rows [M, N] in bf16, or the codes [N, MP] and scales [MP / block, N] that `quantize_columns` returns.
 Columns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Rows [M, N] in bf16, or the codes [N, MP] and scales [MP / block, N] that `quantize_columns` returns."""
 
 
 def gradient_shape(

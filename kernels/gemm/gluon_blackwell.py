@@ -36,10 +36,10 @@ from moe_rl.kernels.gemm.tiling import GemmConfig
 from moe_rl.kernels.gemm.triton_parts import RowsLaunch, num_programs, part_pointer
 from moe_rl.kernels.types import MX_BLOCK, MX_BLOCK_SHAPE
 
+# Rows of tensor memory.
 _LANES = gl.constexpr(128)
-"""Rows of tensor memory."""
+# Columns of sums that a thread holds at once.
 _SLICE = gl.constexpr(64)
-"""Columns of sums that a thread holds at once."""
 
 
 @gluon.jit

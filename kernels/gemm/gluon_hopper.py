@@ -33,8 +33,8 @@ from moe_rl.kernels.types import BLOCK
 
 _SCALE_BLOCK = gl.constexpr(BLOCK)
 _SMS = gl.constexpr(2)
+# Rows of a warpgroup.
 _HALF = gl.constexpr(64)
-"""Rows of a warpgroup."""
 
 
 @gluon.jit

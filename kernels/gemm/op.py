@@ -30,13 +30,13 @@ GROUPED_GEMM_WGRAD = Operator(
 )
 
 
+# Of forward and dgrad: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales, block_m = 0 for
+# no tile map.
 _ROWS_SCHEMA = (
     "(Tensor rows, Tensor? row_scale, Tensor weights, Tensor? weight_scale, Tensor m_offsets, Tensor? bias, "
     "Tensor? bias_factor, Tensor? entries, Tensor? num_tiles, int block_m, int n, int k, int block_rows, "
     "int block_columns, ScalarType out_dtype, str backend) -> Tensor"
 )
-"""Of forward and dgrad: `weights` is [G, N, K] or an int64 table, block_rows = 0 stands for no scales, block_m = 0 for
-no tile map."""
 
 
 def _rows_gemm(

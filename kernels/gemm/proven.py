@@ -23,8 +23,8 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, can
 
 logger = logging.getLogger(__name__)
 
+# The modules of this folder that hold specialized kernels: a record is of their text.
 SOURCES = ("gluon_hopper.py", "gluon_blackwell.py", "triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
-"""The modules of this folder that hold specialized kernels: a record is of their text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {
     "none": None, "block": (BLOCK, BLOCK), "row": (1, -1), "mx": MX_BLOCK_SHAPE
 }  # fmt: skip
 
+# Rows, columns and stages of a tile: of two SMs on Hopper, of one on Blackwell (compute capability 10).
 _GLUON: dict[tuple[int, Op, Scaling], tuple[int, int, int]] = {
     # Stages fill the 227 KB of shared memory of an SM. bf16: (128 + 256) rows x 128 B = 48 KB, times 4.
     (9, "forward", "none"): (256, WIDE_COLUMNS, 4), (9, "dgrad", "none"): (256, WIDE_COLUMNS, 4),
@@ -31,7 +32,6 @@ _GLUON: dict[tuple[int, Op, Scaling], tuple[int, int, int]] = {
     # (128 + 256) x 128 B = 48 KB, times 4; in MXFP8 1.5 KB of scales beside each.
     (10, "forward", "mx"): (128, WIDE_COLUMNS, 4), (10, "forward", "block"): (128, WIDE_COLUMNS, 4),
 }  # fmt: skip
-"""Rows, columns and stages of a tile: of two SMs on Hopper, of one on Blackwell (compute capability 10)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from moe_rl.core.errors import require
 from moe_rl.kernels.operands import require_form
 from moe_rl.kernels.types import BLOCK, FP8_DTYPE, MX_BLOCK_SHAPE, QuantizedTensor, scale_dtype, scale_shape
 
+# K and N are multiples of this, and rows and buffers start at multiples of this many bytes: the reach of one load.
 ALIGNMENT = 16
-"""K and N are multiples of this, and rows and buffers start at multiples of this many bytes: the reach of one load."""
 WEIGHT_BLOCK_SHAPES = ((BLOCK, BLOCK), (1, -1), MX_BLOCK_SHAPE)
 WIDE_DTYPES = (torch.bfloat16, torch.float32)
 

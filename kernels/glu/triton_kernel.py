@@ -33,13 +33,13 @@ from moe_rl.kernels.types import BLOCK, Rounding
 
 Tile = dict[str, int]
 
+# 8192 gates and as many ups, 64 values per thread: scales and masks of a row serve many. As wide as a scale block, so
+# quantizing needs no other tile. Tiles are constants, so that a row's bits do not depend on how many rows there are.
 FORWARD: Tile = {"ROWS": 64, "COLS": BLOCK, "num_warps": 8}
-"""8192 gates and as many ups, 64 values per thread: scales and masks of a row serve many. As wide as a scale block, so
-quantizing needs no other tile. Tiles are constants, so that a row's bits do not depend on how many rows there are."""
+# One program walks whole rows, for the gradient of the probability along them.
 BACKWARD: Tile = {"ROWS": 16, "COLS": BLOCK, "num_warps": 8}
-"""One program walks whole rows, for the gradient of the probability along them."""
+# More rows per tile: each tile writes one row of partial bias gradients, which are then added one after the other.
 BACKWARD_WITH_BIAS: Tile = {"ROWS": 32, "COLS": 64, "num_warps": 8}
-"""More rows per tile: each tile writes one row of partial bias gradients, which are then added one after the other."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -26,11 +26,11 @@ from moe_rl.kernels.quantization.triton_words import (
 from moe_rl.kernels.tiles.triton_kernel import sum_in_order, sum_tiles, tile_map
 from moe_rl.kernels.types import BLOCK, Rounding
 
+# A square of 128 gates and 128 ups: as wide as scale blocks of grad_h, as high as those along tokens. RUN is how many
+# rows in a row a thread has (`in_runs`).
 APART = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK, "num_warps": 8}
-"""A square of 128 gates and 128 ups: as wide as scale blocks of grad_h, as high as those along tokens. RUN is how many
-rows in a row a thread has (`in_runs`)."""
+# 64 gates beside their ups.
 PAIRS = {"ROWS": BLOCK, "RUN": 8, "COLS": BLOCK // 2, "num_warps": 8}
-"""64 gates beside their ups."""
 
 
 @triton.jit

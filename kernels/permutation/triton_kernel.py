@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+# (token, k) pairs that are ranked against each other in one program of the sort: 32 comparisons a thread.
 PAIRS_PER_BLOCK, RANK_WARPS = 64, 4
-"""(token, k) pairs that are ranked against each other in one program of the sort: 32 comparisons a thread."""
 
+# The tile that moves rows: 4096 elements, 32 per thread. Tiles are constants, so that a token's bits do not depend on
+# how many tokens there are.
 COPY_TILE = {"BLOCK_ROWS": 8, "BLOCK_COLS": 512, "num_warps": 4}
-"""The tile that moves rows: 4096 elements, 32 per thread. Tiles are constants, so that a token's bits do not depend on
-how many tokens there are."""
 
+# The tile that sums a token's rows, and that of its gradient: 16 fp32 sums per thread stay in registers.
 COMBINE_TILE = {"BLOCK_ROWS": 4, "BLOCK_COLS": 512, "num_warps": 4}
-"""The tile that sums a token's rows, and that of its gradient: 16 fp32 sums per thread stay in registers."""
 
 
 @triton.jit

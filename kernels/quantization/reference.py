@@ -4,8 +4,8 @@ import torch
 
 from moe_rl.kernels.types import BLOCK, E8M0_DTYPE, FP8_DTYPE, FP8_MAX, MX_BLOCK, Rounding, scale_dtype, scale_shape
 
+# Floor of a block's largest magnitude, as the engines have it; without one a block of zeros has the scale 1.
 MIN_AMAX: dict[Rounding, float] = {"division": 1e-10, "reciprocal": 1e-4, "te": 0.0, "pow2": 1e-10}
-"""Floor of a block's largest magnitude, as the engines have it; without one a block of zeros has the scale 1."""
 LARGEST = torch.finfo(torch.float32).max
 
 

@@ -24,15 +24,15 @@ _SMALLEST = tl.constexpr(float.fromhex("0x1.c00002p-120"))  # 448 over anything 
 
 _ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
+# Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`.
 MANY_ROWS, FEW_ROWS = 64, 16
-"""Rows per program of the 1 x 128 kernel: 16 KiB of bf16, less where there are fewer than `ENOUGH_ROWS`."""
 ENOUGH_ROWS = 4096
+# Of the kernel with one scale per row, which walks the row twice: few rows at a time.
 FULL_ROW_TILE = {"BLOCK_ROWS": 8, "BLOCK_COLS": 4 * BLOCK, "num_warps": 4}
-"""Of the kernel with one scale per row, which walks the row twice: few rows at a time."""
+# Of the kernel along tokens: half a square of 128, to be transposed, 64 values per thread.
 COLUMNS_TILE = {"SIDE": BLOCK, "RUN": 8, "BLOCK_COLS": 64, "num_warps": 4}
-"""Of the kernel along tokens: half a square of 128, to be transposed, 64 values per thread."""
+# The same for both directions at once, as wide as a scale block of a row.
 BOTH_TILE = {"SIDE": BLOCK, "RUN": 4, "BLOCK_COLS": BLOCK, "num_warps": 8}
-"""The same for both directions at once, as wide as a scale block of a row."""
 
 
 @triton.jit

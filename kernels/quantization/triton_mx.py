@@ -15,8 +15,8 @@ from moe_rl.kernels.types import BLOCK, MX_BLOCK, scale_bytes
 
 _BLOCK = tl.constexpr(MX_BLOCK)
 ROWS_TILE = {"BLOCK_ROWS": 32, "BLOCK_COLS": 128, "num_warps": 4}
+# Also of both directions at once: 128 values per thread, so that maxima of 32 tokens need few steps across threads.
 COLUMNS_TILE = {"SIDE": BLOCK, "BLOCK_COLS": 256, "num_warps": 8}
-"""Also of both directions at once: 128 values per thread, so that maxima of 32 tokens need few steps across threads."""
 
 
 @triton.jit

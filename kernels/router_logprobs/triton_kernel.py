@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+# Logits per program: 2 per thread. With 4 or 8 the gradient spills on sm_100a, for numbers of experts that differ
+# between releases of Triton.
 ELEMENTS, NUM_WARPS = 512, 8
-"""Logits per program: 2 per thread. With 4 or 8 the gradient spills on sm_100a, for numbers of experts that differ
-between releases of Triton."""
 
 SOFTMAX, SIGMOID = tl.constexpr("softmax"), tl.constexpr("sigmoid")
 

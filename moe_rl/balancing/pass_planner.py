@@ -46,8 +46,8 @@ ROWS = ("predicted_rows", "static_rows", "most_rows")
 # Fields of `Plan` that a policy fills beside placement, layout and replicas.
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
 
+# Counts and draws from this rank's rows, in the layers that `PassPlanner.layers_of` says.
 Count = Callable[[], RankRows]
-"""Counts and draws from this rank's rows, in the layers that `PassPlanner.layers_of` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

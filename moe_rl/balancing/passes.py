@@ -43,8 +43,8 @@ from moe_rl.simulators.memory import MemoryForecast
 
 logger = logging.getLogger(__name__)
 
+# Of this rank's micro-batches, a tensor or an array each.
 Routes = Sequence[Any]
-"""Of this rank's micro-batches, a tensor or an array each."""
 Tables = TypeVar("Tables")
 Read = Callable[[], RankRows]
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from moe_rl.core.outputs import encodable, printable, write_outputs
 
+# Called with (what is done now, items done, items in all).
 Advance = Callable[[str, int, int], None]
-"""Called with (what is done now, items done, items in all)."""
 
 PLAIN_WIDTH = 100  # Columns of the output in a file or a pipe, for which rich takes 80: too few for policy tables.
 

@@ -154,10 +154,10 @@ class RunSettings:
 
 
 OPEN = ("framework", "options")
+# Type of every field's value.
 KINDS: Mapping[str, type] = {
     name: get_args(get_args(hint)[0])[0] for name, hint in get_type_hints(RunSettings).items() if name not in OPEN
 }
-"""Type of every field's value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

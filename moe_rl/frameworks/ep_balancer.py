@@ -60,8 +60,8 @@ class EpGroups(ExpertGrid):
         return cls(ep=ep, exchange=exchange, grid=np.array(rows), grid_group=dist.group.WORLD, device=device)
 
 
+# The tables of a plan, and the routes of this rank's rows.
 Tables = tuple[SlotTables, list[NDArray[np.int64]]]
-"""The tables of a plan, and the routes of this rank's rows."""
 
 
 class EpBalancer(PassCycle[Tables]):

@@ -16,8 +16,8 @@ from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.plan import Plan
 
 Weights = Sequence[torch.Tensor]
+# (rows [N, H], replica slot of every row [N], weights of the R slots) -> [N, H].
 Compute = Callable[[torch.Tensor, torch.Tensor, Weights], torch.Tensor]
-"""(rows [N, H], replica slot of every row [N], weights of the R slots) -> [N, H]."""
 
 
 def slots_of_pairs(table: SlotTable, ids: torch.Tensor, home_slot: torch.Tensor) -> torch.Tensor:

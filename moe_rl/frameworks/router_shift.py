@@ -28,8 +28,8 @@ from moe_rl.importance import RouterShift, RouterStore, RouterTap, UpdatePass, a
 # What the old pass stores; torch.int32 for a gamma that is exact to 1e-6, at twice the memory.
 WORD = torch.int16
 
+# Keys of the tokens of each sequence, and [N] of the rows that this rank holds.
 MicroBatchKeys = tuple[Sequence[Tensor], Tensor]
-"""Keys of the tokens of each sequence, and [N] of the rows that this rank holds."""
 
 
 class RouterShiftRun:
@@ -149,5 +149,5 @@ class RouterShiftRun:
         return read
 
 
+# Whose update runs now; what a framework calls with log-probabilities alone reads gamma from here.
 READING: ContextVar[RouterShiftRun | None] = ContextVar("READING", default=None)
-"""Whose update runs now; what a framework calls with log-probabilities alone reads gamma from here."""

@@ -18,8 +18,8 @@ from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import require_same_shape, silenced, usable_tokens, working_dtype
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+# verl's `loss_agg_mode` values (verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`).
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
-"""verl's `loss_agg_mode` values (verl-project/verl:verl/trainer/ppo/core_algos.py, `agg_loss`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

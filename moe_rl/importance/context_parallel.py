@@ -23,8 +23,8 @@ from torch import Tensor
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.options import Options, option
 
+# Sums a tensor over ranks and returns the sum; `moe_rl.importance.all_reduce_sum` makes one.
 SumReducer = Callable[[Tensor], Tensor]
-"""Sums a tensor over ranks and returns the sum; `moe_rl.importance.all_reduce_sum` makes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,11 +102,11 @@ class _Sum(torch.autograd.Function):
 _WHOLE = ContextParallel()
 
 
+# Who may split sequences in this process: a module, what is truthy when its groups exist, and the number of ranks.
 _SPLITTERS = (
     ("megatron.core.parallel_state", "model_parallel_is_initialized", "get_context_parallel_world_size"),
     ("verl.utils.ulysses", "get_ulysses_sequence_parallel_group", "get_ulysses_sequence_parallel_world_size"),
 )
-"""Who may split sequences in this process: a module, what is truthy when its groups exist, and the number of ranks."""
 
 
 def known_context_parallel(given: ContextParallel | None) -> ContextParallel:

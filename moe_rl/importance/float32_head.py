@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from moe_rl.core.errors import require
 
+# Names of the last layer in Transformers and Megatron.
 HEADS = ("lm_head", "output_layer", "embed_out")
-"""Names of the last layer in Transformers and Megatron."""
 
 
 def float32_head(model: nn.Module) -> None:

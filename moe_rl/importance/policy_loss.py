@@ -24,11 +24,11 @@ from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import SAFETY_BOUND, Metrics, NonFinite, measured, silenced, usable_tokens, working_dtype
 
+# Inputs that an objective gets as they are.
 _KEPT = ("policy_version", "current_version", "turn_ids", "draw")
-"""Inputs that an objective gets as they are."""
 
+# verl's guard inside the geometric mean of weights.
 _WEIGHT_EPS = 1e-10
-"""verl's guard inside the geometric mean of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,8 +94,8 @@ def policy_loss(
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
 
+# How far above 1 a gamma may lie, as rounding leaves it: bfloat16 has no number between 1 and 1.0078.
 _GAMMA_ROUNDING = 1e-3
-"""How far above 1 a gamma may lie, as rounding leaves it: bfloat16 has no number between 1 and 1.0078."""
 
 
 def policy_token_loss(

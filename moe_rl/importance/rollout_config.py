@@ -13,13 +13,13 @@ from typing import Any, Literal, Self
 from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.importance.options import Options, option
 
+# Statistics of x = log w: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, per token or as a sequence's sum, mean or max;
+# binary_kl, which verl does not have, = the larger of the two Bernoulli KLs between the token's probabilities (KPop).
 ROLLOUT_RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3", "binary_kl"),
     *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     *("seq_max_k2", "seq_max_k3"),
 )
-"""Statistics of x = log w: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, per token or as a sequence's sum, mean or max;
-binary_kl, which verl does not have, = the larger of the two Bernoulli KLs between the token's probabilities (KPop)."""
 
 Threshold = float | str
 
@@ -152,6 +152,10 @@ _K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _CLIP = _METRICS | {"bypass_mode": True}
 _REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
+# verl's presets and KPop's: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is),
+# zeroed outside 0.5 to 5 (icepop), or kept as they are where both Bernoulli KLs are at most 0.1 (kpop, its authors'
+# value as prime-rl's pull request 3283 has it); rs rejects sequences by their product (`decoupled_seq_is_rs`), their
+# geometric-mean ratio (geo) or their mean k3.
 ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _METRICS,
     # Three policies: rollout, old and current; the weight or the rejection stands between the first two.
@@ -176,7 +180,3 @@ ROLLOUT_PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_seq_tis": _REINFORCE | _SEQUENCE | _GEO,
     "bypass_pg_geo_rs_token_tis": _REINFORCE | _TOKEN | _GEO,
 }
-"""verl's presets and KPop's: name -> the fields that differ from the defaults. Weights are truncated at 2 (tis, is),
-zeroed outside 0.5 to 5 (icepop), or kept as they are where both Bernoulli KLs are at most 0.1 (kpop, its authors' value
-as prime-rl's pull request 3283 has it); rs rejects sequences by their product (`decoupled_seq_is_rs`), their
-geometric-mean ratio (geo) or their mean k3."""

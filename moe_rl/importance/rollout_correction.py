@@ -26,8 +26,8 @@ from moe_rl.importance.rollout_rejection import extreme, mean_of, rejection_mask
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import Metrics, NonFinite, bounded_exp, measured, usable_pair
 
+# (rollout_is_weights or None, modified_response_mask, metrics): verl's output triple, the metrics still tensors.
 RolloutCorrection = tuple[Tensor | None, Tensor, Metrics]
-"""(rollout_is_weights or None, modified_response_mask, metrics): verl's output triple, the metrics still tensors."""
 
 
 def rollout_correction(

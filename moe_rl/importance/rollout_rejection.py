@@ -15,8 +15,8 @@ from moe_rl.importance.rollout_config import Band
 from moe_rl.importance.sequences import SequenceLayout, finite_or_zero
 from moe_rl.importance.tensors import SAFETY_BOUND
 
+# (bool, token shape: valid and kept by every option; verl's metrics about it, without prefix).
 Rejection = tuple[Tensor, dict[str, Tensor]]
-"""(bool, token shape: valid and kept by every option; verl's metrics about it, without prefix)."""
 
 
 @torch.no_grad()

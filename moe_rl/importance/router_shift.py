@@ -36,15 +36,15 @@ Order = Literal["before-clip", "after-clip"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
+# Tokens per step: temporaries stay in cache.
 _CHUNK = 2048
-"""Tokens per step: temporaries stay in cache."""
 
+# gamma_min. The paper does not give it; a public third-party implementation on verl that restates its equations (mean
+# over K and over layers, exp(-shift), stop-gradient, weight before the clip) has this default.
 DEFAULT_FLOOR = 0.8
-"""gamma_min. The paper does not give it; a public third-party implementation on verl that restates its equations (mean
-over K and over layers, exp(-shift), stop-gradient, weight before the clip) has this default."""
 
+# 1 - gamma of a router that has not moved, where one side went through bfloat16: 0.0038, see docs/importance.md.
 BFLOAT16_NOISE = 4e-3
-"""1 - gamma of a router that has not moved, where one side went through bfloat16: 0.0038, see docs/importance.md."""
 
 
 @torch.no_grad()

@@ -20,11 +20,11 @@ from torch import Tensor
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.tensors import working_dtype
 
+# Log-probabilities above and below are read as these.
 HIGHEST, LOWEST = 2.0, -16.0
-"""Log-probabilities above and below are read as these."""
 
+# Bits of a word that the log-probability needs at least: a step of a quarter.
 _LEAST_BITS = 6
-"""Bits of a word that the log-probability needs at least: a step of a quarter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

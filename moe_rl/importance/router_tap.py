@@ -49,8 +49,8 @@ from moe_rl.importance.router_shift import (
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.tensors import measured
 
+# (logits [R, E], ids [R, K], score_function=...) -> [R, K]: `router_log_probs`, or a kernel in its place.
 LogProbs = Callable[..., Tensor]
-"""(logits [R, E], ids [R, K], score_function=...) -> [R, K]: `router_log_probs`, or a kernel in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,14 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.importance.context_parallel import SumReducer
 from moe_rl.importance.options import require_word
 
+# Largest |log-ratio| that is exponentiated, exp(20) = 4.9e8; the constant of verl's rollout_corr_helper.py.
 SAFETY_BOUND = 20.0
-"""Largest |log-ratio| that is exponentiated, exp(20) = 4.9e8; the constant of verl's rollout_corr_helper.py."""
 
+# Smallest log-probability used in arithmetic; smaller ones are read as this value and get no gradient.
 LOG_PROB_FLOOR = -1e6
-"""Smallest log-probability used in arithmetic; smaller ones are read as this value and get no gradient."""
 
+# Share of the valid tokens that one input may make unusable before `as_floats` raises. One token never does.
 LARGEST_LOSS = 0.01
-"""Share of the valid tokens that one input may make unusable before `as_floats` raises. One token never does."""
 
 NonFinite = Literal["mask", "raise"]
 

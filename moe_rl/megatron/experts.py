@@ -11,10 +11,10 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 
+# The parameters of one expert in the order of their names.
 Weights = Sequence[torch.Tensor]
-"""The parameters of one expert in the order of their names."""
+# fp32 tensors of the same shapes; None for a parameter that is frozen.
 Gradients = Sequence[torch.Tensor | None]
-"""fp32 tensors of the same shapes; None for a parameter that is frozen."""
 
 
 class ExpertParameters(Protocol):

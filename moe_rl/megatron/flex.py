@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+# Megatron's option -> arguments of its function that allocates HybridEP's buffer, where it has them.
 BUFFER_OPTIONS = {
     "moe_hybridep_num_sms": ("num_sms_dispatch_api", "num_sms_combine_api"),
     "moe_flex_dispatcher_num_sms": ("num_sms_dispatch_api", "num_sms_combine_api"),  # its name from 0.17 on
@@ -13,7 +14,6 @@ BUFFER_OPTIONS = {
     "moe_hybridep_num_blocks_unpermute": ("num_blocks_unpermute",),
     "moe_hybridep_num_sms_preprocessing": ("num_sms_preprocessing_api",),
 }
-"""Megatron's option -> arguments of its function that allocates HybridEP's buffer, where it has them."""
 
 
 def over_slots(dispatcher: Any) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
+# By minor version of megatron-core, from the oldest that is supported: the options that it has and none before it.
 KNOWN: Mapping[str, frozenset[str]] = {
     version: frozenset(names)
     for version, names in yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")).items()
 }
-"""By minor version of megatron-core, from the oldest that is supported: the options that it has and none before it."""
 
 # Parts of the names by which an option of the MoE layers is recognized.
 WORDS = ("moe", "expert", "grouped_gemm")

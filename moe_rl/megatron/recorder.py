@@ -32,8 +32,8 @@ from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
 from moe_rl.replay.writer import TraceWriter
 
+# Ids [N, L, K] of some layers, and [N, L] whether the row went to K experts.
 Rows = tuple[NDArray[np.int32], NDArray[np.bool_]]
-"""Ids [N, L, K] of some layers, and [N, L] whether the row went to K experts."""
 
 
 @dataclass(slots=True)

@@ -49,8 +49,8 @@ def experimental_sentence(name: str, never_run: str) -> str:
 
 Table = tuple[Refusal, ...]
 _TABLES = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+# Options of `TransformerConfig`, and of `DistributedDataParallelConfig`.
 REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config]) for config in ("model", "ddp"))
-"""Options of `TransformerConfig`, and of `DistributedDataParallelConfig`."""
 
 
 def refused(

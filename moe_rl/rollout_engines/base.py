@@ -16,8 +16,8 @@ from moe_rl.core.expert_map import ExpertMap
 from moe_rl.core.registry import Registry
 
 Ints = NDArray[np.int64]
+# What the engine reads, before it is a file.
 Document = Mapping[str, Any]
-"""What the engine reads, before it is a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ EXECUTORS = ("local", "ray")
 RETRIES = 3  # A worker may be preempted, which is no fault of its task; a task that loses four of them is at fault.
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; Python has no name for it.
 
+# Computes the result of an index; task and result can be pickled.
 Task = Callable[[int], Any]
-"""Computes the result of an index; task and result can be pickled."""
+# Runs a task for every index, side by side: yields (index, result) as results arrive, and raises what a task raises.
+# Closing the generator ends the workers.
 Executor = Callable[[Task, Sequence[int]], Generator[tuple[int, Any]]]
-"""Runs a task for every index, side by side: yields (index, result) as results arrive, and raises what a task raises.
-Closing the generator ends the workers."""
 
 
 def executor_named(name: str, *, jobs: int | None = None, ray_address: str | None = None) -> Executor:

@@ -26,8 +26,8 @@ from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
 from moe_rl.study.scenario import Progress, Scenario, named_model
 from moe_rl.study.traces import TraceLike
 
+# Parts of an update that every mini-batch has again.
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
-"""Parts of an update that every mini-batch has again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ from moe_rl.yaml_files import FROM_TRACE
 
 logger = logging.getLogger(__name__)
 
+# Called with (what is done now, items done, items in all).
 Progress = Callable[[str, int, int], None]
-"""Called with (what is done now, items done, items in all)."""
 
 # Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
 FULL_SIZE_TOKENS = 8192

@@ -7,6 +7,7 @@ from moe_rl.core.registry import Registry
 from moe_rl.doctor.traps import Trap
 from moe_rl.yaml_files import read_yaml
 
+# In the order of traps.yaml.
 TRAPS: Registry[Trap] = Registry(
     "trap",
     [
@@ -15,4 +16,3 @@ TRAPS: Registry[Trap] = Registry(
         for name, words in traps.items()
     ],
 )
-"""In the order of traps.yaml."""

@@ -9,8 +9,8 @@ from moe_rl.doctor.shell.arithmetic import evaluate
 from moe_rl.doctor.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
 from moe_rl.doctor.sources import Text, Where
 
+# What a variable holds; as in bash, text is an array of one element.
 Value = list[Text]
-"""What a variable holds; as in bash, text is an array of one element."""
 # How `${name:-word}` and its like go on after the name, the longer operators first.
 DEFAULTS = (":-", ":=", ":+", ":?", "-", "=", "+", "?")
 # `${name:-"a b"}` is one word, `${name:-a b}` is two.

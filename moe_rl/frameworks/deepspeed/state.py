@@ -43,8 +43,8 @@ class SlotViews:
         return self.views[slot]
 
 
+# What the optimizer keeps of one expert's parameter: the shards of all expert-DP ranks, this rank's tensors.
 Part = tuple[list[tuple[int, int]], list[list[torch.Tensor]]]
-"""What the optimizer keeps of one expert's parameter: the shards of all expert-DP ranks, this rank's tensors."""
 
 
 class ZeroState(dict[int, Part]):

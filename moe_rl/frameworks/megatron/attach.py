@@ -22,8 +22,8 @@ from moe_rl.frameworks.routes import of_moe_layers
 
 logger = logging.getLogger("moe_rl.frameworks")
 
+# One [N, L, K] array per micro-batch; None where the pass has no known routes and runs without a plan.
 Routes = list[Any] | None
-"""One [N, L, K] array per micro-batch; None where the pass has no known routes and runs without a plan."""
 
 
 def forward_backward(

@@ -28,8 +28,8 @@ from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSeq
 logger = logging.getLogger(__name__)
 
 FILE_NAME = re.compile(r"router_trace_rank(\d+)\.jsonl")
+# By layer, in order of micro-batches: `[tokens, K]`.
 Tables = dict[int, list[NDArray[np.integer]]]
-"""By layer, in order of micro-batches: `[tokens, K]`."""
 
 
 def _recognizes(path: Path) -> bool:

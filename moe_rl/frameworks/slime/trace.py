@@ -23,8 +23,8 @@ from moe_rl.replay.importers.payloads import as_routes, integer, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
+# Where the trainer ran a sample: `step`, its optimizer step within the rollout, `micro_batch` and `dp_rank`.
 Place = dict[str, int]
-"""Where the trainer ran a sample: `step`, its optimizer step within the rollout, `micro_batch` and `dp_rank`."""
 
 
 def _recognizes(path: Path) -> bool:

@@ -17,8 +17,8 @@ from verl.workers.engine.megatron import transformer_impl
 
 from moe_rl.balancing.exchange import attempted, gathered
 
+# What a mini-batch says of how it is cut.
 SETTINGS = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "force_group_size")
-"""What a mini-batch says of how it is cut."""
 
 
 class MiniBatches(Iterator[Any]):

@@ -26,10 +26,10 @@ from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl.contract import FRAMEWORK
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
+# First model chunk of an engine -> its engine, its `MegatronRun` and its `LookAhead`.
 RUNS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
-"""First model chunk of an engine -> its engine, its `MegatronRun` and its `LookAhead`."""
+# The engine that forms the micro-batches of an update.
 UPDATE: "ContextVar[Any]" = ContextVar("moe_rl_verl_update", default=None)
-"""The engine that forms the micro-batches of an update."""
 
 
 def install_when_imported(settings: Settings) -> None:

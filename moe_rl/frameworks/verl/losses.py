@@ -34,12 +34,13 @@ from moe_rl.importance.rollout_correction import rollout_correction
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.tensors import as_floats
 
+# (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> (loss, metrics)
 VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
-"""(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> (loss, metrics)"""
 
+# Of our names in verl's configuration.
 PREFIX = "moe_rl_"
-"""Of our names in verl's configuration."""
 _WIDTHS = ("clip_ratio_low", "clip_ratio_high")
+# Our objective -> verl's own mode of it, and the settings that this mode reads: with them it is verl's loss.
 VERLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo": ("vanilla", (*_WIDTHS, "clip_ratio_c")),
     "gspo": ("gspo", _WIDTHS),
@@ -52,16 +53,15 @@ VERLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kl_cov": ("kl_cov", ("kl_cov_ratio", "ppo_kl_coef")),
     "dro": ("dro", ("beta",)),
 }
-"""Our objective -> verl's own mode of it, and the settings that this mode reads: with them it is verl's loss."""
+# verl's defaults, whatever the loss mode. An objective that verl does not have takes its own in their place, and so do
+# widths of a sequence's ratio: 0.2 would clip nothing.
 _GENERIC = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-"""verl's defaults, whatever the loss mode. An objective that verl does not have takes its own in their place, and so do
-widths of a sequence's ratio: 0.2 would clip nothing."""
+# verl aggregates these as seq-mean-token-mean, whatever it is asked for.
 _ONE_WAY = ("gmpo", "sapo")
-"""verl aggregates these as seq-mean-token-mean, whatever it is asked for."""
 
 
+# [B, S] the router shift of the micro-batch whose loss is computed, in verl's padded layout (MOE_RL_ROUTER_SHIFT).
 GAMMA: ContextVar[Tensor] = ContextVar("GAMMA")
-"""[B, S] the router shift of the micro-batch whose loss is computed, in verl's padded layout (MOE_RL_ROUTER_SHIFT)."""
 
 
 def policy_losses(

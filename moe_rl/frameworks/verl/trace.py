@@ -21,8 +21,8 @@ from moe_rl.replay.importers.payloads import as_routes, integer
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 from moe_rl.replay.importers.torch_file import Opaque, load_torch_file
 
+# Position in the batch, routes of the sequence, its tokens.
 Row = tuple[int, NDArray[np.integer], int]
-"""Position in the batch, routes of the sequence, its tokens."""
 
 
 def _recognizes(path: Path) -> bool:

@@ -20,6 +20,7 @@ _GSPO = Objective(
 _CISPO = Objective(loss=formulas.cispo, frameworks=("verl", "NeMo-RL"))
 _PRIME = {"widths": "probability", "default_loss_agg_mode": "token-sum", "frameworks": ("prime-rl",)}
 
+# Objectives by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`).
 OBJECTIVES: Registry[Objective] = Registry(
     "objective",
     [
@@ -100,7 +101,6 @@ OBJECTIVES: Registry[Objective] = Registry(
         Objective(loss=formulas.prime_rl_ipo, **_PRIME),  # type: ignore[arg-type]
     ],
 )
-"""Objectives by name; where a user types one, a hyphen reads as an underscore (`dppo-tv`)."""
 
 
 def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objective:

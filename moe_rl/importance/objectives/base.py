@@ -21,13 +21,13 @@ from moe_rl.importance.router_shift import Order
 from moe_rl.importance.sequences import ValidTokens
 from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp, require_same_shape
 
+# Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
+# independent log-ratios spreads 1 / sqrt(n) as far as one of them, and responses have more than four tokens.
 _TOKEN_WIDTH = 0.1
-"""Narrowest clip width that cannot be one of a sequence's mean: PPO's 0.2 for a token over sqrt(4), since the mean of n
-independent log-ratios spreads 1 / sqrt(n) as far as one of them, and responses have more than four tokens."""
+# Narrowest plausible clip width of a token: what rounding one log-probability of a nat to bfloat16 moves its ratio.
 _BFLOAT16_STEP = 2.0**-8
-"""Narrowest plausible clip width of a token: what rounding one log-probability of a nat to bfloat16 moves its ratio."""
+# verl's cap on the log of a ratio of more than one token.
 _MAX_LOG_RATIO = 10.0
-"""verl's cap on the log of a ratio of more than one token."""
 
 Level = Literal["token", "turn", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
@@ -161,6 +161,7 @@ class TokenLoss:
     """Further scalars, detached."""
 
 
+# By an option's name, in whichever objective: what its value must be; None, where it is allowed, has no bound.
 _BOUNDS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "dppo_mask_low", "dppo_mask_high"), (">=", 0.0)),
     **dict.fromkeys(("kl_tau", "adv_tau", "beta", "ppo_kl_coef", "opsm_delta", "max_staleness"), (">=", 0.0)),
@@ -169,7 +170,6 @@ _BOUNDS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("la_clip_low", "la_clip_high", "la_clip_c", "clip_cov_ratio", "kl_cov_ratio"), (">", 0.0)),
     "clip_ratio_c": (">", 1.0),
 }
-"""By an option's name, in whichever objective: what its value must be; None, where it is allowed, has no bound."""
 _WORDS = {"against": ("old", "rollout"), "level": ("token", "sequence"), "ratio_mode": ("cumprod", "geomean")}
 
 

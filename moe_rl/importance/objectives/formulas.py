@@ -16,10 +16,10 @@ from moe_rl.importance.opsm import drifted_sequences
 from moe_rl.importance.staleness import BehaviorFilter, behavior_weights, staleness_metrics, too_stale
 from moe_rl.importance.tensors import SAFETY_BOUND, bounded_exp
 
+# Largest |log-ratio| that is squared.
 _LARGEST = 1e6
-"""Largest |log-ratio| that is squared."""
+# verl's guard in the log of 1 - p.
 _BINARY_KL_EPS = 1e-8
-"""verl's guard in the log of 1 - p."""
 _BEHAVIOR_FILTER = BehaviorFilter()
 
 
