@@ -1,12 +1,11 @@
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <tuple>
 
 #include "cell.h"
-#include "cross_copies.h"
-#include "split.h"
 
 namespace moe_rl {
 
@@ -17,7 +16,8 @@ namespace {
 // a little above the mean can do with far fewer copies than the mean itself.
 constexpr std::int64_t NODE_SLACK_PPM[] = {0,     2500,  5000,  7500,  10000, 15000, 20000,
                                             30000, 40000, 60000, 80000, 120000};
-// Excess of the highest rank over the node-limited floor that is tried when copies have a price.
+// Excess of the highest rank over the node-limited floor that is tried when copies have a price. With the first alone D0 is
+// .15 % slower, D1 .19, E .21, the bundled trace .60; with the first two nothing is slower than .02 % (README.md).
 constexpr std::int64_t RANK_SLACK_PPM[] = {0, 10000, 20000, 50000};
 constexpr std::int64_t ALL_ROWS = std::numeric_limits<std::int64_t>::max();
 
@@ -143,8 +143,7 @@ struct CellPlanner::Exchange {
             if (cell.node(home) != donor || left[expert] <= 0)
                 continue;
             const auto there = [&](const Copy &copy) { return copy.expert == expert && copy.rank == receiver; };
-            if (std::any_of(copies.begin(), copies.end(), there) ||
-                std::any_of(residents.begin(), residents.end(), there))
+            if (std::ranges::any_of(copies, there) || std::ranges::any_of(residents, there))
                 continue;
             const std::tuple rating(left[expert] >= wanted, -sent[home], left[expert]);
             if (chosen < 0 || rating > best) {
@@ -193,7 +192,7 @@ bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::
     Exchange exchange(*this, cell, options_.cross_slots);
     std::vector<int> order(cell.domains());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return node_load_[a] > node_load_[b]; });
+    std::ranges::stable_sort(order, std::greater<>(), [&](int node) { return node_load_[node]; });
     for (const int donor : order)
         while (exchange.node_load[donor] > target) {
             std::int64_t room = 0;
@@ -216,8 +215,11 @@ bool CellPlanner::cross_node_copies(const Cell &cell, std::int64_t target, std::
 namespace {
 
 constexpr std::int64_t WHOLE_COPY = 1000; // worth of a copy whose token would otherwise send nothing to that node
-constexpr std::int64_t PART_COPY = 350;   // and of all of a token's experts there together, when there are several
-constexpr int MOST_SENT = 3;              // copies that one home sends at most
+// And of all of a token's experts there together, when there are several. With 0 D0 is .46 % slower and E .55, with half
+// .14 and .29; with twice as much D0 is .17 % faster, E .04.
+constexpr std::int64_t PART_COPY = 350;
+// Copies that one home sends at most. With 1 D0 is 1.8 % slower and E 3.4; with 2 .2 and 1.2; with 4 both are the same.
+constexpr int MOST_SENT = 3;
 // Greedy copies are exchanged where their own time is at most so many times that of no copies. With 1.05 and with any
 // figure above it the development trace is at 1.0512 of forced balance (EP32, one slot), with 1.02 at 1.0505, with 1.0 at
 // 1.0480; the search takes two thirds of the time then.
@@ -330,8 +332,7 @@ void CellPlanner::level_nodes(const Cell &cell, bool keeps_all, std::vector<std:
     const int nodes = cell.domains();
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
     for (int round = 0; round < 8 * nodes; ++round) {
-        const auto fullest = static_cast<int>(std::max_element(node_load.begin(), node_load.end()) -
-                                              node_load.begin());
+        const auto fullest = static_cast<int>(std::ranges::max_element(node_load) - node_load.begin());
         Copy *chosen = nullptr;
         std::int64_t most = 0;
         for (Copy &copy : copies) {
@@ -365,7 +366,7 @@ void CellPlanner::cross_node_choices(const Cell &cell) {
     if (options_.cross_slots == 0 || cell.domains() == 1 || total_ == 0)
         return;
     const std::int64_t mean = divide_up(total_, cell.domains());
-    const std::int64_t highest = *std::max_element(node_load_.begin(), node_load_.end());
+    const std::int64_t highest = std::ranges::max(node_load_);
     std::int64_t best_worth = highest * 1000000;
     std::vector<Copy> copies;
     for (const std::int64_t slack : NODE_SLACK_PPM) {
@@ -486,7 +487,7 @@ std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<s
         load[all.home[expert]] -= rows;
         copies.push_back({expert, node * width, rows});
     }
-    std::stable_sort(copies.begin(), copies.end(), [](const Copy &a, const Copy &b) { return a.quota > b.quota; });
+    std::ranges::stable_sort(copies, std::greater<>(), &Copy::quota);
     std::vector<int> used(all.ranks, 0);
     for (const Copy &copy : copies) {
         int best = -1;
@@ -497,28 +498,6 @@ std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<s
         load[best] += copy.quota;
     }
     return seats;
-}
-
-void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota,
-                   bool share_remote) {
-    source_quota.assign(copies.size() * static_cast<std::size_t>(cell.ranks), 0);
-    std::vector<Instance> instances;
-    std::vector<std::int64_t> taken;
-    for (std::size_t first = 0; first < copies.size();) {
-        const int expert = copies[first].expert;
-        std::int64_t at_home = cell.rows[expert];
-        instances.clear();
-        for (std::size_t i = first; i < copies.size() && copies[i].expert == expert; ++i) {
-            instances.push_back({copies[i].rank, copies[i].quota});
-            at_home -= copies[i].quota;
-        }
-        instances.push_back({cell.home[expert], at_home});
-        split_over_sources(instances, cell.pairs + expert, cell.experts, cell.ranks, cell.ranks_per_domain, taken,
-                           share_remote);
-        for (std::size_t i = 0; i + 1 < instances.size(); ++i, ++first)
-            for (int source = 0; source < cell.ranks; ++source)
-                source_quota[first * cell.ranks + source] = static_cast<std::int32_t>(taken[i * cell.ranks + source]);
-    }
 }
 
 // The visits of nodes, each of which stands for `each` tokens, shared by their NICs; rows take their rank's own NIC.
@@ -566,16 +545,14 @@ std::vector<Copy> CellPlanner::served(const std::vector<Copy> &across, const std
     std::vector<Copy> copies = across;
     copies.insert(copies.end(), resident_.begin(), resident_.end());
     copies.insert(copies.end(), inside.begin(), inside.end());
-    std::sort(copies.begin(), copies.end(), [](const Copy &a, const Copy &b) {
-        return std::tie(a.expert, a.rank) < std::tie(b.expert, b.rank);
-    });
+    std::ranges::sort(copies, {}, [](const Copy &copy) { return std::pair(copy.expert, copy.rank); });
     return copies;
 }
 
 // Where rows are sent, a copy inside the node takes them off its home's own NIC: they are counted for every plan.
 double CellPlanner::searched_time(const Cell &cell, const CellPlan &plan) {
     if (!options_.cost.flat())
-        return layer_time(options_.cost, layer_rows(cell, plan)).total_s();
+        return layer_time(options_.cost, layer_rows(cell, plan));
     const std::vector<Copy> copies = served(plan.across, plan.inside);
     split_sources(cell, copies, quota_, true);
     return counted_time(cell, plan, copies, quota_);
@@ -590,7 +567,7 @@ double CellPlanner::counted_time(const Cell &cell, const CellPlan &plan, const s
     rows_.rank_visits.resize(cell.ranks);
     for (int rank = 0; rank < cell.ranks; ++rank)
         rows_.rank_visits[rank] = each * static_cast<double>(visits.ranks[rank]);
-    return layer_time(options_.cost, rows_).total_s();
+    return layer_time(options_.cost, rows_);
 }
 
 void CellPlanner::build_domains(const Cell &cell, const std::vector<Copy> &across) {
@@ -623,10 +600,7 @@ void CellPlanner::inside_nodes(const Cell &cell, std::int64_t slack_ppm, CellPla
                   .tolerance = std::max<std::int64_t>(1, target * options_.tolerance_ppm / 1000000)};
     order_.resize(domains_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    std::sort(order_.begin(), order_.end(), [&](int a, int b) {
-        const std::int64_t of_a = domains_[a].total(), of_b = domains_[b].total();
-        return of_a != of_b ? of_a > of_b : a < b;
-    });
+    std::ranges::stable_sort(order_, std::greater<>(), [&](int node) { return domains_[node].total(); });
     std::vector<std::vector<Copy>> &copies = of_node_;
     copies.resize(domains_.size());
     for (const int node : order_)
@@ -736,10 +710,8 @@ void CellPlanner::nodes_stay(const Cell &cell, const CellPlan &plan) {
 
 void CellPlanner::consider(const Cell &cell, CellPlan &plan, CellPlan &best) {
     plan.time_s = searched_time(cell, plan);
-    if (plan.time_s >= best.time_s)
-        return;
-    plan.time_without_copies_s = best.time_without_copies_s;
-    best = plan;
+    if (plan.time_s < best.time_s)
+        best = plan;
 }
 
 // Seconds that no plan with these copies across goes below: the fullest node's ranks are level, and there are `inside`
@@ -762,7 +734,7 @@ double CellPlanner::least_time(const Cell &cell, const std::vector<Copy> &across
         at.nic_ingress = ingress_;
         at.nic_egress = egress_;
     }
-    return layer_time(options_.cost, at).total_s();
+    return layer_time(options_.cost, at);
 }
 
 // By rows: the best exchange across nodes, levelled inside, against levelling alone. By time: every exchange that came
@@ -772,7 +744,7 @@ double CellPlanner::least_time(const Cell &cell, const std::vector<Copy> &across
 void CellPlanner::plan(const Cell &cell, CellPlan &best) {
     prepare(cell);
     best = {};
-    best.highest_load = *std::max_element(rank_load_.begin(), rank_load_.end());
+    best.highest_load = highest_home_load();
     if (!options_.price) {
         cross_node_choices(cell);
         CellPlan across{.inside = {}, .across = choices_[0]};
@@ -780,8 +752,7 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
         inside_nodes(cell, 0, across);
         if (across.highest_load < best.highest_load)
             best = across;
-        const std::int64_t floor =
-            divide_up(*std::max_element(node_load_.begin(), node_load_.end()), cell.ranks_per_domain);
+        const std::int64_t floor = divide_up(std::ranges::max(node_load_), cell.ranks_per_domain);
         if (!across.across.empty() && across.highest_load > floor) { // the copies from afar were in the way
             CellPlan inside{};
             build_domains(cell, {});
@@ -792,7 +763,7 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
         return;
     }
     count_nodes(cell, {});
-    best.time_s = best.time_without_copies_s = searched_time(cell, best);
+    best.time_s = searched_time(cell, best);
     if (total_ == 0)
         return;
     cross_node_choices(cell);

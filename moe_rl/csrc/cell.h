@@ -32,7 +32,7 @@ struct ReplicateOptions {
 struct CellPlan {
     std::vector<Copy> inside, across; // copies on ranks of the home's node, and of other nodes
     std::int64_t highest_load = 0;
-    double time_s = 0, time_without_copies_s = 0; // by layer_time; only when priced
+    double time_s = 0; // by layer_time; only when priced
 };
 
 class CellPlanner {
@@ -55,7 +55,7 @@ class CellPlanner {
     std::vector<Copy> served(const std::vector<Copy> &across, const std::vector<Copy> &inside) const;
 
     // Rows of the busiest rank of the cell last planned, without replicas.
-    std::int64_t highest_home_load() const { return *std::max_element(rank_load_.begin(), rank_load_.end()); }
+    std::int64_t highest_home_load() const { return std::ranges::max(rank_load_); }
 
     // The time of a plan whose copies take source_quota [copies, P], every visit or row counted.
     double counted_time(const Cell &cell, const CellPlan &plan, const std::vector<Copy> &copies,
@@ -81,8 +81,7 @@ class CellPlanner {
     std::vector<Copy> spread_copies(const Cell &cell, int most_sent, std::vector<std::int32_t> held, double &cost_s) const;
     void home_copies(const Cell &cell, int most_sent, std::int64_t least_gain, Exchange &exchange);
     std::vector<std::int64_t> foreign_rows(const Cell &cell) const;
-    void level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign,
-                     std::vector<Copy> &copies,
+    void level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign, std::vector<Copy> &copies,
                      std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);
@@ -121,7 +120,23 @@ class CellPlanner {
 std::vector<std::int32_t> seated(const Cell &all, int slots, const std::vector<std::int32_t> &held);
 
 // Deals the rows of every copied expert to its copies and its home: quota [copies, P]. Copies of an expert stand together.
+// Rows stay on their rank where they can, then on their node, then go in ascending order of source. With `share_remote` the
+// instances of a node share its rows by their quotas, so that rows from other nodes come to each in proportion: where every
+// rank has its own NIC, none waits for all of them.
 void split_sources(const Cell &cell, const std::vector<Copy> &copies, std::vector<std::int32_t> &source_quota,
                    bool share_remote = false);
+
+// Exchanges copies, held [nodes, slots] with -1 for none, by what the busiest node has to send or receive and to compute.
+// `rows` [N, E] are those that a copy would keep on its node, `fixed` [N] what nodes compute besides; no home sends more
+// than `most_sent` copies. Returns seconds of the busiest node, were it a single rank.
+double exchange_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<std::int64_t> &rows,
+                     const std::vector<std::int32_t> &fixed, int most_sent, std::vector<std::int32_t> &held);
+
+// Copies on other nodes than their home's give rows back, all but one, or take them again, up to what they came
+// with, so that the fullest node and the busiest NIC together cost least. `rows` [N, E] are those that nodes send to
+// experts, `residents` serve theirs already. `node_load` [N] follows.
+void level_copies(const Cell &cell, const LayerCostParams &cost, const std::vector<Copy> &residents,
+                  const std::vector<std::int64_t> &rows, std::vector<Copy> &copies,
+                  std::vector<std::int64_t> &node_load);
 
 } // namespace moe_rl

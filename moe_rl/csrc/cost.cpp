@@ -44,21 +44,18 @@ double exposed_time(double transfer, double window, double contention) {
 
 } // namespace
 
-LayerTime layer_time(const LayerCostParams &p, const LayerRows &at) {
+double layer_time(const LayerCostParams &p, const LayerRows &at) {
     double forward = 0, backward = 0;
     for (std::size_t rank = 0; rank < at.rows.size(); ++rank) {
         forward = std::max(forward, gemm_time(p, at, rank, false));
         backward = std::max(backward, gemm_time(p, at, rank, true));
     }
-    const double transfers = 1.0 + 3.0 * p.backward_passes;
-    const double copied = at.replicas * transfers * p.expert_bytes / p.replica_p2p_bytes_per_s;
-    return {
-        .expert_gemm_s = p.forward_passes * forward + p.backward_passes * backward,
-        .all_to_all_s = 2.0 * (p.forward_passes + p.backward_passes) * all_to_all_time(p, at),
-        .replicate_s =
-            exposed_time(copied, p.replica_hidden_s, p.replica_exposed) + (at.replicas > 0 ? p.replica_fixed_s : 0.0),
-        .prefetch_s = prefetch_time(p, at.cross_node_replicas),
-    };
+    const double expert_gemm_s = p.forward_passes * forward + p.backward_passes * backward;
+    const double all_to_all_s = 2.0 * (p.forward_passes + p.backward_passes) * all_to_all_time(p, at);
+    const double copied = at.replicas * (1.0 + 3.0 * p.backward_passes) * p.expert_bytes / p.replica_p2p_bytes_per_s;
+    const double replicate_s =
+        exposed_time(copied, p.replica_hidden_s, p.replica_exposed) + (at.replicas > 0 ? p.replica_fixed_s : 0.0);
+    return expert_gemm_s + all_to_all_s + replicate_s + prefetch_time(p, at.cross_node_replicas);
 }
 
 double prefetch_time(const LayerCostParams &p, double cross_node_replicas) {

@@ -31,12 +31,8 @@ struct LayerRows {
     double replicas = 0, cross_node_replicas = 0;
 };
 
-struct LayerTime {
-    double expert_gemm_s, all_to_all_s, replicate_s, prefetch_s;
-    double total_s() const { return expert_gemm_s + all_to_all_s + replicate_s + prefetch_s; }
-};
-
-LayerTime layer_time(const LayerCostParams &params, const LayerRows &at);
+// Seconds of the layer, forward and backward.
+double layer_time(const LayerCostParams &params, const LayerRows &at);
 
 // Seconds per step of one copy that stays for it and comes from another node: core.cost.resident_time.
 double resident_time(const LayerCostParams &params);

@@ -50,7 +50,6 @@ class Domain {
     void add_fixed(int local_rank, std::int64_t rows) { home_load_[local_rank] += rows; }
     void finish();
 
-    int ranks() const { return ranks_; }
     std::int64_t total() const { return total_; }
     std::int64_t highest_load() const { return highest_; }
     // A target below which no plan with these limits can go.
@@ -62,8 +61,6 @@ class Domain {
     void fewest_copies(std::int64_t target, const Limits &limits, std::vector<Copy> &copies);
     // The lowest target >= `floor` that the portfolio finds; `copies` holds its plan.
     std::int64_t lowest_target(std::int64_t floor, const Limits &limits, std::vector<Copy> &copies);
-    // Fewest copies that any plan without chains could need: a bound to stop at, not a promise.
-    int fewest_possible(std::int64_t target, const Limits &limits);
 
   private:
     struct Item {
@@ -74,22 +71,15 @@ class Domain {
         std::int64_t score, quota;
         int item, rank;
     };
-    // What an attempt has to keep to.
-    struct Goal {
-        std::int64_t target, may_lose; // rows of room in ranks without a free slot
-        std::size_t fewer_than;        // copies
-    };
 
     void start(int slots);
     void move(int item, int rank, std::int64_t quota);
     void undo_move();
     bool attempt(Method method, std::int64_t target, const Limits &limits, std::size_t fewer_than);
     void take(std::vector<Copy> &copies) const;
-    bool lost(int rank, Goal &goal) const;
     void update_receiver(int rank, std::int64_t target);
     bool backtrack(std::int64_t target, int &nodes_left);
     int item_for(int donor, int receiver, std::int64_t hole) const;
-    int busiest() const;
     // Whether a rank with a free slot has a copy of the expert: never where it had one slot to begin with.
     bool holds(int item, int rank) const {
         return !holds_.empty() && holds_[static_cast<std::size_t>(item) * ranks_ + rank] != 0;
@@ -110,7 +100,7 @@ class Domain {
     std::vector<Copy> moves_;               // expert = index into added_
     std::vector<Item> sorted_;
     std::vector<int> next_;
-    std::vector<std::int64_t> holes_;       // of `receivers_`, and of `fewest_possible`
+    std::vector<std::int64_t> holes_;       // of `receivers_`
 
     // The target that first_feasible met last, and the method that did; the ones before it fail there.
     std::int64_t met_target_ = -1;

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <numeric>
 #include <span>
-#include <string>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -23,16 +23,15 @@ using namespace moe_rl;
 template <class Value, int Dimensions> using In = Array<const Value, Dimensions>;
 template <class Value, int Dimensions> using Out = nb::ndarray<nb::numpy, Value, nb::ndim<Dimensions>>;
 
-template <class Value> Out<Value, 1> vector_out(std::vector<Value> values) {
+template <class Value, class... Sizes> Out<Value, sizeof...(Sizes)> array_out(std::vector<Value> values, Sizes... shape) {
     auto *held = new std::vector<Value>(std::move(values));
     nb::capsule owner(held, [](void *pointer) noexcept { delete static_cast<std::vector<Value> *>(pointer); });
-    return Out<Value, 1>(held->data(), {held->size()}, owner);
+    return {held->data(), {static_cast<std::size_t>(shape)...}, owner};
 }
 
-template <class Value> Out<Value, 2> matrix_out(std::vector<Value> values, std::size_t rows, std::size_t columns) {
-    auto *held = new std::vector<Value>(std::move(values));
-    nb::capsule owner(held, [](void *pointer) noexcept { delete static_cast<std::vector<Value> *>(pointer); });
-    return Out<Value, 2>(held->data(), {rows, columns}, owner);
+template <class Value> Out<Value, 1> vector_out(std::vector<Value> values) {
+    const std::size_t size = values.size();
+    return array_out(std::move(values), size);
 }
 
 // What `work` returns, which lets Python's other threads run meanwhile.
@@ -139,9 +138,9 @@ auto count_visits_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int
         return count_visits(step, {offsets.data(), expert.data(), rank.data(), quota.data()}, num_threads);
     });
     const std::size_t nodes = ranks / step.ranks_per_domain;
-    return std::make_tuple(matrix_out(std::move(visits.ranks), places, ranks),
-                           matrix_out(std::move(visits.between), places, nodes * nodes),
-                           matrix_out(std::move(visits.nics), step.routes.routes ? 0 : places, 2 * ranks));
+    return std::make_tuple(array_out(std::move(visits.ranks), places, ranks),
+                           array_out(std::move(visits.between), places, nodes * nodes),
+                           array_out(std::move(visits.nics), step.routes.routes ? 0 : places, 2 * ranks));
 }
 
 using Named = nb::typed<nb::dict, nb::str, nb::object>;
@@ -168,7 +167,7 @@ Named replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32
     std::vector<std::int64_t> offsets{0}, highest;
     std::vector<std::int32_t> expert, physical_id, quota;
     std::vector<std::uint8_t> kind;
-    std::vector<double> seconds, alone;
+    std::vector<double> seconds;
     {
         const nb::gil_scoped_release no_gil;
         for (const CellResult &result : replicate_step(step, options, num_threads)) {
@@ -181,7 +180,6 @@ Named replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32
             offsets.push_back(static_cast<std::int64_t>(expert.size()));
             highest.push_back(result.highest_load);
             seconds.push_back(result.time_s);
-            alone.push_back(result.time_without_copies_s);
         }
     }
     const std::size_t count = expert.size();
@@ -190,10 +188,9 @@ Named replicate_arrays(const Load &load, In<std::int32_t, 2> home, In<std::int32
     found["expert"] = vector_out(std::move(expert));
     found["physical_id"] = vector_out(std::move(physical_id));
     found["kind"] = vector_out(std::move(kind));
-    found["source_quota"] = matrix_out(std::move(quota), count, load.ranks());
+    found["source_quota"] = array_out(std::move(quota), count, load.ranks());
     found["highest_load"] = vector_out(std::move(highest));
     found["seconds"] = vector_out(std::move(seconds));
-    found["seconds_without_copies"] = vector_out(std::move(alone));
     return found;
 }
 
@@ -239,8 +236,8 @@ auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost
         return choose_residents(step, tokens_as_bits, options,
                                 {slots, iterations, seed, current.data(), move_cost, row_share}, num_threads);
     });
-    return std::make_tuple(matrix_out(std::move(chosen.home), layers, experts),
-                           matrix_out(std::move(chosen.slots), layers, ranks * static_cast<std::size_t>(slots)));
+    return std::make_tuple(array_out(std::move(chosen.home), layers, experts),
+                           array_out(std::move(chosen.slots), layers, ranks * slots));
 }
 
 auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_t move_cost,
@@ -248,13 +245,12 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
                     int ranks_per_node, bool by_rank, bool moving_is_free, std::int64_t iterations, std::int64_t iterations_inside,
                     std::uint64_t seed, int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
-    check(nodes > 0 && ranks_per_node > 0 && experts % (static_cast<std::size_t>(nodes) * ranks_per_node) == 0,
-          "the ranks must divide the experts");
+    const std::size_t ranks = static_cast<std::size_t>(nodes) * ranks_per_node;
+    check(nodes > 0 && ranks_per_node > 0 && experts % ranks == 0, "the ranks must divide the experts");
     for (const auto *homes : {&start, &current}) {
         check(homes->shape(0) == layers && homes->shape(1) == experts, "placements must be [L, E]");
-        check_ranks(homes->data(), homes->size(), static_cast<std::size_t>(nodes) * ranks_per_node);
+        check_ranks(homes->data(), homes->size(), ranks);
     }
-    const std::size_t ranks = static_cast<std::size_t>(nodes) * ranks_per_node;
     std::vector<std::size_t> held(ranks);
     for (std::size_t layer = 0; layer < layers; ++layer) {
         held.assign(ranks, 0);
@@ -267,7 +263,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
                            ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),
                            current.data(), by_rank, moving_is_free, iterations, iterations_inside, seed,
                            checked_bits(tokens, layers, nodes, experts)};
-    return matrix_out(unlocked([&] { return reorder_step(step, num_threads); }), layers, experts);
+    return array_out(unlocked([&] { return reorder_step(step, num_threads); }), layers, experts);
 }
 
 auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, int bins, int num_threads) {
@@ -285,7 +281,7 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
                 to[bin_of.data()[layer * experts + expert] * layers + layer] += *rows++;
     };
     unlocked([&] { parallel_for(static_cast<std::int64_t>(sequences), num_threads, add_up); });
-    return matrix_out(std::move(load), sequences, static_cast<std::size_t>(bins) * layers);
+    return array_out(std::move(load), sequences, bins * layers);
 }
 
 auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
@@ -322,8 +318,7 @@ std::optional<nb::object> staircase_places(In<std::int64_t, 1> work, In<std::int
     check(tokens.shape(0) == sequences && ranks > 0 && count > 0, "every sequence needs work and tokens");
     std::vector<std::int32_t> descending(sequences), place_of(sequences, -1);
     std::iota(descending.begin(), descending.end(), 0);
-    std::stable_sort(descending.begin(), descending.end(),
-                     [&](int a, int b) { return work.data()[a] > work.data()[b]; });
+    std::ranges::stable_sort(descending, std::greater<>(), [&](int sequence) { return work.data()[sequence]; });
     if (!staircase(descending, work.data(), tokens.data(), ranks, budget, count, place_of))
         return std::nullopt;
     return nb::cast(vector_out(std::move(place_of)));
@@ -408,7 +403,7 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
                 travel[sequence.data()[at] * nodes + node] += sent[at * nodes + node];
     };
     unlocked([&] { parallel_for(static_cast<std::int64_t>(layers), num_threads, add_layer); });
-    return matrix_out(std::move(travel), static_cast<std::size_t>(num_sequences), static_cast<std::size_t>(nodes));
+    return array_out(std::move(travel), num_sequences, nodes);
 }
 
 } // namespace
@@ -425,8 +420,7 @@ void bind_planner(nb::module_ &module) {
                "num_threads"_a, "thorough"_a, "every"_a = 1,
                "Return the instances of every cell by name: offsets [cells + 1]; expert, physical_id and kind (0: replica "
                "inside a node, 1: across nodes, 2: resident) [N]; source_quota [N, P]; and of every cell highest_load, that "
-               "no rank exceeds, seconds and seconds_without_copies. cost is a core.cost.LayerCostParams, or None: "
-               "copies are free.");
+               "no rank exceeds, and seconds. cost is a core.cost.LayerCostParams, or None: copies are free.");
     module.def("count_visits", &count_visits_arrays, "load"_a, "home"_a, "offsets"_a, "expert"_a, "rank"_a, "quota"_a,
                "num_threads"_a,
                "Return [cells * L, P] tokens that visit each rank and [cells * L, N * N] copies from each node to each "

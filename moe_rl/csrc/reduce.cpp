@@ -144,15 +144,9 @@ std::int64_t add_routes(Array<std::int32_t, 4> pairs, Array<const Id, 3> routes,
               "segments must ascend and name blocks that pairs has");
     check(segment_start(0) >= 0 && segment_start(num_segments) <= num_rows, "segments must lie inside the rows");
 
-    Job<Id> job{
-        .routes = routes.data(),
-        .valid = valid.data(),
-        .pairs = pairs.data(),
-        .shape = {.layers = static_cast<std::int64_t>(pairs.shape(1)),
-                  .sources = static_cast<std::int64_t>(pairs.shape(2)),
-                  .experts = static_cast<std::int64_t>(pairs.shape(3)),
-                  .top_k = static_cast<std::int64_t>(routes.shape(2))},
-    };
+    const auto size = [](std::size_t of) { return static_cast<std::int64_t>(of); };
+    Job<Id> job{routes.data(), valid.data(), pairs.data(),
+                {size(pairs.shape(1)), size(pairs.shape(2)), size(pairs.shape(3)), size(routes.shape(2))}};
     const std::vector<Piece> pieces = cut_into_pieces(segment_start.data(), segment_block.data(), num_segments, job.shape.top_k);
     std::vector<std::int64_t> bad_rows(pieces.size());
     const nb::gil_scoped_release no_gil;

@@ -84,7 +84,7 @@ class Search {
         shift(second_, a, 1);
         std::swap(bin_of_[first_], bin_of_[second_]);
         if (travel_)
-            travel_->swap(first_, second_, a, b);
+            travel_->swap(first_, second_);
         moves_ = new_moves_;
         cost_ = new_cost_;
     }

@@ -40,14 +40,13 @@ class Exchange {
   public:
     Exchange(const ResidentProblem &problem, std::vector<std::int32_t> &node_of, std::vector<std::int32_t> &held)
         : p_(problem), node_of_(node_of), held_(held), travel_(*p_.tokens, node_of, p_.nodes),
-          has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0), most_(p_.tokens->pools) {
-        if (p_.rows)
-            load_.assign(static_cast<std::size_t>(p_.nodes) * p_.tokens->pools, 0);
+          has_(static_cast<std::size_t>(p_.nodes) * p_.experts, 0),
+          load_(static_cast<std::size_t>(p_.nodes) * p_.tokens->pools, 0), most_(p_.tokens->pools) {
         if (p_.fixed)
             std::copy(p_.fixed, p_.fixed + load_.size(), load_.begin());
         if (p_.home_rank)
             sent_.assign(*std::max_element(p_.home_rank, p_.home_rank + p_.experts) + 1, 0);
-        for (int expert = 0; p_.rows && expert < p_.experts; ++expert)
+        for (int expert = 0; expert < p_.experts; ++expert)
             for (int node = 0; node < p_.nodes; ++node)
                 shift(expert, node, node_of_[expert], 1);
         for (std::size_t at = 0; at < held_.size(); ++at)
@@ -118,7 +117,7 @@ class Exchange {
             const int a = node_of_[first_], b = node_of_[second_];
             swap_rows(first_, a, second_, b);
             std::swap(node_of_[first_], node_of_[second_]);
-            travel_.swap(first_, second_, a, b);
+            travel_.swap(first_, second_);
             return;
         }
         make_changes();
@@ -149,10 +148,8 @@ class Exchange {
             return;
         if (p_.home_rank)
             sent_[p_.home_rank[expert]] += times;
-        if (p_.rows) {
-            shift(expert, node, node, times);
-            shift(expert, node, node_of_[expert], -times);
-        }
+        shift(expert, node, node, times);
+        shift(expert, node, node_of_[expert], -times);
     }
     // What nodes serve once `changes_` are made (times 1), or without them again (-1).
     void serve_changes(int times) {
@@ -172,7 +169,7 @@ class Exchange {
     }
     // What is left to the homes of two experts goes from a to b and from b to a.
     void swap_rows(int first, int a, int second, int b) {
-        for (int node = 0; p_.rows && node < p_.nodes; ++node)
+        for (int node = 0; node < p_.nodes; ++node)
             for (const auto &[expert, from, to] : {std::tuple(first, a, b), std::tuple(second, b, a)})
                 if (!has(node, expert)) {
                     shift(expert, node, from, -1);
@@ -180,8 +177,6 @@ class Exchange {
                 }
     }
     std::int64_t busiest() {
-        if (!p_.rows)
-            return 0;
         if (p_.tokens->pools == 1)
             return *p_.row_cost * *std::max_element(load_.begin(), load_.end());
         return busiest_cost(load_.data(), p_.row_cost, p_.nodes, p_.tokens->pools, most_.data());

@@ -14,9 +14,9 @@ struct ResidentProblem {
     std::int64_t held_cost;        // of one copy: its transfers
     const std::int32_t *current;   // [E] node whose leaving costs `move_cost`
     std::int64_t move_cost;        // negative: homes stay
-    const std::int32_t *rows = nullptr; // [E, nodes, pools] rows that nodes send to experts; nullptr: rows cost nothing
+    const std::int32_t *rows;      // [E, nodes, pools] rows that nodes send to experts
+    const std::int64_t *row_cost;  // [pools] of a row in the busiest node
     const std::int32_t *fixed = nullptr;    // [nodes, pools] rows that nodes compute besides; nullptr: none
-    const std::int64_t *row_cost = nullptr; // [pools] of a row in the busiest node
     const std::int32_t *home_rank = nullptr; // [E] ranks, of which each sends `most_sent` copies; nullptr: any number
     int most_sent = 0;
 };

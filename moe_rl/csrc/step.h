@@ -58,7 +58,7 @@ struct CellResult {
     std::vector<PlacedCopy> copies;        // by (expert, rank)
     std::vector<std::int32_t> source_quota; // [copies, P]
     std::int64_t highest_load = 0; // no rank computes more: the target that the search reached
-    double time_s = 0, time_without_copies_s = 0;
+    double time_s = 0;
 };
 
 std::vector<CellResult> replicate_step(const Step &step, const ReplicateOptions &options, int num_threads);

@@ -3,11 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <numeric>
-
-#ifdef MOE_RL_HAS_VECTOR_CLONES
-#include <immintrin.h>
-#endif
 
 namespace moe_rl {
 
@@ -24,16 +19,22 @@ struct Pass {
 
 // visitors [pools] = those from one node. A token stays a visitor when another expert of it remains: `once` has the
 // tokens with exactly one. Without deduplication a token is a visitor for every expert, and visitors change.
-[[gnu::always_inline]] inline void count_pass(Pass pass, std::int32_t *__restrict visitors) {
-    if (pass.deduplicated)
+template <bool DEDUPLICATED> [[gnu::always_inline]] inline void count_pass(Pass pass, std::int32_t *__restrict visitors) {
+    const auto count = [](const Pass &at, int word) {
+        const std::uint64_t leaves = at.leaves[word], comes = at.comes[word];
+        return DEDUPLICATED ? std::popcount((at.any[word] & ~(leaves & at.once[word])) | comes)
+                            : std::popcount(comes) - std::popcount(leaves);
+    };
+    if (DEDUPLICATED)
         std::fill(visitors, visitors + pass.pools, 0);
+    if (pass.pools == 1) { // its words stand side by side
+        for (int word = 0; word < pass.words; ++word)
+            visitors[0] += count(pass, word);
+        return;
+    }
     for (const std::int32_t pools : pass.pools_of_row) {
-        for (int pool = 0; pool < pools; ++pool) {
-            const std::uint64_t leaves = pass.leaves[pool], comes = pass.comes[pool];
-            visitors[pool] += pass.deduplicated
-                                  ? std::popcount((pass.any[pool] & ~(leaves & pass.once[pool])) | comes)
-                                  : std::popcount(comes) - std::popcount(leaves);
-        }
+        for (int pool = 0; pool < pools; ++pool)
+            visitors[pool] += count(pass, pool);
         pass.any += pools;
         pass.once += pools;
         pass.leaves += pools;
@@ -41,61 +42,16 @@ struct Pass {
     }
 }
 
-void count_portably(const Pass &pass, std::int32_t *visitors) { count_pass(pass, visitors); }
+void count_portably(const Pass &pass, std::int32_t *visitors) { pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors); }
 
 // target_clones knows no feature for counting bits in vectors, hence by hand.
 #ifdef MOE_RL_HAS_VECTOR_CLONES
 __attribute__((target("popcnt"))) void count_by_word(const Pass &pass, std::int32_t *visitors) {
-    count_pass(pass, visitors);
+    pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors);
 }
-#define MOE_RL_COUNTS_VECTORS __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq")))
-struct Eight {
-    __m512i any, once, leaves, comes;
-};
-MOE_RL_COUNTS_VECTORS inline __m512i count_eight(const Eight &words, bool deduplicated) {
-    return deduplicated ? _mm512_popcnt_epi64((words.any & ~(words.leaves & words.once)) | words.comes)
-                        : _mm512_popcnt_epi64(words.comes) - _mm512_popcnt_epi64(words.leaves);
-}
-MOE_RL_COUNTS_VECTORS inline Eight eight_at(const Pass &pass, std::ptrdiff_t word) {
-    return {_mm512_loadu_si512(pass.any + word), _mm512_loadu_si512(pass.once + word),
-            _mm512_loadu_si512(pass.leaves + word), _mm512_loadu_si512(pass.comes + word)};
-}
-MOE_RL_COUNTS_VECTORS inline Eight first_at(const Pass &pass, std::ptrdiff_t word, std::ptrdiff_t count) {
-    const auto held = static_cast<__mmask8>((1 << count) - 1);
-    return {_mm512_maskz_loadu_epi64(held, pass.any + word), _mm512_maskz_loadu_epi64(held, pass.once + word),
-            _mm512_maskz_loadu_epi64(held, pass.leaves + word), _mm512_maskz_loadu_epi64(held, pass.comes + word)};
-}
-// Eight pools at a time, all their words in a row, so that their sum stays in a register.
-MOE_RL_COUNTS_VECTORS void count_by_vector(const Pass &pass, std::int32_t *visitors) {
-    const bool deduplicated = pass.deduplicated;
-    if (pass.pools == 1) { // its words stand side by side
-        const int words = pass.words;
-        __m512i sum = _mm512_setzero_si512();
-        std::ptrdiff_t word = 0;
-        for (; word + 8 <= words; word += 8)
-            sum += count_eight(eight_at(pass, word), deduplicated);
-        if (word < words)
-            sum += count_eight(first_at(pass, word, words - word), deduplicated);
-        std::int64_t sums[8];
-        _mm512_storeu_si512(sums, sum);
-        const std::int64_t all = std::accumulate(sums, sums + 8, std::int64_t{0});
-        visitors[0] = (deduplicated ? 0 : visitors[0]) + static_cast<std::int32_t>(all);
-        return;
-    }
-    for (int pool = 0; pool < pass.pools; pool += 8) {
-        const auto pools = static_cast<__mmask8>(pass.pools - pool >= 8 ? 0xff : (1 << (pass.pools - pool)) - 1);
-        __m512i sum = deduplicated ? _mm512_setzero_si512()
-                                   : _mm512_maskz_cvtepi32_epi64(pools, _mm256_maskz_loadu_epi32(pools, visitors + pool));
-        std::ptrdiff_t word = pool;
-        for (const std::int32_t in_row : pass.pools_of_row) {
-            if (in_row <= pool)
-                break;
-            sum += count_eight(in_row - pool >= 8 ? eight_at(pass, word) : first_at(pass, word, in_row - pool),
-                               deduplicated);
-            word += in_row;
-        }
-        _mm256_mask_storeu_epi32(visitors + pool, pools, _mm512_maskz_cvtepi64_epi32(pools, sum));
-    }
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,prefer-vector-width=512"))) void
+count_by_vector(const Pass &pass, std::int32_t *visitors) {
+    pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors);
 }
 const auto count_words = [] {
     __builtin_cpu_init();
@@ -219,39 +175,33 @@ Travel::Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of,
         keep(node, new_a_);
         recount(node, 0, words_, none_.data(), bits(static_cast<int>(expert)));
     }
-    cost_ = cost_with(-1, visitors_[0], -1, visitors_[0]);
+    cost_ = cost_with(-1, -1);
 }
 
 std::int64_t Travel::cost_of_swap(int first, int second, int a, int b) {
-    a /= bins_per_node_;
-    b /= bins_per_node_;
-    if (a == b)
+    a_ = a / bins_per_node_;
+    b_ = b / bins_per_node_;
+    if (a_ == b_)
         return cost_;
-    after_swap(a, first, second, new_a_);
-    after_swap(b, second, first, new_b_);
-    return new_cost_ = cost_with(a, new_a_, b, new_b_);
+    after_swap(a_, first, second, new_a_);
+    after_swap(b_, second, first, new_b_);
+    return new_cost_ = cost_with(a_, b_);
 }
 
-void Travel::swap(int first, int second, int a, int b) {
-    a /= bins_per_node_;
-    b /= bins_per_node_;
-    if (a == b)
+void Travel::swap(int first, int second) {
+    if (a_ == b_)
         return;
     cost_ = new_cost_;
-    keep(a, new_a_);
-    keep(b, new_b_);
-    recount(a, 0, words_, bits(first), bits(second));
-    recount(b, 0, words_, bits(second), bits(first));
+    keep(a_, new_a_);
+    keep(b_, new_b_);
+    recount(a_, 0, words_, bits(first), bits(second));
+    recount(b_, 0, words_, bits(second), bits(first));
 }
 
-// Tokens of `leaves` go to its home again, those of `comes` no longer. -1: no such home, or the same once more.
-std::pair<int, int> Travel::homes_of(const CopyChange &change) const {
-    const int a = home(change.leaves), b = home(change.comes);
-    return {a, b == a ? -1 : b};
-}
-
+// Tokens of `leaves` go to its home again, those of `comes` no longer.
 std::int64_t Travel::cost_of_exchange(std::span<const CopyChange> changes) {
-    const auto [a, b] = homes_of(changes[0]);
+    a_ = home(changes[0].leaves);
+    b_ = home(changes[0].comes) == a_ ? -1 : home(changes[0].comes);
     const auto count_all = [&](int there, Visitors &now) {
         now = visitors_[std::max(there, 0)];
         for (const auto &[node, leaves, comes] : changes)
@@ -259,40 +209,33 @@ std::int64_t Travel::cost_of_exchange(std::span<const CopyChange> changes) {
                 count(there, node, home(comes) == there ? bits(comes) : none_.data(),
                       home(leaves) == there ? chosen(leaves) : none_.data(), now);
     };
-    count_all(a, new_a_);
-    count_all(b, new_b_);
-    return new_cost_ = cost_with(a, new_a_, b, new_b_);
+    count_all(a_, new_a_);
+    count_all(b_, new_b_);
+    return new_cost_ = cost_with(a_, b_);
 }
 
 void Travel::exchange(std::span<const CopyChange> changes) {
-    const auto [a, b] = homes_of(changes[0]);
     cost_ = new_cost_;
-    if (a >= 0)
-        keep(a, new_a_);
-    if (b >= 0)
-        keep(b, new_b_);
+    if (a_ >= 0)
+        keep(a_, new_a_);
+    if (b_ >= 0)
+        keep(b_, new_b_);
     for (const auto &[node, leaves, comes] : changes) {
         if (leaves >= 0)
-            holds_no_more(node, leaves);
+            hold(node, leaves, false);
         if (comes >= 0)
-            holds(node, comes);
+            hold(node, comes, true);
     }
 }
 
-// The node's tokens of the expert go to its home again.
-void Travel::holds_no_more(int node, int expert) {
-    const std::size_t first = static_cast<std::size_t>(node) * node_words_, last = first + node_words_;
-    recount(home(expert), first, last, none_.data(), chosen(expert));
-    std::copy(chosen(expert) + first, chosen(expert) + last, sent_.begin() + at_word(expert, first));
-}
-
-// They go there no longer.
-void Travel::holds(int node, int expert) {
+// The node's tokens of the expert go to its home no longer, or again.
+void Travel::hold(int node, int expert, bool here) {
     if (sent_.empty())
         sent_.assign(t_.chosen, t_.chosen + bin_of_.size() * static_cast<std::size_t>(words_));
     const std::size_t first = static_cast<std::size_t>(node) * node_words_, last = first + node_words_;
-    recount(home(expert), first, last, bits(expert), none_.data());
-    std::fill(sent_.begin() + at_word(expert, first), sent_.begin() + at_word(expert, last), 0);
+    recount(home(expert), first, last, here ? chosen(expert) : none_.data(), here ? none_.data() : chosen(expert));
+    const std::uint64_t *from = here ? none_.data() : chosen(expert);
+    std::copy(from + first, from + last, sent_.begin() + at_word(expert, first));
 }
 
 const std::uint64_t *Travel::bits(int expert) const {
@@ -320,11 +263,11 @@ void Travel::count(int there, int node, const std::uint64_t *leaves, const std::
                 visitors);
 }
 
-// The cost when the nodes a and b are sent this; -1: no node.
-std::int64_t Travel::cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b) {
+// The cost when the nodes a and b are sent `new_a_` and `new_b_`; -1: no node, which changes nothing.
+std::int64_t Travel::cost_with(int a, int b) {
+    const std::int32_t *of_a = visitors_[std::max(a, 0)].data(), *of_b = visitors_[std::max(b, 0)].data();
     return busiest_node(copy_cost_.data(), in_.data(), out_.data(), t_.nodes, stride_, a,
-                        {of_a.data(), visitors_[std::max(a, 0)].data()}, b,
-                        {of_b.data(), visitors_[std::max(b, 0)].data()});
+                        {a < 0 ? of_a : new_a_.data(), of_a}, b, {b < 0 ? of_b : new_b_.data(), of_b});
 }
 
 void Travel::keep(int there, const Visitors &now) {

@@ -3,10 +3,8 @@
 
 #include <cstdint>
 #include <span>
-#include <utility>
 #include <vector>
 
-#include "aligned.h"
 #include "reorder.h"
 
 namespace moe_rl {
@@ -29,7 +27,7 @@ class Travel {
 
     std::int64_t cost_of_swap(int first, int second, int a, int b);
     // Does what `cost_of_swap` was last asked for. `bin_of` may have the two in their new bins already.
-    void swap(int first, int second, int a, int b);
+    void swap(int first, int second);
 
     // One change, or the two of nodes that give each other a copy: a trade concerns the same two homes as its first half.
     std::int64_t cost_of_exchange(std::span<const CopyChange> changes);
@@ -37,19 +35,17 @@ class Travel {
     void exchange(std::span<const CopyChange> changes);
 
   private:
-    using Visitors = Aligned<std::int32_t>; // [nodes, stride] tokens of each node that one node is sent, by pool
+    using Visitors = std::vector<std::int32_t>; // [nodes, stride] tokens of each node that one node is sent, by pool
 
     int home(int expert) const { return expert < 0 ? -1 : bin_of_[expert] / bins_per_node_; }
-    std::pair<int, int> homes_of(const CopyChange &change) const;
     std::size_t at_word(int expert, std::size_t word) const { return static_cast<std::size_t>(expert) * words_ + word; }
     const std::uint64_t *chosen(int expert) const { return t_.chosen + at_word(expert, 0); }
     const std::uint64_t *bits(int expert) const;
     void after_swap(int there, int leaves, int comes, Visitors &result);
     void count(int there, int node, const std::uint64_t *leaves, const std::uint64_t *comes, Visitors &result) const;
-    std::int64_t cost_with(int a, const Visitors &of_a, int b, const Visitors &of_b);
+    std::int64_t cost_with(int a, int b);
     void keep(int there, const Visitors &now);
-    void holds_no_more(int node, int expert);
-    void holds(int node, int expert);
+    void hold(int node, int expert, bool here);
     void recount(int there, std::size_t first, std::size_t last, const std::uint64_t *leaves, const std::uint64_t *comes);
 
     const TokenBits &t_;
@@ -57,13 +53,14 @@ class Travel {
     int bins_per_node_, words_, node_words_, planes_;
     int stride_;                            // pools, and as many more without tokens as fill the last vector
     std::vector<std::int64_t> copy_cost_;   // [stride]
-    Aligned<std::uint64_t> none_;           // [words] no token
-    Aligned<std::uint64_t> held_;           // [nodes, planes, words] experts there of each token, in binary
-    Aligned<std::uint64_t> any_, once_;     // [nodes, words] tokens with an expert, with exactly one
-    Aligned<std::uint64_t> sent_;           // [E, words] as `chosen`, less what copies keep; empty: as it is
+    std::vector<std::uint64_t> none_;           // [words] no token
+    std::vector<std::uint64_t> held_;           // [nodes, planes, words] experts there of each token, in binary
+    std::vector<std::uint64_t> any_, once_;     // [nodes, words] tokens with an expert, with exactly one
+    std::vector<std::uint64_t> sent_;           // [E, words] as `chosen`, less what copies keep; empty: as it is
     std::vector<Visitors> visitors_;        // [nodes]
     Visitors new_a_, new_b_;                // under the proposal
     Visitors in_, out_;                     // copies into and out of every node
+    int a_ = -1, b_ = -1;                   // the nodes whose homes get and lose tokens under it; -1: none
     std::int64_t cost_ = 0, new_cost_ = 0;
 };
 

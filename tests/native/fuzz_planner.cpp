@@ -228,7 +228,10 @@ void residents_case(Bytes &bytes) {
     tokens.chosen = chosen.data();
     std::vector<std::int32_t> node_of = homes(bytes, 1, experts, nodes), held(static_cast<std::size_t>(nodes) * slots, -1);
     const std::vector<std::int32_t> current = node_of;
-    const ResidentProblem problem{experts, nodes, slots, &tokens, bytes.byte(), current.data(), bytes.between(-1, 20)};
+    const std::vector<std::int32_t> rows(static_cast<std::size_t>(experts) * nodes * tokens.pools, 1);
+    const std::vector<std::int64_t> row_cost(tokens.pools, 0);
+    const ResidentProblem problem{experts, nodes, slots, &tokens, bytes.byte(), current.data(), bytes.between(-1, 20),
+                                  rows.data(), row_cost.data()};
     const std::int64_t before = travel_cost(tokens, node_of, held, slots);
     improve_residents(problem, 64 * bytes.between(0, 8), bytes.byte(), node_of, held);
     std::int64_t after = travel_cost(tokens, node_of, held, slots);

@@ -110,7 +110,8 @@ def check_batch(rng: np.random.Generator) -> int:
     found = replicated(given)
     offsets, expert, slot, kind = (found[name] for name in ("offsets", "expert", "physical_id", "kind"))
     source_quota, highest = found["source_quota"], found["highest_load"]
-    time_s, alone_s = found["seconds"], found["seconds_without_copies"]
+    time_s = found["seconds"]
+    alone_s = replicated({**given, "replica_slots": 0, "cross_node_slots": 0})["seconds"]
     cell = np.repeat(np.arange(cells), np.diff(offsets))
     before_spare = experts // ranks + residents.shape[2]
     per_rank = before_spare + slots + cross
