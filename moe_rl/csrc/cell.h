@@ -81,7 +81,7 @@ class CellPlanner {
     std::vector<Copy> spread_copies(const Cell &cell, int most_sent, std::vector<std::int32_t> held, double &cost_s) const;
     void home_copies(const Cell &cell, int most_sent, std::int64_t least_gain, Exchange &exchange);
     std::vector<std::int64_t> foreign_rows(const Cell &cell) const;
-    void level_nodes(const Cell &cell, bool keeps_all, std::vector<std::int64_t> foreign, std::vector<Copy> &copies,
+    void level_nodes(const Cell &cell, std::vector<std::int64_t> foreign, std::vector<Copy> &copies,
                      std::vector<std::int64_t> &node_load, std::vector<std::int64_t> &left) const;
     bool cross_node_copies(const Cell &cell, std::int64_t target, std::vector<Copy> &copies);
     void build_domains(const Cell &cell, const std::vector<Copy> &across);

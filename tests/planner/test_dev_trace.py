@@ -148,6 +148,29 @@ def _at_ep32(trace: Path, **settings: Any) -> SimulationReport:
     )
 
 
+@pytest.mark.lengthy
+@pytest.mark.parametrize("ep_size", EP_SIZES)
+def test_routes_of_most_sequences_are_worth_more_than_history(dev_trace_path: Path, ep_size: int) -> None:
+    """30 % of the sequences unknown to moe-rl against history and every micro-batch's true counts."""
+
+    def imbalance_of(policy: str, **unknown: float) -> float:
+        report = simulate(
+            dev_trace_path,
+            model="gpt-oss-20b",
+            cluster="h100",
+            expert_model_parallel_size=ep_size,
+            ranks_per_node=8,
+            ep_group_tokens=2048,
+            objective="imbalance",
+            cross_node_slots=1,
+            policy=[policy],
+            **unknown,
+        )
+        return report.policies[-1].imbalance
+
+    assert imbalance_of("moe-rl", unknown_routes=0.3) <= imbalance_of("moe-rl-forecast")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident_slots", "copies", "step", "layers"), [(0, 0.4, 1.05, 1.08), (1, 0.28, 1.12, 1.19), (2, 0.17, 1.17, 1.28)]
