@@ -59,9 +59,9 @@ double CellPlanner::padded(double rows) const {
 }
 
 // A resident serves the pairs of its node, so that they stay there, up to the mean of a rank; where the nodes then differ
-// rows go back to homes. Which ones the tokens say, where they are known: against giving back by rows alone steps with one
-// resident slot are .1 (EP16), .3 (EP32) and 2.4 % (EP64) faster on the traces of docs/planner.md, 1.7 % on Qwen3-235B's
-// shapes and .05 % slower on the bundled trace.
+// rows go back to homes. Which ones the tokens say, where they are known: against giving back by rows alone the price of a
+// plan with one resident slot, MoE layers and moves, is .1 % (EP16), .2 (EP32) and 2.3 (EP64) lower on the traces of
+// docs/planner.md, 1.7 on Qwen3-235B's shapes, and .06 % higher on the bundled trace.
 void CellPlanner::serve_residents(const Cell &cell) {
     resident_.clear();
     const std::int64_t rank_target = divide_up(total_, cell.ranks);
