@@ -12,7 +12,6 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import TraceReader
 
 BUNDLED_TRACE = Path(__file__).resolve().parents[2] / "configs" / "traces" / "countdown-grpo.moetrace"
 GPU_TOKENS, CPU_TOKENS = 4096, 48
@@ -127,6 +126,8 @@ def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Te
 
 @cache
 def _load(trace: Path) -> RoutingTrace:
+    from moe_rl.replay import TraceReader  # needs pydantic, which a GPU image that runs gpu-check may lack
+
     loaded = TraceReader(trace).load()
     if not isinstance(loaded, RoutingTrace):
         raise InvalidInputError(f"{trace.name} holds counts per sequence; a benchmark needs the routes of every token.")
