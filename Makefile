@@ -25,7 +25,7 @@ help:
 	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
-	@echo "make test-wheel   the wheel of make wheel in an empty environment, without a compiler; test-slow has the other builds"
+	@echo "make test-wheel   wheels of a checkout and of git's archives in an empty environment, without a compiler"
 	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes"
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
@@ -151,7 +151,7 @@ test-browser: $(VENV)/.test
 	sh tests/browser/run.sh $(BIN)/python
 
 test-wheel: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/packaging -k empty_environment
+	$(BIN)/python -m pytest -m slow tests/packaging -k "empty_environment or archive"
 
 # With pip's build isolation: it needs a Python and a registry, and no environment of ours.
 wheel:

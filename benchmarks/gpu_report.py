@@ -52,7 +52,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
 
 def code_digest(root: Path) -> str:
     """Return what changes with the text of any kernel, or of what checks them."""
-    files = sorted([*(root / "kernels").rglob("*.py"), *(root / "benchmarks" / "kernels").glob("*.py"),
+    files = sorted([*(root / "moe_rl" / "kernels").rglob("*.py"), *(root / "benchmarks" / "kernels").glob("*.py"),
                     *(root / "benchmarks" / "operators").glob("*.py")])  # fmt: skip
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

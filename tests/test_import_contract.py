@@ -84,7 +84,7 @@ def files_of(part: str) -> list[Path]:
     module = PACKAGE / f"{part}.py"
     if module.is_file():
         return [module]
-    return [path for path in (PACKAGE / part).resolve().rglob("*.py") if "__pycache__" not in path.parts]
+    return [path for path in (PACKAGE / part).rglob("*.py") if "__pycache__" not in path.parts]
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -113,8 +113,7 @@ def test_a_part_imports_only_downwards(part: str) -> None:
 
 
 def module_name(path: Path) -> str:
-    inside = path.resolve().relative_to(ROOT).with_suffix("").parts
-    inside = inside if inside[0] == "moe_rl" else ("moe_rl", *inside)
+    inside = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
 
 
@@ -130,6 +129,23 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not uses, f"in or above a circle: {sorted(uses)}"
 
 
+def test_no_file_imports_the_package_that_it_is_in() -> None:
+    """The face of a package imports its files: a file that imports the face back closes a circle."""
+    for path in (path for part in parts() for path in files_of(part)):
+        name = module_name(path)
+        faces = {used for used in imported_modules(path) if name.startswith(f"{used}.") and used != "moe_rl"}
+        assert not faces, f"{path.relative_to(ROOT)} imports {sorted(faces)}"
+
+
+def test_the_folders_at_the_top_are_links_into_the_package() -> None:
+    """Zip files and pip's copies of them write a link as text: real files must lie where the wheel takes them."""
+    if all((ROOT / folder).is_file() for folder in TOP_LEVEL_FOLDERS):
+        pytest.skip("this copy of the source was unpacked without links")
+    for folder in sorted(TOP_LEVEL_FOLDERS):
+        assert (ROOT / folder).readlink() == Path("moe_rl") / folder
+        assert not (PACKAGE / folder).is_symlink()
+
+
 @pytest.mark.lengthy
 def test_the_top_level_folders_are_imported_only_through_moe_rl() -> None:
     tests_and_benchmarks = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
@@ -142,7 +158,7 @@ def modules_of(package: str) -> list[str]:
     part = package.partition(".")[2]
     if not part:
         return [package]
-    root = (PACKAGE / part).resolve()
+    root = PACKAGE / part
     if not root.is_dir():
         return [package]
     inside = [path.relative_to(root).with_suffix("").parts for path in files_of(part)]

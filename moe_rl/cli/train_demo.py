@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_rl.config import CONFIGS
 from moe_rl.core.errors import require
 
-CHECKOUT = CONFIGS.resolve().parent  # Of an editable install; elsewhere the folder that holds the installed moe_rl.
+CHECKOUT = CONFIGS.parents[1]  # Of an editable install; elsewhere the folder that holds the installed moe_rl.
 NEEDED = ("torch", "transformers", "megatron", "tensorboard")
 
 

@@ -51,9 +51,7 @@ def _is_registry(function: ast.expr) -> bool:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """All Python files, those behind the links in moe_rl included, which `rglob` does not follow."""
-    inside = [_sources(entry) for entry in folder.iterdir() if entry.is_dir() and entry.name != "__pycache__"]
-    return [*folder.glob("*.py"), *(path for paths in inside for path in paths)]
+    return [path for path in folder.rglob("*.py") if "__pycache__" not in path.parts]
 
 
 REGISTRIES = constructed()

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("kernels", "profiling", "simulators", "configs")
+"""Folders of the package that have a link at the top, too."""
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +41,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("CXX", "MOE_RL_REQUIRE_NATIVE")} | changes
 
 
-def build_wheel(source: Path, out: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+def build_wheel(source: Path, out: Path, *options: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Build with the backend of this environment (`make test` installs it), so that nothing is downloaded."""
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
     return subprocess.run(
-        [*pip, str(source)],
+        [*pip, *options, str(source)],
         env=environment(**changes),
         capture_output=True,
         text=True,
@@ -52,8 +53,8 @@ def build_wheel(source: Path, out: Path, **changes: str) -> subprocess.Completed
     )
 
 
-def built_wheel(source: Path, out: Path, **changes: str) -> Path:
-    result = build_wheel(source, out, **changes)
+def built_wheel(source: Path, out: Path, *options: str, **changes: str) -> Path:
+    result = build_wheel(source, out, *options, **changes)
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -98,8 +99,8 @@ def check_contents(checkout: Path, wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_rl"}
     assert not [name for name in names if "csrc" in name or name.endswith((".cpp", ".h", ".pyc"))]
     for folder in LINKED:
-        sources = {path.relative_to(checkout).as_posix() for path in (checkout / folder).rglob("*") if path.is_file()}
-        assert {f"moe_rl/{source}" for source in sources} <= set(names), folder
+        sources = {path for path in (checkout / "moe_rl" / folder).rglob("*") if path.is_file()}
+        assert {path.relative_to(checkout).as_posix() for path in sources} <= set(names), folder
     assert "moe_rl/py.typed" in names
     assert "moe_rl/_native.pyi" in names
 
@@ -117,8 +118,8 @@ def test_the_sdist_holds_every_file_once(checkout: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     links = {name: member.linkname for name, member in members.items() if member.issym()}
-    assert links == {f"moe_rl/{folder}": f"../{folder}" for folder in LINKED}
-    for folder in ("moe_rl", "tests", *LINKED):
+    assert links == {folder: f"moe_rl/{folder}" for folder in LINKED}
+    for folder in ("moe_rl", "tests"):
         sources = {path for path in (checkout / folder).rglob("*") if path.is_file() and not path.is_symlink()}
         assert {path.relative_to(checkout).as_posix() for path in sources} <= set(members), folder
 
@@ -135,6 +136,25 @@ def test_the_wheel_of_the_sdist_holds_moe_rl_and_its_extension_only_and_runs_the
     assert where.startswith(str(tmp_path))
     assert is_native == "True"
     assert "reference planner" not in check_demo(wheel, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["zip", "tar.gz"])
+def test_the_wheel_of_an_archive_of_git_is_whole_and_runs_the_demo(checkout: Path, form: str, tmp_path: Path) -> None:
+    """What hosts of git repositories offer for download. pip unpacks a zip's links as text files."""
+    source = tmp_path / "source"
+    shutil.copytree(checkout, source, symlinks=True)
+    author = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
+    for command in (["init", "--quiet"], ["add", "--all", "--force"], [*author, "commit", "--quiet", "-m", "all"]):
+        subprocess.run(["git", *command], cwd=source, check=True)
+    archive = tmp_path / f"moe_rl-main.{form}"
+    subprocess.run(
+        ["git", "archive", f"--format={form}", "--prefix=moe_rl-main/", f"--output={archive}", "HEAD"],
+        cwd=source,
+        check=True,
+    )
+    wheel = built_wheel(archive, tmp_path / "wheels", "--config-settings", "wheel.cmake=false")
+    check_contents(checkout, wheel)
+    check_demo(wheel, tmp_path)
 
 
 def test_without_a_compiler_the_wheel_is_pure_python_and_runs_the_demo(checkout: Path, tmp_path: Path) -> None:

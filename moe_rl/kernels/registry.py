@@ -22,11 +22,11 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from moe_rl import kernels
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 from moe_rl.profiling import ranges
@@ -176,7 +176,8 @@ def _load(backend: KernelBackend, operator: Operator) -> Launcher:
 
 def operators() -> Iterator[Operator]:
     """Yield every operator of every folder of kernels that has an `op` module, by folder name."""
-    for folder in sorted(entry.name for entry in pkgutil.iter_modules(kernels.__path__) if entry.ispkg):
+    here = [str(Path(__file__).parent)]
+    for folder in sorted(entry.name for entry in pkgutil.iter_modules(here) if entry.ispkg):
         module = importlib.import_module(f"moe_rl.kernels.{folder}.op")
         # A name may stand for an operator twice, as the variable of a loop does.
         yield from {value.name: value for value in vars(module).values() if isinstance(value, Operator)}.values()
