@@ -41,11 +41,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("CXX", "MOE_RL_REQUIRE_NATIVE")} | changes
 
 
-def build_wheel(source: Path, out: Path, *options: str, **changes: str) -> subprocess.CompletedProcess[str]:
+def build_wheel(source: Path, out: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     """Build with the backend of this environment (`make test` installs it), so that nothing is downloaded."""
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
     return subprocess.run(
-        [*pip, *options, str(source)],
+        [*pip, str(source)],
         env=environment(**changes),
         capture_output=True,
         text=True,
@@ -53,8 +53,8 @@ def build_wheel(source: Path, out: Path, *options: str, **changes: str) -> subpr
     )
 
 
-def built_wheel(source: Path, out: Path, *options: str, **changes: str) -> Path:
-    result = build_wheel(source, out, *options, **changes)
+def built_wheel(source: Path, out: Path, **changes: str) -> Path:
+    result = build_wheel(source, out, **changes)
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -152,7 +152,7 @@ def test_the_wheel_of_an_archive_of_git_is_whole_and_runs_the_demo(checkout: Pat
         cwd=source,
         check=True,
     )
-    wheel = built_wheel(archive, tmp_path / "wheels", "--config-settings", "wheel.cmake=false")
+    wheel = built_wheel(archive, tmp_path / "wheels", CXX="/bin/false")
     check_contents(checkout, wheel)
     check_demo(wheel, tmp_path)
 
