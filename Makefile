@@ -105,7 +105,7 @@ test-oldest: $(OLDEST)/.created
 # verl's metadata caps transformers below what the adapters are tested with, and runs with it: so without its dependencies.
 FRAMEWORKS := .venv-frameworks
 FRAMEWORK_PIP := $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-VERL_NEEDS := mbridge tensordict ray hydra-core omegaconf codetiming accelerate datasets peft torchdata pandas pyarrow dill \
+VERL_NEEDS := mbridge tensordict orjson ray hydra-core omegaconf codetiming accelerate datasets peft torchdata pandas pyarrow dill \
     pylatexenc cachetools packaging einops fastapi uvicorn
 # DeepSpeed comes as source alone, and its build looks at the torch that is there. It compiles nothing with DS_BUILD_OPS=0.
 DEEPSPEED_NEEDS := setuptools wheel ninja hjson py-cpuinfo tqdm

@@ -8,6 +8,7 @@ problem and noise, not on the batch it is in (up to the summation order of the m
 """
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -59,6 +60,9 @@ class RolloutEngine:
         self.format_reward = format_reward
         self.policy_version = -1
         self._routers = [layer.mlp.gate for layer in self.model.model.layers]
+        # Its name since Transformers 5.24; before that `past_key_values`.
+        parameters = inspect.signature(self.model.forward).parameters
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
 
     def load(self, state_dict: Mapping[str, Tensor], *, policy_version: int) -> None:
         """Take the weights, Hugging Face names; raises `InvalidInputError` if a name or a shape does not fit."""
@@ -136,13 +140,12 @@ class RolloutEngine:
     def _decode(self, prompts: Tensor, group_size: int, temperature: float, noise: Tensor) -> "_Decoded":
         """Continue every prompt `group_size` times; the prompt runs once, and its cache is shared out."""
         cache = DynamicCache(config=self.model.config)
+        cached = {self._cache_keyword: cache}
         tokens = [prompts.repeat_interleave(group_size, dim=0)]
         logprobs = []
         ended = torch.zeros(len(tokens[0]), dtype=torch.bool)
         with torch.no_grad(), _RouteTap(self._routers) as tap:
-            logits = self.model(prompts, past_key_values=cache, logits_to_keep=1).logits.repeat_interleave(
-                group_size, 0
-            )
+            logits = self.model(prompts, **cached, logits_to_keep=1).logits.repeat_interleave(group_size, 0)
             routes = [tap.take(len(prompts)).repeat_interleave(group_size)]
             cache.batch_repeat_interleave(group_size)
             for step in range(self.max_response_tokens):
@@ -153,7 +156,7 @@ class RolloutEngine:
                 ended |= sampled[:, 0] == EOS_ID
                 if ended.all() or step == self.max_response_tokens - 1:
                     break
-                logits = self.model(sampled, past_key_values=cache).logits
+                logits = self.model(sampled, **cached).logits
                 routes.append(tap.take(len(sampled)))
         return _Decoded(
             tokens=torch.cat(tokens, dim=1),

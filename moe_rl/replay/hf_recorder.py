@@ -59,10 +59,10 @@ _Rows = dict[str, NDArray[Any]]
 class RoutingRecorder:
     """Records while its `with` block runs, and then returns sequences or a trace. `record_routing` makes it.
 
-    A forward call on an empty key-value cache starts a batch of new sequences; a call that continues the cache adds
-    rows to the batch before it; `generate(use_cache=False)` is therefore one batch per token. Rows that the cache drops
-    (drafts rejected in assisted generation) are dropped here too. Beam search reorders sequences behind the hooks and
-    must not be recorded.
+    A forward call on an empty key-value cache, or without one, starts a batch of new sequences; a call that continues
+    the cache adds rows to the batch before it; `generate(use_cache=False)` is therefore one batch per token. Rows that
+    the cache drops (drafts rejected in assisted generation) are dropped here too. Beam search reorders sequences behind
+    the hooks and must not be recorded.
     """
 
     def __init__(
@@ -152,12 +152,11 @@ class RoutingRecorder:
         if token_ids is None:
             # Their tokens are not known, their rows are all the same.
             token_ids = torch.full(embeds.shape[:2], -1)
-        # Read before the call, which grows the cache.
-        cache = given.get("past_key_values")
         self._call = _Call(
             token_ids=token_ids,
             real=_real_tokens(given.get("attention_mask"), token_ids.shape),
-            cached_tokens=0 if cache is None else int(cache.get_seq_length()),
+            # Read before the call, which grows the cache.
+            cached_tokens=_cached_tokens(given, token_ids.shape[1]),
             routes={},
         )
 
@@ -287,7 +286,8 @@ def router_choices(model: nn.Module, token_ids: Sequence[int]) -> tuple[NDArray[
 
     recorder = record_routing(model, read_output=read)
     with recorder, torch.no_grad():
-        model(input_ids=torch.tensor([list(token_ids)[:-1]], device=next(model.parameters()).device))
+        tokens = torch.tensor([list(token_ids)[:-1]], device=next(model.parameters()).device)
+        model(input_ids=tokens, use_cache=False)
     margin = torch.stack(margins, dim=1).cpu().numpy()
     ids = recorder.sequences()[0].routed_experts.astype(np.int64)
     return ids, margin if bool((margin >= 0).all()) else None
@@ -323,6 +323,34 @@ def _read_output(name: str, router: nn.Module, output: Any) -> tuple[torch.Tenso
     raise InvalidInputError(
         f"router {name} ({type(router).__name__}) returned {kinds}, expected (logits, weights, ids [tokens, top_k])."
     )
+
+
+def _cached_tokens(arguments: dict[str, Any], num_tokens: int) -> int:
+    """Return how many tokens the key-value cache of a forward call holds, 0 without a cache.
+
+    `arguments` are the call's by name, `num_tokens` those that it feeds to every sequence. The cache is the argument
+    that can say its length: it is called `past_key_values` up to Transformers 5.23, `cache` from 5.24 on.
+
+    Raises `InvalidInputError` where a call shows no cache and may all the same go on with a sequence: a decoded token
+    would be taken for a new sequence, and its prompt would end before it, without an error.
+    """
+    for argument in arguments.values():
+        if callable(getattr(argument, "get_seq_length", None)):
+            return int(argument.get_seq_length())
+    mask = arguments.get("attention_mask")
+    mask_tokens = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else num_tokens
+    require(
+        mask_tokens <= num_tokens,
+        f"the model was called with {num_tokens} tokens and an attention_mask of {mask_tokens}, but with no key-value "
+        "cache that the recorder knows (an argument with get_seq_length).",
+    )
+    require(
+        num_tokens != 1 or arguments.get("use_cache") is False,
+        "the model was called with one token per sequence and with no key-value cache that the recorder knows (an "
+        "argument with get_seq_length): it cannot tell a decoded token from a sequence of one token. Pass the cache, "
+        "or use_cache=False for sequences of one token.",
+    )
+    return 0
 
 
 def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:

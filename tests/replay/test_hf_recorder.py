@@ -1,5 +1,6 @@
 """The recorder sees what the routers decide: against `output_router_logits`, and generation against a full forward."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DynamicCache,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -69,6 +71,28 @@ def build(factory: Any, **changes: Any) -> PreTrainedModel:
 
 def tokens_of(rng: np.random.Generator, *shape: int) -> torch.Tensor:
     return torch.from_numpy(rng.integers(2, VOCAB, shape))
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """Return what the installed Transformers call the cache: `cache` from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class CacheRenamed(torch.nn.Module):
+    """A model whose forward takes its cache as `name`, whatever the installed Transformers call it."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if self.name in kwargs:
+            kwargs[cache_keyword(self.model)] = kwargs.pop(self.name)
+        return self.model(input_ids, **kwargs)
+
+
+class OpaqueCache:
+    """A cache that does not say how many tokens it holds, as the tuples of Transformers 4 did not."""
 
 
 def by_expert(ids: np.ndarray) -> np.ndarray:
@@ -283,7 +307,46 @@ def test_a_cache_filled_before_recording_is_refused(rng: np.random.Generator) ->
     with torch.no_grad():
         cache = model(input_ids=tokens_of(rng, 1, 5), use_cache=True).past_key_values
         with record_routing(model), pytest.raises(InvalidInputError, match="holds 5 tokens, of which 0 were recorded"):
-            model(input_ids=tokens_of(rng, 1, 1), past_key_values=cache)
+            model(input_ids=tokens_of(rng, 1, 1), **{cache_keyword(model): cache})
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "state"])
+def test_a_cache_is_found_whatever_its_name(name: str, rng: np.random.Generator) -> None:
+    """Two prompts of 5 tokens and 3 decoded ones are 2 sequences of 8 rows, not 2 of 5 and 6 of 1."""
+    model = CacheRenamed(build(qwen3_moe), name)
+    cache = DynamicCache(config=model.model.config)
+    with torch.no_grad(), record_routing(model) as recorder:
+        model(tokens_of(rng, 2, 5), **{name: cache})
+        for _ in range(3):
+            model(tokens_of(rng, 2, 1), **{name: cache})
+    assert [len(sequence.token_ids) for sequence in recorder.sequences()] == [8, 8]
+
+
+def test_a_decoded_token_without_a_cache_that_says_its_length_is_refused(rng: np.random.Generator) -> None:
+    class Router(torch.nn.Module):
+        top_k, num_experts = 1, 4
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = hidden.flatten()[:, None].expand(-1, 4).float()
+            return logits, logits[:, :1], torch.zeros(len(logits), 1, dtype=torch.int64)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = Router()
+
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return self.router(input_ids)[0]
+
+    model = Model()
+    with record_routing(model) as recorder:
+        model(tokens_of(rng, 2, 5), memory=OpaqueCache())
+        with pytest.raises(InvalidInputError, match="cannot tell a decoded token from a sequence of one token"):
+            model(tokens_of(rng, 2, 1), memory=OpaqueCache())
+        with pytest.raises(InvalidInputError, match="called with 2 tokens and an attention_mask of 7"):
+            model(tokens_of(rng, 2, 2), attention_mask=torch.ones(2, 7), memory=OpaqueCache())
+        model(tokens_of(rng, 3, 1), use_cache=False)
+    assert recorder.batch_sizes == [2, 3]
 
 
 def test_a_mask_that_is_not_batch_by_tokens_is_refused(rng: np.random.Generator) -> None:
