@@ -17,6 +17,8 @@ PACKAGES = (
     "psutil",
     "numpy",
     "deep-ep",
+    "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu13",
 )
 MODULES = ("megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep")
 

@@ -60,6 +60,9 @@ class RunSettings:
     num_layers_per_virtual_pipeline_stage: Number = None
     context_parallel_size: Number = None
     expert_model_parallel_size: Number = None
+    expert_tensor_parallel_size: Number = None
+    gpus_per_node: Number = None
+    """GPUs of a node that train."""
     sequence_parallel: Flag = None
     dynamic_context_parallel: Flag = None
     overlap_p2p_comm: Flag = None

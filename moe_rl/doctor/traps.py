@@ -100,6 +100,16 @@ class Trap:
         return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 
 
+# GPUs of a node where no file says it: HGX H100, H200, B200, and the EP groups that DeepEP calls "intranode".
+USUAL_GPUS_PER_NODE = 8
+
+
+def spans_nodes(case: Case) -> bool:
+    """Return whether the ranks of an EP group are known not to fit into one node."""
+    ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
+    return above(ranks, node.value if node and above(node, 0) else USUAL_GPUS_PER_NODE)
+
+
 def above(setting: Setting[int] | Setting[float] | None, bound: int) -> bool:
     """Return whether a number is known to be above `bound`."""
     return setting is not None and setting.value > bound

@@ -1,16 +1,20 @@
 """Whether `moe_rl.megatron.attach` would accept a run, from the rules that `attach` itself reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from moe_rl.doctor.settings import ReadRun, RunSettings
+from moe_rl.doctor.settings import ReadRun, RunSettings, Setting
 from moe_rl.doctor.traps import Case
 from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
+from moe_rl.yaml_files import read_yaml
 
 # Parts of the names by which adapters are told to go around experts' linears.
 OF_EXPERTS = ("all", "fc", "gate_", "up_", "down_", "expert", "mlp")
+# What is known of trainers that are not Megatron, by their names in lower case.
+TRAINERS: Mapping[str, Mapping[str, str]] = read_yaml(Path(__file__).with_name("trainers.yaml"))
 Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 
@@ -38,10 +42,7 @@ def attach_verdict(run: ReadRun) -> Verdict:
     settings = run.settings
     # Another trainer settles it, whatever options of Megatron the files have besides.
     if settings.trainer is not None:
-        sentence = (
-            f"the policy trains with {settings.trainer.value} ({settings.trainer}), and attach balances Megatron."
-        )
-        return Verdict(word="does not attach", reasons=(sentence,))
+        return Verdict(word="does not attach", reasons=tuple(_of_another_trainer(settings.trainer)))
     reasons = [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]
     if reasons := [*reasons, *_of_the_model(settings)]:
         return Verdict(word="does not attach", reasons=tuple(reasons))
@@ -53,13 +54,22 @@ def attach_verdict(run: ReadRun) -> Verdict:
     return Verdict(word="attaches")
 
 
+def _of_another_trainer(trainer: Setting[str]) -> Iterator[str]:
+    """Yield that the run does not train with Megatron, and what there is for the trainer that it names."""
+    known = TRAINERS.get(trainer.value.lower())
+    title = trainer.value if known is None else known["title"]
+    yield f"the policy trains with {title} ({trainer}), and attach balances Megatron."
+    if known is not None:
+        yield known["advice"]
+
+
 def _of_the_model(settings: RunSettings) -> Iterator[str]:
     """Yield what `attach` says when it sees the model, whatever single options are."""
     ranks = settings.expert_model_parallel_size
     if ranks is not None and ranks.value == 1:
         yield f"every rank holds all experts: {ranks}."
     # Adapters of single experts differ from rank to rank, and a copy of an expert would need them, too.
-    adapts = _adapts_experts(settings) and settings.framework not in ONE_ADAPTER
+    adapts = adapts_experts(settings) and settings.framework not in ONE_ADAPTER
     if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
             f"{settings.lora} gives every expert of TEGroupedMLP an adapter of its own; attach balances these in "
@@ -68,11 +78,13 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
 
 
 # Frameworks that leave share_expert_adapters at Megatron-Bridge's default, True (NVIDIA-NeMo/Megatron-
-# Bridge:src/megatron/bridge/peft/lora.py).
-ONE_ADAPTER = ("verl", "nemo_rl")
+# Bridge:src/megatron/bridge/peft/lora.py). SkyRL's LoRA(...) and CanonicalLoRA(...) name no other (NovaSky-AI/
+# SkyRL:skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py).
+ONE_ADAPTER = ("verl", "nemo_rl", "skyrl")
 
 
-def _adapts_experts(settings: RunSettings) -> bool:
+def adapts_experts(settings: RunSettings) -> bool:
+    """Return whether the run trains adapters around experts' weights, as far as its files say."""
     targets = settings.lora_targets
     if settings.lora is None or not settings.lora.value:
         return False
@@ -87,7 +99,7 @@ def _not_read(run: ReadRun) -> Iterator[str]:
     grouped = run.settings.value_of("moe_grouped_gemm")
     if "lora" in run.undecided and grouped:
         yield f"{run.undecided['lora']}: adapters of single experts of TEGroupedMLP are refused."
-    if _adapts_experts(run.settings) and grouped is None:
+    if adapts_experts(run.settings) and grouped is None:
         yield f"{run.settings.lora} trains adapters: moe_grouped_gemm decides whether attach accepts them."
     if not Case(settings=run.settings).is_moe:
         yield " ".join(("nothing in these files says that the model has experts.", *run.conditions))
@@ -107,7 +119,7 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
 def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield under which conditions the run attaches."""
     yield from run.conditions
-    if _adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
+    if adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
         yield f"{run.settings.lora}: attach takes one adapter for all experts of TEGroupedMLP, alike on all ranks."
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):

@@ -96,6 +96,7 @@ DEFECTS = {
     ),
     "megatron-without-replay": without("", versions={**WHOLE.versions, "megatron-core": "0.15.3"}),
     "dispatcher-not-installed": without("deep_ep"),
+    "deepep-times-out-between-nodes": without("", versions={**WHOLE.versions, "nvidia-nvshmem-cu13": "3.7.2"}),
     "fp8-without-transformer-engine": without(
         "transformer_engine", versions={"megatron-core": "0.19.2", "torch": "2.11.0"}
     ),
@@ -104,6 +105,7 @@ DEFECTS = {
 ASKED_BY = {
     "megatron-without-replay": {"megatron", "megatron-log"},
     "dispatcher-not-installed": {"megatron", "verl", "slime"},
+    "deepep-times-out-between-nodes": set(),  # no good run sends tokens between nodes by DeepEP; see the test below
     "fp8-without-transformer-engine": {"slime", "nemo_rl-fp8"},
 }
 """Runs for which the defect matters; for all where nothing is said."""
@@ -116,6 +118,20 @@ def test_a_defect_of_the_machine_is_found_where_it_matters(trap: str, run: str) 
     new = found(diagnose(path, environment=DEFECTS[trap])) - found(diagnose(path, environment=WHOLE))
     expected = {trap} if run in ASKED_BY.get(trap, GOOD) else set()
     assert {name for name, _ in new} == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "ranks", "is_trap"), [("3.7.2", 16, True), ("3.6.4", 16, False), ("3.7.2", 8, False)]
+)
+def test_deepep_between_nodes_and_a_newer_nvshmem_are_a_trap(
+    tmp_path: Path, version: str, ranks: int, is_trap: bool
+) -> None:
+    changes = [("--moe-token-dispatcher-type", "flex"), ("--moe-enable-deepep", True)]
+    path = changed(tmp_path, "slime", [*changes, ("--expert-model-parallel-size", ranks)])
+    here = without("", versions={**WHOLE.versions, "nvidia-nvshmem-cu13": version})
+    assert (
+        "deepep-times-out-between-nodes" in {name for name, _ in found(diagnose(path, environment=here))}
+    ) is is_trap
 
 
 @pytest.mark.parametrize("trap", ["missing-psutil", "missing-triton", "transformer-engine-half-installed"])

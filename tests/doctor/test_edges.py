@@ -16,6 +16,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.diagnosis import SCHEMA
 from moe_rl.doctor.settings import KINDS, layer_pattern
+from moe_rl.doctor.verdict import attach_verdict
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 
 SLIME = FIXTURES / GOOD["slime"].file
@@ -324,6 +325,26 @@ def test_other_trainers_are_said_and_not_diagnosed(tmp_path: Path) -> None:
     run = diagnose(fsdp).run
     assert run is not None
     assert any("trains with fsdp" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2", "PyTorch's FSDP"),
+        ("python3 -m verl.trainer.main_ppo model_engine=veomni", "VeOmni"),
+        ("python3 -m verl.trainer.main_ppo model_engine=torchtitan", "torchtitan"),
+        (
+            "torchrun --nnodes=2 -m verl.trainer.sft_trainer engine=megatron",
+            "verl's trainer for supervised fine-tuning",
+        ),
+    ],
+)
+def test_trainers_beside_megatron_are_told_apart(tmp_path: Path, command: str, title: str) -> None:
+    verdict = attach_verdict(interpret(read_run([write(tmp_path / "run.sh", f"{command} trainer.project_name=x\n")])))
+    assert verdict.word == "does not attach"
+    named, advice = verdict.reasons
+    assert f"trains with {title} (" in named
+    assert len(advice) > 40
 
 
 def test_without_files_only_the_machine_is_looked_at() -> None:

@@ -85,6 +85,41 @@ def test_bash_agrees(script: str, expected: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "case $(hostname) in\n a) X=1;;\n *) echo no >&2; X=2; exit 1;;\nesac\nrun $X",
+        "if [ -f /etc/x ]; then X=1; else X=2; exit 1; fi\nrun $X",
+        "die() { echo $1; exit 1; }\nX=1\nif [ -f /etc/x ]; then X=2; die gone; fi\nrun $X",
+        "X=1\nif [ -f /etc/x ]; then X=2; false || exit 3; fi\nrun $X",
+        "X=1\nif [ -f /etc/x ]; then if [ -f /etc/y ]; then X=2; exit; else X=3; exit; fi; fi\nrun $X",
+    ],
+)
+def test_an_undecided_branch_that_ends_the_script_is_not_taken(script: str) -> None:
+    assert [word.text for word in followed(script).launches[-1].words] == ["run", "1"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "X=1\nif [ -f /etc/x ]; then X=2; [ -f /etc/y ] || exit 1; fi\nrun $X",  # may go on
+        "X=1\nif [ -f /etc/x ]; then X=2; ( exit 1 ); fi\nrun $X",  # ends the subshell alone
+        "X=1\nif [ -f /etc/x ]; then X=2; if [ -f /etc/y ]; then exit 1; fi; fi\nrun $X",
+    ],
+)
+def test_a_branch_that_may_go_on_counts(script: str) -> None:
+    assert followed(script).launches[-1].words[-1].missing == ("X",)
+
+
+def test_a_missing_argument_does_not_end_what_is_read() -> None:
+    assert words('if [ -z "$1" ]; then echo usage; exit 1; fi\nrun $((1 + 1))') == ["run", "2"]
+
+
+def test_probes_for_other_accelerators_fail() -> None:
+    probe = "D=${D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\nrun $D"
+    assert words(probe) == ["run", "gpu"]
+
+
+@pytest.mark.parametrize(
     ("script", "unknown"),
     [
         ("run $HOSTS", "$HOSTS"),

@@ -131,14 +131,14 @@ def test_a_file_that_is_not_there_is_a_condition(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "trainer"),
     [
-        ("verl.sh", "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8\n", "FSDP"),
-        ("dp.sh", f"python3 -m verl.trainer.main_ppo {OVERRIDES} model_engine=veomni\n", "veomni"),
+        ("verl.sh", "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8\n", "PyTorch's FSDP"),
+        ("dp.sh", f"python3 -m verl.trainer.main_ppo {OVERRIDES} model_engine=veomni\n", "VeOmni"),
         (
             "strategy.sh",
             f"python3 -m verl.trainer.main_ppo {OVERRIDES} actor_rollout_ref.actor.strategy=fsdp2\n",
-            "fsdp2",
+            "PyTorch's FSDP",
         ),
-        ("slime.sh", f"python train.py {PLAIN} --rollout-batch-size 8 --train-backend fsdp\n", "fsdp"),
+        ("slime.sh", f"python train.py {PLAIN} --rollout-batch-size 8 --train-backend fsdp\n", "PyTorch's FSDP"),
         ("off.yaml", "policy:\n  megatron_cfg: {enabled: false, expert_model_parallel_size: 8}\n", "DTensor"),
         (
             "base.yaml",

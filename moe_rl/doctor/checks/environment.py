@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.traps import Case, Found
+from moe_rl.doctor.traps import Case, Found, spans_nodes
 
 # First megatron-core that imports triton whether it needs it or not.
 HARD_TRITON = (0, 18)
 # First megatron-core with RouterReplay that moe_rl supports.
 HAS_REPLAY = (0, 16)
+# First NVSHMEM with which DeepEP before its fix (deepseek-ai/DeepEP#564) was reported to time out between nodes; so was
+# 3.7.2.
+NVSHMEM_TIMES_OUT = (3, 6, 5)
 
 
 def missing_psutil(case: Case) -> Iterator[Found]:
@@ -56,6 +59,22 @@ def dispatcher_not_installed(case: Case) -> Iterator[Found]:
     dispatcher = case.settings.moe_token_dispatcher_type
     if case.environment and dispatcher and dispatcher.value == "flex" and "deep_ep" not in case.environment.modules:
         yield Found("{} needs deep_ep, which is not installed here.", dispatcher)
+
+
+def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
+    """With NVSHMEM 3.6.5 and later, DeepEP builds without the fix of deepseek-ai/DeepEP#564 never receive the token
+    counts of another node: the first dispatch between nodes stops after 100 s with "timeout (dispatch CPU)", and the
+    illegal memory access that follows is a consequence.
+    """
+    here, backend, ranks = case.environment, case.flex_backend, case.settings.expert_model_parallel_size
+    if here is None or backend is None or backend.value != "deepep" or not spans_nodes(case):
+        return
+    for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
+        version = here.version(package)
+        if version is not None and version >= NVSHMEM_TIMES_OUT:
+            yield Found(
+                "{} crosses nodes ({}), and {} is installed.", backend, ranks, f"{package} {here.versions[package]}"
+            )
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:

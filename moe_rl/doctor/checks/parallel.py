@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from moe_rl.doctor.traps import Case, Found, above
+from moe_rl.doctor.traps import Case, Found, above, spans_nodes
+from moe_rl.doctor.verdict import adapts_experts
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:
@@ -58,6 +59,27 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
     if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
         yield Found("{} serves {}.", backend, ranks)
+
+
+def expert_group_leaves_node(case: Case) -> Iterator[Found]:
+    """The ranks of an EP group exchange every token twice per layer. Inside a node that takes NVLink, between nodes the
+    network, which is 5 to 10 times slower; with more pipeline stages and fewer EP ranks the same GPUs may be faster.
+    Systems whose NVLink spans nodes (GB200 NVL72) are no such case.
+    """
+    ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
+    if ranks and node and spans_nodes(case):
+        yield Found("{} is more than a node's GPUs ({}).", ranks, node)
+
+
+def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
+    """With expert tensor parallelism Megatron leaves the sum of an expert's partial outputs to the token dispatcher.
+    Megatron-Bridge's adapters around experts sum on their own and are summed again: outputs and gradients are wrong,
+    and in one path the adapter gets no gradient at all, without an error.
+    """
+    settings = case.settings
+    shards = settings.expert_tensor_parallel_size
+    if shards and above(shards, 1) and adapts_experts(settings):
+        yield Found("{} trains adapters of experts that {} cuts.", settings.lora, shards)
 
 
 def same_experts_on_every_rank(case: Case) -> Iterator[Found]:

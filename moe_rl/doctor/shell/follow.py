@@ -1,8 +1,9 @@
 """What a launch script would run, found without running it.
 
 Variables, arrays, defaults, arithmetic, `if`, `case`, loops, functions and sourced files are followed; programs are not
-started. Where a condition hangs on something that only the machine knows, all branches are followed and the variables
-in which they differ count as unknown.
+started. If a condition depends on something that only the machine knows, all branches are followed and the variables
+in which they differ count as unknown. A branch that ends the script is left out: the question is what the script runs,
+and there it runs nothing.
 """
 
 import fnmatch
@@ -27,6 +28,9 @@ MAX_DEPTH = 20
 UNKNOWN = "\0"
 # Files that scripts source to find Python and libraries; they set no argument of a run.
 SET_UP = ("activate", ".bashrc", "bashrc", ".profile", "profile", "conda.sh", "env", ".env", "set_env.sh", "setvars.sh")
+# Probes for accelerators that moe_rl does not run on. Some 20 of verl's scripts choose their layout by
+# `python3 -c 'import torch_npu' && echo npu || echo gpu`; on the machines in question the probe fails.
+OTHER_ACCELERATORS = ("torch_npu", "npu-smi")
 # Commands that start no program.
 QUIET = ("true", ":", "set", "shopt", "echo", "printf", "sleep", "cd", "unset", "shift", "exit", "return")
 
@@ -54,6 +58,9 @@ class Shell(Expansion):
     """Output of `echo` and the like inside a command substitution."""
     folder: Path = Path()
     depth: int = 0
+    ended: bool = False
+    """Whether the commands followed last end in `exit`. Only branches are judged by it: scripts also `exit` if they get
+    no arguments, and the doctor has none to give."""
 
     def follow_file(self, path: Path, text: str) -> None:
         """Follow a script file."""
@@ -99,6 +106,10 @@ class Shell(Expansion):
                 return self._loop((condition,), (*command.bodies[0], step))
             case "while" | "until":
                 return self._loop(*command.bodies, until=command.kind == "until", at_most=MAX_ROUNDS)
+            case "(":
+                result = self.follow(command.bodies[0])
+                self.ended = False  # `exit` ends the subshell alone
+                return result
             case "function":
                 self.functions[command.text] = command.bodies[0]
                 return True
@@ -119,6 +130,8 @@ class Shell(Expansion):
         if result is enough:
             return result
         done = self._run_one(right)
+        if result is None:
+            self.ended = False  # `known_to_the_machine || exit 1` may go on
         return None if result is None and done is not enough else done
 
     def _if(self, bodies: Sequence[Body]) -> bool | None:
@@ -149,11 +162,16 @@ class Shell(Expansion):
         """Follow the bodies of which one would run; what they leave different is unknown afterwards."""
         if len(bodies) == 1:
             return self.follow(bodies[0])
-        before, ends = dict(self.variables), []
+        before, ends, going_on = dict(self.variables), [], []
         for body in bodies:
             self.variables = {name: list(value) for name, value in before.items()}
+            self.ended = False
             self.follow(body)
             ends.append(self.variables)
+            if not self.ended:
+                going_on.append(self.variables)
+        self.ended = not going_on
+        ends = going_on or ends
         self.variables = {}
         for name in dict.fromkeys(name for end in ends for name in end):
             values = [end.get(name) for end in ends]
@@ -203,8 +221,12 @@ class Shell(Expansion):
         if name == "printf" and len(words) > 2 and words[1].text == "-v":
             self.variables[words[2].text] = [printf(words[3:], words[2].where)]
             return True
+        if any(probe in word.text for word in words for probe in OTHER_ACCELERATORS):
+            return False
         if self.printed is not None:
             return self._print(name, words[1:], self.printed)
+        if name == "exit":
+            self.ended = True
         if name in QUIET:
             return True
         if name == "false":

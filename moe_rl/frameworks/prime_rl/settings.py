@@ -14,7 +14,7 @@ KEYS: Keys = rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
-    return known | defaults("prime-rl", trainer="FSDP2")
+    return known | defaults("prime-rl", trainer="FSDP2 with experts")
 
 
 def _recognizes(raw: RawRun) -> bool:

@@ -23,12 +23,25 @@ KEYS: Keys = {**megatron.keys_in(ENGINE, TRANSFORMER), **rules_of(FACTS)}
 DEFAULTS = defaults("verl", **FACTS["defaults"])
 
 
+def _words(raw: RawRun) -> list[str]:
+    """Return the command's words that are no settings; words behind `-m` are read as its values, so they are added."""
+    behind_m = keys.last_value(raw, "m")
+    return [*raw.words, *(behind_m if isinstance(behind_m, tuple) else ())]
+
+
+def _program(raw: RawRun) -> str:
+    """Return the module of verl's that the command runs, e.g. `verl.trainer.main_ppo`; empty if none is named."""
+    return next((word for word in _words(raw) if word.startswith("verl.trainer")), "")
+
+
 def _trainer(raw: RawRun) -> Known:
     """Return what trains the actor where that is not Megatron: by `actor.strategy`, `model_engine`, or the default."""
+    if _program(raw).endswith("sft_trainer"):
+        return {"trainer": Setting(value="sft", written=_program(raw))}
     strategy = keys.last_entry(raw, ACTOR + "strategy")
     if strategy is not None and not strategy.missing:
         return keys.other_trainer(strategy)
-    engines = [word.partition("=")[2] for word in raw.words if word.startswith("model_engine=")]
+    engines = [word.partition("=")[2] for word in _words(raw) if word.startswith("model_engine=")]
     if engines:
         trainer = Setting(value=engines[-1], written=f"model_engine={engines[-1]}")
         return {} if trainer.value == "megatron" else {"trainer": trainer}
@@ -43,9 +56,7 @@ def _complete(known: Known, raw: RawRun) -> Known:
 
 
 def _recognizes(raw: RawRun) -> bool:
-    return any(entry.key.startswith("actor_rollout_ref.") for entry in raw.entries) or any(
-        word.startswith("verl.trainer") for word in raw.words
-    )
+    return any(entry.key.startswith("actor_rollout_ref.") for entry in raw.entries) or bool(_program(raw))
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
