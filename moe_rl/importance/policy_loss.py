@@ -22,7 +22,16 @@ from moe_rl.importance.objectives import (
 )
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
-from moe_rl.importance.tensors import SAFETY_BOUND, Metrics, NonFinite, measured, silenced, usable_tokens, working_dtype
+from moe_rl.importance.tensors import (
+    SAFETY_BOUND,
+    Metrics,
+    NonFinite,
+    measured,
+    not_log_probs,
+    silenced,
+    usable_tokens,
+    working_dtype,
+)
 
 # Inputs that an objective gets as they are.
 _KEPT = ("policy_version", "current_version", "turn_ids", "draw")
@@ -152,19 +161,20 @@ def _usable(
     inputs: PolicyLossInputs, rule: Objective, non_finite: NonFinite, agree: SumReducer | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the tokens that can be used, and for every input how many of the valid ones it made unusable."""
-    finite: dict[str, Tensor | None] = {
+    log_probs = {
         "log_prob": inputs.log_prob.detach(),
         "old_log_prob": inputs.old_log_prob,
-        "advantages": inputs.advantages,
         "rollout_log_prob": inputs.rollout_log_prob if "rollout_log_prob" in rule.reads else None,
     }
-    unusable = {}
+    # Probabilities that are handed over as their logarithms would train on, by other ratios.
+    unusable = not_log_probs(log_probs)
     weights, gamma = inputs.rollout_is_weights, inputs.router_shift_ratio
     if weights is not None:
         # As a negation: NaN compares false and is caught too.
         unusable["rollout_is_weights is negative or not finite"] = ~((weights >= 0) & (weights < math.inf))
     if gamma is not None:
         unusable["router_shift_ratio leaves [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
+    finite = {**log_probs, "advantages": inputs.advantages}
     return usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
 
 

@@ -13,7 +13,8 @@
 
 A key is a token's place among the tokens of the step, `cu_seqlens[sample] + position` (`token_keys`), and -1 where a
 row is padding. The store keeps one 16-bit word per layer and expert of a token; the update pass two numbers per token.
-A forward that activation recomputation repeats in the backward pass is skipped.
+A forward that activation recomputation repeats in the backward pass is skipped. A forward uses up `tap.rows`, so that
+one that was not announced, such as a reference model's inside the pass, is an error and not read as the tokens before.
 
 Row t of a router belongs to the input token t, whose output predicts token t + 1: for the log-probability of token t
 ask for the key of token t - 1. Rows are as the router sees them, flattened: [B * S] in Transformers, [S * B] in
@@ -27,7 +28,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -271,11 +272,22 @@ def rollout_router_shift(
     return shift_of(sums if sum_over_ranks is None else sum_over_ranks(sums), layers, floor=floor, noise=noise)
 
 
+@dataclass(slots=True, eq=False)
+class _ForwardRows:
+    """Which tokens the rows of one forward are, and which routers have read them."""
+
+    keys: Tensor
+    """int64, [R] or any shape of R."""
+    readers: set[int] = field(default_factory=set)
+    """Numbers of the routers."""
+
+
+# (number of the chunk, keys of its forward): called when a chunk has run.
+_AfterChunk = Callable[[int, Tensor], None]
+
+
 class RouterTap:
     """Reads the routers of a model (or of a pipeline stage's chunks) during its forward passes."""
-
-    rows: Tensor | None = None
-    """int64 [R] keys of the rows of the next forward, -1 for padding: set it before each."""
 
     def __init__(
         self,
@@ -313,10 +325,23 @@ class RouterTap:
             )
         self._routers, self._chunks, self._pipeline, self._split = found, chunks, pipeline, split
         self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
+        self._forward: _ForwardRows | None = None
+        # Of the pass that runs: whether rows were set in it, and whether a router has read any.
+        self._rows_were_set = self._rows_were_read = False
 
     def __len__(self) -> int:
         """Routers found."""
         return len(self._routers)
+
+    @property
+    def rows(self) -> Tensor | None:
+        """int64 [R] keys of the rows of the next forward, -1 for padding: set it before each. A forward uses it up."""
+        return None if self._forward is None else self._forward.keys
+
+    @rows.setter
+    def rows(self, keys: Tensor | None) -> None:
+        self._forward = None if keys is None else _ForwardRows(keys)
+        self._rows_were_set |= keys is not None
 
     @contextmanager
     def old_pass(self, num_tokens: int, store: RouterStore | None = None) -> Iterator[RouterStore]:
@@ -343,7 +368,7 @@ class RouterTap:
         def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             self._agree(update, keys, logits, update.add(router, keys, logits, self._log_probs, score_function))
 
-        with self._hooked(compare), self._travelling(update):
+        with self._travelling(update) as pass_on, self._hooked(compare, pass_on):
             yield update
 
     @contextmanager
@@ -376,48 +401,92 @@ class RouterTap:
         where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
 
     @contextmanager
-    def _hooked(self, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]) -> Iterator[None]:
+    def _hooked(
+        self,
+        take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None],
+        pass_on: _AfterChunk = lambda chunk, keys: None,
+    ) -> Iterator[None]:
+        """Hand what each router did in each forward to `take`, and each chunk that has run to `pass_on`.
+
+        Raises `InvalidInputError` at the end if rows were set and no router has read any.
+        """
+        self._rows_were_set, self._rows_were_read = self._forward is not None, False
         with ExitStack() as hooks:
             for number, (module, kind) in enumerate(self._routers):
                 hooks.callback(module.register_forward_hook(self._hook(number, kind, take)).remove)
+            for number, chunk in enumerate(self._chunks):
+                hooks.callback(chunk.register_forward_hook(self._after_chunk(number, pass_on)).remove)
             try:
                 yield
             finally:
-                self.rows = None  # keys of this pass must not serve the next one
+                self._forward = None  # keys of this pass must not serve the next one
+        if self._routers and self._rows_were_set:
+            require(self._rows_were_read, f"tap.rows was set in this pass, and no router ran. {_COMPILED_BEFORE}")
 
     def _hook(
         self, number: int, kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         @torch.no_grad()
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # inside a backward pass: activation recomputation runs a forward again that was seen already
+            if _in_backward_pass():
+                return  # activation recomputation runs a forward again that was seen already
             logits, ids = kind.read(module, args, output)
             score_function: Any = kind.score_function(module)
-            take(number, self._keys(logits.shape[0], logits.device), logits, ids, score_function)
+            take(number, self._keys_for(number, logits), logits, ids, score_function)
 
-        return hook
+        return _uncompiled(hook)
 
-    def _keys(self, num_rows: int, device: torch.device) -> Tensor:
-        """The keys of a router's rows: all of the forward's, or under sequence parallelism this rank's part."""
-        if self.rows is None:
-            raise InvalidInputError("a router ran, but tap.rows does not say which tokens its rows are.")
-        keys = self.rows.reshape(-1)
-        if keys.shape[0] != num_rows:
-            megatron: Any = sys.modules.get("megatron.core.parallel_state")
-            split = megatron is not None and megatron.model_parallel_is_initialized()
-            parts = megatron.get_tensor_model_parallel_world_size() if split else 1
-            require(
-                keys.shape[0] == parts * num_rows,
-                f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
-            )
-            # Sequence parallelism cuts the first dimension: a rank has consecutive rows.
-            keys = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]
-        return keys.to(device)
+    def _after_chunk(self, number: int, pass_on: _AfterChunk) -> Callable[..., None]:
+        """Return the hook of a chunk whose forward has ended: its rows must not serve another forward."""
+        own_modules = {id(module) for module in self._chunks[number].modules()}
+        has_routers = any(id(router) in own_modules for router, _ in self._routers)
+
+        def hook(*_: Any) -> None:
+            if _in_backward_pass():
+                return
+            forward, self._forward = self._forward, None
+            if has_routers:
+                require(
+                    forward is not None and bool(forward.readers),
+                    f"a forward ran, and none of its routers was seen. {_COMPILED_BEFORE}",
+                )
+            if forward is None:
+                raise InvalidInputError(_NO_ROWS)
+            pass_on(number, forward.keys.reshape(-1))
+
+        return _uncompiled(hook)
+
+    def _keys_for(self, router: int, logits: Tensor) -> Tensor:
+        """Return the keys of the rows that this router has just read, [R]; each router reads a forward's rows once."""
+        forward = self._forward
+        if forward is None:
+            raise InvalidInputError(_NO_ROWS)
+        require(
+            router not in forward.readers,
+            f"router {router} ran twice on the same tap.rows: set tap.rows before every forward.",
+        )
+        forward.readers.add(router)
+        self._rows_were_read = True
+        return self._part_of_rank(forward.keys.reshape(-1), logits.shape[0]).to(logits.device)
+
+    def _part_of_rank(self, keys: Tensor, num_rows: int) -> Tensor:
+        """Return the keys of a router's rows: all of the forward's, or under sequence parallelism this rank's part."""
+        if keys.shape[0] == num_rows:
+            return keys
+        megatron: Any = sys.modules.get("megatron.core.parallel_state")
+        split = megatron is not None and megatron.model_parallel_is_initialized()
+        parts = megatron.get_tensor_model_parallel_world_size() if split else 1
+        require(
+            keys.shape[0] == parts * num_rows,
+            f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
+        )
+        # Sequence parallelism cuts the first dimension: a rank has consecutive rows.
+        part: Tensor = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]
+        return part
 
     @contextmanager
-    def _travelling(self, update: UpdatePass) -> Iterator[None]:
-        """Hand the sums of each forward on from stage to stage, behind its activations.
+    def _travelling(self, update: UpdatePass) -> Iterator[_AfterChunk]:
+        """Yield what hands the sums of each forward on from stage to stage, behind its activations.
 
         After its forward a chunk adds what came before it, without what it has sent itself (interleaved pipelines come
         by more than once), and sends the sum on. The receiver's activations were sent after the message, and the group
@@ -425,41 +494,53 @@ class RouterTap:
         """
         group = self._pipeline
         if group is None or dist.get_world_size(group) == 1:
-            yield
+            yield lambda chunk, keys: None
             return
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         sent = torch.zeros_like(update.sums)
         waiting: list[tuple[Any, Tensor]] = []
         last_chunk = len(self._chunks) - 1
 
-        def passed_on(number: int) -> Callable[..., None]:
-            first, last = number == 0 and me == 0, number == last_chunk and me == len(ranks) - 1
+        @torch.no_grad()
+        def pass_on(chunk: int, keys: Tensor) -> None:
+            first, last = chunk == 0 and me == 0, chunk == last_chunk and me == len(ranks) - 1
+            rows = keys.to(update.sums.device) + 1
+            if not first:
+                before = torch.empty_like(update.sums[:, rows])
+                dist.recv(before, src=ranks[me - 1], group=group)
+                update.sums[:, rows] += before - sent[:, rows]
+            if not last:
+                running = update.sums[:, rows].contiguous()
+                sent[:, rows] = running
+                waiting.append((dist.isend(running, dst=ranks[(me + 1) % len(ranks)], group=group), running))
 
-            @torch.no_grad()
-            def hook(*_: Any) -> None:
-                if torch._C._current_graph_task_id() != -1:
-                    return
-                assert self.rows is not None
-                rows = self.rows.reshape(-1).to(update.sums.device) + 1
-                if not first:
-                    before = torch.empty_like(update.sums[:, rows])
-                    dist.recv(before, src=ranks[me - 1], group=group)
-                    update.sums[:, rows] += before - sent[:, rows]
-                if not last:
-                    running = update.sums[:, rows].contiguous()
-                    sent[:, rows] = running
-                    waiting.append((dist.isend(running, dst=ranks[(me + 1) % len(ranks)], group=group), running))
+        try:
+            yield pass_on
+        finally:
+            for work, _ in waiting:
+                work.wait()
 
-            return hook
 
-        with ExitStack() as hooks:
-            for number, chunk in enumerate(self._chunks):
-                hooks.callback(chunk.register_forward_hook(passed_on(number)).remove)
-            try:
-                yield
-            finally:
-                for work, _ in waiting:
-                    work.wait()
+def _in_backward_pass() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that runs as it stands in a compiled model too: it reads state, on which a trace would be guarded.
+
+    Without torch._dynamo, whose import takes a second, nothing is compiled.
+    """
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+_NO_ROWS = (
+    "a router ran, but tap.rows does not say which tokens its rows are: set it before every forward of the pass, and "
+    "run other forwards, such as a reference model's, outside of it."
+)
+_COMPILED_BEFORE = (
+    "A model that was compiled before the pass runs without its hooks: compile it inside the first pass, or with "
+    "torch._dynamo.config.skip_nnmodule_hook_guards = False."
+)
 
 
 def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set[int]) -> None:

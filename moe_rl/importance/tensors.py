@@ -24,6 +24,10 @@ SAFETY_BOUND = 20.0
 # Smallest log-probability used in arithmetic; smaller ones are read as this value and get no gradient.
 LOG_PROB_FLOOR = -1e6
 
+# Largest log-probability that is read as one: bfloat16 logits in 16 .. 32 lie 2^-3 apart, so that log_softmax in it ends
+# up to that far above 0. Probabilities handed over as their logarithms are mostly above.
+LARGEST_LOG_PROB = 2.0**-3
+
 # Share of the valid tokens that one input may make unusable before `as_floats` raises. One token never does.
 LARGEST_LOSS = 0.01
 
@@ -114,6 +118,15 @@ def usable_tokens(
     return usable, lost
 
 
+def not_log_probs(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return what is wrong with log-probabilities -> True where it is: values above 0, probabilities as a rule."""
+    return {
+        f"{name} is above 0, which no log-probability is,": each.detach() > LARGEST_LOG_PROB
+        for name, each in values.items()
+        if each is not None
+    }
+
+
 def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[str, Tensor | None]) -> None:
     """Raise unless every given tensor has the shape of `reference`."""
     for name, tensor in others.items():
@@ -131,7 +144,7 @@ def usable_pair(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return the log-probabilities of two policies, 0 where they cannot be used, and what `usable_tokens` returns."""
     require_same_shape(response_mask, "response_mask", pair)
-    mask, lost = usable_tokens(response_mask, pair, non_finite, agree)
+    mask, lost = usable_tokens(response_mask, pair, non_finite, agree, unusable=not_log_probs(pair))
     first, second = (silenced(values, mask, working_dtype(*pair.values())) for values in pair.values())
     return first, second, mask, lost
 

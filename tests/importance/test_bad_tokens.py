@@ -170,3 +170,25 @@ def test_merged_metrics_still_know_what_was_lost() -> None:
     for merged in (clean | found, found | clean, {"loss": torch.zeros(())} | found):
         with pytest.raises(InvalidInputError, match=r"rollout_log_prob is not finite at 10 of 10"):
             as_floats(merged)
+
+
+@pytest.mark.parametrize("name", ["log_prob", "old_log_prob"])
+def test_probabilities_are_no_log_probabilities(name: str) -> None:
+    """They would be used as ratios of exp(p - p'), and the run would go on and learn the wrong thing."""
+    probabilities = torch.linspace(0.2, 1.0, 16).view(2, 8)
+    given = {"log_prob": probabilities.log(), "old_log_prob": probabilities.log()} | {name: probabilities}
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    inputs = PolicyLossInputs(**given, advantages=torch.ones(2, 8), response_mask=mask)
+    metrics = policy_loss(inputs).metrics
+    with pytest.raises(InvalidInputError, match=f"{name} is above 0, which no log-probability is, at 16 of 16"):
+        as_floats(metrics)
+    with pytest.raises(InvalidInputError, match=f"{name} is above 0"):
+        policy_loss(inputs, non_finite="raise")
+
+
+def test_log_probabilities_that_rounding_lifts_above_zero_are_used() -> None:
+    """log_softmax in bfloat16 of logits in 16 .. 32 may end a step of 2^-3 above 0."""
+    lifted = torch.full((1, 4), 2.0**-3)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    inputs = PolicyLossInputs(log_prob=lifted, old_log_prob=lifted, advantages=torch.ones(1, 4), response_mask=mask)
+    assert policy_loss(inputs, non_finite="raise").loss.item() == -1.0

@@ -10,10 +10,9 @@ from tests.importance.test_compiled import Waits
 
 
 def kept(ratios: list[float], threshold: float) -> list[bool]:
-    log_ratio = torch.tensor([ratios])
-    return m2po_mask(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio), threshold=threshold)[
-        0
-    ].tolist()
+    rollout = torch.full((1, len(ratios)), -4.0)  # so that no log-probability lies above 0
+    old = rollout + torch.tensor([ratios])
+    return m2po_mask(old, rollout, torch.ones_like(old), threshold=threshold)[0].tolist()
 
 
 def test_by_hand() -> None:
@@ -38,7 +37,7 @@ def loop(old: Tensor, rollout: Tensor, mask: Tensor, threshold: float) -> Tensor
 @pytest.mark.parametrize("threshold", [1e-4, 0.04, 0.5])
 def test_equals_the_loop_and_does_not_wait(seed: int, threshold: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    old, rollout = torch.randn(2, 4, 7, generator=generator)
+    old, rollout = -4.0 + torch.randn(2, 4, 7, generator=generator)
     mask = torch.rand(4, 7, generator=generator) < 0.7
     expected = loop(old, rollout, mask, threshold)
     with Waits() as waits:
