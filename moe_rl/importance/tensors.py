@@ -24,8 +24,8 @@ SAFETY_BOUND = 20.0
 # Smallest log-probability used in arithmetic; smaller ones are read as this value and get no gradient.
 LOG_PROB_FLOOR = -1e6
 
-# Largest log-probability that is read as one: bfloat16 logits in 16 .. 32 lie 2^-3 apart, so that log_softmax in it ends
-# up to that far above 0. Probabilities handed over as their logarithms are mostly above.
+# Largest log-probability that is read as one: bfloat16 logits in 16 .. 32 lie 2^-3 apart, so that log_softmax in it
+# ends up to that far above 0. Probabilities handed over as their logarithms are mostly above.
 LARGEST_LOG_PROB = 2.0**-3
 
 # Share of the valid tokens that one input may make unusable before `as_floats` raises. One token never does.

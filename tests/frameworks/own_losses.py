@@ -273,11 +273,11 @@ def stand_in_for(package: str) -> Iterator[dict[str, Any]]:
                 sys.modules[name] = module
 
 
-def _our_slime(package: str, objective: str) -> Loss:
+def _our_slime(package: str, objective: str, **options: Any) -> Loss:
     def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
         entry = importlib.import_module("moe_rl.frameworks.slime.losses")
         args, data, mean = slime_batch()
-        args.moe_rl_objective, args.use_tis = objective, False
+        args.moe_rl_objective, args.moe_rl_objective_options, args.use_tis = objective, options, False
         with stand_in_for(package) as state:
             state["log_prob"] = log_prob
             value, logged = entry.policy_loss_function(args, data, log_prob, mean)
@@ -377,10 +377,10 @@ OURS: dict[tuple[str, str], tuple[str, Loss]] = {
 """(framework, recorded setting) -> what stands for it here, and its loss with nothing else set."""
 WIDE = {"clip_ratio_low": math.inf, "clip_ratio_high": math.inf}
 _TOKENS_WIDTH = "its 0.2 is a token's width, which clips no sequence; ours are the paper's 3e-4 and 4e-4"
-EXPLAINED: dict[tuple[str, str], tuple[str, Loss | None]] = {
+EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ("verl", "gspo/default"): (_TOKENS_WIDTH, _objective("gspo", **WIDE)),
-    ("slime", "gspo/default"): (_TOKENS_WIDTH, None),
-    ("miles", "gspo/default"): (_TOKENS_WIDTH, None),
+    ("slime", "gspo/default"): (_TOKENS_WIDTH, _our_slime("slime", "gspo", **WIDE)),
+    ("miles", "gspo/default"): (_TOKENS_WIDTH, _our_slime("miles", "gspo", **WIDE)),
     ("nemo_rl", "sequence_level/default"): (
         _TOKENS_WIDTH, _objective("gspo", loss_agg_mode="seq-mean-token-mean", **WIDE)
     ),
@@ -393,7 +393,7 @@ EXPLAINED: dict[tuple[str, str], tuple[str, Loss | None]] = {
         _objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
     ),
 }  # fmt: skip
-"""Where ours differs: why, and the settings under which it does not (of slime and miles `test_slime` has them)."""
+"""Where ours differs: why, and ours without that cause, which equals the framework's."""
 NAMES = {
     ("trl", "vespo"): "TRL's own `vespo/phi_seq_mean` is not logged",
     ("areal", "default"): "AReaL's `stats_tracker` gets none: `log` does, under our names",

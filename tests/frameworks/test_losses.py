@@ -101,6 +101,68 @@ def test_verls_default_config_gives_verls_loss_gradient_and_numbers(mode: str) -
             assert logged[name] == pytest.approx(value, abs=TOLERANCE), name
 
 
+class VerlsActorConfig(SimpleNamespace):
+    """A configuration that counts as verl's own, so that the entry asks verl how it aggregates."""
+
+    __module__ = "verl.workers.config"
+
+
+@pytest.mark.parametrize(("always_by_sequence", "recorded"), [(True, "seq-mean-token-mean"), (False, "token-mean")])
+def test_verls_gspo_is_aggregated_as_the_installed_verl_does(
+    always_by_sequence: bool, recorded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's gspo is a mean over sequences up to 0.9.0, whatever it is asked for, and as it is asked for from 0.9.1 on.
+
+    Recorded is 0.9.1: what it gives if it is asked for means over sequences is what 0.9.0 always gives.
+    """
+
+    def verls_gspo(**call: Any) -> tuple[Tensor, dict[str, float]]:
+        mask, mode = call["response_mask"], "seq-mean-token-mean" if always_by_sequence else call["loss_agg_mode"]
+        by_token = -call["advantages"] * (call["log_prob"] - call["old_log_prob"]).exp() * mask
+        by_sequence = by_token.sum(dim=1) / mask.sum(dim=1)
+        return (by_token.sum() / mask.sum() if mode == "token-mean" else by_sequence.mean()), {}
+
+    core_algos = ModuleType("verl.trainer.ppo.core_algos")
+    core_algos.get_policy_loss_fn = {"gspo": verls_gspo}.__getitem__  # type: ignore[attr-defined]
+    for parent in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core_algos)
+    monkeypatch.setattr(verl, "_PROBED", {})
+    b, log_prob = batch()
+    set_to = record.VERL["gspo"]
+    loss, _ = verl.policy_losses()["moe_rl_gspo"](
+        **{name: b[name] for name in ("old_log_prob", "advantages", "response_mask")},
+        log_prob=log_prob,
+        config=VerlsActorConfig(**set_to, clip_ratio=0.2, policy_loss=SimpleNamespace(), global_batch_info={}),
+        loss_agg_mode="token-mean",
+        rollout_is_weights=(b["old_log_prob"] - b["rollout_log_prob"]).exp().clamp(max=1.5),
+    )
+    holds("verl", f"gspo/{recorded}", loss, log_prob)
+
+
+@pytest.mark.framework
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo"])
+def test_the_installed_verls_loss_is_ours_under_every_aggregation(mode: str, agg: str) -> None:
+    """Lengths of 1 to 6 tokens, so that means over tokens and over sequences differ."""
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    widths = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4} if mode == "gspo" else {}
+    base = {"strategy": "megatron", "rollout_n": 1, "use_dynamic_bsz": True, "loss_agg_mode": agg}
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=mode), **base, **widths)
+    b, _ = batch()
+    call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
+    found = []
+    for function in (algos.get_policy_loss_fn(mode), verl.policy_losses()[f"moe_rl_{OURS.get(mode, mode)}"]):
+        log_prob = b["log_prob"].clone().requires_grad_()
+        loss, _ = function(log_prob=log_prob, config=config, loss_agg_mode=agg, **call)
+        found.append((loss.detach(), torch.autograd.grad(loss, log_prob)[0]))
+    (theirs, their_grad), (ours, our_grad) = found
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=TOLERANCE)
+    torch.testing.assert_close(our_grad, their_grad, rtol=0.0, atol=TOLERANCE)
+
+
 GSPO_DIFFERS_BY = 0.288
 """Norm of the difference of the gradients over that of verl's, on the recorded batch."""
 

@@ -66,32 +66,31 @@ def old_store(model: nn.Module, tap: RouterTap) -> RouterStore:
 
 def test_a_second_micro_batch_without_rows_of_its_own_is_refused(model: nn.Sequential) -> None:
     tap = RouterTap(model)
-    store = old_store(model, tap)
-    with pytest.raises(InvalidInputError, match=r"set it before every forward of the pass"), tap.update_pass(store):
+    with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(3)
         model(HIDDEN_STATES[:3])
         assert tap.rows is None
-        model(HIDDEN_STATES[3:])
+        with pytest.raises(InvalidInputError, match=r"set it before every forward of the pass"):
+            model(HIDDEN_STATES[3:])
 
 
 def test_a_reference_forward_inside_the_update_is_refused(model: nn.Sequential) -> None:
     tap = RouterTap(model)
-    store = old_store(model, tap)
-    with pytest.raises(InvalidInputError, match=r"such as a reference model's, outside of it"), tap.update_pass(store):
+    with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(TOKENS)
         model(HIDDEN_STATES)
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(InvalidInputError, match=r"such as a reference model's, outside of it"):
             model(HIDDEN_STATES)
 
 
 def test_a_backbone_that_runs_twice_on_the_same_rows_is_refused(model: nn.Sequential) -> None:
     """Its caller goes around the model that was given, so the end of a forward is not seen."""
     tap = RouterTap(nn.ModuleDict({"backbone": model}))
-    store = old_store(model, tap)
-    with pytest.raises(InvalidInputError, match=r"router 0 ran twice on the same tap.rows"), tap.update_pass(store):
+    with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(TOKENS)
         model(HIDDEN_STATES)
-        model(HIDDEN_STATES)
+        with pytest.raises(InvalidInputError, match=r"router 0 ran twice on the same tap.rows"):
+            model(HIDDEN_STATES)
 
 
 def test_checkpointed_layers_may_run_again_in_the_backward_pass(model: nn.Sequential) -> None:

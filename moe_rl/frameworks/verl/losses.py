@@ -9,15 +9,16 @@ The second line, for `helper` = verl.trainer.ppo.rollout_corr_helper, gives `alg
 beside verl's own: `rollout_is: moe_rl_token` or `moe_rl_sequence`, `rollout_rs: moe_rl_<option of ROLLOUT_RS_OPTIONS>`.
 moe_rl's plug-in does both.
 
-An objective that verl has too (`VERLS`) reads the settings that verl's own mode reads, and is aggregated as verl does:
-under any of verl's settings it is verl's loss, but for `moe_rl_gspo`, which takes its paper's widths of 3e-4 and 4e-4
-where verl's default of 0.2 stands. Others have their own defaults, and read `clip_ratio_low` and so on where these
-differ from verl's. What else they have is given by name to `policy_losses`. What is drawn comes from torch's default
-generator, as in verl. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
+An objective that verl has too (`VERLS`) reads the settings that verl's own mode reads, and is aggregated as the
+installed verl does: under any of verl's settings it is verl's loss, but for `moe_rl_gspo`, which takes its paper's
+widths of 3e-4 and 4e-4 where verl's default of 0.2 stands. Others have their own defaults, and read `clip_ratio_low`
+and so on where these differ from verl's. What else they have is given by name to `policy_losses`. What is drawn comes
+from torch's default generator, as in verl. Source: verl 0.9.1, verl/trainer/ppo/core_algos.py and
 verl/workers/utils/losses.py; verl/trainer/ppo/rollout_corr_helper.py.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -56,8 +57,9 @@ VERLS: dict[str, tuple[str, tuple[str, ...]]] = {
 # verl's defaults, whatever the loss mode. An objective that verl does not have takes its own in their place, and so do
 # widths of a sequence's ratio: 0.2 would clip nothing.
 _GENERIC = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-# verl aggregates these as seq-mean-token-mean, whatever it is asked for.
-_ONE_WAY = ("gmpo", "sapo")
+_BY_SEQUENCE = "seq-mean-token-mean"
+# verl 0.9.1 aggregates these modes by sequence, whatever it is asked for; 0.9.0 and before gspo too.
+_ALWAYS_BY_SEQUENCE = ("geo_mean", "sapo")
 
 
 # [B, S] the router shift of the micro-batch whose loss is computed, in verl's padded layout (MOE_RL_ROUTER_SHIFT).
@@ -149,7 +151,7 @@ def _policy_loss(
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         info = getattr(config, "global_batch_info", None)
-        mode = _aggregation(entry, loss_agg_mode)
+        mode = _aggregation(entry, loss_agg_mode, config)
         output = policy_loss(
             PolicyLossInputs(
                 log_prob=log_prob,
@@ -205,11 +207,46 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
 
 
-def _aggregation(entry: Objective, asked: str) -> str:
+def _aggregation(entry: Objective, asked: str, config: Any) -> str:
     """Return how verl's own mode aggregates; what verl does not have, in its own way unless asked for another."""
-    if entry.name in _ONE_WAY:
-        return "seq-mean-token-mean"
-    return entry.default_loss_agg_mode if entry.name not in VERLS and asked == "token-mean" else asked
+    if entry.name not in VERLS:
+        return entry.default_loss_agg_mode if asked == "token-mean" else asked
+    own_mode = VERLS[entry.name][0]
+    if type(config).__module__.partition(".")[0] == "verl":
+        always = _installed_verl_is_always_by_sequence(own_mode, config)
+    else:
+        always = own_mode in _ALWAYS_BY_SEQUENCE
+    return _BY_SEQUENCE if always else asked
+
+
+def _installed_verl_is_always_by_sequence(mode: str, config: Any) -> bool:
+    """Return whether the installed verl aggregates its loss `mode` by sequence even if it is asked for the token mean.
+
+    Versions differ (gspo: by sequence up to 0.9.0, as asked from 0.9.1 on), so verl's own function is asked once for
+    two sequences, of one token with advantage 1 and of three with advantage -1, at equal policies: the token losses
+    -1 and 1, 1, 1 have the sum 2, and the means of the sequences, -1 and 1, have the sum 0. No denominator of a global
+    batch makes these equal.
+    """
+    if mode not in _PROBED:
+        core_algos: Any = importlib.import_module("verl.trainer.ppo.core_algos")
+        mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+        losses = [
+            core_algos.get_policy_loss_fn(mode)(
+                old_log_prob=-torch.ones(2, 3),
+                log_prob=-torch.ones(2, 3),
+                advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
+                response_mask=mask,
+                loss_agg_mode=asked,
+                config=config,
+            )[0]
+            for asked in ("token-mean", _BY_SEQUENCE)
+        ]
+        _PROBED[mode] = bool(torch.isclose(*losses))
+    return _PROBED[mode]
+
+
+# By verl's loss mode: what `_installed_verl_is_always_by_sequence` has found.
+_PROBED: dict[str, bool] = {}
 
 
 def _totals(mode: str, response_mask: Tensor, given: dict[str, Any]) -> BatchTotals | None:
