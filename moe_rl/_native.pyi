@@ -118,3 +118,6 @@ def pack_bits(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order
     """
     Return the lowest widths[i] bits of values[i] as bytes, one after the other, lowest bit first.
     """
+
+def sources_digest() -> str:
+    """Return the SHA-256 of the sources of this core."""

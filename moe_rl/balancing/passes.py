@@ -190,7 +190,13 @@ class PassCycle(ABC, Generic[Tables]):
         homes = self.placement.home_rank[self._planner.layers]
         lengths = [len(each) for each in tokens]
         mine = self._thread.submit(lambda: self._own_sequences(read(), homes, lengths, micro_batches)).result()
-        everyone = [one for one in gathered(mine) if one is not None]
+        budgets, sequences = zip(*gathered((token_budget, mine)), strict=True)
+        for rank, budget in enumerate(budgets):
+            require(
+                budget == budgets[0],
+                f"ranks must pack with one token_budget: rank {rank} has {budget}, rank 0 has {budgets[0]}.",
+            )
+        everyone = [of_rank for of_rank in sequences if of_rank is not None]
         packed = packed_micro_batches(
             everyone,
             config=self.config,

@@ -164,7 +164,7 @@ def cluster_topology(
 ) -> ClusterTopology:
     """Return G EP groups of P ranks on the nodes that the configuration describes."""
     return ClusterTopology(
-        hardware=_hardware(config.cluster),
+        hardware=hardware_of(config.cluster),
         ep_size=ep_size,
         num_ep_groups=num_ep_groups,
         slices_per_dp_rank=slices_per_dp_rank,
@@ -173,7 +173,7 @@ def cluster_topology(
 
 
 @cache
-def _hardware(cluster: str) -> HardwareSpec:
+def hardware_of(cluster: str) -> HardwareSpec:
     """Return a cluster's constants, read once: parsing the file takes longer (11 ms) than a small plan."""
     return load_cluster(cluster)
 

@@ -7,4 +7,6 @@ NB_MODULE(_native, module) {
     bind_draw_routes(module);
     bind_exact_split(module);
     bind_routes_codec(module);
+    module.def(
+        "sources_digest", [] { return MOE_RL_SOURCES_DIGEST; }, "Return the SHA-256 of the sources of this core.");
 }

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
+from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
@@ -22,7 +23,6 @@ from moe_rl.frameworks.ranks import (
     announce,
     ranks_per_host,
     require_distributed,
-    require_same_on_all_ranks,
     unbalanced,
 )
 from moe_rl.frameworks.router_shift import MicroBatchKeys, RouterShiftRun
@@ -137,8 +137,9 @@ class MegatronRun:
         try:
             require_distributed(framework.name)
             version = agreed(looked_at)
-            require_same_on_all_ranks(framework.name, version, [settings.balancer, sorted(settings.given)])
             config = settings.balancer
+            facts = {f"the version of {framework.name}": version, **settings.in_common()}
+            require_in_common(config, facts, whose=f"{framework.name}: ")
             if "ranks_per_node" not in settings.given:
                 hosts = ranks_per_host(parallel_state.get_expert_model_parallel_group())
                 config = replace(config, ranks_per_node=hosts)

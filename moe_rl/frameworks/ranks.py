@@ -2,7 +2,7 @@
 
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch.distributed as dist
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from moe_rl.balancing.exchange import gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import logger
-from moe_rl.version import __version__
 
 
 def require_distributed(what: str) -> None:
@@ -19,19 +18,6 @@ def require_distributed(what: str) -> None:
         dist.is_available() and dist.is_initialized(),
         f"{what} needs torch.distributed, which is not initialized: start the run with torchrun or the framework's "
         "own launcher.",
-    )
-
-
-def require_same_on_all_ranks(framework: str, version: str, facts: Iterable[object] = ()) -> None:
-    """Raise unless every rank has the same versions and settings; a collective of all ranks."""
-    mine = repr((__version__, version, *facts))
-    # As text: what differs is said in the error, and settings of two versions may not unpickle in one.
-    everyone = gathered(mine)
-    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
-    require(
-        not others,
-        f"{framework}: rank {others[0] if others else 0} runs with other versions or settings than rank 0: "
-        f"{everyone[others[0]] if others else ''} instead of {everyone[0]} (moe_rl, {framework}, settings).",
     )
 
 

@@ -58,6 +58,14 @@ class Settings:
     balances: bool = True
     """False where the router shift is all that was asked for."""
 
+    def in_common(self) -> dict[str, Any]:
+        """Return what, beside `balancer`, all ranks must have in common: paths and ports may be those of a host."""
+        facts: dict[str, Any] = {"the names of settings": sorted(self.given)}
+        facts |= {name: getattr(self, name) for name in ("strict", "check", "telemetry", "router_shift")}
+        facts["whether routes are recorded"] = self.record is not None
+        facts["whether a driver plans"] = self.plans is not None
+        return facts
+
 
 RUN_FIELDS: dict[str, type] = dict.fromkeys(("strict", "check", "telemetry"), bool)
 RUN_FIELDS |= {"record": str, "plans": str, "prometheus": int, "router_shift": float}

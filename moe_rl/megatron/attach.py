@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
@@ -60,6 +61,7 @@ def attach(
     `InvalidInputError` with that reason, and the model is what it was.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    require_in_common(config)
     found, experts = agreed(lambda: _looked_at(chunks, config))
     shared = gathered(_digest_of_shared(found, experts), parallel_state.get_expert_model_parallel_group())
     agreed(lambda: require(len(set(shared)) == 1, "ranks of an EP group hold different adapters of all experts."))

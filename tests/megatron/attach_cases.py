@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from replica_cases import occurring
 
+from moe_rl.balancing.schedule import hardware_of
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
+from moe_rl.frameworks import megatron_run
 from moe_rl.megatron import Balancer, BalancerConfig, ElasticMoELayer, attach
 from moe_rl.megatron.on_cpu import cpu_megatron
 
@@ -69,6 +72,70 @@ def refusals() -> dict[str, str]:
     with tiny_gpt.parallel(1):
         found["world_size"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
     return found
+
+
+def not_in_common() -> dict[str, str]:
+    """What every rank says where rank 1 of two differs in one fact."""
+    differs = dist.get_rank() == 1
+    settings: dict[str, dict[str, Any]] = {
+        "slots": {"replica_slots": 1 + differs},
+        "policy": {"policy": "moe-rl" if differs else "ultraep"},
+        "objective": {"objective": "time" if differs else "imbalance"},
+        "reorders": {"policy": "moe-rl", "reorders": differs},
+    }
+    found = {}
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+
+        def refused_with(config: BalancerConfig) -> str:
+            return refusal(lambda: attach(run.models, run.optimizer, config).detach())
+
+        for name, values in settings.items():
+            found[name] = refused_with(BalancerConfig(**{"policy": "ultraep", "objective": "imbalance", **values}))
+        with patch("moe_rl.balancing.common_facts.__version__", "0.0" if differs else "0.1"):
+            found["version"] = refused_with(CONFIG)
+        with patch("moe_rl.balancing.common_facts.version", lambda package: f"{package} {2 if differs else 1}"):
+            found["package"] = refused_with(CONFIG)
+        rates = replace(hardware_of("h100"), rdma_gb_per_s=25.0 if differs else 40.0)
+        with patch("moe_rl.balancing.common_facts.hardware_of", lambda _: rates):
+            found["cluster"] = refused_with(CONFIG)
+        found["nothing"] = refused_with(CONFIG)
+    with tiny_gpt.parallel(1, tensor=2):
+        run = tiny_gpt.build()
+        with patch.dict(os.environ, {"MOE_RL_NATIVE": "0"} if differs else {}):
+            found["core"] = refused_with(CONFIG)
+    return found
+
+
+def packed_differently() -> dict[str, Any]:
+    """Two ranks of one run that pack to other limits, and what they pack with one."""
+    with tiny_gpt.parallel(2):
+        _, balancer = attached()
+        sequences = occurring(0)
+        tokens = [np.arange(len(routes)) for routes in sequences]
+        given = [list(range(0, len(tokens), 2)), list(range(1, len(tokens), 2))]
+        limit = sum(map(len, tokens))
+
+        def packed(token_budget: int) -> Any:
+            return balancer.packed(given, tokens, token_budget=token_budget, routes=sequences)
+
+        return {"limits": refusal(lambda: packed(limit + dist.get_rank())), "one_limit": len(packed(limit))}
+
+
+def resident_slots_of_least_memory() -> list[int]:
+    """Resident slots that ranks choose whose memory has room for 1 and 9 of them, and for 0 and 1."""
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        of_layer = [layer.experts for layer in run.model.modules() if isinstance(layer, MoELayer)]
+        # fp32 weights and gradients of one of the 4 local experts, in every layer.
+        slot_bytes = sum(p.numel() * 8 for experts in of_layer for p in experts.parameters()) // 4
+        found = []
+        for rooms in ((1, 9), (0, 1)):
+            memory = int((rooms[dist.get_rank()] + 0.5) * slot_bytes / megatron_run.RESIDENT_SHARE)
+            with patch.object(megatron_run, "memory_bytes", lambda memory=memory: memory):
+                config = BalancerConfig(policy="moe-rl", ranks_per_node=1)
+                found.append(megatron_run.chosen(config, frozenset(), run.models).resident_slots)
+        return found
 
 
 def unknown_option() -> list[str]:

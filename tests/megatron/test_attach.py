@@ -105,3 +105,33 @@ def test_whatever_fails_on_one_rank_is_said_on_all_and_leaves_the_model_as_it_wa
         for stage, each in found.items():
             assert each.pop("said") == ("" if rank else "rank 1 cannot be balanced: ") + errors[stage]
             assert each == {"loss": plain, "groups": 0, "hooks": 0, "elastic": 0, "again": ""}
+
+
+@attach_case("not_in_common")
+def test_what_ranks_lack_in_common_is_named_with_the_rank_and_both_values(outcome: list[Any]) -> None:
+    for found in outcome:
+        assert found.pop("nothing") == ""
+        assert found.pop("core").startswith(
+            "ranks must have the C++ core in common: rank 1 has none (MOE_RL_NATIVE=0), rank 0 has "
+        )
+        assert found == {
+            "slots": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
+            "policy": "ranks must have policy in common: rank 1 has 'moe-rl', rank 0 has 'ultraep'.",
+            "objective": "ranks must have objective in common: rank 1 has 'time', rank 0 has 'imbalance'.",
+            "reorders": "ranks must have reorders in common: rank 1 has True, rank 0 has False.",
+            "version": "ranks must have the version of moe_rl in common: rank 1 has 0.0, rank 0 has 0.1.",
+            "package": "ranks must have the version of numpy in common: rank 1 has numpy 2, rank 0 has numpy 1.",
+            "cluster": "ranks must have the cluster's rdma_gb_per_s in common: rank 1 has 25.0, rank 0 has 40.0.",
+        }
+
+
+@attach_case("packed_differently")
+def test_ranks_that_pack_to_other_limits_are_told(outcome: list[Any]) -> None:
+    for found in outcome:
+        assert found["one_limit"] == 2
+        assert found["limits"].startswith("ranks must pack with one token_budget: rank 1 has ")
+
+
+@attach_case("resident_slots_of_least_memory")
+def test_the_rank_with_the_least_memory_decides_how_many_residents_all_hold(outcome: list[Any]) -> None:
+    assert outcome == [[1, 0], [1, 0]]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
@@ -30,7 +31,7 @@ from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supporte
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.post_import import wrap
-from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks
+from moe_rl.frameworks.ranks import announce, require_distributed
 from moe_rl.huggingface import model_of_config
 from moe_rl.replay.hf_recorder import record_routing
 
@@ -68,7 +69,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
         len(modules) == spec.num_moe_layers,
         f"the engine has {len(modules)} AutoEP layers, the model's configuration names {spec.num_moe_layers}.",
     )
-    require_same_on_all_ranks(FRAMEWORK.name, version, [config, replay])
+    require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     clock = MicroBatchClock(engine.module)
     layers = [SlotsLayer(each, LayerRun(index=index, clock=clock)) for index, each in enumerate(modules)]
     groups = EpGroups.of(modules[0].ep_group, device=next(engine.module.parameters()).device)

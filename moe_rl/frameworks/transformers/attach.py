@@ -23,13 +23,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supported, rows_of
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
-from moe_rl.frameworks.ranks import announce, require_distributed, require_same_on_all_ranks
+from moe_rl.frameworks.ranks import announce, require_distributed
 from moe_rl.frameworks.transformers.contract import FRAMEWORK
 from moe_rl.huggingface import model_of_config
 from moe_rl.replay.hf_recorder import find_routers, record_routing
@@ -130,7 +131,7 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
         f"the model has {len(found)} expert modules and {len(routers)} routers, its configuration names "
         f"{spec.num_moe_layers} MoE layers.",
     )
-    require_same_on_all_ranks(FRAMEWORK.name, version, [config, replay])
+    require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     replayed = RoutingReplay(model, model_spec=spec)
     for each, layer in zip(found, replayed.layers, strict=True):
         each.layer = layer

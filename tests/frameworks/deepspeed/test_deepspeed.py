@@ -132,7 +132,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "no_layer": "the engine has no AutoEP layer",
         "zero3": "zero_optimization.stage is 3",
         "megatron": "placement_bitwise, experimental: only inside Megatron",
-        "ranks": "rank 1 runs with other versions or settings than rank 0",
+        "ranks": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
         "deepep": "expert_parallel.comm_backend is 'deepep'",
         "async": "expert_parallel.async_split_plan is on",
         "fused": "expert_parallel.combine_impl is 'fused_weighted_sum'",

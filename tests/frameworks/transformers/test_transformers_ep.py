@@ -104,7 +104,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
         "megatron": "placement_bitwise, experimental: only inside Megatron",
-        "ranks": "rank 1 runs with other versions or settings than rank 0",
+        "ranks": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
         "twice": "a balancer is attached to this model",
         "model": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
         "nothing": "a pass needs routes, a plan, counts, tokens, or num_micro_batches alone, or a prepare() before it",

@@ -658,7 +658,7 @@ def refused() -> dict[str, Any]:
         sentence("dense", lambda: engine(ep_size=1, dense=True, mode="disabled"))
         parallel_state.destroy_model_parallel()
         sentence("packing", lambda: engine(use_remove_padding=False))
-        with patch("moe_rl.frameworks.ranks.__version__", f"0.{torch.distributed.get_rank()}"):
+        with patch("moe_rl.balancing.common_facts.__version__", f"0.{torch.distributed.get_rank()}"):
             sentence("versions", engine)
         sentence("routes", lambda: losses(engine(), [batch(0, num_layers=5)]))
         uninstall()
