@@ -24,9 +24,9 @@ from markupsafe import Markup
 import moe_rl
 from benchmarks import public_recipes
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
+from moe_rl.launch.readers import READERS
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, rl_bars, stacked

@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from moe_rl.doctor import examine, interpret, read_run
+from moe_rl.doctor import examine
 from moe_rl.doctor.verdict import Verdict, refusals_of
+from moe_rl.launch import interpret, read_run
 
 FILE = Path(__file__).with_suffix(".yaml")
 SECTIONS = ("sizes", "config", "ddp", "optimizer")

@@ -6,7 +6,8 @@ import typer
 
 from moe_rl.cli.console import print_json, results
 from moe_rl.cli.doctor_table import print_diagnosis
-from moe_rl.doctor import examine, interpret, probe, read_run
+from moe_rl.doctor import examine, probe
+from moe_rl.launch import interpret, read_run
 
 UNHEALTHY = 1
 

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from moe_rl.core.outputs import printable
 from moe_rl.doctor.diagnosis import Diagnosis, Finding
-from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
+from moe_rl.launch.readers import READERS
 
 STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "cyan"}
 MAX_WIDTH = 100

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
-from moe_rl.doctor.sources import read_text
+from moe_rl.launch.sources import read_text
 from moe_rl.yaml_files import read_yaml
 
 

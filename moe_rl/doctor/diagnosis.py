@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.readers import READERS
-from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
 from moe_rl.doctor.verdict import Verdict, attach_verdict
+from moe_rl.launch.readers import READERS
+from moe_rl.launch.settings import KINDS, ReadRun, RunSettings
 
 SCHEMA = "moe_rl.doctor/1"
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.keys import Reader
-from moe_rl.doctor.settings import RunSettings, Setting
+from moe_rl.launch.keys import Reader
+from moe_rl.launch.settings import RunSettings, Setting
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)

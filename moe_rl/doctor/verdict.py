@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moe_rl.doctor.settings import ReadRun, RunSettings, Setting
 from moe_rl.doctor.traps import Case
+from moe_rl.launch.settings import ReadRun, RunSettings, Setting
 from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
 from moe_rl.yaml_files import read_yaml

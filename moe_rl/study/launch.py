@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
-from moe_rl.doctor import interpret, read_run
-from moe_rl.doctor.settings import RunSettings
+from moe_rl.launch import interpret, read_run
+from moe_rl.launch.settings import RunSettings
 
 # Options of a simulation that a run sets under the same name.
 SAME_NAME = (

@@ -3,10 +3,10 @@
 import pytest
 from runs import FIXTURES, GOOD
 
-from moe_rl.doctor import interpret, read_run
-from moe_rl.doctor.keys import Reader
-from moe_rl.doctor.readers import READERS
-from moe_rl.doctor.settings import KINDS
+from moe_rl.launch import interpret, read_run
+from moe_rl.launch.keys import Reader
+from moe_rl.launch.readers import READERS
+from moe_rl.launch.settings import KINDS
 
 REGISTRY = READERS
 

@@ -9,8 +9,8 @@ from seeds import REPLAYING, SEEDS, Seed
 
 from moe_rl.doctor import Diagnosis, Environment, examine
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers import READERS
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
+from moe_rl.launch.readers import READERS
 
 REGISTRY = TRAPS
 WHOLE = Environment(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from moe_rl.doctor import Diagnosis, Environment, examine, interpret, read_run
-from moe_rl.doctor.readers import READERS
+from moe_rl.doctor import Diagnosis, Environment, examine
+from moe_rl.launch import interpret, read_run
+from moe_rl.launch.readers import READERS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ENGINE = "actor_rollout_ref.actor.megatron."

@@ -13,10 +13,10 @@ from cli_runner import Ran, moe_rl, snapshot
 from runs import FIXTURES, GOOD, changed, diagnose
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.diagnosis import SCHEMA
-from moe_rl.doctor.settings import KINDS, layer_pattern
 from moe_rl.doctor.verdict import attach_verdict
+from moe_rl.launch import interpret, read_run
+from moe_rl.launch.settings import KINDS, layer_pattern
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
 
 SLIME = FIXTURES / GOOD["slime"].file

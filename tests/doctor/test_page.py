@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.cli.commands import command_named
 from moe_rl.doctor.checks.registry import TRAPS
-from moe_rl.doctor.readers import READERS
+from moe_rl.launch.readers import READERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 TEXT = PAGE.read_text(encoding="utf-8")

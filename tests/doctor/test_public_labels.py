@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor import interpret, read_run
 from moe_rl.doctor.verdict import attach_verdict
+from moe_rl.launch import interpret, read_run
 
 VARIABLE = "PUBLIC_CHECKOUTS"
 LABELS = yaml.safe_load(Path(__file__).with_name("public_labels.yaml").read_text())

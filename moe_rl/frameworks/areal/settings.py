@@ -8,10 +8,10 @@ engines: `sglang:d4+megatron:d1p4e4`.
 import re
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, rules_of, with_model
-from moe_rl.doctor.settings import defaults, said_by
-from moe_rl.doctor.sources import Entry, RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, rules_of, with_model
+from moe_rl.launch.settings import defaults, said_by
+from moe_rl.launch.sources import Entry, RawRun
 from moe_rl.yaml_files import read_yaml
 
 ENGINE = "actor.megatron."

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, Rule, rules_of
-from moe_rl.doctor.settings import defaults
-from moe_rl.doctor.sources import Entry, RawRun
+from moe_rl.launch.keys import Keys, Known, Reader, Rule, rules_of
+from moe_rl.launch.settings import defaults
+from moe_rl.launch.sources import Entry, RawRun
 from moe_rl.yaml_files import read_yaml
 
 FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))

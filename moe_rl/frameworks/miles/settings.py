@@ -3,9 +3,9 @@
 Keys: radixark/miles:miles/utils/arguments.py.
 """
 
-from moe_rl.doctor.keys import Reader
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.slime import settings as slime
+from moe_rl.launch.keys import Reader
+from moe_rl.launch.sources import RawRun
 
 
 def _recognizes(raw: RawRun) -> bool:

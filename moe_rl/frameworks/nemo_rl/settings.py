@@ -5,11 +5,11 @@ Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-repl
 
 from pathlib import Path, PurePath
 
-from moe_rl.doctor import keys
-from moe_rl.doctor.keys import Keys, Known, Reader, is_on, rules_of
-from moe_rl.doctor.settings import defaults, said_by
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch import keys
+from moe_rl.launch.keys import Keys, Known, Reader, is_on, rules_of
+from moe_rl.launch.settings import defaults, said_by
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 POLICY = "policy.megatron_cfg."

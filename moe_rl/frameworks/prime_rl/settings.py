@@ -5,9 +5,9 @@ Keys: PrimeIntellect-ai/prime-rl:packages/prime-rl-configs (559b447).
 
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, rules_of
-from moe_rl.doctor.settings import defaults
-from moe_rl.doctor.sources import RawRun
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, rules_of
+from moe_rl.launch.settings import defaults
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 KEYS: Keys = rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))

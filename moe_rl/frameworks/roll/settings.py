@@ -6,9 +6,9 @@ Keys: alibaba/ROLL:roll/configs and examples (8eb27cc); `strategy_config` goes t
 from dataclasses import replace
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 # Names of the worker that trains the policy, by pipeline.

@@ -5,10 +5,10 @@ Keys: NovaSky-AI/SkyRL:skyrl/train/config/config.py (a956457); its Megatron work
 
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
-from moe_rl.doctor.settings import defaults
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
+from moe_rl.launch.settings import defaults
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 POLICY = "trainer.policy."

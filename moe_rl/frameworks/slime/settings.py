@@ -6,10 +6,10 @@ Keys: THUDM/slime:slime/utils/arguments.py, slime/ray/actor_group.py.
 import re
 from pathlib import Path
 
-from moe_rl.doctor.keys import Keys, Known, Reader, rules_of
-from moe_rl.doctor.settings import Setting, defaults
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch.keys import Keys, Known, Reader, rules_of
+from moe_rl.launch.settings import Setting, defaults
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 # Keys that only slime and miles have.

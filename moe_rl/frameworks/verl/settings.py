@@ -5,11 +5,11 @@ Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollo
 
 from pathlib import Path
 
-from moe_rl.doctor import keys
-from moe_rl.doctor.keys import Keys, Known, Reader, rules_of
-from moe_rl.doctor.settings import Setting, defaults
-from moe_rl.doctor.sources import RawRun
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch import keys
+from moe_rl.launch.keys import Keys, Known, Reader, rules_of
+from moe_rl.launch.settings import Setting, defaults
+from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
 ACTOR = "actor_rollout_ref.actor."

@@ -1,7 +1,7 @@
 """The settings of Courier's runs: Megatron's options in a YAML block `courier:`."""
 
-from moe_rl.doctor.keys import Reader
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.launch.keys import Reader
 
 READER = Reader(
     name="courier",

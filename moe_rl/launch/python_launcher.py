@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.python_source import syntax_tree, value_of
-from moe_rl.doctor.sources import Entry, RawRun, Text, Where, read_text
+from moe_rl.launch.python_source import syntax_tree, value_of
+from moe_rl.launch.sources import Entry, RawRun, Text, Where, read_text
 
 # How miles' launchers name the Python file of a model's arguments, and such a file the one that it starts from.
 MODEL = re.compile(

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.python_launcher import model_words, read_python
-from moe_rl.doctor.shell.conditions import only_unset
-from moe_rl.doctor.shell.expansion import split
-from moe_rl.doctor.shell.follow import Launch, Shell
-from moe_rl.doctor.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text
-from moe_rl.doctor.yaml_entries import interpolated, read_yaml_file
+from moe_rl.launch.python_launcher import model_words, read_python
+from moe_rl.launch.shell.conditions import only_unset
+from moe_rl.launch.shell.expansion import split
+from moe_rl.launch.shell.follow import Launch, Shell
+from moe_rl.launch.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text
+from moe_rl.launch.yaml_entries import interpolated, read_yaml_file
 
 # A line of Megatron's `print_args`, perhaps after the prefix of a logger.
 DUMPED = re.compile(r"^(?:.*?\s)?\s{2}([a-z_]\w*) \.{2,} (.*?)\s*$")

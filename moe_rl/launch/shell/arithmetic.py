@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from moe_rl.doctor.python_source import syntax_tree, value_of
+from moe_rl.launch.python_source import syntax_tree, value_of
 
 ASSIGNING = re.compile(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
 

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_rl.doctor.shell.arithmetic import evaluate
-from moe_rl.doctor.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
-from moe_rl.doctor.sources import Text, Where
+from moe_rl.launch.shell.arithmetic import evaluate
+from moe_rl.launch.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
+from moe_rl.launch.sources import Text, Where
 
 # What a variable holds; as in bash, text is an array of one element.
 Value = list[Text]

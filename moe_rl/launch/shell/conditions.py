@@ -4,7 +4,7 @@ import fnmatch
 import operator
 import re
 
-from moe_rl.doctor.sources import Text, Where
+from moe_rl.launch.sources import Text, Where
 
 
 def test(words: list[Text]) -> bool | None:

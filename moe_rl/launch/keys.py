@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from moe_rl.doctor.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
-from moe_rl.doctor.sources import Entry, RawRun
+from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
+from moe_rl.launch.sources import Entry, RawRun
 
 
 def is_on(value: object) -> bool:

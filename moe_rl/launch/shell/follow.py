@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.shell.arithmetic import run_statement
-from moe_rl.doctor.shell.conditions import printf, test
-from moe_rl.doctor.shell.expansion import Expansion, same
-from moe_rl.doctor.shell.syntax import DECLARATIONS, Body, Command, parse
-from moe_rl.doctor.sources import RawRun, Text, Where, read_text
+from moe_rl.launch.shell.arithmetic import run_statement
+from moe_rl.launch.shell.conditions import printf, test
+from moe_rl.launch.shell.expansion import Expansion, same
+from moe_rl.launch.shell.syntax import DECLARATIONS, Body, Command, parse
+from moe_rl.launch.sources import RawRun, Text, Where, read_text
 
 # Commands before a script counts as endless. Of 1,243 public scripts the median runs 27, one that polls 16,070.
 MAX_STEPS = 20_000

@@ -2,9 +2,9 @@
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.registry import Registry
-from moe_rl.doctor.keys import Reader
-from moe_rl.doctor.settings import ReadRun
-from moe_rl.doctor.sources import RawRun
+from moe_rl.launch.keys import Reader
+from moe_rl.launch.settings import ReadRun
+from moe_rl.launch.sources import RawRun
 
 READERS: Registry[Reader] = Registry("framework", part="settings:READER")
 

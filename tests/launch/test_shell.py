@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.files import read_run
-from moe_rl.doctor.shell.follow import Shell
+from moe_rl.launch.files import read_run
+from moe_rl.launch.shell.follow import Shell
 
 FLAGS = "--num-layers 4 --expert-model-parallel-size 2"
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.python_source import syntax_tree, value_of
-from moe_rl.doctor.sources import Entry, Where
-from moe_rl.doctor.yaml_entries import value_of_word
+from moe_rl.launch.python_source import syntax_tree, value_of
+from moe_rl.launch.sources import Entry, Where
+from moe_rl.launch.yaml_entries import value_of_word
 
 T = TypeVar("T")
 

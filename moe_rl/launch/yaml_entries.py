@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.doctor.sources import Entry, RawRun, Where, read_text
+from moe_rl.launch.sources import Entry, RawRun, Where, read_text
 
 INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 # Files that `defaults:` may lead through.
