@@ -96,7 +96,7 @@ def terminal(command: str) -> str:
     executable = [sys.executable, "-c", "from moe_rl.cli import main; main()", *shlex.split(command)[1:]]
     environment = os.environ | {"COLUMNS": "100"}
     out = subprocess.run(executable, check=True, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
-    rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|(?!ideal)[a-z-]+ +\d).*$", out, re.MULTILINE)
+    rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|[a-z_-]+ +\d).*$", out, re.MULTILINE)
     headline = re.search(r"^\S+ makes .*?\.$", out, re.MULTILINE | re.DOTALL)
     return "\n".join(
         ("```text", *(row.rstrip() for row in rows), *re.split(" *\n", headline[0] if headline else ""), "```", "")

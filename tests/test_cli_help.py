@@ -48,6 +48,14 @@ def test_help_fits_a_screen_and_help_all_has_every_option(command: str, monkeypa
         assert f"--{name.replace('_', '-')}" in everything.out
 
 
+@pytest.mark.parametrize("group", [(), ("trace",), ("replay",), ("bench",)])
+def test_a_group_alone_prints_its_help(group: tuple[str, ...]) -> None:
+    alone, asked = moe_rl(*group), moe_rl(*group, "--help")
+    assert (alone.code, alone.err) == (0, "")
+    assert alone.out == asked.out
+    assert len(alone.out.splitlines()) > 5
+
+
 def test_help_of_all_commands_imports_none() -> None:
     code = "import sys; from moe_rl.cli import main\ntry: main()\nfinally: sys.exit('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)

@@ -15,7 +15,16 @@ HELP_ALL = "moe_rl.help_all"  # Key of a command's context that is true under `-
 
 
 class WholeLines(TyperGroup):
-    """A group whose help says each command's line whole instead of cutting it at the edge of the terminal."""
+    """A group that is asked for alone prints its help, which says each command's line whole."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Print the help of a group without a command as `--help` does, and end."""
+        # The parser would raise an error whose message is the whole help, and an error is one line here.
+        if not args and self.no_args_is_help:
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write name and line of each command."""

@@ -25,7 +25,7 @@ def simulate_trace(
 ) -> None:
     """Predict what every balancing policy brings on a recorded routing trace.
 
-    Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16 --micro-batch-tokens 8192
+    Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16
     """
     from moe_rl.cli.rollout_map import score_map_file
     from moe_rl.report.columns import check_columns
@@ -80,7 +80,7 @@ def demo(
     With --train the trace is that of a GRPO run made now: examples/countdown/demo.yaml.
     """
     from moe_rl.cli.train_demo import train_demo
-    from moe_rl.config import CONFIGS, bundled_traces
+    from moe_rl.config import bundled_traces
 
     if train:
         others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
@@ -94,7 +94,7 @@ def demo(
         "cluster": cluster,
         "policy": policy,
     }
-    options = merge_options(SimulationOptions, given, CONFIGS / "experiments" / "demo.yaml")
+    options = merge_options(SimulationOptions, given, "demo")
     simulate_trace(bundled_traces()["countdown-grpo"], options, json_path, html, columns=columns, explain=explain)
 
 
@@ -102,14 +102,14 @@ def demo(
 def plan(
     trace: Path,
     options: SimulationOptions,
-    out: Path,
+    out: Path | None = None,
     export: str | None = None,
     json_path: Path | None = None,
     capacity: bool = False,
 ) -> None:
     """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
 
-    Example: moe-rl plan run.moetrace --ep 16 --micro-batch-tokens 8192 --policy ultraep -o plan.npz
+    Example: moe-rl plan run.moetrace --ep 16 -o plan.npz
 
     Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang -o map.json
     """
@@ -122,10 +122,11 @@ def plan(
     from moe_rl.study.resident_slots import open_scenario
 
     if export is not None:
-        export_map(trace, export, options, out, json_path)
+        export_map(trace, export, options, out or Path(f"{trace.stem}.{export}.json"), json_path)
         return
+    out = out or Path(f"{trace.stem}.plan.npz")
     require(json_path is None, "--json goes with --export: a plan is a file of its own.")
-    options.require_one_policy()
+    options = options.of_one_policy()
     options = options.for_static_buffers() if capacity else options
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))

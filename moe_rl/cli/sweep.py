@@ -26,7 +26,7 @@ def sweep(
     The same command resumes a sweep that was interrupted or killed. Values may be added to it; any other change of the
     settings is refused.
 
-    Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100 --micro-batch-tokens 8192
+    Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100
     --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg
     """
     from moe_rl.report.faces import PICTURES

@@ -1,17 +1,22 @@
-"""Output of a command. Files are checked before the work and renamed after it, all or none; text is made printable."""
+"""Output of a command. Files are checked before the work and renamed after it, all or none; pipes and devices are
+written to. Text is made printable."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
+
+STANDARD_OUTPUT = 1  # The descriptor.
 
 
 def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] = ()) -> None:
     """Raise where a file could not be written: `paths` are by option ("" where none is named); None is not asked for.
 
-    Nothing is created. A path may not be a folder, an input, or the same as another output; `-`, standard output, is
-    for `--json` alone.
+    Nothing is created: missing folders are, when the file is written. A path may not be a folder, an input, or the
+    same as another output; `-`, standard output, is for `--json` alone.
     """
     # Checked before hours of work, not after: a typing error in a path must not cost a result.
     files = {option: path for option, path in paths.items() if path is not None}
@@ -20,38 +25,90 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
         name = f"{option} {path}".strip()
         require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
         require(not path.is_dir(), f"{name} is a folder, not a file.")
-        folder = path.absolute().parent
-        require(folder.exists(), f"{name} cannot be written: there is no folder {folder}.")
-        require(
-            folder.is_dir() and os.access(folder, os.W_OK),
-            f"{name} cannot be written: {folder} is not a folder that you may write to.",
-        )
-        require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
+        _check_place(path, name)
         for given in inputs:
             inside = given.is_dir() and path.resolve().is_relative_to(given.resolve())
             require(path.resolve() != given.resolve() and not inside, f"{name} would overwrite the input {given}.")
-    places = [path.resolve() for path in asked.values()]
+    places = [path.resolve() for path in asked.values() if not _is_stream(path)]
     require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(asked)}.")
 
 
-def write_outputs(contents: Mapping[Path, bytes]) -> None:
-    """Write every file; when one of them fails, none of them changes."""
-    written: list[tuple[Path, Path]] = []
+def _check_place(path: Path, name: str) -> None:
+    """Raise where nothing can be written at `path`, which `name` calls in the sentence."""
+    if _is_stream(path):
+        require(os.access(path, os.W_OK), f"{name} cannot be written: you may not write to it.")
+        return
+    # Of the file behind a link; a missing folder is made where the file is, so what counts is where it would be.
+    folder = next(folder for folder in path.resolve().parents if folder.exists())
+    require(
+        folder.is_dir() and os.access(folder, os.W_OK),
+        f"{name} cannot be written: {folder} is not a folder that you may write to.",
+    )
+    require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether `path` is a pipe, a device or our standard output: it is written to and stays what it is."""
+    return path.exists() and not path.is_dir() and (not path.is_file() or _is_standard_output(path))
+
+
+def _is_standard_output(path: Path) -> bool:
+    """Return whether what we print goes to `path` as well: /dev/stdout, or the file that a shell has opened for us."""
     try:
-        for path, content in contents.items():
-            # Beside its target: a rename to another file system would be a copy, which can stop half-way.
-            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            written.append((partial, path))
-            partial.write_bytes(content)
+        return os.path.samestat(path.stat(), os.fstat(STANDARD_OUTPUT))
+    except OSError:  # closed (`>&-`)
+        return False
+
+
+def write_outputs(contents: Mapping[Path, bytes]) -> None:
+    """Write every file; if one of them fails, none of them changes.
+
+    A link stays a link: the file behind it changes. What is written into a pipe or a device cannot be taken back, so
+    they come before the first file changes.
+    """
+    partials: dict[Path, Path] = {}
+    streams = [path for path in contents if _is_stream(path)]
+    try:
+        for path in contents:
+            if path not in streams:
+                target = path.resolve()
+                # Beside its target: a rename to another file system would be a copy, which can stop half-way.
+                partials[path] = target.with_name(f".{target.name}.{os.getpid()}.partial")
+                with naming(path):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    partials[path].write_bytes(contents[path])
+        for path in streams:
+            with naming(path):
+                _write_stream(path, contents[path])
         # Every content is on disk before the first file changes.
-        for partial, path in written:
-            partial.replace(path)
-    except OSError as error:
-        for partial, _ in written:
+        for path, partial in partials.items():
+            with naming(path):
+                partial.replace(path.resolve())
+    finally:
+        for partial in partials.values():
             partial.unlink(missing_ok=True)
-        # The partial file's name would say nothing to the user.
-        named = next((target for partial, target in written if str(partial) == error.filename), error.filename)
-        raise InvalidInputError(f"{named} cannot be written: {error.strerror}.") from error
+
+
+def _write_stream(path: Path, content: bytes) -> None:
+    if _is_standard_output(path):
+        # Through the open file: a second one would have a place of its own, and what we print would write over it.
+        sys.stdout.flush()
+        with open(STANDARD_OUTPUT, "wb", closefd=False) as stream:
+            stream.write(content)
+    else:
+        path.write_bytes(content)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error of the system into a sentence about `path`.
+
+    The error itself may name no file (a full disk) or one that the user has never seen (a partial file).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, require, require_shapes, require_words
 from moe_rl.core.pages import drop_pages
 
+# More than any public MoE model has (Kimi-K2 61, Qwen3-235B 94): more layers than that, and than tokens, are tokens.
+MAX_LAYERS = 128
 PROVENANCES = ("R2", "R3", "live", "synthetic", "unknown")
 # Tokens handled at a time where a whole trace must not be in memory.
 CHUNK_TOKENS = 65_536
@@ -47,6 +49,21 @@ def fill_sequence_fields(num_sequences: int, given: dict[str, NDArray[np.integer
     columns = {"sample_id": order, "group_id": order, "step": np.zeros_like(order)}
     columns |= {name: np.asarray(column) for name, column in given.items() if column is not None}
     return {name: columns.get(name, unassigned).astype(dtype) for name, dtype in SEQUENCE_FIELDS.items()}
+
+
+def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = None, what: str = "routes") -> None:
+    """Raise if routes of that shape must be `[layers, tokens, K]`; `num_layers` are the model's, None: not known.
+
+    A sequence has no more layers than its model, which no one has built with more than `MAX_LAYERS`. Example:
+    `[48, 1387, 8]` is no sequence of 48 tokens in 1,387 layers.
+    """
+    tokens, layers = shape[:2]
+    swapped = tokens == num_layers and layers > tokens
+    require(
+        not swapped and (layers <= MAX_LAYERS or layers <= tokens),
+        f"{what} of shape {list(shape)} would be {tokens} tokens in {layers} layers: the order is "
+        "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1)).",
+    )
 
 
 def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence[int], num_experts: int) -> None:
@@ -169,8 +186,10 @@ class RoutingTrace(SequenceColumns):
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            f"every sequence must be [tokens, L, K] with the same L and K, got {sorted(shapes)}.",
+            f"every sequence must be [tokens, layers, top-k] with the same layers and top-k, got {sorted(shapes)}.",
         )
+        for index, ids in enumerate(sequences):
+            require_token_axis_first(np.shape(ids), what=f"sequence {index}: routes")
         starts = np.cumsum([0, *map(len, sequences)])
         known = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
         require(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.core.trace import RoutingTrace, require_captured_layers
+from moe_rl.core.trace import RoutingTrace, require_captured_layers, require_token_axis_first
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.traces import Progress, TraceSource
 
@@ -151,6 +151,7 @@ class _Survey:
 
     def __init__(self) -> None:
         self.layer_ids: tuple[int, ...] | None = None
+        self.first_axis = 0  # Rows of the first sequence.
         self.top_k = 0
         self.highest_id = 0
         self.num_sequences = self.num_tokens = self.num_routed = 0
@@ -162,16 +163,20 @@ class _Survey:
     def add(self, record: RecordedSequence, options: ImportOptions, where: str) -> None:
         """Take in one sequence; raise where it does not fit to the ones before or holds impossible ids."""
         require(not record.misfit, f"{where}: {record.misfit}")
+        require_token_axis_first(record.routes.shape, num_layers=options.num_layers, what=f"{where}: routes")
         layer_ids = picked_layers(record, options, where)[1]
         _check_dense_layers(record, options, where)
         top_k = record.routes.shape[2]
         if self.layer_ids is None:
-            self.layer_ids, self.top_k = layer_ids, top_k
+            self.layer_ids, self.top_k, self.first_axis = layer_ids, top_k, len(record.routes)
             self.captured = np.zeros(len(layer_ids), np.bool_)
+        # Sequences of one length each, whose numbers of layers differ: those are the tokens.
+        swapped = top_k == self.top_k and len(record.routes) == self.first_axis
+        hint = " If their order is [layers, tokens, top-k], swap the first two axes (array.swapaxes(0, 1))."
         require(
             (self.layer_ids, self.top_k) == (layer_ids, top_k),
             f"{where} has {len(layer_ids)} layers and top-{top_k}, the sequences before it "
-            f"{len(self.layer_ids)} and top-{self.top_k}.",
+            f"{len(self.layer_ids)} and top-{self.top_k}.{hint if swapped else ''}",
         )
         ids, valid = select_rows(record, options, where)
         routed = ids[valid]

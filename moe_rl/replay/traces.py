@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.outputs import naming
 from moe_rl.core.trace import RoutingTrace, require_captured_layers
 from moe_rl.replay.manifest import Manifest, ShardRecord, sync_directory
 from moe_rl.replay.sequences import Trace, concatenate, count_sequences
@@ -230,7 +231,8 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     try:
         with TraceWriter(partial, **shape) as writer:
             for part in parts:
-                writer.append(part)
+                with naming(path):
+                    writer.append(part)
         require(partial.is_dir(), "the trace is empty: it holds no sequence.")
         _replace(path, partial)
     except InvalidInputError as error:

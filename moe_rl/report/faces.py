@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_rl.report.document import document
+from moe_rl.report.headline import headline
 from moe_rl.report.html import render_html, render_notebook, render_picture, save_as
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import SweepData
@@ -41,6 +42,11 @@ class SimulationReport(ReportData):
         from moe_rl.report.terminal import policy_table
 
         return printed(lambda console: console.print(policy_table(self, names)), 1000)
+
+    @property
+    def title(self) -> str:
+        """The sentence that answers the question, as below the table in a terminal."""
+        return headline(self).title
 
     def save(self, path: Path | str) -> None:
         """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""

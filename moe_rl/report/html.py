@@ -24,7 +24,7 @@ from moe_rl.report.maps import micro_batch_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.svg import standalone
-from moe_rl.report.units import format_time, parallelism, sequences_of
+from moe_rl.report.units import batch_words, format_time, parallelism, sequences_of
 
 
 def render_html(report: ReportData) -> str:
@@ -41,6 +41,7 @@ def render_html(report: ReportData) -> str:
             limits=limits(report),
             sequences=sequences_of(report.setting),
             parallelism=parallelism(report.setting),
+            batch=batch_words(report.trace, report.setting),
             colors=colors,
             verdict=_verdict(report, colors),
             table=policy_rows(report, chosen_columns(report)),

@@ -15,7 +15,7 @@ from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
 from moe_rl.report.tables import figures_table
-from moe_rl.report.units import counted, format_count, parallelism, sequences_of
+from moe_rl.report.units import batch_words, counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
 # A setting has no slots of these kinds unless it says so.
@@ -102,9 +102,9 @@ def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always
 def setting_lines(report: ReportData) -> list[str]:
     """Return what was simulated, in three short lines."""
     trace, setting = report.trace, report.setting
-    tokens, per_rank = format_count(_number(trace, "num_tokens")), format_count(_number(setting, "tokens_per_rank"))
+    per_rank = format_count(_number(setting, "tokens_per_rank"))
     what = [
-        f"{trace['name']}: {trace['num_sequences']} sequences, {tokens} tokens",
+        f"{trace['name']}: {batch_words(trace, setting)}",
         f"{trace['num_moe_layers']} MoE layers, {trace['num_experts']} experts, top-{trace['top_k']}",
         f"routing {trace['provenance']}",
     ]

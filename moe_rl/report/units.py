@@ -60,6 +60,21 @@ def sequences_of(setting: Mapping[str, object]) -> str:
     return f"sequences of {length} tokens{plain}"
 
 
+def batch_words(trace: Mapping[str, object], setting: Mapping[str, object]) -> str:
+    """Return what was done to get the batch, e.g. "batch of 491k tokens drawn from 128 recorded sequences"."""
+    tokens = format_count(float(str(trace["num_tokens"])))
+    sequences = counted(trace.get("num_recorded_sequences", trace["num_sequences"]), "sequence", "sequences")
+    recorded = format_count(float(str(trace.get("num_recorded_tokens", trace["num_tokens"]))))
+    match setting.get("batch"):
+        case "drawn":
+            return f"batch of {tokens} tokens drawn from {sequences.replace(' ', ' recorded ')}"
+        case "scaled":
+            return f"batch of {sequences.replace(' ', ' recorded ')} ({recorded} tokens), loads scaled"
+        case "recorded":
+            return f"batch as recorded: {sequences}, {tokens} tokens"
+    return f"{sequences}, {tokens} tokens"
+
+
 def parallelism(setting: Mapping[str, object]) -> str:
     """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
     groups = setting.get("num_ep_groups", 1)

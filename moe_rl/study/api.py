@@ -40,7 +40,7 @@ def simulate(
     `progress` is called with what is done now, items done and items in all. Raises `InvalidInputError` with the
     sentences of the command line.
 
-    >>> report = simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", micro_batch_tokens=16384)
+    >>> report = simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", ep=16)
     ... # doctest: +SKIP
     >>> report.best.policy  # doctest: +SKIP
     'moe-rl'
@@ -62,13 +62,12 @@ def plan(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Plan:
-    """Plan one step with one policy; `options` are those of `moe-rl plan`, `policy` among them.
+    """Plan one step with one policy, by default `moe-rl`; `options` are those of `moe-rl plan`.
 
-    >>> step = plan("run.moetrace", policy="moe-rl", micro_batch_tokens=16384)  # doctest: +SKIP
+    >>> step = plan("run.moetrace", micro_batch_tokens=16384)  # doctest: +SKIP
     >>> moe_rl.save_plan(step, "step.plan.npz")  # doctest: +SKIP
     """
-    asked = merge_options(SimulationOptions, options, config)
-    asked.require_one_policy()
+    asked = merge_options(SimulationOptions, options, config).of_one_policy()
     (made,) = make_plans(open_scenario(trace, asked, progress), asked.policy, progress).values()
     return made
 
@@ -115,7 +114,7 @@ def sweep(
 
     Points that stand in the file `out` (.jsonl) already are not computed again; None keeps no file.
 
-    >>> found = sweep("run.moetrace", {"expert_model_parallel_size": [8, 16, 32]}, micro_batch_tokens=16384)
+    >>> found = sweep("run.moetrace", {"expert_model_parallel_size": [8, 16, 32]}, model="qwen3-235b-a22b")
     ... # doctest: +SKIP
     >>> found.save("sweep.svg")  # doctest: +SKIP
     """

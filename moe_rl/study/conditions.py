@@ -37,6 +37,8 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
         "provenance": source.provenance,
         "step": batch.step,
         "num_steps": len(source.steps),
+        "num_recorded_sequences": scenario.recorded.num_sequences,
+        "num_recorded_tokens": scenario.recorded.num_tokens,
         "num_sequences": len(batch.lengths),
         "num_tokens": batch.num_tokens,
         "num_tokens_without_route": batch.unrouted_tokens,
@@ -52,10 +54,10 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
 
 # Options that a report repeats under their own names.
 SAID = (
-    "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
-    "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp", "overlap_grad_reduce",
-    "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes", "forward_only",
-    "filler", "reorder_interval", "seed",
+    "batch", "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size",
+    "pipeline_model_parallel_size", "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp",
+    "overlap_grad_reduce", "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes",
+    "forward_only", "filler", "reorder_interval", "seed",
 )  # fmt: skip
 # The same of the simulator's setting.
 OF_STEP = ("overlap_all_to_all", "overlap_shared_experts", "precision", "cuda_graph", "fused_grouped_mlp")
@@ -139,7 +141,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     }
     facts = {
         "tokens": format_count(batch.num_tokens),
-        "recorded": format_count(scenario.source.num_tokens),
+        "recorded": format_count(scenario.recorded.num_tokens),
         "per_rank": format_count(batch.recorded_tokens_per_rank),
         "asked": format_count(options.tokens_per_rank or 0),
         "mean": format_count(float(batch.lengths.mean())),
@@ -173,7 +175,7 @@ def cautions(
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
-    """Name `--tokens-per-rank` where the trace is too short for the micro-batches that are asked for."""
+    """Name `--batch drawn` where the recorded batch is too short for the micro-batches that are asked for."""
     options, held = scenario.options, scenario.batch.recorded_tokens_per_rank
     # An EP group with one budget is one data-parallel rank of as many slices.
     budget = (options.ep_group_tokens or options.micro_batch_tokens or 0) / scenario.topology.slices_per_dp_rank
@@ -181,7 +183,7 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
         return []
     return [
         f"The trace fills {held / budget:.0%} of the budget, {held:,.0f} of {budget:,.0f} tokens per rank and "
-        f"micro-batch: --tokens-per-rank {budget:.0f} scales its loads to full micro-batches."
+        "micro-batch: --batch drawn fills them with sequences drawn from it."
     ]
 
 

@@ -25,7 +25,9 @@ COMMON = "Setting"  # Panel of the help that `--help` of a simulation shows; `--
 # Fields of a model that options of the same name set.
 SHAPE = ("num_layers", "num_experts", "hidden_size", "moe_ffn_hidden_size", "num_attention_heads", "num_query_groups",
          "kv_channels", "vocab_size")  # fmt: skip
+BUNDLED_SETTINGS = Path(__file__).parents[1] / "configs" / "experiments"  # moe_rl.config loads numpy.
 AUTO = "auto"
+DRAWN, RECORDED, SCALED = "drawn", "recorded", "scaled"  # Values of `--batch`.
 LARGEST = 2**31 - 1  # A larger count would overflow an int32 far from the option that was mistyped.
 # Values of `--cuda-graph-impl`, and their names in the simulator.
 GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
@@ -176,6 +178,7 @@ class SimulationOptions(TraceOptions):
     ranks_per_node: int | None = None
     num_nodes: int | None = None
 
+    batch: str | None = None
     micro_batch_tokens: int | None = None
     layout: str = "verl"
     global_batch_tokens: int | None = None
@@ -244,6 +247,11 @@ class SimulationOptions(TraceOptions):
             self.recompute_granularity == "selective" or "recompute_modules" not in self.model_fields_set,
             "--recompute-modules needs --recompute-granularity selective.",
         )
+        for name, of in (("global_batch_tokens", DRAWN), ("tokens_per_rank", SCALED)):
+            require(
+                self.batch is None or self.batch in (of, DRAWN) or getattr(self, name) is None,
+                f"--{name.replace('_', '-')} belongs to --batch {of}, not to --batch {self.batch}.",
+            )
         require(len(self.policy) > 0, "--policy names no policy.")
         # FSDP2 gathers all experts of a layer in every pass: another program than Megatron's FSDP beside EP.
         require(
@@ -268,10 +276,13 @@ class SimulationOptions(TraceOptions):
         require(slots != AUTO, f"--{said} {AUTO} chooses for a step of training; {of} needs a number.")
         return int(slots)
 
-    def require_one_policy(self) -> None:
-        """Raise unless there is exactly one policy, as a plan has."""
+    def of_one_policy(self) -> Self:
+        """Return the options with the one policy that a plan has, `moe-rl` if none is named; raise for several."""
+        if "policy" not in self.model_fields_set:
+            return self.model_copy(update={"policy": ["moe-rl"]})
         count = len(self.policy)
         require(count == 1, f"a plan file holds one policy: give one --policy, not {count}.")
+        return self
 
     @property
     def recompute(self) -> str:
@@ -397,7 +408,7 @@ def merge_options(
     """
     content: dict[str, Any] = {}
     if config is not None:
-        read = {str(key).replace("-", "_"): value for key, value in read_yaml(Path(config)).items()}
+        read = {str(key).replace("-", "_"): value for key, value in read_yaml(_located_setting(config)).items()}
         content = _whole_names(schema, read)
         # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
@@ -406,6 +417,13 @@ def merge_options(
     }
     said = _whole_names(schema, said)
     return checked({**(below or {}), **content, **said}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
+
+
+def _located_setting(config: Path | str) -> Path:
+    """Return the path of a file of options, which may be the name of a bundled one (`demo`)."""
+    path = Path(config)
+    bundled = BUNDLED_SETTINGS / f"{config}.yaml"
+    return path if path.exists() or path.suffix or not bundled.exists() else bundled
 
 
 def parse_value(text: str) -> int | float | str | bool:

@@ -19,7 +19,7 @@ from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.rl_step import RlStep, rl_step
 from moe_rl.simulators.rl_update import trainer_seconds
-from moe_rl.study.options import SHOWN, merge_options
+from moe_rl.study.options import SCALED, SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
@@ -70,13 +70,15 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 
 
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
-    require(
-        options.tokens_per_rank is None, "--tokens-per-rank scales loads: a step of RL has the samples of the trace."
-    )
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
         given, flag = getattr(options, name), SHOWN[name].flags[0]
         require(given is None, f"{flag} {given} describes a step without a trace: leave it out.")
     scenario = open_scenario(trace, options, progress)
+    require(
+        scenario.options.batch != SCALED,
+        f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads: a step of RL has the samples of "
+        "the trace.",
+    )
     plans = make_plans(scenario, beside_static(options.policy), progress)
     progress("simulating", 0, 1)
     return _passes(scenario, plans, mini_batches=options.mini_batches)
@@ -111,6 +113,9 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> Sim
     other_pass = setting.forward_only or setting.log_prob_passes
     if not report.timed or other_pass or report.best is report.baseline:
         return report
+    if report.scaled:
+        # The rollout would generate the recorded samples, and the update train on many times their tokens.
+        return replace(report, notes=(f"no step of RL: {SCALED} loads are of no samples; see --batch.", *report.notes))
     best = report.best.policy
     plans = {name: report.plans[name] for name in ("static", best)}
     passes = _passes(scenario, plans, mini_batches=1)

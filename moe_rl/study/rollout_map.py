@@ -119,7 +119,7 @@ class _Rollouts:
 
     @classmethod
     def read(cls, trace: TraceLike, options: SimulationOptions, progress: Progress) -> "_Rollouts":
-        for name in ("micro_batch_tokens", "tokens_per_rank"):
+        for name in ("batch", "micro_batch_tokens", "tokens_per_rank"):
             flag = "--" + name.replace("_", "-")
             require(getattr(options, name) is None, f"{flag} is of training: --ep-group-tokens says what is decoded.")
         progress("reading the trace", 0, 1)

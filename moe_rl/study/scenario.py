@@ -24,7 +24,7 @@ from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
-from moe_rl.study.options import AUTO, LARGEST, SimulationOptions
+from moe_rl.study.options import AUTO, DRAWN, LARGEST, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
 
@@ -41,6 +41,14 @@ TELLING_PAIRS_PER_EXPERT = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """What the trace holds of the step, before a batch is drawn from it."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """One step of a trace on a cluster: the problem that every policy is given, and where it comes from."""
 
@@ -48,6 +56,7 @@ class Scenario:
     source: TraceSource
     model: LoadedModel
     topology: ClusterTopology
+    recorded: RecordedStep
     batch: Batch
     training_step: TrainingStep
     """The step as the simulator prices it."""
@@ -62,7 +71,7 @@ class Scenario:
     @property
     def resampled(self) -> bool:
         """Whether the step's sequences were drawn, with replacement, from the recorded ones."""
-        return self.options.global_batch_tokens is not None
+        return self.options.batch == DRAWN
 
     @property
     def knows_earlier_steps(self) -> bool:
@@ -94,10 +103,14 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     )
     step = source.steps[-1] if options.step is None else options.step
     parts = tuple(source.parts(step))
-    options = _full_size(options, parts, num_experts=model.spec.num_experts)
+    recorded = RecordedStep(
+        num_sequences=sum(len(part.sequence_lengths) for part in parts),
+        num_tokens=sum(int(part.sequence_lengths.sum()) for part in parts),
+    )
+    options = _with_batch(options, parts)
     topology = topology_of(options, hardware, parts, num_experts=model.spec.num_experts)
-    if options.global_batch_tokens is not None:
-        parts = _drawn(parts, options.global_batch_tokens, seed=options.seed)
+    if options.batch == DRAWN:
+        parts = _drawn(parts, int(options.global_batch_tokens or 0), seed=options.seed)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology, model.spec)
     if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
@@ -132,6 +145,7 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         source=source,
         model=model,
         topology=topology,
+        recorded=recorded,
         batch=batch,
         training_step=training_step,
         problem=_problem(told, training_step, cost, history, options),
@@ -141,22 +155,73 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     )
 
 
-def _full_size(options: SimulationOptions, parts: Sequence[Trace], *, num_experts: int) -> SimulationOptions:
-    """Return the options with micro-batches and a batch of full size, where neither they nor the trace say any.
+def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> SimulationOptions:
+    """Return the options with the kind and the sizes of the batch in them, which `parts` of the trace may decide.
 
-    `--global-batch-tokens` alone draws a batch for micro-batches of full size as well.
+    Options that state the default change nothing: of a trace without a layout, on 16 ranks,
+        (nothing)                                   draws 4 micro-batches of at most 8,192 tokens a rank
+        --micro-batch-tokens 8192                   the same
+        --ep-group-tokens 2048                      cuts the recorded sequences into micro-batches of 2,048 tokens
+        --ep-group-tokens 2048 --tokens-per-rank N  scales those to N tokens a rank; with --batch drawn, draws
+                                                    micro-batches of at most N tokens a rank
     """
-    cut = options.micro_batch_tokens is not None or options.ep_group_tokens is not None
-    recorded = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
-    if cut or (recorded and options.global_batch_tokens is None):
-        return options
+    laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
+    kind = options.batch or _kind_of_batch(options, laid_out=laid_out)
+    sizes = _drawn_sizes(options, parts) if kind == DRAWN else _recorded_sizes(options, parts, kind, laid_out=laid_out)
+    return options.model_copy(update={"batch": kind, **sizes})
+
+
+def _kind_of_batch(options: SimulationOptions, *, laid_out: bool) -> str:
+    """Return the kind of batch that options without `--batch` ask for; `laid_out`: the trace names every cell."""
+    if options.global_batch_tokens is not None:
+        return DRAWN
+    # Micro-batches of an EP group are cut from a recording: docs/planner.md compares policies on them.
+    if options.ep_group_tokens is not None or (laid_out and options.micro_batch_tokens is None):
+        return RECORDED if options.tokens_per_rank is None else SCALED
+    return DRAWN
+
+
+def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str, int | None]:
+    """Return the sizes of a batch that is drawn, by option: of a micro-batch and of the batch."""
     slices = options.tensor_model_parallel_size * options.context_parallel_size
-    # A sequence cannot be cut, so a micro-batch takes the longest one whole.
-    longest = max(int(part.sequence_lengths.max(initial=0)) for part in parts)
-    budget = max(FULL_SIZE_TOKENS * slices, longest)
+    require(
+        options.micro_batch_tokens is None or options.tokens_per_rank is None,
+        "--micro-batch-tokens and --tokens-per-rank both say how large a drawn micro-batch is: give one.",
+    )
     ranks = max(1, options.expert_model_parallel_size * (options.num_ep_groups or 1) // slices)
-    batch = options.global_batch_tokens or FULL_BATCHES * budget * ranks * 15 // 16  # frameworks fill none to the brim
-    return options.model_copy(update={"micro_batch_tokens": budget, "global_batch_tokens": batch})
+    if options.ep_group_tokens is not None and options.tokens_per_rank is None:
+        return {"global_batch_tokens": options.global_batch_tokens or _full_batch(options.ep_group_tokens)}
+    budget = options.micro_batch_tokens
+    if budget is None:
+        budget = max((options.tokens_per_rank or FULL_SIZE_TOKENS) * slices, _longest(parts))
+    batch = options.global_batch_tokens or _full_batch(budget * ranks)
+    sizes: dict[str, int | None] = {"micro_batch_tokens": budget, "global_batch_tokens": batch}
+    return {**sizes, "ep_group_tokens": None, "tokens_per_rank": None}
+
+
+def _recorded_sizes(
+    options: SimulationOptions, parts: Sequence[Trace], kind: str, *, laid_out: bool
+) -> dict[str, int | None]:
+    """Return the sizes of micro-batches that are cut from the recorded sequences, by option."""
+    cut = options.micro_batch_tokens is not None or options.ep_group_tokens is not None or laid_out
+    if kind == RECORDED:
+        slices = options.tensor_model_parallel_size * options.context_parallel_size
+        return {} if cut else {"micro_batch_tokens": max(FULL_SIZE_TOKENS * slices, _longest(parts))}
+    scaled: dict[str, int | None] = {"tokens_per_rank": options.tokens_per_rank or FULL_SIZE_TOKENS}
+    if not cut:
+        recorded = sum(int(part.sequence_lengths.sum()) for part in parts)
+        scaled["ep_group_tokens"] = max(-(-recorded // FULL_BATCHES), _longest(parts), 1)
+    return scaled
+
+
+def _longest(parts: Sequence[Trace]) -> int:
+    """Return the tokens of the longest sequence, which a micro-batch takes whole: a sequence cannot be cut."""
+    return max(int(part.sequence_lengths.max(initial=0)) for part in parts)
+
+
+def _full_batch(tokens: int) -> int:
+    """Return the tokens of `FULL_BATCHES` micro-batches of at most `tokens`: frameworks fill none to the brim."""
+    return FULL_BATCHES * tokens * 15 // 16
 
 
 def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ...]:

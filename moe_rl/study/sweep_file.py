@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.outputs import naming
 from moe_rl.report.sweep import Value
 from moe_rl.study.executors import Executor, Task
 from moe_rl.study.scenario import Progress
@@ -39,14 +40,15 @@ class SweepFile:
         line: Line = {"schema": SCHEMA, "point": dict(point), **figures, "settings": self.settings}
         content = (json.dumps(line, allow_nan=False) + "\n").encode()
         size = os.fstat(self.descriptor).st_size
-        try:
-            written = os.write(self.descriptor, content)
-            if written < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(self.descriptor)
-        except OSError:
-            os.ftruncate(self.descriptor, size)
-            raise
+        with naming(self.path):
+            try:
+                written = os.write(self.descriptor, content)
+                if written < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self.descriptor)
+            except OSError:
+                os.ftruncate(self.descriptor, size)
+                raise
         self.finished[_key(point)] = json.loads(content)
 
 
@@ -106,6 +108,7 @@ def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
     does not stay.
     """
     settings = json.loads(json.dumps(settings))  # As they are read back: a tuple becomes a list.
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         # The kernel's lock goes with the process, however that ends: no stale lock file stops the next sweep.

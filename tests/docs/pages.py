@@ -42,6 +42,11 @@ def blocks(text: str) -> Iterator[Block]:
             yield Block((), found["reason"], python=textwrap.dedent(found["text"]))
 
 
+def inline_commands(text: str) -> list[str]:
+    """Return the `moe-rl ...` lines that stand in backticks within sentences and tables."""
+    return re.findall(r"`(moe-rl [^`\n]+)`", FENCE.sub("", text))
+
+
 def shell_lines(text: str) -> list[str]:
     """Return the lines of all blocks."""
     return [line for block in blocks(text) for line in block.lines]

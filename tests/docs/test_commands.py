@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, blocks, name, words
+from pages import PAGES, ROOT, blocks, inline_commands, name, words
 
 FOLLOWED = "docs/tutorials/trace.md"
 """The page whose commands tests/docs/test_tutorial.py runs, for every engine in turn."""
@@ -47,6 +47,7 @@ def commands(page: Path) -> list[str]:
     if name(page) == FOLLOWED:
         return []
     found = [line for block in blocks(page.read_text()) if block.reason is None for line in block.lines]
+    found += inline_commands(page.read_text()) if name(page) == "README.md" else []
     return [line for line in found if not left_to_make(line)]
 
 

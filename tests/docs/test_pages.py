@@ -1,10 +1,12 @@
 """Every page: its links lead somewhere, and the commands that it shows exist with their options and targets."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, name, shell_lines, words
+from pages import PAGES, ROOT, blocks, name, shell_lines, words
 
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.cli.commands import command_named
@@ -69,6 +71,24 @@ def test_what_a_page_takes_from_the_code_is_what_the_code_says(page: str) -> Non
         pytest.skip("the demo's figures are those of the C++ core")
     text = (ROOT / page).read_text()
     assert BLOCK.sub(renewed, text) == text, "make tables"
+
+
+@pytest.mark.lengthy
+def test_the_python_block_of_the_readme_prints_the_table_below_it() -> None:
+    """It is the demo: the rows of `make demo`, which the page shows, and its headline."""
+    if native_core() is None:
+        pytest.skip("the demo's figures are those of the C++ core")
+    text = (ROOT / "README.md").read_text()
+    (block,) = (block.python for block in blocks(text) if block.python)
+    program = block.replace('report.save("out/report.html")\n', "")
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    (shown,) = re.findall(r"<!-- begin: terminal moe-rl demo -->\n```text\n(.*?)```", text, re.DOTALL)
+    assert words_of(ran.stdout) == words_of(shown)
+
+
+def words_of(table: str) -> list[str]:
+    """The words and figures of a printed table, without its lines and the ends of lines."""
+    return [word for word in table.split() if set(word) != {"\N{BOX DRAWINGS LIGHT HORIZONTAL}"}]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -10,6 +10,7 @@ from replay_traces import assert_same, random_trace
 from rollouts import make_rollout
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import (
     IMPORTERS,
     ImportOptions,
@@ -38,6 +39,31 @@ def test_formats_are_named_or_recognized(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"could be sglang or vllm: name the format with --format"):
         open_source(tmp_path / "both.jsonl")
     assert open_source(tmp_path / "both.jsonl", format="vllm", options=rollout.options()).num_sequences == 1
+
+
+def drawn_routes(*shape: int) -> np.ndarray:
+    """Distinct ids of 128 experts, top-8, in an array of that shape before the last axis."""
+    rng = np.random.default_rng(0)
+    return np.argsort(rng.random((*shape, 128)), axis=-1)[..., :8].astype(np.uint8)
+
+
+def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
+    cure = r"the order is \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)\)"
+    swapped = drawn_routes(4, 300)
+    np.savez(tmp_path / "swapped.npz", a=swapped)
+    with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would be 4 tokens in 300 layers: " + cure):
+        open_source(tmp_path / "swapped.npz")
+    with pytest.raises(InvalidInputError, match=cure):
+        RoutingTrace.from_sequences([swapped], num_experts=128)
+    # Few enough tokens to be layers: the model says it, or that another sequence has another number of them.
+    np.savez(tmp_path / "short.npz", a=drawn_routes(4, 20))
+    with pytest.raises(InvalidInputError, match=cure):
+        open_source(tmp_path / "short.npz", options=ImportOptions(num_layers=4))
+    np.savez(tmp_path / "two.npz", a=drawn_routes(4, 20), b=drawn_routes(4, 21))
+    with pytest.raises(InvalidInputError, match=r"21 layers and top-8.*swap the first two axes"):
+        open_source(tmp_path / "two.npz")
+    np.savez(tmp_path / "right.npz", a=swapped.swapaxes(0, 1))
+    assert open_source(tmp_path / "right.npz").num_tokens == 300
 
 
 @pytest.mark.parametrize("name", IMPORTERS.names)

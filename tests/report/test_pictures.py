@@ -5,16 +5,23 @@ import re
 import struct
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from report_samples import BOUNDS, forecast, prediction
+from report_samples import BOUNDS, SETTING, TRACE, forecast, prediction, report
 
 from benchmarks.make_tables import wait_bars
+from moe_rl.planner.registry import POLICIES
 from moe_rl.report.bars import LEFT, RIGHT, WORDS_RIGHT, excess_bars, memory_bars, time_bars
-from moe_rl.report.colors import policy_colors
+from moe_rl.report.colors import POLICY_COLORS, policy_colors
+from moe_rl.report.html import render_html
 from moe_rl.report.maps import MapKind, color_of, levels, png_data_uri
 from moe_rl.report.svg import DARK, LIGHT, WIDTH, standalone
+from moe_rl.report.sweep import SweepData, SweptPoint
+from moe_rl.report.sweep_chart import sweep_panels
+
+ROOT = Path(__file__).parents[2]
 
 
 def decoded_png(uri: str) -> tuple[np.ndarray, np.ndarray]:
@@ -94,10 +101,56 @@ def test_a_map_has_a_line_between_nodes_and_labels_on_both_axes() -> None:
     assert "dashed" not in drawn(8, 0)
 
 
-def test_colors_are_distinct_and_static_is_gray() -> None:
-    colors = policy_colors(["static", "eplb", "eplb-oracle", "lplb-oracle", "ultraep", "relibra", "moe-rl"])
-    assert len(set(colors.values())) == 7
+def test_every_policy_has_a_color_of_its_own_whatever_else_is_shown() -> None:
+    ours = [name for name in POLICIES.names if POLICIES[name].__module__.startswith("moe_rl.")]
+    colors = policy_colors(ours)
+    assert len(set(colors.values())) == len(ours)
+    assert colors == {name: POLICY_COLORS[name] for name in ours}
+    for name, color in colors.items():
+        assert policy_colors([name]) == {name: color}
+        assert policy_colors(["static", name, "somebody-else"])[name] == color
     assert colors["static"] == "#7d8590"
+
+
+def test_names_without_a_color_take_what_the_others_leave() -> None:
+    colors = policy_colors(["static", "eplb", "moe-rl", "theirs", "another"])
+    assert len(set(colors.values())) == 5
+
+
+def test_colors_of_policies_are_readable_on_light_paper_and_on_dark() -> None:
+    for name, color in POLICY_COLORS.items():
+        for scheme in (LIGHT, DARK):
+            paper = scheme["paper"] if len(scheme["paper"]) == 7 else "#ffffff"
+            low, high = sorted((luminance(color), luminance(paper)))
+            assert (high + 0.05) / (low + 0.05) >= 3, (name, paper)
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of #rrggbb as WCAG 2.1 defines it."""
+    shares = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_report_and_sweep_and_the_pictures_of_the_documents_show_a_policy_in_one_color() -> None:
+    """The report draws three policies, the sweep two, the documents others: moe-rl is the same in all of them."""
+    page = render_html(report(prediction("static", 10.0, load=2.2), prediction("moe-rl", 7.0, load=1.1)))
+    points = [
+        SweptPoint(point={"seed": seed}, policies={"eplb-oracle": 1.1, "moe-rl": 1.2}, yardsticks={},
+                   imbalance_static=2.0, phi=0.5)
+        for seed in (0, 1)
+    ]  # fmt: skip
+    swept = SweepData(
+        values={"seed": (0, 1)}, metric="speedup_vs_static", points=tuple(points), trace=TRACE, setting=SETTING
+    )
+    picture = str(sweep_panels(swept))
+    assert POLICY_COLORS["moe-rl"] in page
+    assert POLICY_COLORS["moe-rl"] in picture
+    assert POLICY_COLORS["eplb-oracle"] in picture
+    for scheme in ("light", "dark"):
+        text = (ROOT / "docs" / "pictures" / f"sweep-{scheme}.svg").read_text()
+        used = {name for name, color in POLICY_COLORS.items() if color in text}
+        assert used == {"static", "eplb", "moe-rl"}
 
 
 def test_memory_stands_against_the_gpus_line() -> None:

@@ -1,12 +1,15 @@
 """A batch of full-size micro-batches is drawn where nothing is said of them, and its speed-up is an interval."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from cli_runner import write_npz
 
 import moe_rl
 from moe_rl.config import CONFIGS
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import count_sequences
 from moe_rl.replay.sequences import concatenate
@@ -32,6 +35,68 @@ def test_with_nothing_said_micro_batches_are_of_full_size() -> None:
     seconds = report.baseline.breakdown_s or {}
     once = (seconds["step_fixed"] + seconds["optimizer"]) / (report.baseline.step_time_s or 1.0)
     assert any(note.startswith(f"{once:.0%} of the static step is paid once") for note in report.notes)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording without a layout that fills a tenth of a full batch."""
+    path = tmp_path_factory.mktemp("recording") / "run.npz"
+    return write_npz(path, sequences=48, tokens=160, experts=32)
+
+
+ASKED = {"expert_model_parallel_size": 8, "cluster": "h100", "policy": "static,moe-rl"}
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        {"micro_batch_tokens": 8192},
+        {"batch": "drawn"},
+        {"tokens_per_rank": 8192},
+        {"batch": "drawn", "ep_group_tokens": 2048, "tokens_per_rank": 8192},
+        {"micro_batch_tokens": 8192, "global_batch_tokens": 4 * 8 * 8192 * 15 // 16},
+    ],
+    ids=str,
+)
+def test_one_batch_gives_one_figure_however_it_is_spelled(recording: Path, spelled: dict[str, Any]) -> None:
+    reports = [moe_rl.simulate(recording, **ASKED, **given) for given in ({}, spelled)]
+    plain, other = (report.as_json()["policies"] for report in reports)
+    assert [policy["step_time_s"] for policy in plain.values()] == [p["step_time_s"] for p in other.values()]
+    assert reports[0].rl_speedup == reports[1].rl_speedup
+
+
+def test_the_header_says_what_was_done_to_the_batch(recording: Path) -> None:
+    asked = ASKED | {"policy": "static"}
+    heads = {
+        kind: str(moe_rl.simulate(recording, batch=kind, **asked)).splitlines()[0]
+        for kind in ("drawn", "recorded", "scaled")
+    }
+    assert "batch of 246k tokens drawn from 48 recorded sequences" in heads["drawn"]
+    assert "batch as recorded: 48 sequences, 7,680 tokens" in heads["recorded"]
+    assert "batch of 48 recorded sequences (7,680 tokens), loads scaled" in heads["scaled"]
+
+
+def test_options_without_a_batch_ask_for_the_kind_that_they_describe(recording: Path) -> None:
+    asked, cut = ASKED | {"policy": "static"}, {"ep_group_tokens": 2048}
+    kinds = {
+        "drawn": {},
+        "recorded": cut,
+        "scaled": {**cut, "tokens_per_rank": 4096},
+    }
+    for kind, given in kinds.items():
+        assert moe_rl.simulate(recording, **asked, **given).setting["batch"] == kind
+    drawn = moe_rl.simulate(recording, **asked, **cut, global_batch_tokens=50_000)
+    assert drawn.setting["batch"] == "drawn"
+    for name in ("global_batch_tokens", "tokens_per_rank"):
+        with pytest.raises(InvalidInputError, match=f"--{name.replace('_', '-')} belongs to --batch"):
+            moe_rl.simulate(recording, **asked, batch="recorded", **{name: 9000})
+
+
+def test_scaled_loads_have_no_step_of_rl(recording: Path) -> None:
+    """The rollout would generate the recorded samples while the update trains on many times their tokens."""
+    report = moe_rl.simulate(recording, **ASKED, batch="scaled", tokens_per_rank=8192)
+    assert report.rl_speedup is None
+    assert any(note.startswith("no step of RL") for note in report.notes)
 
 
 def test_a_stated_batch_is_drawn_and_kept_to() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require, require_least
-from moe_rl.core.trace import PROVENANCES
+from moe_rl.core.trace import PROVENANCES, require_token_axis_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class RecordedSequence:
             routes.ndim == 3 and routes.dtype.kind in "iu" and routes.shape[1] >= 1 and routes.shape[2] >= 1,
             f"routes must be integers of shape [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
         )
+        require_token_axis_first(routes.shape)
         for name in ("step", "micro_batch", "dp_rank"):
             value = getattr(self, name)
             require(-1 <= value < 1 << 31, f"{name} must lie in -1 .. {(1 << 31) - 1}, got {value}.")
