@@ -257,7 +257,10 @@ def test_a_wrong_value_is_named_with_the_nearest_right_one(
     ("options", "expected"),
     [
         (("--num-ep-groups", 100_000), "is too large to draw"),
-        (("--num-ep-groups", 100, "--micro-batch-tokens", 200), "400 data-parallel ranks cannot share 12 sequences"),
+        (
+            ("--num-ep-groups", 100, "--micro-batch-tokens", 200, "--batch", "recorded"),
+            "400 data-parallel ranks cannot share 12 sequences",
+        ),
         (("--global-batch-tokens", 2_147_483_648), "--global-batch-tokens must be at most 2,147,483,647"),
     ],
 )

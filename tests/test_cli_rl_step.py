@@ -46,7 +46,7 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens-per-rank", 4096), "--tokens-per-rank scales loads"),
+        (("--tokens-per-rank", 4096), "--batch scaled (--tokens-per-rank with --ep-group-tokens) scales loads"),
         (("--objective", "imbalance"), "a step of RL is time"),
         (("--staleness", 1), "needs rollout_gpus of their own"),
         (("--log-prob-passes", 1), "a step of RL has its own passes"),

@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
         try:
-            with pytest.raises(OSError, match=r"No space left|File too large"):
+            with pytest.raises(InvalidInputError, match=r"s\.jsonl cannot be written: (No space left|File too large)"):
                 file.append({"ep": 2}, {"policies": {}})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

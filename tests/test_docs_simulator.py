@@ -10,6 +10,7 @@ from benchmarks.validate_model.compare import PUBLISHED
 from moe_rl.cli.commands import command_named
 from moe_rl.profiling.calibration import CONSTANTS
 from moe_rl.profiling.measurements import Measurement
+from moe_rl.study.options import BUNDLED_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "simulator.md"
 
@@ -52,8 +53,7 @@ def test_the_error_table_has_a_row_for_every_published_set() -> None:
 
 
 def test_the_sweep_of_the_page_finds_its_files() -> None:
-    root = PAGE.parents[1]
-    paths = [word for words in commands() for word in words if word.startswith("moe_rl/")]
-    assert paths
-    for path in paths:
-        assert (root / path).exists(), path
+    names = [words[words.index("--config") + 1] for words in commands() if "--config" in words]
+    assert names
+    for name in names:
+        assert (BUNDLED_SETTINGS / f"{name}.yaml").exists(), name

@@ -4,6 +4,7 @@ S sequences, L MoE layers, E experts.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -160,24 +161,28 @@ def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> Simulatio
 
     Options that state the default change nothing: of a trace without a layout, on 16 ranks,
         (nothing)                                   draws 4 micro-batches of at most 8,192 tokens a rank
-        --micro-batch-tokens 8192                   the same
+        --micro-batch-tokens 8192                   the same; cuts a recording that holds as many tokens itself
         --ep-group-tokens 2048                      cuts the recorded sequences into micro-batches of 2,048 tokens
         --ep-group-tokens 2048 --tokens-per-rank N  scales those to N tokens a rank; with --batch drawn, draws
                                                     micro-batches of at most N tokens a rank
     """
     laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
-    kind = options.batch or _kind_of_batch(options, laid_out=laid_out)
+    kind = options.batch or _kind_of_batch(options, parts, laid_out=laid_out)
     sizes = _drawn_sizes(options, parts) if kind == DRAWN else _recorded_sizes(options, parts, kind, laid_out=laid_out)
     return options.model_copy(update={"batch": kind, **sizes})
 
 
-def _kind_of_batch(options: SimulationOptions, *, laid_out: bool) -> str:
+def _kind_of_batch(options: SimulationOptions, parts: Sequence[Trace], *, laid_out: bool) -> str:
     """Return the kind of batch that options without `--batch` ask for; `laid_out`: the trace names every cell."""
     if options.global_batch_tokens is not None:
         return DRAWN
     # Micro-batches of an EP group are cut from a recording: docs/planner.md compares policies on them.
     if options.ep_group_tokens is not None or (laid_out and options.micro_batch_tokens is None):
         return RECORDED if options.tokens_per_rank is None else SCALED
+    if options.micro_batch_tokens is not None and options.tokens_per_rank is None:
+        # Whoever says how a recording of full size is cut means that recording.
+        full = _drawn_sizes(options, parts)["global_batch_tokens"] or 0
+        return RECORDED if sum(int(part.sequence_lengths.sum()) for part in parts) >= full else DRAWN
     return DRAWN
 
 
@@ -188,7 +193,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
         options.micro_batch_tokens is None or options.tokens_per_rank is None,
         "--micro-batch-tokens and --tokens-per-rank both say how large a drawn micro-batch is: give one.",
     )
-    ranks = max(1, options.expert_model_parallel_size * (options.num_ep_groups or 1) // slices)
+    ranks = max(1, options.expert_model_parallel_size * _num_ep_groups(options, slices) // slices)
     if options.ep_group_tokens is not None and options.tokens_per_rank is None:
         return {"global_batch_tokens": options.global_batch_tokens or _full_batch(options.ep_group_tokens)}
     budget = options.micro_batch_tokens
@@ -318,9 +323,9 @@ def topology_of(
     check_ep_size(ep_size, num_experts, per_node)
     _check_slots(options, num_experts)
     slices = options.tensor_model_parallel_size * options.context_parallel_size
-    groups = options.num_ep_groups or 1
+    groups = _num_ep_groups(options, slices)
     if options.ep_group_tokens is not None:
-        slices = ep_size  # the EP group as a whole holds the sequences of a micro-batch
+        slices, groups = ep_size, 1  # the EP group as a whole holds the sequences of a micro-batch
     elif options.micro_batch_tokens is None and options.num_ep_groups is None:
         # A recorded layout says how many data-parallel ranks the run had.
         ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
@@ -340,6 +345,15 @@ def topology_of(
         f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {sequences} sequences.",
     )
     return topology
+
+
+def _num_ep_groups(options: SimulationOptions, slices: int) -> int:
+    """Return the EP groups that the options ask for: where they say none, as few as hold whole data-parallel ranks.
+
+    A data-parallel rank of TP x CP = 4 `slices` lies in two EP groups of 2, so there are at least two of them.
+    """
+    ep_size = options.expert_model_parallel_size
+    return options.num_ep_groups or math.lcm(ep_size, slices) // ep_size
 
 
 def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:

@@ -313,4 +313,4 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
-    assert (tmp_path / "report.html").is_file()
+    assert (tmp_path / "out" / "report.html").is_file()
