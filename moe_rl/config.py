@@ -13,9 +13,10 @@ from typing import Annotated, Any, cast
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
 
-from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_known
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.topology import MAY_BE_UNKNOWN, HardwareSpec
+from moe_rl.core.software import Software, SoftwareCosts
+from moe_rl.core.topology import FABRIC_CONSTANTS, INFINIBAND, MAY_BE_UNKNOWN, NO_CONSTANT, HardwareSpec
 from moe_rl.huggingface import read_hugging_face_config
 from moe_rl.yaml_files import FROM_TRACE, checked, checked_yaml, read_yaml
 
@@ -47,6 +48,8 @@ class SourcedFloat(_Strict):
 
     value: float
     source: str
+    spread: float | None = None
+    """Standard deviation of its logarithm from one such cluster, or one such software, to the next; None: unknown."""
 
 
 def _bare_value(given: object) -> object:
@@ -100,15 +103,28 @@ class _Cluster(_Strict):
     """Of its GPUs; constants that `benchmarks/validate_model/fit.py` fits are shared by architecture."""
     num_nodes: SourcedInt | None = None
     """Nodes that a job can have; absent for a kind of cluster rather than a certain one."""
+    fabric: str = INFINIBAND
+    """The network between nodes: the constants themselves are InfiniBand's, those of another stand in `fabrics`."""
+    fabrics: dict[str, dict[str, SourcedFloat]] = {}
+    """By network, the `FABRIC_CONSTANTS` that differ from InfiniBand's."""
 
     def hardware(self) -> HardwareSpec:
-        """Return the core's type."""
+        """Return the core's type, with the constants of its network."""
         constants: dict[str, Any] = {name: getattr(self, name) for name in _CONSTANTS}
+        constants |= self.fabrics.get(self.fabric, {})
         return HardwareSpec(
             name=self.name,
+            fabric=self.fabric,
             sources={name: constant.source for name, constant in constants.items()},
+            spreads=_spreads(constants),
             **{name: constant.value for name, constant in constants.items()},
         )
+
+
+def _spreads(constants: Mapping[str, Any]) -> dict[str, float]:
+    """Return the spreads of those constants whose file gives one."""
+    spreads = {name: getattr(constant, "spread", None) for name, constant in constants.items()}
+    return {name: spread for name, spread in spreads.items() if spread is not None}
 
 
 def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
@@ -118,7 +134,7 @@ def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
 
 
 _CONSTANTS: dict[str, Any] = {
-    item.name: _constant(item) for item in fields(HardwareSpec) if item.name not in ("name", "sources")
+    item.name: _constant(item) for item in fields(HardwareSpec) if item.name not in NO_CONSTANT
 }
 # One file of `configs/clusters`: the fields of `HardwareSpec`, each with its source, and the cluster's size.
 ClusterFile: type[_Cluster] = create_model("ClusterFile", __base__=_Cluster, **_CONSTANTS)
@@ -168,7 +184,16 @@ def cluster_file(name: str) -> _Cluster:
         raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")
     file = checked(_cluster_content(path), ClusterFile, where=str(path))
     require(file.num_nodes is None or file.num_nodes.value >= 1, f"{path}: num_nodes must be at least 1.")
+    fabrics = [INFINIBAND, *file.fabrics]
+    require_known(file.fabric, fabrics, f"{path}: no constants of fabric {file.fabric!r} are known for these GPUs.")
+    for fabric, constants in file.fabrics.items():
+        for constant in constants:
+            require_known(constant, FABRIC_CONSTANTS, f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.")
     return file
+
+
+# Keys that leave the nodes of the cluster that a file is `like` as they are.
+SAME_NODES = {"name", "num_nodes", "fabric"}
 
 
 def _cluster_content(path: Path) -> dict[str, Any]:
@@ -181,12 +206,20 @@ def _cluster_content(path: Path) -> dict[str, Any]:
     if base == path or not base.is_file():
         near = nearest_name(str(like).lower(), cluster_names())
         raise InvalidInputError(f"{path}: like must name another cluster, got {like!r}.{near}")
-    # A constant of another cluster is an assumption on this one, wherever it was measured.
     repeated = _cluster_content(base)
-    for constant in repeated.values():
-        if isinstance(constant, dict):
-            constant["source"] = f"assumed: as on {like}: {constant['source'].removeprefix('assumed: ')}"
-    return {**repeated, **own}
+    if own.keys() <= SAME_NODES:
+        return {**repeated, **own}
+    for name, constant in own.items():
+        known = repeated.get(name)
+        if isinstance(constant, dict) and isinstance(known, dict) and "spread" in known:
+            constant.setdefault("spread", known["spread"])
+    # A constant of another cluster is an assumption on this one, wherever it was measured.
+    of_fabrics = repeated.get("fabrics", {})
+    for constants in (repeated, *of_fabrics.values()):
+        for constant in constants.values():
+            if isinstance(constant, dict) and "source" in constant:
+                constant["source"] = f"assumed: as on {like}: {constant['source'].removeprefix('assumed: ')}"
+    return {**repeated, **own, "fabrics": {**of_fabrics, **own.get("fabrics", {})}}
 
 
 def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str:
@@ -194,9 +227,63 @@ def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str
     content: dict[str, Any] = {"name": hardware.name}
     if num_nodes is not None:
         content["num_nodes"] = {"value": num_nodes, "source": "as before"}
-    content |= {name: {"value": getattr(hardware, name), "source": hardware.sources.get(name)} for name in _CONSTANTS}
+    for name in _CONSTANTS:
+        spread = {"spread": hardware.spreads[name]} if name in hardware.spreads else {}
+        content[name] = {"value": getattr(hardware, name), "source": hardware.sources.get(name), **spread}
+    if hardware.fabric != INFINIBAND:
+        content |= {"fabric": hardware.fabric, "fabrics": {hardware.fabric: {}}}
     file = checked(content, ClusterFile, where=f"cluster {hardware.name!r}")
-    return str(yaml.safe_dump(file.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=110))
+    return str(
+        yaml.safe_dump(
+            file.model_dump(exclude_none=True, exclude_defaults=True), sort_keys=False, allow_unicode=True, width=110
+        )
+    )
+
+
+class _SoftwareFile(_Strict):
+    """The name of a kind of software and what it leaves open; `SoftwareFile` adds its costs."""
+
+    name: str
+    cluster_spread: SourcedFloat
+    left_open: SourcedFloat
+
+
+_COSTS: dict[str, Any] = {item.name: (SourcedFloat, ...) for item in fields(SoftwareCosts)}
+# One file of `configs/software`: the fields of `SoftwareCosts`, each with its source and spread.
+SoftwareFile: type[_SoftwareFile] = create_model("SoftwareFile", __base__=_SoftwareFile, **_COSTS)
+
+
+def software_names() -> list[str]:
+    """Return the names of `configs/software`, as `--software` takes them."""
+    return sorted(path.stem for path in (CONFIGS / "software").glob("*.yaml"))
+
+
+def load_software(name: str) -> Software:
+    """Return the software of that name, or of that YAML file, which may be `like` a named one."""
+    path = Path(name) if _is_path(name) else CONFIGS / "software" / f"{name.lower()}.yaml"
+    if not _is_path(name) and not path.is_file():
+        raise InvalidInputError(f"unknown software {name!r}.{nearest_name(name.lower(), software_names())}")
+    content = _software_content(path)
+    file = checked(content, SoftwareFile, where=str(path))
+    constants: dict[str, Any] = {cost: getattr(file, cost) for cost in _COSTS}
+    return Software(
+        name=file.name,
+        costs=SoftwareCosts(**{cost: constant.value for cost, constant in constants.items()}),
+        spreads=_spreads(constants),
+        sources={cost: constant.source for cost, constant in constants.items()},
+        cluster_spread=file.cluster_spread.value,
+        left_open=file.left_open.value,
+    )
+
+
+def _software_content(path: Path) -> dict[str, Any]:
+    """Return a software file's keys and those of the software that it is `like`."""
+    own = read_yaml(path)
+    like = own.pop("like", None)
+    if like is None:
+        return own
+    require_known(str(like), software_names(), f"{path}: like must name another software, got {like!r}.")
+    return {**_software_content(CONFIGS / "software" / f"{like}.yaml"), **own}
 
 
 def load_model(name: str) -> LoadedModel:

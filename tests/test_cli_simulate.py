@@ -201,8 +201,11 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
     assert step_time("--seq-length", 32768) > plain
     assert step_time("--log-prob-passes", 1) > plain
     assert step_time("--forward-only") < plain
-    overlapped = "--overlap-moe-expert-parallel-comm"
-    assert step_time(overlapped) > plain  # so few tokens wait for the host, which overlap keeps busier
+    overlapped, tuned = "--overlap-moe-expert-parallel-comm", ("--software", "tuned")
+    # So few tokens wait for the host, which overlap keeps busier.
+    assert step_time(*tuned, overlapped) > step_time(*tuned)
+    assert step_time(*tuned) < plain == step_time("--software", "typical")
+    assert step_time("--software", "tuned,host=2,overlap_host=0.05") == pytest.approx(plain)
     assert step_time(*graphs, overlapped) < step_time(*graphs)
     assert step_time("--no-overlap-grad-reduce") > plain
     assert step_time("--no-overlap-param-gather") > plain

@@ -22,14 +22,14 @@ from moe_rl.config import (
     override_model,
 )
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.topology import HardwareSpec
+from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
 from moe_rl.huggingface import FAMILIES, read_hugging_face_config
 
 
 @pytest.mark.parametrize("name", cluster_names())
 def test_every_constant_of_a_cluster_names_its_source(name: str) -> None:
     hardware = load_cluster(name)
-    constants = {field.name for field in fields(HardwareSpec)} - {"name", "sources"}
+    constants = {field.name for field in fields(HardwareSpec)} - set(NO_CONSTANT)
     assert set(hardware.sources) == constants
     assert all(len(source) > 10 for source in hardware.sources.values())
 
@@ -59,7 +59,7 @@ def test_no_two_models_share_a_name() -> None:
     [
         (load_model, "gpt-oss-21b", "Did you mean 'gpt-oss-20b'?"),
         (load_cluster, "h1000", "Did you mean 'h100'?"),
-        (load_cluster, "tpu", "Known: a100, b200, b300, gb200, gb300, h100, h20, h200, h800."),
+        (load_cluster, "tpu", "Known: a100, b200, b300, b300-efa, gb200, gb300, h100, h100-efa, h20, h200, h800."),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(load: Any, name: str, expected: str) -> None:
@@ -497,3 +497,32 @@ def test_sparse_attention_is_priced_as_a_window_and_said_so(tmp_path: Path) -> N
     expected = replace(named, name=read.spec.name, sliding_window=2048, num_sliding_window_layers=61)
     assert read.spec == expected
     assert any("index_topk" in sentence for sentence in read.assumptions)
+
+
+def test_a_cluster_file_names_its_fabric_and_keeps_the_sources_of_the_same_nodes(tmp_path: Path) -> None:
+    """Nodes of H100 over EFA: only the network's constants differ, and nothing else becomes an assumption."""
+    efa = load_cluster(write_yaml(tmp_path / "mine.yaml", {"name": "mine", "like": "h100", "fabric": "efa"}))
+    h100 = load_cluster("h100")
+    of_network = {name for name in h100.sources if getattr(efa, name) != getattr(h100, name)}
+    assert of_network == {"rdma_gb_per_s", "flat_rdma_gb_per_s", "inter_node_latency_us"}
+    assert {name for name in h100.sources if efa.sources[name] != h100.sources[name]} == of_network
+    assert replace(efa, name="h100-efa") == load_cluster("h100-efa")
+    (tmp_path / "again.yaml").write_text(cluster_yaml(efa))
+    assert load_cluster(str(tmp_path / "again.yaml")) == efa
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"fabric": "eaf"}, "no constants of fabric 'eaf' are known for these GPUs. Did you mean 'efa'?"),
+        (
+            {"fabrics": {"roce": {"hbm_gb_per_s": {"value": 1.0, "source": "x"}}}},
+            "'hbm_gb_per_s' is no constant of one",
+        ),
+    ],
+)
+def test_an_unknown_fabric_is_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    path = write_yaml(tmp_path / "mine.yaml", {"name": "mine", "like": "h100"} | change)
+    with pytest.raises(InvalidInputError) as error:
+        load_cluster(path)
+    assert expected in str(error.value)

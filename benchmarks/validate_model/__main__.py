@@ -1,10 +1,11 @@
 """The cost model beside published measurements, fitted sets marked.
 
-python -m benchmarks.validate_model            # --points: every figure; --memory: forecast peaks; --json
+python -m benchmarks.validate_model            # --points: every figure; --memory: forecast peaks; --forecasts; --json
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,13 @@ import typer
 from rich.text import Text
 
 from benchmarks.validate_model.compare import PUBLISHED, memory_forecasts, validate
+from benchmarks.validate_model.forecasts import (
+    by_class,
+    called_pairs,
+    pair_figures,
+    with_known_step,
+    without_known_step,
+)
 from benchmarks.validate_model.result import ValidationResult
 from moe_rl.cli.console import print_json, progress_bar, results
 from moe_rl.config import load_cluster, load_model
@@ -29,6 +37,9 @@ def validate_model(
     memory: Annotated[
         bool, typer.Option("--memory", help="List the forecast peak of every published configuration that ran instead.")
     ] = False,
+    forecasts: Annotated[
+        bool, typer.Option("--forecasts", help="Say how often 80 % intervals hold, and which pairs they call, instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict published measurements and say how far off the cost model is, fitted sets marked.
@@ -37,6 +48,9 @@ def validate_model(
     """
     if memory:
         _print_memory(published, as_json=as_json)
+        return
+    if forecasts:
+        _print_forecasts(published, as_json=as_json)
         return
     with progress_bar() as advance:
         advance("predicting published measurements", 0, 1)
@@ -52,6 +66,27 @@ def validate_model(
         _print(compared, points=points)
     if any(result.passed is False for result in compared):
         raise typer.Exit(FAILED)
+
+
+def _print_forecasts(folder: Path, *, as_json: bool) -> None:
+    classes = [
+        figures for way in (without_known_step, with_known_step) for figures in by_class(list(way(folder)))
+    ]  # fmt: skip
+    pairs = pair_figures(list(called_pairs(folder)))
+    if as_json:
+        rows = [asdict(figures) | {"width_to_error": figures.width_to_error} for figures in classes]
+        print_json({"schema": "moe_rl.forecasts/1", "classes": rows, "pairs": [asdict(each) for each in pairs]})
+        return
+    table = figures_table("runs", "rows", "mean |log|", "80 % holds", "left out", "half width", "/ |log|", gap=2)
+    for figures in classes:
+        shares = f"{figures.coverage:.0%}", f"{figures.coverage_left_out:.0%}"
+        widths = f"{figures.half_width:.3f}", f"{figures.width_to_error:.2f}"
+        table.add_row(Text(figures.name), str(figures.count), f"{figures.log_error:.3f}", *shares, *widths)
+    console = results()
+    console.print(table)
+    for each in pairs:
+        said = f"{each.count} pairs differ by more than 10 %, {each.called} are called, {each.right} rightly"
+        console.print(f"{each.name}: {said}")
 
 
 def _print_memory(folder: Path, *, as_json: bool) -> None:

@@ -16,8 +16,10 @@ from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors, r
 from benchmarks.validate_model.gains import layer_gains
 from benchmarks.validate_model.layer import all_to_all, moe_layer
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
+from moe_rl.config import load_software
 from moe_rl.core.cost import Floats
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.software import TUNED, TYPICAL
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
 from moe_rl.simulators.memory import MemoryForecast
@@ -157,6 +159,37 @@ def _whole_runs(
     return [*results, shown]
 
 
+def _user_runs(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare other people's runs under typical software, and under tuned, which they do not run."""
+    runs = [WholeRun.of({**published, **row}, model_named, cluster_named) for row in published["points"]]
+    results = []
+    for name in (TYPICAL, TUNED):
+        costs = load_software(name).costs
+        points = [
+            ValidationPoint(
+                name=run.name,
+                unit=published["unit"],
+                published=run.tokens_per_s,
+                predicted=run.predicted(software=costs).tokens_per_s_per_gpu,
+            )
+            for run in runs
+        ]
+        judged = name == TYPICAL
+        results.append(
+            compared(
+                published,
+                points,
+                name=f"{published['name']}-{name}",
+                title=f"{published['title']}, as --software {name}",
+                fitted=published["fitted"] if judged else "nothing on this set; shown to say how wrong tuned is here",
+                limit_mean_error=published.get("limit_mean_error") if judged else None,
+            )
+        )
+    return results
+
+
 def _memory_peaks(
     published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
 ) -> list[ValidationResult]:
@@ -217,4 +250,5 @@ _KINDS = {
     "all_to_all": all_to_all,
     "whole_runs": _whole_runs,
     "memory_peaks": _memory_peaks,
+    "user_runs": _user_runs,
 }

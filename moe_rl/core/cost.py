@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require, require_least, require_positive
+from moe_rl.core.errors import require, require_positive
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.software import SoftwareCosts as SoftwareCosts
 from moe_rl.core.topology import ClusterTopology
 
 Floats = NDArray[np.float64]
@@ -31,50 +32,9 @@ FLAT_COPY_PASSES = 4.0
 # Share of hidden replica traffic that its layer pays for after all; assumed. Computation beside communication was
 # measured 18.9 % slower on average and 40 % at most on A100 and H100 (arXiv 2507.03114).
 REPLICA_CONTENTION = 0.3
+TUNED_COSTS = SoftwareCosts()
 # A window in which every transfer finds room.
 ANY_TIME_S = 1e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftwareCosts:
-    """Costs of the training software on any cluster, fitted once on published runs (`benchmarks/validate_model`)."""
-
-    partial_graph_share: float = 0.436
-    """Share of a layer's host time that CUDA graphs of attention and router leave."""
-    host_per_tensor_rank: float = 0.172
-    """Growth of a layer's host time with every further tensor-parallel rank."""
-    host_fp8: float = 1.14
-    """Growth of an expert's host time in FP8: casts and scales are launches, too."""
-    host_recompute_ms: float = 0.7
-    """Host time of recomputing one module of one layer: the mean over Moonlight's sweep (data/memory_peaks.yaml)."""
-    overlap_left: float = 0.33
-    """Share of the shorter of computation and all-to-all that overlap of two micro-batches does not hide."""
-    overlap_host: float = 0.5
-    """Growth of a layer's host time under that overlap, which launches a layer in pieces on two streams. Two steps of
-    Qwen3-235B on 64 B200 without graphs became faster without overlap: 17.2 -> 16.0 s in BF16, 20.1 -> 16.9 s in MXFP8
-    (NVIDIA-NeMo/Megatron-Bridge pull request 1760)."""
-    clamped_activation_bytes: float = 65.5
-    """Bytes per expert width and row of gpt-oss's clamped activation with biases, a chain of elementwise kernels: 34 by
-    counting megatron-core's, and 28 per hidden element, of which it has as many, for the output's bias."""
-    fused_mlp_share: float = 0.48
-    """Share of activation and cast bytes that a fused grouped MLP still moves."""
-    plan_ms: float = 0.0
-    """Time on a layer's way until copies can start, where they are planned at dispatch; 0 where routes are known before
-    the step."""
-    host_adam_gb_per_s: float = 10.4
-    """Bytes of parameters and state per second that a rank's share of the host's cores and memory updates: 9.6 s where
-    50 GB/s would have given 2 s (THUDM/slime pull request 1139); Adam on more cores is faster."""
-
-    def __post_init__(self) -> None:
-        require_least(self, whose="software: ", **{item.name: 0 for item in fields(self)})
-
-    def launched(self, cuda_graph: str) -> float:
-        """Return the share of a layer's launches that `cuda_graph`, one of `simulators.setting.CUDA_GRAPHS`, leaves.
-
-        Of the launches that graphs of attention and router spare, half are taken as the router's.
-        """
-        partial = self.partial_graph_share
-        return {"none": 1.0, "router": (1.0 + partial) / 2.0, "partial": partial, "full_iteration": 0.0}[cuda_graph]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +244,7 @@ def layer_cost_params(
     fp8: bool = False,
     fused_mlp: bool = False,
     activation_again: bool = False,
-    software: SoftwareCosts = SoftwareCosts(),
+    software: SoftwareCosts = TUNED_COSTS,
 ) -> LayerCostParams:
     """Return the constants of one MoE layer of `model` on `topology`.
 

@@ -72,6 +72,13 @@ def require_words(given: object, *, whose: str = "", **known: Iterable[str]) -> 
             require_known(word, words, f"{whose}{name} {word!r} is unknown.")
 
 
+def require_word_or_none(given: object, name: str, known: Iterable[str]) -> None:
+    """Raise, with the nearest word, unless the field `name` of `given` is None or a known word."""
+    word = getattr(given, name)
+    if word is not None:
+        require_known(word, known, f"{name} {word!r} is unknown.")
+
+
 @contextmanager
 def located(where: object) -> Iterator[None]:
     """Put `where` in front of the sentence of every `InvalidInputError` that is raised inside."""

@@ -24,6 +24,12 @@ MAY_BE_ZERO = (
 )
 
 
+INFINIBAND = "infiniband"
+# Constants that a cluster's network decides, for each kind of dispatcher: a deduplicating kernel's rate, that of NCCL's
+# flat all-to-all, and the latency of both.
+FABRIC_CONSTANTS = ("rdma_gb_per_s", "flat_rdma_gb_per_s", "inter_node_latency_us")
+# Fields of `HardwareSpec` that are no constants.
+NO_CONSTANT = ("name", "fabric", "sources", "spreads")
 # Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`.
 KNEE = 6.0
 # Fields that a user's cluster file may leave at their defaults.
@@ -35,6 +41,8 @@ class HardwareSpec:
     """Rates of one GPU and its links, as *achieved* figures; `sources` says where each one comes from."""
 
     name: str
+    fabric: str = INFINIBAND
+    """What joins the nodes: `rdma_gb_per_s`, `flat_rdma_gb_per_s` and `inter_node_latency_us` are this network's."""
     ranks_per_node: int
     """GPUs in one NVLink domain that an EP group can fill."""
     gemm_tflops: float
@@ -78,10 +86,12 @@ class HardwareSpec:
     step_fixed_s: float = 0.0
     """Once per step: optimizer launches, gradient norm, exposed gradient reduction and parameter gathering, logging."""
     sources: Mapping[str, str] = field(default_factory=dict)
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    """Standard deviation of a constant's logarithm from one such cluster to the next, where its file gives one."""
 
     def __post_init__(self) -> None:
         whose = f"cluster {self.name!r}: "
-        others = ("name", "sources", "a2a_mixing", *MAY_BE_ZERO)
+        others = (*NO_CONSTANT, "a2a_mixing", *MAY_BE_ZERO)
         require_positive(self, *(name for name in self.__slots__ if name not in others), whose=whose)
         require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
         require_shares(self, "a2a_mixing", whose=whose)

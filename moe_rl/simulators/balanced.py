@@ -91,6 +91,7 @@ class BalancedBatch(TrainingRun):
         parts = {name: seconds * num_micro_batches for name, seconds in once.items()}
         breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
         breakdown |= once_per_step(pricing, breakdown, micro_batches=num_micro_batches)
+        breakdown = {name: self.setting.software.everything * seconds for name, seconds in breakdown.items()}
         # All S stages work on the same tokens: a GPU is credited with 1 / S of them.
         done = tokens * num_micro_batches / self.setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
@@ -126,11 +127,11 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
         return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
 
     half, whole = routed_s(mean // 2), routed_s(mean)
-    waits = pricing.waits()
     alike = setting.sequence_length
     attended = attention_squares(sequence_lengths if alike is None else np.array([alike], np.int64), model)
     if alike is not None:
         attended = lengths * attended / alike
+    waits = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
     layers = ((True, model.num_moe_layers), (False, model.num_layers - model.num_moe_layers))
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(

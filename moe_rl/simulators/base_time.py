@@ -1,12 +1,13 @@
 """Seconds of a micro-batch outside its routed experts: attention, shared experts, dense layers, fixed costs, head.
 
-Every part is linear in two numbers of a rank: its tokens and its *attention squares*, the sum over its sequences of
-length squared (less where layers attend to a window only), divided by the ranks that share them. A rank's time in a
-phase is a sum of parts; the phase lasts as long as its slowest rank, because the dispatch that follows is a barrier.
+Every part is linear in two numbers of a rank (but for a ring of context parallelism, which hides beside attention): its
+tokens and its *attention squares*, the sum over its sequences of length squared (less where layers attend to a window
+only), divided by the ranks that share them. A rank's time in a phase is a sum of parts; the phase lasts as long as its
+slowest rank, because the dispatch that follows is a barrier.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,6 @@ NARROW_HEAD = (1.6, 1.35)
 LOSS_BYTES = (6.0, 8.0)
 # All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward.
 TENSOR_PARALLEL_COLLECTIVES = (2.0, 3.0)
-# How often keys and values travel around the ring of context parallelism: backward sends their gradients, too.
-RING_TRIPS = (1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +122,22 @@ class LinearTime:
     per_token: float = 0.0
     per_square: float = 0.0
     fixed_s: float = 0.0
+    hidden_per_token: float = 0.0
+    """A transfer beside other work: it adds what is longer than `beside_per_square` times the squares, or nothing."""
+    beside_per_square: float = 0.0
+
+    def seconds(self, tokens: Floats, squares: Floats) -> Floats:
+        """Return the seconds of so many tokens with so many attention squares, elementwise."""
+        linear = self.per_token * tokens + self.per_square * squares + self.fixed_s
+        if not self.hidden_per_token:
+            return linear
+        left: Floats = linear + np.maximum(self.hidden_per_token * tokens - self.beside_per_square * squares, 0.0)
+        return left
+
+    def exposed(self, squares_per_token: float) -> "LinearTime":
+        """Return this part as a linear one, where sequences have so many squares per token."""
+        left = max(0.0, self.hidden_per_token - self.beside_per_square * squares_per_token)
+        return replace(self, per_token=self.per_token + left, hidden_per_token=0.0, beside_per_square=0.0)
 
     def plus(self, parts: "Parts", times: float) -> "LinearTime":
         """Return this and all the parts, so many times."""
@@ -141,10 +156,7 @@ def rank_seconds(parts: Parts, work: SourceWork) -> dict[str, Floats]:
     """Return [G, M, P] seconds of each part; 0 where the EP group has no token."""
     running = work.tokens.sum(axis=2, keepdims=True) > 0
     return {
-        name: np.where(
-            running, part.per_token * work.tokens + part.per_square * work.attention_squares + part.fixed_s, 0.0
-        )
-        for name, part in parts.items()
+        name: np.where(running, part.seconds(work.tokens, work.attention_squares), 0.0) for name, part in parts.items()
     }
 
 
@@ -174,22 +186,76 @@ def layer_parts(
             * model.hidden_size
             / (hardware.nvlink_gb_per_s * 1e9)
         ),
-        "context_parallel": LinearTime(per_token=_ring_seconds(model, hardware, setting) * RING_TRIPS[backward]),
+        "context_parallel": context_parallel_part(model, hardware, setting, backward=backward),
         "shared_experts" if moe_layer else "dense_mlp": LinearTime(per_token=ffn * projection),
         "fixed": LinearTime(fixed_s=fixed_ms * 1e-3),
     }
 
 
-def _ring_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting) -> float:
-    """Return seconds per token of one trip of keys and values around the context-parallel ranks of a layer.
+def context_parallel_part(
+    model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool
+) -> LinearTime:
+    """Return what context parallelism adds to a layer's attention, by `setting.cp_comm_type`.
 
-    Megatron numbers TP ranks first, then CP: a ring of more ranks than a node goes through NICs. Short sequences leave
-    little attention to hide the ring under; none of it is taken as hidden.
+    - `p2p`: keys and values travel around a ring of CP ranks beside core attention: only what is longer than it costs.
+    - `a2a`: queries, keys, values and outputs are exchanged once, so that each rank attends with 1 / CP of the heads.
+    - `a2a+p2p`: the first among the ranks of a node, the second across nodes.
+    - `allgather`: keys and values are gathered before attention; nothing hides it.
+
+    Where the setting leaves the kind open, the fastest for sequences of the mean length is not known here: the smaller
+    transfer counts, an exchange of heads where they suffice. Tokens are local ones, so TP x CP have divided them.
     """
-    slices = setting.tensor_model_parallel_size * setting.context_parallel_size
-    rate = hardware.nvlink_p2p_gb_per_s if slices <= hardware.ranks_per_node else hardware.rdma_gb_per_s
-    sent = (setting.context_parallel_size - 1) * BF16_BYTES * model.key_value_channels
-    return sent / (rate * 1e9)
+    if setting.context_parallel_size == 1:
+        return LinearTime()
+    kind = setting.cp_comm_type or default_cp_comm_type(model, hardware, setting)
+    across, inside = _context_parallel_ranks(hardware, setting)
+    node_rate, nic_rate = 1e9 * hardware.nvlink_gb_per_s, 1e9 * hardware.rdma_gb_per_s
+    key_value, heads = BF16_BYTES * model.key_value_channels, BF16_BYTES * _exchanged_channels(model)
+    beside = core_attention_seconds(model, hardware, backward=backward)
+    # Backward sends keys and values and gets their gradients; an exchange of heads is repeated for the gradients.
+    ring_trips, trips = (2.0, 1.0) if backward else (1.0, 1.0)
+    if kind == "a2a":
+        parts = setting.context_parallel_size
+        rate = nic_rate if across > 1 else node_rate
+        return LinearTime(per_token=trips * heads * (parts - 1) / parts / rate)
+    if kind == "a2a+p2p":
+        exchange = trips * heads * (inside - 1) / inside / node_rate
+        # A rank's own share of the heads, over the tokens of its node, goes around the nodes.
+        ring = ring_trips * (across - 1) * key_value / nic_rate
+        return LinearTime(per_token=exchange, hidden_per_token=ring, beside_per_square=beside)
+    ring_rate = nic_rate if across > 1 else 1e9 * hardware.nvlink_p2p_gb_per_s
+    ring = ring_trips * (setting.context_parallel_size - 1) * key_value / ring_rate
+    return LinearTime(hidden_per_token=ring, beside_per_square=beside if kind == "p2p" else 0.0)
+
+
+def default_cp_comm_type(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting) -> str:
+    """Return how context parallelism is taken to communicate where nobody says: as a tuned run would choose.
+
+    Heads are exchanged where there are enough of them and the ring would leave a node, or where the ring sends more
+    than the exchange does: latent attention's ring carries full keys and values, 82 kB per token and stop of
+    DeepSeek-V3, the exchange 164 kB in all. Megatron's own default is p2p.
+    """
+    parts = setting.context_parallel_size
+    # Every rank needs a query head and, as Transformer Engine checks, a key-value head.
+    enough = min(model.num_attention_heads, model.num_query_groups) % (parts * setting.tensor_model_parallel_size) == 0
+    across, _ = _context_parallel_ranks(hardware, setting)
+    ring, exchange = (parts - 1) * model.key_value_channels, _exchanged_channels(model) * (parts - 1) / parts
+    return "a2a" if enough and (across > 1 or exchange < ring) else "p2p"
+
+
+def _exchanged_channels(model: MoeModelSpec) -> float:
+    """Return the channels per token of queries, keys, values and outputs."""
+    outputs = model.num_attention_heads * model.kv_channels
+    return float(model.query_channels + model.key_value_channels + outputs)
+
+
+def _context_parallel_ranks(hardware: HardwareSpec, setting: StepSetting) -> tuple[int, int]:
+    """Return over how many nodes the context-parallel ranks lie, and how many of them in each.
+
+    Megatron numbers TP ranks first, then CP: ranks of TP4 CP8 in nodes of 8 lie on four nodes, two in each.
+    """
+    inside = max(1, min(setting.context_parallel_size, hardware.ranks_per_node // setting.tensor_model_parallel_size))
+    return -(-setting.context_parallel_size // inside), inside
 
 
 def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> Parts:
@@ -229,32 +295,38 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     stages, directions = setting.pipeline_model_parallel_size, 1 + (backward_passes > 0)
     chunks = stages * setting.num_virtual_stages if stages > 1 else 0
     chunk = hardware.host_chunk_ms * left * directions / 2.0 * chunks / run.model.num_layers
-    return 1e-3 * (in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again) + chunk)
+    return 1e-3 * software.host * (in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again) + chunk)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
-    outputs = model.num_attention_heads * model.kv_channels
     linear_s = sum(
         (4.0 if backward else 2.0) * columns * depth / _linear_flops_per_s(hardware, setting, columns, depth)
         for columns, depth in model.attention_products
     )
     handled = model.query_channels + model.key_value_channels
     moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
-    # Half of the n^2 pairs are computed, 2 operations each: n^2 per channel of Q K^T, and of its product with V.
-    core_flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
-    core_tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
-    if model.kv_channels < 128:
-        core_flops *= NARROW_HEAD[backward]
+    core_s = core_attention_seconds(model, hardware, backward=backward)
     if backward and "core_attn" in setting.recompute_modules:
-        core_flops += core_flops / BACKWARD_ATTENTION_FLOPS
+        core_s += core_s / BACKWARD_ATTENTION_FLOPS
     if backward and "mla_up_proj" in setting.recompute_modules:
         linear_s *= 1.0 + MLA_UP_PROJECTION / 2.0
     if backward and "layernorm" in setting.recompute_modules:
         moved += LAYER_NORM_PASSES * model.hidden_size
     return LinearTime(
         per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
-        per_square=core_flops / (core_tflops * 1e12),
+        per_square=core_s,
     )
+
+
+def core_attention_seconds(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> float:
+    """Return the seconds of core attention per attention square."""
+    outputs = model.num_attention_heads * model.kv_channels
+    # Half of the n^2 pairs are computed, 2 operations each: n^2 per channel of Q K^T, and of its product with V.
+    flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
+    if model.kv_channels < 128:
+        flops *= NARROW_HEAD[backward]
+    tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
+    return flops / (tflops * 1e12)
 
 
 def _by_source(per_dp_rank: Floats, topology: ClusterTopology) -> Floats:

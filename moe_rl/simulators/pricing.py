@@ -179,10 +179,11 @@ class StepPricing(TrainingRun):
             return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
         return np.zeros(all_to_all.shape)
 
-    def waits(self) -> tuple[LinearTime, ...]:
+    def waits(self, squares_per_token: float) -> tuple[LinearTime, ...]:
         """Return the time of a micro-batch's slowest rank beside its routed experts, over all layers and passes.
 
-        In three parts: forward, backward, the output layer.
+        In three parts: forward, backward, the output layer. A transfer that hides beside attention is taken to have the
+        window that sequences with so many attention squares per token leave it.
         """
         dense = self.model.num_layers - self.model.num_moe_layers
         found = [LinearTime()] * 3
@@ -190,7 +191,8 @@ class StepPricing(TrainingRun):
             prediction = self._prediction_layers(params)
             for backward, times in self._phases(params):
                 for moe_layer, layers in ((True, self.model.num_moe_layers + prediction), (False, dense)):
-                    parts = self._layer_parts(backward=backward, moe_layer=moe_layer)
+                    linear = self._layer_parts(backward=backward, moe_layer=moe_layer)
+                    parts = {name: part.exposed(squares_per_token) for name, part in linear.items()}
                     found[backward] = found[backward].plus(parts, times * layers)
                 # The output layer is never computed again, however often a layer's forward runs.
                 head = head_parts(self.model, self.topology.hardware, backward=backward)

@@ -7,7 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import REPLICA_CONTENTION, LayerCostParams, SoftwareCosts, layer_cost_params
-from moe_rl.core.errors import require, require_known, require_least, require_shares, require_words
+from moe_rl.core.errors import (
+    require,
+    require_known,
+    require_least,
+    require_shares,
+    require_word_or_none,
+    require_words,
+)
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
@@ -26,6 +33,9 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 # CUDA graphs launch (`--cuda-graph-scope`): nothing; router and preprocessing; attention, too; everything.
 CUDA_GRAPHS = ("none", "router", "partial", "full_iteration")
 
+# How context-parallel ranks exchange keys and values: a ring, an exchange of heads, both, or all at once.
+CP_COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSetting:
@@ -40,7 +50,10 @@ class StepSetting:
     tensor_model_parallel_size: int = 1
     """TP, with sequence parallelism."""
     context_parallel_size: int = 1
-    """CP; the ring of keys and values is priced in full, as short sequences in one micro-batch run it."""
+    """CP, ranks that share each sequence."""
+    cp_comm_type: str | None = None
+    """One of `CP_COMM_TYPES` (`--cp-comm-type`); None: as a tuned run would choose, see
+    `base_time.default_cp_comm_type`."""
     precision: str = "bf16"
     """Of the matrix products; attention's core stays BF16."""
     cuda_graph: str = "none"
@@ -88,6 +101,7 @@ class StepSetting:
             self, dispatcher=DISPATCHERS, recompute=RECOMPUTE, precision=PRECISIONS, cuda_graph=CUDA_GRAPHS,
             recompute_modules=RECOMPUTE_MODULES, offload_modules=OFFLOAD_MODULES,
         )  # fmt: skip
+        require_word_or_none(self, "cp_comm_type", CP_COMM_TYPES)
         require_shares(self, "optimizer_offload_fraction", "replica_exposed")
         require_least(
             self, pipeline_model_parallel_size=1, num_virtual_stages=1, tensor_model_parallel_size=1,

@@ -189,8 +189,8 @@ def _timed(
     `most_rows` [G, M, L, P], where they are known: buffers must hold them.
     """
     rows, seconds = found.rows, pricing.seconds(found.rows, work)
-    topology = pricing.topology
-    micro_batch_s = whole(seconds)
+    topology, slower = pricing.topology, pricing.setting.software.everything
+    micro_batch_s = slower * whole(seconds)
     running = (micro_batch_s > 0).sum(axis=1).tolist()
     groups = []
     for group, count in enumerate(running):
@@ -200,7 +200,8 @@ def _timed(
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
     breakdown = groups[group]
     breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
-    breakdown["reorder"] = movement_s = movement_time(plan, pricing) if plan else 0.0
+    breakdown["reorder"] = movement_time(plan, pricing) if plan else 0.0
+    breakdown = {name: slower * seconds for name, seconds in breakdown.items()}
     placement = plan.placement if plan else None
     held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
     memory = forecast_memory(held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
@@ -219,7 +220,7 @@ def _timed(
             resident_bytes=memory.parts_bytes["resident_slots"],
             inter_node_copies_per_token=sent / (tokens * layers) if tokens else None,
             node_to_node_copies=between,
-            reorder_share=movement_s / step_s if step_s > 0 else None,
+            reorder_share=breakdown["reorder"] / step_s if step_s > 0 else None,
         ),
         memory=memory,
         visit_difference=found.difference,

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from moe_rl.config import load_software
 from moe_rl.core.load import StepLoad
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
-from moe_rl.core.topology import HardwareSpec
+from moe_rl.core.software import TUNED, TYPICAL
+from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
 from moe_rl.planner.base import OURS
 from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
@@ -15,10 +17,12 @@ from moe_rl.report.units import GIB, format_count
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
+from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Scenario
 from moe_rl.yaml_files import read_yaml
 
 MOE_RL = "moe-rl"
+Simulate = Callable[[StepSetting], SimulationResult]
 SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_name("sentences.yaml"))
 SMALL_PART = 0.5  # A trace that fills less of its micro-batches than this is too short for them.
 # The bundled trace on 16 H100: 42 % of 0.5 M tokens' step, and 1.15x by ultraep; 16 % of 2 M tokens', and 1.23x.
@@ -57,7 +61,7 @@ SAID = (
     "batch", "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size",
     "pipeline_model_parallel_size", "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp",
     "overlap_grad_reduce", "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes",
-    "forward_only", "filler", "reorder_interval", "seed",
+    "forward_only", "filler", "reorder_interval", "seed", "cp_comm_type",
 )  # fmt: skip
 # The same of the simulator's setting.
 OF_STEP = ("overlap_all_to_all", "overlap_shared_experts", "precision", "cuda_graph", "fused_grouped_mlp")
@@ -74,6 +78,9 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
     facts = {
         "model": problem.model.name,
         "cluster": topology.hardware.name,
+        "fabric": topology.hardware.fabric,
+        "software": options.chosen_software().name,
+        "software_chosen_by": _chosen_by(options),
         **conditions,
         **{name: getattr(options, name) for name in SAID},
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
@@ -100,6 +107,33 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "constants": _constants(topology.hardware),
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _chosen_by(options: SimulationOptions) -> str:
+    if options.names_software:
+        return "--software"
+    return "graphs, fused operators or overlap in the setting" if options.shows_tuned_software else "nothing known"
+
+
+def other_software(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> tuple[str, SimulationResult]:
+    """Return the other kind of software, and the same plans priced under it."""
+    options = scenario.options
+    other = TYPICAL if options.chosen_software().name == TUNED else TUNED
+    costs = load_software(other).costs
+    return other, simulate(replace(scenario.training_step.setting, software=costs))
+
+
+def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
+    """Say which software was priced and why, and what the other kind would give."""
+    options = scenario.options
+    name, (other, priced) = options.chosen_software().name, other_software(scenario, result, simulate)
+    best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
+    seconds, others = result.static.step_time_s, priced.static.step_time_s
+    gain = priced.policies[best].prediction.speedup_vs_static or 1.0
+    return (
+        f"software: {name} ({_chosen_by(options)}); with --software {other} static takes {others:.3g} s instead of "
+        f"{seconds:.3g} s, and {best} is {gain:.2f}x as fast."
+    )
 
 
 def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str, StepLoad]) -> list[str]:
@@ -266,5 +300,5 @@ def _constants(hardware: HardwareSpec) -> dict[str, object]:
     return {
         item.name: {"value": getattr(hardware, item.name), "source": hardware.sources.get(item.name, "")}
         for item in fields(hardware)
-        if item.name not in ("name", "sources")
+        if item.name not in NO_CONSTANT
     }

@@ -15,7 +15,7 @@ SAME_NAME = (
     "pipeline_model_parallel_size", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend",
     "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser",
     "mtp_num_layers", "use_megatron_fsdp", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16",
-    "exp_avg_dtype", "exp_avg_sq_dtype", "offload_modules",
+    "exp_avg_dtype", "exp_avg_sq_dtype", "offload_modules", "cp_comm_type",
 )  # fmt: skip
 # Megatron's name, and the simulation's.
 OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
@@ -41,6 +41,10 @@ def _options(settings: RunSettings) -> dict[str, Any]:
         setting = settings.option(theirs)
         if setting is not None and setting.value not in (None, ""):
             found[ours] = setting.value
+    if found.get("context_parallel_size", 1) > 1:
+        # Megatron's default; a list has an entry for every layer.
+        kinds = found.get("cp_comm_type", "p2p")
+        found["cp_comm_type"] = kinds[0] if isinstance(kinds, list) else kinds
     if settings.recompute_granularity is not None:
         found["recompute_granularity"] = settings.recompute_granularity.value
         if settings.recompute_modules is not None and settings.recompute_granularity.value == "selective":

@@ -7,17 +7,17 @@ is in options.yaml; `moe_rl.cli.options` turns every field into a flag. Help is 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.core.errors import require, require_known
 from moe_rl.yaml_files import FROM_TRACE, checked, read_yaml
 
 if TYPE_CHECKING:
-    from moe_rl.core.cost import SoftwareCosts
+    from moe_rl.core.software import Software
     from moe_rl.replay import ImportOptions
     from moe_rl.simulators.setting import StepSetting
 
@@ -34,9 +34,9 @@ GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "
 
 # Options that the simulator's setting has by the same name.
 SAME_IN_STEP = (
-    "pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "mtp_num_layers",
-    "use_megatron_fsdp", "optimizer_offload_fraction", "overlap_grad_reduce", "overlap_param_gather", "forward_only",
-    "log_prob_passes", "reorder_interval", "replica_exposed",
+    "pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
+    "mtp_num_layers", "use_megatron_fsdp", "optimizer_offload_fraction", "overlap_grad_reduce", "overlap_param_gather",
+    "forward_only", "log_prob_passes", "reorder_interval", "replica_exposed",
 )  # fmt: skip
 
 
@@ -172,6 +172,7 @@ class SimulationOptions(TraceOptions):
     expert_model_parallel_size: int = 8  # A node of H100s.
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    cp_comm_type: str | None = None
     pipeline_model_parallel_size: int = 1
     num_virtual_stages_per_pipeline_rank: int = 1
     num_ep_groups: int | None = None
@@ -259,7 +260,7 @@ class SimulationOptions(TraceOptions):
             "--use-megatron-fsdp with --ep 1 is a training loop without expert parallelism, as FSDP2 trainers run it: "
             "its gathering of all experts in every layer is not priced.",
         )
-        self.software_costs()  # Raises for an unknown name now, not after the trace is read.
+        self.chosen_software()  # Raises for an unknown name now, not after the trace is read.
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
         for name in ("unknown_routes", "unknown_pairs", "capacity_risk"):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -291,19 +292,27 @@ class SimulationOptions(TraceOptions):
             return "full"
         return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"
 
-    def software_costs(self) -> "SoftwareCosts":
-        """Return the costs of software that `--software` names, the others as shipped; raise where one is unknown."""
-        from moe_rl.core.cost import SoftwareCosts
+    @property
+    def shows_tuned_software(self) -> bool:
+        """Whether the options show what only a tuned stack runs: graphs, fused operators, overlap of micro-batches."""
+        graphs = GRAPHS[self.cuda_graph_impl or "none"] != "none"
+        return graphs or self.use_transformer_engine_op_fuser or self.overlap_moe_expert_parallel_comm
 
-        known, given = [item.name for item in fields(SoftwareCosts)], {}
-        for one in self.software:
-            name, _, value = one.partition("=")
-            require_known(name, known, f"--software {name!r} is unknown.")
-            try:
-                given[name] = float(value)
-            except ValueError:
-                raise InvalidInputError(f"--software {one!r}: {value!r} is not a number.") from None
-        return SoftwareCosts(**given)
+    @property
+    def names_software(self) -> bool:
+        """Whether `--software` names a kind of software, beside single costs."""
+        return any("=" not in part for part in self.software)
+
+    def chosen_software(self) -> "Software":
+        """Return the software of `--software`, else `tuned` where the options show it, else `typical`."""
+        from moe_rl.config import load_software
+        from moe_rl.core.software import TUNED, TYPICAL
+
+        names = [part for part in self.software if "=" not in part]
+        require(len(names) <= 1, f"--software names two kinds of software: {' and '.join(names)}.")
+        name = names[0] if names else TUNED if self.shows_tuned_software else TYPICAL
+        costs = dict(part.split("=", 1) for part in self.software if "=" in part)
+        return load_software(name).changed(costs)
 
     def step_setting(self) -> "StepSetting":
         """Return the simulator's setting."""
@@ -328,7 +337,7 @@ class SimulationOptions(TraceOptions):
             overlap_all_to_all=self.overlap_moe_expert_parallel_comm,
             overlap_shared_experts=self.moe_shared_expert_overlap,
             sequence_length=self.seq_length,
-            software=self.software_costs(),
+            software=self.chosen_software().costs,
         )
 
     def model_overrides(self) -> dict[str, int]:

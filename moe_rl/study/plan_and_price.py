@@ -28,7 +28,7 @@ from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.simulators.timeline import chrome_json, step_timeline
 from moe_rl.study.batch import Batch, counts_of
-from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, trace_facts
+from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, software_note, trace_facts
 from moe_rl.study.scenario import Progress, Scenario
 from moe_rl.version import __version__
 
@@ -139,6 +139,7 @@ def predict(
         notes=tuple(
             dict.fromkeys(
                 [
+                    *([software_note(scenario, result, simulate)] if timed else []),
                     *notes(scenario, plans, result),
                     *_sequences_wanted(scenario, speedups),
                     *break_even(scenario, plans, loads),

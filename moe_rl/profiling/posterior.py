@@ -1,0 +1,253 @@
+"""From steps that were measured to the constants of this cluster and software, and to forecasts with an interval.
+
+The constants that differ between clusters and between software stacks (`KNOBS`) have a prior: the shipped value, and a
+spread, the standard deviation of its logarithm (`spread` in configs/clusters and configs/software). A measured step
+moves them as far as it must and the priors allow: the maximum of the posterior, by damped Gauss-Newton on the simulator
+itself, so that large moves stay right. Where it is open which software runs, both kinds are weighed by how likely they
+make the measured steps.
+
+A forecast is a mixture of normal distributions of the logarithm of seconds, one for each kind of software: the spread
+of the constants through the simulator's slopes, and what is left to the setting alone (`Software.left_open`).
+
+K knobs, N figures that are forecast together, for example the steps of several policies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import erf, exp, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.interval import Interval
+from moe_rl.core.software import Software, SoftwareCosts
+from moe_rl.core.topology import HardwareSpec
+
+Floats = NDArray[np.float64]
+# [N] seconds under these constants.
+Price = Callable[[HardwareSpec, SoftwareCosts], Floats]
+
+NUDGE = 0.02
+# Gauss-Newton on logarithms: a step may move a knob by a factor of 2, and six rounds settle.
+LARGEST_MOVE, ROUNDS = 0.7, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """Constants that move together, because the same thing would make all of them wrong."""
+
+    name: str
+    hardware: tuple[str, ...] = ()
+    software: tuple[str, ...] = ()
+
+    def spread(self, hardware: HardwareSpec, software: Software) -> float:
+        """Return the prior's standard deviation of the logarithm; 0 where nothing says how far it differs."""
+        if self.hardware:
+            return software.cluster_spread * hardware.spreads.get(self.hardware[0], 0.0)
+        return software.spreads.get(self.software[0], 0.0)
+
+
+KNOBS = (
+    Knob(name="GEMM", hardware=("gemm_tflops", "attention_linear_tflops")),
+    Knob(name="attention", hardware=("attention_forward_tflops", "attention_backward_tflops")),
+    Knob(name="HBM", hardware=("hbm_gb_per_s",)),
+    Knob(name="NIC", hardware=("flat_rdma_gb_per_s", "rdma_gb_per_s")),
+    Knob(name="NIC of deduplicating kernels", hardware=("rdma_gb_per_s",)),
+    Knob(name="latency between nodes", hardware=("inter_node_latency_us",)),
+    Knob(name="small kernels", hardware=("layer_fixed_forward_ms", "layer_fixed_backward_ms")),
+    Knob(name="host per expert", hardware=("host_expert_ms",)),
+    Knob(name="once per step", hardware=("step_fixed_s",)),
+    Knob(name="host", software=("host",)),
+    Knob(name="host per TP rank", software=("host_per_tensor_rank",)),
+    Knob(name="host under overlap", software=("overlap_host",)),
+    Knob(name="left by overlap", software=("overlap_left",)),
+    Knob(name="activation", software=("clamped_activation_bytes",)),
+    Knob(name="optimizer on the host", software=("host_adam_gb_per_s",)),
+    Knob(name="everything", software=("everything",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """The constants before anything was measured: those of a cluster under one kind of software."""
+
+    hardware: HardwareSpec
+    software: Software
+    weight: float = 1.0
+    """How likely this kind of software is, before anything was measured."""
+
+    @property
+    def knobs(self) -> tuple[Knob, ...]:
+        """Those that may move."""
+        return tuple(knob for knob in KNOBS if knob.spread(self.hardware, self.software) > 0)
+
+    @property
+    def spreads(self) -> Floats:
+        """[K] standard deviations."""
+        return np.array([knob.spread(self.hardware, self.software) for knob in self.knobs])
+
+    def constants(self, logs: Floats) -> tuple[HardwareSpec, SoftwareCosts]:
+        """Return the constants with every knob [K] moved by its logarithm."""
+        hardware: dict[str, float] = {}
+        costs: dict[str, float] = {}
+        for knob, factor in zip(self.knobs, np.exp(logs).tolist(), strict=True):
+            for name in knob.hardware:
+                hardware[name] = hardware.get(name, getattr(self.hardware, name)) * factor
+            for name in knob.software:
+                costs[name] = costs.get(name, getattr(self.software.costs, name)) * factor
+        moved = replace(self.hardware, **hardware)  # type: ignore[arg-type]  # all of these fields are floats
+        return moved, replace(self.software.costs, **costs)
+
+    def log_seconds(self, price: Price, logs: Floats) -> Floats:
+        """Return [N] logarithms of seconds with the knobs moved."""
+        return np.log(np.maximum(price(*self.constants(logs)), 1e-12))
+
+    def slopes(self, price: Price, logs: Floats) -> tuple[Floats, Floats]:
+        """Return [N] logarithms of seconds, and [N, K] how each of them moves with the knobs."""
+        base = self.log_seconds(price, logs)
+        moved = [self.log_seconds(price, logs + NUDGE * unit) for unit in np.eye(len(logs))]
+        return base, (np.array(moved).reshape(len(logs), len(base)) - base).T / NUDGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStep:
+    """A step that was measured: how the simulator prices it, and its seconds."""
+
+    price: Price
+    seconds: float
+    name: str = "known step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """The posterior under one kind of software."""
+
+    prior: Prior
+    logs: Floats
+    """[K] where the knobs are."""
+    covariance: Floats
+    """[K, K]."""
+    weight: float
+    left: Mapping[str, float]
+    """Logarithm of measured / forecast of every known step, after the fit."""
+
+    @property
+    def constants(self) -> tuple[HardwareSpec, SoftwareCosts]:
+        """The constants at the maximum."""
+        return self.prior.constants(self.logs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posterior:
+    """What known steps say of the constants; without any it is the prior."""
+
+    components: tuple[Component, ...]
+
+    @classmethod
+    def of(cls, priors: Sequence[Prior], known: Sequence[KnownStep] = ()) -> "Posterior":
+        """Return the posterior over the constants, and over which of the priors' software runs."""
+        fits = [_maximum(prior, known) for prior in priors]
+        evidence = np.array([fit[2] + log(prior.weight) for fit, prior in zip(fits, priors, strict=True)])
+        weights = np.exp(evidence - evidence.max())
+        weights /= weights.sum()
+        return cls(
+            components=tuple(
+                Component(prior=prior, logs=logs, covariance=covariance, weight=weight, left=left)
+                for prior, (logs, covariance, _, left), weight in zip(priors, fits, weights.tolist(), strict=True)
+            )
+        )
+
+    @property
+    def likeliest(self) -> Component:
+        """The component with most weight: plans and figures are made with its constants."""
+        return max(self.components, key=lambda component: component.weight)
+
+    def forecasts(self, price: Price) -> list[Interval]:
+        """Return the N figures with their 80 % intervals."""
+        per_component = [
+            _figures(component, *component.prior.slopes(price, component.logs)) for component in self.components
+        ]
+        weights = [component.weight for component in self.components]
+        figures = zip(*per_component, strict=True)
+        return [Mixture(weights=tuple(weights), parts=tuple(parts)).interval() for parts in figures]
+
+    def ratio(self, price: Price, other: Price, *, alike: float = 0.0) -> Interval:
+        """Return the ratio of seconds of two settings (each N = 1): what they share cancels.
+
+        `alike`: correlation of what is left to the two settings alone; 1 for one run under two plans.
+        """
+        parts = []
+        for component in self.components:
+            base, slopes = component.prior.slopes(price, component.logs)
+            other_base, other_slopes = component.prior.slopes(other, component.logs)
+            difference = slopes[0] - other_slopes[0]
+            alone = 2.0 * (1.0 - alike) * component.prior.software.left_open**2
+            variance = float(difference @ component.covariance @ difference) + alone
+            parts.append((float(base[0] - other_base[0]), sqrt(variance)))
+        return Mixture(weights=tuple(part.weight for part in self.components), parts=tuple(parts)).interval()
+
+
+def _figures(component: Component, base: Floats, slopes: Floats) -> list[tuple[float, float]]:
+    """Return mean and standard deviation of the logarithm of every figure."""
+    variance = np.einsum("nk,kj,nj->n", slopes, component.covariance, slopes)
+    spread = np.sqrt(variance + component.prior.software.left_open**2)
+    return list(zip(base.tolist(), spread.tolist(), strict=True))
+
+
+def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:
+    """Return knobs, covariance, log-evidence (Laplace), and what is left of every known step."""
+    spreads, alone = prior.spreads, prior.software.left_open
+    precision = np.diag(spreads**-2.0)
+    logs = np.zeros(len(spreads))
+    if not known:
+        return logs, np.diag(spreads**2), 0.0, {}
+    measured = np.log([step.seconds for step in known])
+
+    def linear(at: Floats) -> tuple[Floats, Floats]:
+        pairs = [prior.slopes(step.price, at) for step in known]
+        return np.array([base[0] for base, _ in pairs]), np.array([slopes[0] for _, slopes in pairs])
+
+    for _ in range(ROUNDS):
+        forecast, slopes = linear(logs)
+        normal = precision + slopes.T @ slopes / alone**2
+        move = np.linalg.solve(normal, slopes.T @ (measured - forecast) / alone**2 - precision @ logs)
+        logs = logs + np.clip(move, -LARGEST_MOVE, LARGEST_MOVE)
+        if float(np.abs(move).max(initial=0.0)) < NUDGE / 4:
+            break
+    forecast, slopes = linear(logs)
+    covariance = np.linalg.inv(precision + slopes.T @ slopes / alone**2)
+    # How far the measured steps lie from what the prior expects, and how far they may.
+    offset = measured - forecast + slopes @ logs
+    expected = slopes @ np.diag(spreads**2) @ slopes.T + alone**2 * np.eye(len(known))
+    evidence = -0.5 * float(offset @ np.linalg.solve(expected, offset)) - 0.5 * float(np.linalg.slogdet(expected)[1])
+    left = {step.name: float(rest) for step, rest in zip(known, measured - forecast, strict=True)}
+    return logs, covariance, evidence, left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Normal distributions of a logarithm."""
+
+    weights: tuple[float, ...]
+    parts: tuple[tuple[float, float], ...]
+    """Mean and standard deviation."""
+
+    def below(self, value: float) -> float:
+        """Return the probability of a logarithm below `value`."""
+        shares = zip(self.weights, self.parts, strict=True)
+        return sum(
+            weight * 0.5 * (1.0 + erf((value - mean) / (spread * sqrt(2.0)))) for weight, (mean, spread) in shares
+        )
+
+    def quantile(self, share: float) -> float:
+        """Return the logarithm below which `share` of the probability lies, by bisection."""
+        low = min(mean - 8.0 * spread for mean, spread in self.parts)
+        high = max(mean + 8.0 * spread for mean, spread in self.parts)
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if self.below(middle) < share else (low, middle)
+        return 0.5 * (low + high)
+
+    def interval(self) -> Interval:
+        """Return the median and the 80 % interval, no longer as logarithms."""
+        return Interval(value=exp(self.quantile(0.5)), low=exp(self.quantile(0.1)), high=exp(self.quantile(0.9)))
