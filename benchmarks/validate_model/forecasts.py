@@ -26,7 +26,6 @@ from moe_rl.simulators.whole_runs import WholeRun
 # Weight of tuned software where a known step decides which runs; see `moe_rl.study.known_steps`.
 TUNED_WEIGHT = 0.25
 LARGE_RATIO = 0.1
-NORMAL = 1.2816  # 80 % of a normal distribution lie within so many standard deviations.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 Price = Callable[[HardwareSpec, SoftwareCosts], Floats]
 
 NUDGE = 0.02
+# Standard deviations within which 80 % of a normal distribution lie.
+NORMAL_80 = 1.2816
 # Gauss-Newton on logarithms: a step may move a knob by a factor of 2, and six rounds settle.
 LARGEST_MOVE, ROUNDS = 0.7, 6
 
