@@ -7,17 +7,18 @@ Where a schedule calls the parts of the layers in the chunk's place (overlap_moe
 without recomputation of MoE layers, a layer's n-th run is micro-batch n.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class MicroBatchClock:
     """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
 
-    def __init__(self, chunk: "torch.nn.Module", *, recomputes: bool = True) -> None:
+    def __init__(self, chunk: torch.nn.Module, *, recomputes: bool = True) -> None:
         self._recomputes = recomputes
+        self.trained = False
+        """Whether a run with gradients was since an optimizer step last set this to False."""
         self._hooks = [
             chunk.register_forward_pre_hook(self._enter),
             chunk.register_forward_hook(self._leave, always_call=True),
@@ -36,6 +37,7 @@ class MicroBatchClock:
     def stop(self) -> None:
         """End the pass: weights may change, and a layer that runs belongs to none."""
         self.current_pass = None
+        self._in_forward = False  # Ctrl-C in a forward passes by the hook that would say so
 
     def remove(self) -> None:
         """Take the hooks off the chunk."""
@@ -49,6 +51,7 @@ class MicroBatchClock:
 
     def micro_batch(self, layer: int) -> int:
         """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""
+        self.trained |= torch.is_grad_enabled()
         if self._in_forward:
             return self._forwards - 1
         self._recomputed[layer] = self._recomputed.get(layer, -1) + 1

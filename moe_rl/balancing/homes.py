@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.migrate import ExpertGrid, ExpertState, LocalExperts, migrate
 from moe_rl.balancing.schedule import home_experts
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.profiling import ranges
+
+
+class GradientsWaitError(InvalidInputError):
+    """Experts were asked to move while gradients wait in their parameters: said on all ranks, and nothing has moved."""
 
 
 class MovableExperts(Protocol):
@@ -34,6 +38,12 @@ class MovableExperts(Protocol):
 
     def follow(self, placement: ExpertPlacement) -> None:
         """Note that they are now where `placement` says."""
+
+    def gradients_wait(self) -> bool:
+        """Return whether an expert of this rank has a gradient other than zero that no optimizer step has used.
+
+        A move takes weights and optimizer state along, and leaves gradients behind: another expert's.
+        """
 
 
 class ExpertHomes:
@@ -55,8 +65,9 @@ class ExpertHomes:
     def reorder(self, placement: ExpertPlacement) -> int:
         """Move experts to the homes of `placement`, with their optimizer state; return the bytes this rank received.
 
-        Raises `InvalidInputError` for a placement of another size or one that differs between ranks, and `ReorderError`
-        where the move was given up; then `self.placement` tells, for the layers of this rank, where the experts are.
+        Raises `InvalidInputError` for a placement of another size or one that differs between ranks,
+        `GradientsWaitError` where gradients wait in layers that would change, and `ReorderError` where the move was
+        given up; then `self.placement` tells, for the layers of this rank, where the experts are.
         """
         ours = self.placement
         require(
@@ -67,14 +78,14 @@ class ExpertHomes:
         home = placement.with_slots(resident_slots=ours.resident_slots, spare_slots=ours.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
             self._move(self._state_placement, weights_only=True)
-        return self._move(home)
+        return self._move(home, wants_no_gradients=True)
 
     @contextmanager
     def canonical(self, *, weights_only: bool = False) -> Iterator[None]:
         """Put every expert back where the framework expects it while a checkpoint or a weight export runs.
 
         `weights_only` leaves the optimizer state where it is, which moves a fraction of the bytes: for an export. No
-        optimizer step may run inside then.
+        optimizer step may run inside then. Gradients may wait: they stay, and so do their experts in the end.
         """
         current = self.placement
         self._move(self.own_placement, weights_only=weights_only)
@@ -83,16 +94,23 @@ class ExpertHomes:
         finally:
             self._move(current, weights_only=weights_only)
 
-    def _move(self, home: ExpertPlacement, *, weights_only: bool = False) -> int:
+    def _move(self, home: ExpertPlacement, *, weights_only: bool = False, wants_no_gradients: bool = False) -> int:
         """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
         mine = list(self._movable.layers)
         old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
         # Of all slots, so that ranks agree on residents too.
         digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
-        everyone = self.groups.gather_in_run(np.append(digest, int(not np.array_equal(old, new))))
-        require(bool((everyone[:, :-1] == digest).all()), "the ranks were given different placements.")
-        received = 0
+        moves = not np.array_equal(old, new)
+        waits = moves and wants_no_gradients and self._movable.gradients_wait()
+        everyone = self.groups.gather_in_run(np.append(digest, [int(moves), int(waits)]))
+        require(bool((everyone[:, :-2] == digest).all()), "the ranks were given different placements.")
         if everyone[:, -1].any():
+            raise GradientsWaitError(
+                "gradients of experts wait for an optimizer step, and would stay behind: reorder after the step, or "
+                "after they were set to zero (zero_grad_buffer() of the model, zero_grad() of the optimizer)."
+            )
+        received = 0
+        if everyone[:, -2].any():
             experts, state = self._movable.ready()
             with ranges.range("reorder"):
                 received = migrate(

@@ -25,7 +25,7 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import gathered
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
-from moe_rl.balancing.homes import ExpertHomes, MovableExperts
+from moe_rl.balancing.homes import ExpertHomes, GradientsWaitError, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.packing import RankSequences, packed_micro_batches
@@ -62,6 +62,8 @@ class _Prepared(Generic[Tables]):
     forward_only: bool
     counter: RouteCounter | None
     """Hears the routers in the pass; None where nobody asks what they choose."""
+    prepare: Callable[[], None]
+    """Prepares the same pass once more, for the homes of then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ class PassCycle(ABC, Generic[Tables]):
         """Whether the last forecast peak fits, and whose it is."""
         self._reordered = 0, 0.0
         """Bytes that this rank received before the pass that is under way, and seconds."""
+        self._warned_of_gradients = False
+        """Whether it was said that experts stay because gradients wait."""
         self._log_probs = False
         """Whether passes without backward go before the updates."""
         self._updates = 0, 1
@@ -221,7 +225,8 @@ class PassCycle(ABC, Generic[Tables]):
         """Move experts to the homes of `target`, with their optimizer state; return the bytes this rank received.
 
         Call it between an optimizer step and the next forward; a collective of all ranks of the run. Raises
-        `InvalidInputError` where the framework's experts cannot move. Nothing moves where a rank cannot prepare
+        `InvalidInputError` where the framework's experts cannot move, and `GradientsWaitError`, which is one, while
+        gradients of experts that would move wait for an optimizer step. Nothing moves where a rank cannot prepare
         (`ReorderError`); a connection that breaks later leaves every expert whole and `placement` telling, for the
         layers of this rank, where they are.
         """
@@ -269,8 +274,11 @@ class PassCycle(ABC, Generic[Tables]):
         """Return what the pass did, as fields of `PassMetrics`: rows and bytes."""
 
     @abstractmethod
-    def _stop(self, running: RunningPass) -> None:
-        """Give every layer back to the framework until the next pass."""
+    def _stop(self, running: RunningPass, *, complete: bool = True) -> None:
+        """Give every layer back to the framework until the next pass; `complete`: the pass came to its end.
+
+        A pass that did not may have left this rank anywhere; no other rank may be waited for.
+        """
 
     def load_of(self, routes: Routes) -> StepLoad:
         """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 if unknown.
@@ -320,6 +328,10 @@ class PassCycle(ABC, Generic[Tables]):
         to choose by itself. Experts must not move otherwise: a pass that was prepared for another placement runs
         without replicas.
         """
+        prepare_again = partial(
+            self.prepare, routes, layout, plan=plan, counts=counts, tokens=tokens,
+            num_micro_batches=num_micro_batches, forward_only=forward_only,
+        )  # fmt: skip
         if num_micro_batches is not None:
             require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
             tokens = [HeldRows.unknown()] * num_micro_batches
@@ -355,7 +367,14 @@ class PassCycle(ABC, Generic[Tables]):
         if tokens is not None:
             counter = RouteCounter(tokens, self._known.shape, self._device)
         self._prepared.append(
-            _Prepared(planned=planned, homes=homes, num_micro_batches=count, forward_only=forward_only, counter=counter)
+            _Prepared(
+                planned=planned,
+                homes=homes,
+                num_micro_batches=count,
+                forward_only=forward_only,
+                counter=counter,
+                prepare=prepare_again,
+            )
         )
 
     @property
@@ -398,7 +417,9 @@ class PassCycle(ABC, Generic[Tables]):
         self._require_ready()
         # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
         if self._prepared[0].homes is self._proposed if self._prepared else not forward_only:
-            self._rearrange()
+            moved = self._rearrange()
+            if not moved and self._prepared:
+                self._prepare_for_present_homes()
         told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
         if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
             require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
@@ -415,12 +436,6 @@ class PassCycle(ABC, Generic[Tables]):
         total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
         if self.config.static_rows:
             self._set_capacity(joined([planned, *(each.result()[0] for each in later)]))
-        self._activate(planned, tables, [partial(self._waited_for, each) for each in later], num_micro_batches=total)
-        self._listen(prepared.counter)
-        for clock in self._clocks:
-            clock.reset()
-        self._say(self._notes(planned.plan))
-        self._say_memory(planned)
         self._running = RunningPass(
             planned=planned,
             forward_only=prepared.forward_only,
@@ -429,6 +444,17 @@ class PassCycle(ABC, Generic[Tables]):
             num_micro_batches=total,
             counter=prepared.counter,
         )
+        waits = [partial(self._waited_for, each) for each in later]
+        try:
+            self._activate(planned, tables, waits, num_micro_batches=total)
+            self._listen(prepared.counter)
+            for clock in self._clocks:
+                clock.reset()
+            self._say(self._notes(planned.plan))
+            self._say_memory(planned)
+        except BaseException:
+            self.give_up()
+            raise
         return planned.plan
 
     def _waited_for(self, planned: Future[tuple[PlannedPass, Tables]]) -> Tables:
@@ -445,7 +471,41 @@ class PassCycle(ABC, Generic[Tables]):
         """End the pass and return what it did; a collective of the EP group."""
         if self._running is None:
             raise InvalidInputError("no pass is under way: call begin_pass() first.")
+        try:
+            metrics = self._metrics_of(self._running)
+        except BaseException:
+            self.give_up()
+            raise
         running, self._running = self._running, None
+        self._reordered = 0, 0.0
+        self._stop(running)
+        if not running.forward_only:
+            self._say_source(metrics.source)
+        return metrics
+
+    def give_up(self) -> None:
+        """End a pass whose code raised: on this rank alone, without a word to the others; nothing is learned of it.
+
+        From then on experts can come home for a checkpoint or an export, and the next pass can begin, as after
+        `end_pass`. Nothing waits here: weights and gradients of copies that are on their way arrive, or are dropped,
+        when the next pass begins. Gradients that the pass has left in the parameters are the caller's. Passes that are
+        prepared stay prepared (`drop_prepared`). Without a pass under way it does nothing.
+
+            balancer.begin_pass(routes)
+            try:
+                forward_backward_func(...)      # raises: the user's loss, memory, Ctrl-C
+            except BaseException:
+                balancer.give_up()
+                raise
+            balancer.end_pass()
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            self._stop(running, complete=False)
+            self._reordered = 0, 0.0
+
+    def _metrics_of(self, running: RunningPass) -> PassMetrics:
+        """Return what a pass did, and start to learn from it; a collective of the EP group."""
         parts = [running.planned, *(each.result()[0] for each in running.later)]
         planned = joined(parts)
         metrics = PassMetrics(
@@ -466,7 +526,6 @@ class PassCycle(ABC, Generic[Tables]):
             reorder_s=self._reordered[1],
             **self._ran(running),
         )
-        self._reordered = 0, 0.0
         if self.memory is not None and planned.held is not None and metrics.actual_rows.any():
             did = (each[None].astype(float) for each in (metrics.actual_rows, planned.held))
             self.fitting_tokens = self.memory(*did, self.placement).largest_micro_batch
@@ -477,9 +536,6 @@ class PassCycle(ABC, Generic[Tables]):
             self._updates = (0, now or before) if running.forward_only else (now + 1, before)
             if self.config.reorders and running.forward_only == self._log_probs:
                 self._proposed = self._proposal(self._learned)
-        self._stop(running)
-        if not running.forward_only:
-            self._say_source(metrics.source)
         return metrics
 
     def _proposal(self, loads: Future[RankRows]) -> Future[PlannedPass] | None:
@@ -512,16 +568,35 @@ class PassCycle(ABC, Generic[Tables]):
             micro_batches=micro_batches,
         )
 
-    def _rearrange(self) -> None:
-        """Move experts and choose copies as was proposed; gradients are zero and weights whole now."""
-        proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            return
+    def _rearrange(self) -> bool:
+        """Move experts and choose copies as was proposed; return False where gradients wait, and they go later."""
+        if self._proposed is None:
+            return True
         started = time.perf_counter()
-        plan = proposed.result().plan
+        plan = self._proposed.result().plan
+        try:
+            received = self.reorder(self._of_all_stages(plan.placement))
+        except GradientsWaitError:
+            if not self._warned_of_gradients and dist.get_rank() == 0:
+                logger.warning(
+                    "moe_rl: experts stay where they are, because gradients of an earlier call wait for the optimizer "
+                    "step; they move at the begin of a pass that finds none."
+                )
+            self._warned_of_gradients = True
+            return False
+        self._proposed = None
         self._reasons = {note.partition(":")[0]: note for note in plan.notes}
-        received = self.reorder(self._of_all_stages(plan.placement))
         self._reordered = received, time.perf_counter() - started
+        return True
+
+    def _prepare_for_present_homes(self) -> None:
+        """Prepare anew the passes that were prepared for the homes that are proposed: experts stay."""
+        prepared, proposed = list(self._prepared), self._proposed
+        self.drop_prepared()
+        self._proposed = None
+        for each in prepared:
+            each.prepare()
+        self._proposed = proposed
 
     def _learn(self, running: RunningPass, counter: RouteCounter, foretold: RankRows | None) -> Future[RankRows]:
         """Start to take what the routers chose in a pass, and return its loads when they are there."""
@@ -598,7 +673,10 @@ class PassCycle(ABC, Generic[Tables]):
         self._require_no_pass("the next begin_pass()")
 
     def _require_no_pass(self, what: str) -> None:
-        require(self._running is None, f"a pass is under way: call end_pass() before {what}.")
+        require(
+            self._running is None,
+            f"a pass is under way: call end_pass() before {what}, or give_up() where its code raised.",
+        )
 
 
 def _part_of(read: Read | None, part: slice) -> Read | None:

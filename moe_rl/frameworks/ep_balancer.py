@@ -149,10 +149,12 @@ class EpBalancer(PassCycle[Tables]):
             "micro_batches_in_flight": None if running.forward_only else 1,
         }
 
-    def _stop(self, running: RunningPass) -> None:
+    def _stop(self, running: RunningPass, *, complete: bool = True) -> None:
         self._listen(None)
         self._clock.stop()
-        self._record_step(running)
+        for layer in self._layers if not complete else ():
+            layer.leave()
+        self._record_step(running, complete=complete)
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
@@ -205,11 +207,14 @@ class EpBalancer(PassCycle[Tables]):
                     traffic=self._traffic,
                 )
 
-    def _record_step(self, running: RunningPass) -> None:
+    def _record_step(self, running: RunningPass, *, complete: bool) -> None:
         if self._recording is None or running.forward_only:
             return
         writer, recorder = self._recording
         recorder.__exit__(None, None, None)
+        if not complete:
+            self._recording = writer, self._recorder()
+            return
         count = len(recorder.sequences())
         # Distinct over steps and ranks without a word between them, as long as all ranks have as many sequences.
         numbers = (self._recorded_steps * count + np.arange(count)) * dist.get_world_size() + dist.get_rank()

@@ -36,6 +36,8 @@ class LayerRun:
     recomputing: bool = False
     counter: RouteCounter | None = None
     """Hears what the router chooses; None where nobody asks."""
+    leave: Callable[[], None] = lambda: None
+    """Gives the layer's module back what the run that is under way has changed of it."""
 
     def begin(self, targets: Sequence[torch.Tensor | None], num_micro_batches: int) -> None:
         """Start a pass of M micro-batches that replays `targets`, without replicas."""

@@ -205,7 +205,30 @@ class MegatronRun:
 
         `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan, with None
         that of the pass that is prepared. `keys` of the micro-batches are for the router shift, where there is one.
+        Whatever `call` raises, this rank is outside of a pass afterwards: it can save, export and go on.
         """
+        try:
+            return self._around(call, known, forward_only=forward_only, keys=keys)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Forget the pass under way, on this rank alone; see `Balancer.give_up`."""
+        self.last_metrics = {}
+        if self.balancer is not None:
+            self.balancer.give_up()
+        if self._watch is not None:
+            self._watch.give_up()
+
+    def _around(
+        self,
+        call: Callable[[], Any],
+        known: Mapping[str, Any] | None,
+        *,
+        forward_only: bool,
+        keys: Sequence[MicroBatchKeys] | None,
+    ) -> Any:
         if self.router_shift is not None and keys is not None:
             call = partial(self.router_shift.around, call, keys, forward_only=forward_only)
         # A pass of which nothing is known, such as a reference model's, runs as the framework left it.
@@ -219,7 +242,6 @@ class MegatronRun:
             self._steps += 1
         else:
             result = call()
-        # Where the call raises, the other ranks may never come to end_pass, which is a collective.
         if planned is not None:
             self.last_metrics = planned.end_pass().as_dict()
             if self._limit is not None and not forward_only:

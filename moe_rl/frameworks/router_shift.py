@@ -104,7 +104,23 @@ class RouterShiftRun:
         return self._update.finish(keys, floor=self._floor, sum_over_ranks=all_reduce_sum(self._split))
 
     def around(self, call: Callable[[], Any], micro_batches: Sequence[MicroBatchKeys], *, forward_only: bool) -> Any:
-        """Return what `call` returned, a schedule over micro-batches whose keys are these."""
+        """Return what `call` returned, a schedule over micro-batches whose keys are these.
+
+        Where a forward-only `call` raises, its sequences count as unknown, so that it may be run again.
+        """
+        try:
+            return self._around(call, micro_batches, forward_only=forward_only)
+        except BaseException:
+            if forward_only:
+                self._forget(micro_batches)
+            raise
+
+    def _forget(self, micro_batches: Sequence[MicroBatchKeys]) -> None:
+        """Forget the sequences that these micro-batches were the first to have; their places stay empty."""
+        begun = {int(each[0]) for keys, _ in micro_batches for each in keys if len(each) and each[0] >= 0}
+        self._first = {key: first for key, first in self._first.items() if first not in begun}
+
+    def _around(self, call: Callable[[], Any], micro_batches: Sequence[MicroBatchKeys], *, forward_only: bool) -> Any:
         device = next(self._chunks[0].parameters()).device
         rows = [each.reshape(-1).to(device) for _, each in micro_batches]
         if forward_only:

@@ -62,13 +62,15 @@ class Balancer(PassCycle[PassTables]):
     ) -> None:
         ids = [state.layer for state in states]
         setting = step_setting_of(layers[0].config)
+        experts = MegatronExperts(states, optimizer=optimizer, device=groups.device)
         super().__init__(
             PassPlanner(exchange, layers=ids, model=model, setting=setting),
             config=config,
             clocks=clocks,
             groups=groups,
-            movable=MegatronExperts(states, optimizer=optimizer, device=groups.device),
+            movable=experts,
         )
+        self._experts = experts
         # Every EP rank holds rows of its own, so it counts as a data-parallel rank.
         self.topology = cluster_topology(config, ep_size=groups.ep_size, num_ep_groups=groups.num_ep_groups)
         self.transport, self.residents, self._optimizer = transport, residents, optimizer
@@ -138,13 +140,18 @@ class Balancer(PassCycle[PassTables]):
             "micro_batches_in_flight": None if running.forward_only else _micro_batches_in_flight(),
         }
 
-    def _stop(self, running: RunningPass) -> None:
+    def _stop(self, running: RunningPass, *, complete: bool = True) -> None:
         """Let every layer be Megatron's until the next pass."""
         deactivate(self._states)
         for layer, state in zip(self.layers, self._states, strict=True):
             layer.token_dispatcher = state.home_dispatcher
+            if not complete:  # perhaps between two calls that bracket a dispatch
+                flex.limit_rows(layer.token_dispatcher, None)
+                state.capacity_rows = None
         for clock in self._clocks:
             clock.stop()
+        if not complete:
+            self.residents.give_up()
 
     def _forecast_of(self, chunks: Sequence[torch.nn.Module]) -> Callable[..., MemoryForecast]:
         options, ddp = self.layers[0].config, getattr(chunks[0], "ddp_config", None)
@@ -337,6 +344,7 @@ class Balancer(PassCycle[PassTables]):
         require(at_home, "the experts are reordered: call reorder(balancer.megatron_placement) before detach().")
         self._require_no_pass("detach()")
         self.offload()
+        self._experts.release()
         self._thread.shutdown()
         self._planner.exchange.destroy()
         self._groups.destroy()

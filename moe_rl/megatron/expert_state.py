@@ -111,6 +111,32 @@ class MegatronExperts:
     def __init__(self, states: Sequence[LayerState], *, optimizer: Any, device: torch.device) -> None:
         self.layers = [state.layer for state in states]
         self._states, self._optimizer, self._device = list(states), optimizer, device
+        inner = [getattr(each, "optimizer", None) for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+        # A step that Megatron skips for an infinity does not reach them.
+        self._hooks = [
+            each.register_step_post_hook(self._note_step) for each in inner if isinstance(each, torch.optim.Optimizer)
+        ]
+
+    def release(self) -> None:
+        """Take the hooks off the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def gradients_wait(self) -> bool:
+        """Return whether an expert has a gradient other than zero that no optimizer step has used; waits for it."""
+        if not any(state.clock.trained for state in self._states):
+            return False
+        nonzero = []
+        for state in self._states:
+            for slot in range(state.experts.num_local_experts):
+                for parameter in state.experts.parameters_of(slot):
+                    nonzero += [gradient.ne(0).any() for gradient in _gradients_of(parameter)]
+        # One wait of the host for all of them.
+        return bool(torch.stack(nonzero).any()) if nonzero else False
+
+    def _note_step(self, *_: Any) -> None:
+        for state in self._states:
+            state.clock.trained = False
 
     def ready(self) -> tuple[list[Experts], ExpertOptimizerState]:
         """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
@@ -125,3 +151,10 @@ class MegatronExperts:
         """Let the layers route to the homes of `placement`."""
         for state in self._states:
             state.home_table = home_table(placement, state.layer, self._device)
+
+
+def _gradients_of(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """Return where gradients of a parameter gather: Megatron's DDP keeps `main_grad`, without it they are `grad`."""
+    places = [getattr(parameter, "main_grad", None), parameter.grad]
+    # A framework that puts gradients away frees their storage and leaves the tensors.
+    return [each for each in places if each is not None and each.untyped_storage().size()]

@@ -130,6 +130,10 @@ class ResidentCopies:
         )
         self._pushed = self._checksums()
 
+    def give_up(self) -> None:
+        """Trust no copy after a pass that broke off: the next one pushes all of them again."""
+        self._pushed = None
+
     def allocate(self) -> None:
         """Take the memory of the buffers, which hold nothing."""
         for layer in self.layers.values():

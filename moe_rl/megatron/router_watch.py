@@ -52,6 +52,10 @@ class RouterWatch:
         for handle in self._handles:
             handle.remove()
 
+    def give_up(self) -> None:
+        """Forget what a pass gathered that broke off; no other rank is asked."""
+        self._samples, self._counts = {}, {}
+
     def end_pass(self) -> dict[str, float]:
         """Send off what this pass gathered; return the metrics of an earlier one, {} while they have not arrived.
 

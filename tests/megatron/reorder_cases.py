@@ -31,6 +31,20 @@ def random_placement(balancer: Balancer, seed: int) -> ExpertPlacement:
     return ExpertPlacement.from_home_rank(np.stack([rng.permutation(row) for row in home]), ep_size=dist_ep(balancer))
 
 
+def random_residents(balancer: Balancer, seed: int, *, slots: int = 2, move: bool = True) -> ExpertPlacement:
+    """Random homes, or Megatron's, and on most ranks one or two experts of other ranks; none at all in one layer."""
+    rng = np.random.default_rng(seed)
+    home = balancer.megatron_placement.home_rank
+    ranks = balancer.megatron_placement.ep_size
+    home = np.stack([rng.permutation(row) for row in home]) if move else home
+    residents = np.full((len(home), ranks, slots), -1)
+    for layer, rank in np.ndindex(len(home), ranks):
+        foreign = rng.permutation(np.flatnonzero(home[layer] != rank))[:slots]
+        residents[layer, rank] = np.where(rng.random(slots) < 0.8, foreign, -1)
+    residents[seed % len(home)] = -1
+    return ExpertPlacement.from_home_rank(home, ep_size=ranks, resident_experts=residents)
+
+
 def dist_ep(balancer: Balancer) -> int:
     return balancer.megatron_placement.ep_size
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from collective_cases import RECOMPUTED
 from cross_node_cases import large_storages
 from matrix_cases import DTYPES, LAYOUTS, NAMES, RECOMPUTES, SMALL_BUCKETS
+from reorder_cases import random_residents
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.placement import ExpertPlacement
-from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
+from moe_rl.megatron import BalancerConfig, attach, restore_placement, save_placement
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.residents import LayerResidents
@@ -41,20 +41,6 @@ CONFIG: dict[str, Any] = {
 ALONE = CONFIG | {"replica_slots": 0}
 """Residents without replicas: what is sent is theirs."""
 GROUPED = CONFIG | {"experts": "grouped", "experimental": True}
-
-
-def random_residents(balancer: Balancer, seed: int, *, slots: int = 2, move: bool = True) -> ExpertPlacement:
-    """Random homes, or Megatron's, and on most ranks one or two experts of other ranks; none at all in one layer."""
-    rng = np.random.default_rng(seed)
-    home = balancer.megatron_placement.home_rank
-    ranks = balancer.megatron_placement.ep_size
-    home = np.stack([rng.permutation(row) for row in home]) if move else home
-    residents = np.full((len(home), ranks, slots), -1)
-    for layer, rank in np.ndindex(len(home), ranks):
-        foreign = rng.permutation(np.flatnonzero(home[layer] != rank))[:slots]
-        residents[layer, rank] = np.where(rng.random(slots) < 0.8, foreign, -1)
-    residents[seed % len(home)] = -1
-    return ExpertPlacement.from_home_rank(home, ep_size=ranks, resident_experts=residents)
 
 
 def routes_of(step: int, shape: dict[str, int] | None = None) -> list[torch.Tensor]:

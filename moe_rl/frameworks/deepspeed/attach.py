@@ -117,6 +117,7 @@ class SlotsLayer:
         self._tokens_per_expert: torch.Tensor | None = None
         module.router.forward, module.experts.forward = self.route, self.compute
         self._left = module.register_forward_hook(self._leave, always_call=True)
+        run.leave = self._leave  # Ctrl-C in the layer passes by the hook
 
     def route(self, rows: torch.Tensor, expert_bias: torch.Tensor | None = None) -> Any:
         """Return (scores [T, K], slots [T, K], rows per slot) of rows [T, H]."""

@@ -83,6 +83,20 @@ class AutoEpExperts:
             experts.append(SlotViews(num_local_experts=len(views_by_slot), views=views_by_slot))
         return experts, state
 
+    def gradients_wait(self) -> bool:
+        """Return whether a gradient other than zero waits for ZeRO's step, which drops what it has used.
+
+        A backward takes it out of the parameters into lists of the optimizer: `all_grad_tensors` in an accumulation
+        cycle, `averaged_gradients` at its end.
+        """
+        by_group = [*self._optimizer.all_grad_tensors.values(), *self._optimizer.averaged_gradients.values()]
+        gradients = [each for group in by_group if group is not None for each in group]
+        for module in self._modules:
+            for parameter in parameters_of(module.experts):
+                gradients += [parameter.grad, getattr(parameter, "grad_accum", None)]
+        nonzero = [each.ne(0).any() for each in gradients if each is not None]
+        return bool(torch.stack(nonzero).any()) if nonzero else False
+
     def follow(self, placement: ExpertPlacement) -> None:
         """Let the layers route to the homes of `placement`."""
         for run, experts in zip(self._runs, home_experts(placement), strict=True):

@@ -67,8 +67,12 @@ def forward_backward(
         else:
             told = {"num_micro_batches": count} if held is None else {"tokens": held}
         balancer.begin_pass(**told, forward_only=bool(kwargs.get("forward_only", False)))
-        # Where the call raises, the other ranks may never come to end_pass, which is a collective.
-        result = function(**kwargs)
+        try:
+            result = function(**kwargs)
+        except BaseException:
+            # The other ranks may never come to end_pass, which is a collective.
+            balancer.give_up()
+            raise
         report(balancer.end_pass().as_dict())
         return result
 

@@ -184,6 +184,9 @@ class RoutingReplay:
         """Let the routers choose again."""
         self.clock.stop()
 
+    give_up = end_pass
+    """What a balancer has for a pass whose code raised; here it is the same."""
+
     def detach(self) -> None:
         """Give the routers back."""
         self.clock.remove()

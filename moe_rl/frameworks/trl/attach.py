@@ -69,13 +69,18 @@ class ReplayGRPOTrainer(GRPOTrainer):
         count = self.current_gradient_accumulation_steps
         # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already.
         if self.model.training and self._step % count == 0:
+            self.routing.give_up()  # one that was broken off between two micro-batches, by Ctrl-C in TRL's own loop
             coming = [(self._step + each) % self.args.steps_per_generation for each in range(count)]
             self.routing.begin_pass([self._buffered_inputs[each][ROUTES] for each in coming])
         return inputs
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does; the pass ends with the last one of an optimizer step."""
-        loss = super().training_step(*args, **kwargs)
+        try:
+            loss = super().training_step(*args, **kwargs)
+        except BaseException:
+            self.routing.give_up()
+            raise
         if self._step % self.current_gradient_accumulation_steps == 0:
             metrics = self.routing.end_pass()
             for name, value in (metrics.as_dict() if metrics is not None else {}).items():

@@ -227,18 +227,32 @@ def _reported(
     ahead = RUNS[self.module[0]][2]
     if ahead.prepared is not None and not ahead.comes(data, forward_only=forward_only):
         run.balancer.drop_prepared()
-    updates = UPDATE.set(None if forward_only else self)
     try:
-        output = original(self, data, loss_function, forward_only=forward_only)
+        with _forming_micro_batches_of(None if forward_only else self):
+            output = original(self, data, loss_function, forward_only=forward_only)
+        _look_ahead(data, self, run, ahead, forward_only=forward_only)
+    except BaseException:
+        ahead.prepared = None  # the same batch may come once more, and the pass that was prepared for it is used up
+        if run.balancer is not None:
+            run.balancer.drop_prepared()
+        raise
     finally:
-        UPDATE.reset(updates)
-    _look_ahead(data, self, run, ahead, forward_only=forward_only)
-    if limit is not None:
-        assign_non_tensor(data, max_token_len_per_gpu=limit)
+        if limit is not None:
+            assign_non_tensor(data, max_token_len_per_gpu=limit)
     if output.get("metrics") is not None and not forward_only:
         # verl's worker chains the lists of the data-parallel ranks, and raises for a number.
         output["metrics"].update({name: [value] for name, value in run.last_metrics.items()})
     return output
+
+
+@contextlib.contextmanager
+def _forming_micro_batches_of(engine: Any) -> Iterator[None]:
+    """Let `_packed_anew` know whose update forms micro-batches inside; None: nobody's."""
+    token = UPDATE.set(engine)
+    try:
+        yield
+    finally:
+        UPDATE.reset(token)
 
 
 def _look_ahead(data: Any, engine: Any, run: Any, ahead: Any, *, forward_only: bool) -> None:
@@ -250,9 +264,8 @@ def _look_ahead(data: Any, engine: Any, run: Any, ahead: Any, *, forward_only: b
     # Sequences change their micro-batch by where the experts will be, which is not known while homes are searched.
     if run.packs and run.balancer.searches_homes:
         return
-    updates = UPDATE.set(engine)
-    micro_batches = ahead.after(data, engine, forward_only=forward_only)
-    UPDATE.reset(updates)
+    with _forming_micro_batches_of(engine):
+        micro_batches = ahead.after(data, engine, forward_only=forward_only)
     if micro_batches is not None:
         run.balancer.prepare(**_known(micro_batches, engine, run.balancer.model))
 
