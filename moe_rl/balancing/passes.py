@@ -129,6 +129,8 @@ class PassCycle(ABC, Generic[Tables]):
         """The loads of the last pass in which routers were heard."""
         self._proposed: Future[PlannedPass] | None = None
         """Homes and copies that stay, for the rollout whose log-prob pass has run, or like the last update."""
+        self._postponed: Future[PlannedPass] | None = None
+        """The same, where gradients waited when it was due: the next pass that nobody has prepared tries again."""
         self._reasons: dict[str, str] = {}
         """Notes of the plan by which experts have moved last, by how they begin."""
         self.memory: Callable[..., MemoryForecast] | None = None
@@ -380,7 +382,7 @@ class PassCycle(ABC, Generic[Tables]):
     @property
     def searches_homes(self) -> bool:
         """Whether experts may move when the next update begins."""
-        return self._proposed is not None
+        return self._proposed is not None or self._postponed is not None
 
     def drop_prepared(self) -> None:
         """Forget the passes that were prepared: others come."""
@@ -416,10 +418,12 @@ class PassCycle(ABC, Generic[Tables]):
         """
         self._require_ready()
         # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
-        if self._prepared[0].homes is self._proposed if self._prepared else not forward_only:
-            moved = self._rearrange()
-            if not moved and self._prepared:
+        if self._prepared:
+            homes = self._prepared[0].homes
+            if homes is not None and homes is self._proposed and not self._rearrange():
                 self._prepare_for_present_homes()
+        elif not forward_only:
+            self._rearrange()
         told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
         if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
             require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
@@ -535,7 +539,7 @@ class PassCycle(ABC, Generic[Tables]):
             now, before = self._updates
             self._updates = (0, now or before) if running.forward_only else (now + 1, before)
             if self.config.reorders and running.forward_only == self._log_probs:
-                self._proposed = self._proposal(self._learned)
+                self._proposed, self._postponed = self._proposal(self._learned), None
         return metrics
 
     def _proposal(self, loads: Future[RankRows]) -> Future[PlannedPass] | None:
@@ -570,10 +574,12 @@ class PassCycle(ABC, Generic[Tables]):
 
     def _rearrange(self) -> bool:
         """Move experts and choose copies as was proposed; return False where gradients wait, and they go later."""
-        if self._proposed is None:
+        proposed = self._proposed or self._postponed
+        self._proposed = self._postponed = None
+        if proposed is None:
             return True
         started = time.perf_counter()
-        plan = self._proposed.result().plan
+        plan = proposed.result().plan
         try:
             received = self.reorder(self._of_all_stages(plan.placement))
         except GradientsWaitError:
@@ -582,21 +588,18 @@ class PassCycle(ABC, Generic[Tables]):
                     "moe_rl: experts stay where they are, because gradients of an earlier call wait for the optimizer "
                     "step; they move at the begin of a pass that finds none."
                 )
-            self._warned_of_gradients = True
+            self._warned_of_gradients, self._postponed = True, proposed
             return False
-        self._proposed = None
         self._reasons = {note.partition(":")[0]: note for note in plan.notes}
         self._reordered = received, time.perf_counter() - started
         return True
 
     def _prepare_for_present_homes(self) -> None:
         """Prepare anew the passes that were prepared for the homes that are proposed: experts stay."""
-        prepared, proposed = list(self._prepared), self._proposed
+        prepared = list(self._prepared)
         self.drop_prepared()
-        self._proposed = None
         for each in prepared:
             each.prepare()
-        self._proposed = proposed
 
     def _learn(self, running: RunningPass, counter: RouteCounter, foretold: RankRows | None) -> Future[RankRows]:
         """Start to take what the routers chose in a pass, and return its loads when they are there."""

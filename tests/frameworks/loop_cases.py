@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))  # the tiny model that Megatron's own tests train
 import tap_cases
 import tiny_gpt
+from give_up_cases import OfTheUserError, in_the_loss
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -133,6 +134,86 @@ def router_shift() -> dict[str, Any]:
             "bytes": shift.num_bytes,
             "said": str(raised.value),
         }
+
+
+def a_loss_raises() -> dict[str, Any]:
+    """In a wrapped schedule, and in a run with recorder and telemetry: it breaks off, saves, and goes on."""
+    shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(shared)
+    results: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        for name in ("plain", "wrapped", "run"):
+            run, schedule, canonical = tiny_gpt.build(), get_forward_backward_func, contextlib.nullcontext
+            if name == "wrapped":
+                balancer = attach(run.models, run.optimizer, CONFIG)
+                schedule, canonical = wrapped_by(balancer), balancer.canonical
+            if name == "run":
+                given = Settings(balancer=CONFIG, strict=True, telemetry=True, record=Path(shared[0]) / "recorded")
+                around = MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given)
+                schedule, canonical = around_of(around), around.balancer.canonical
+            found: dict[str, Any] = {"curve": tiny_gpt.history()}
+            with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
+                tiny_gpt.update(run, 0, batches(0), found["curve"])
+                with in_the_loss(1, OfTheUserError), pytest.raises(OfTheUserError):
+                    tiny_gpt.update(run, 0, batches(0), found["curve"])
+                with canonical():
+                    found["saved"] = len(run.gpt.state_dict())
+                with in_the_loss(0, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                    tiny_gpt.forward_backward(run, 0, batches(0), forward_only=True)
+                with torch.no_grad():
+                    tiny_gpt.forward_backward(run, 0, batches(0), forward_only=True)
+                tiny_gpt.update(run, 0, batches(0), found["curve"])
+            if name == "run":
+                found["metrics"] = sorted(around.last_metrics)
+                around.detach()
+                found["steps"] = list(TraceReader(Path(shared[0]) / "recorded" / "dp00000.moetrace").steps)
+            results[name] = found
+    return results
+
+
+def wrapped_by(balancer: Any) -> Callable[[], Callable[..., Any]]:
+    return lambda: forward_backward(get_forward_backward_func(), balancer, lambda _: batches(0))
+
+
+def around_of(run: MegatronRun) -> Callable[[], Callable[..., Any]]:
+    def schedule() -> Callable[..., Any]:
+        function = get_forward_backward_func()
+
+        def planned(**kwargs: Any) -> Any:
+            known = {"routes": batches(0)}
+            return run.around(lambda: function(**kwargs), known, forward_only=kwargs["forward_only"])
+
+        return planned
+
+    return schedule
+
+
+def router_shift_after_a_break() -> dict[str, Any]:
+    """The pass of the old log-probabilities breaks off and runs again; an update then finds all of its tokens."""
+    with tiny_gpt.parallel(1, pipeline=2):
+        run, routes = tiny_gpt.build(), batches(0)
+        shift = shifts.RouterShiftRun(run.models, floor=1e-6)
+        kept: list[torch.Tensor] = []
+
+        def keys_of(micro_batches: list[Any], forward_only: bool) -> list[Any]:
+            keys = [shift.keys(list(tokens), forward_only=forward_only) for _, tokens in micro_batches]
+            kept[:] = [torch.stack([each[:-1] for each in of_batch], dim=1).flatten() for of_batch in keys]
+            return list(zip(keys, kept, strict=True))
+
+        def passed(*, forward_only: bool) -> None:
+            schedule = shift.reading(tiny_gpt.get_forward_backward_func(), keys_of)
+            with patch.object(tiny_gpt, "get_forward_backward_func", lambda: schedule):
+                tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
+
+        with in_the_loss(0, OfTheUserError), pytest.raises(OfTheUserError):
+            passed(forward_only=True)
+        passed(forward_only=True)
+        passed(forward_only=False)
+        found = {"least": 1.0, "metrics": True}
+        if parallel_state.is_pipeline_last_stage():
+            found["least"] = min(float(shift.of(rows).ratio.min()) for rows in kept)
+            found["metrics"] = bool(shift.metrics())  # raises where tokens have no route in the old pass
+        return found
 
 
 def layouts() -> dict[str, Any]:

@@ -98,6 +98,23 @@ def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(package: s
         assert rank["recorded"] == 2 * 4 * 2
 
 
+@loop_case("a_loss_raises")
+def test_a_loop_whose_loss_raised_saves_and_goes_on(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for name in ("wrapped", "run"):
+            assert relative_difference(rank["plain"]["curve"], rank[name]["curve"]) <= FP32_LIMIT
+            assert rank[name]["saved"] == rank["plain"]["saved"]
+        assert rank["run"]["steps"] == [0, 1], "of the step that broke off nothing is kept"
+        assert "moe_rl/imbalance" in rank["run"]["metrics"]
+
+
+@loop_case("router_shift_after_a_break")
+def test_log_probabilities_that_broke_off_are_stored_when_they_run_again(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["metrics"]
+        assert rank["least"] == pytest.approx(1.0, abs=1e-2), "the weights are those of the old pass"
+
+
 @loop_case("contract")
 def test_megatrons_schedules_take_what_the_wrapper_gives(outcome: list[Any]) -> None:
     assert outcome == [{"problems": [], "tested": True}] * 2

@@ -1,8 +1,9 @@
 """Cases of test_checkpoint.py: a checkpoint saved while experts are reordered is a plain Megatron checkpoint."""
 
+import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,15 +44,8 @@ def save(run: tiny_gpt.Run, folder: str, kind: str) -> None:
 
 @torch.no_grad()  # Megatron forgets it for state by bucket, where an fp32 model's masters are its weights
 def load(run: tiny_gpt.Run, folder: str, kind: str) -> None:
-    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def with_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        # torch's Adam keeps `step` per parameter; Megatron has set it by now but asks for it again.
-        loaded = {name: tensor for name, tensor in tensors.items() if name != "step"}
-        set_state(self, parameter, {**self._get_main_param_and_optimizer_states(parameter), **loaded})
-
     path = Path(folder) / kind
-    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step):
+    with loading_into_torchs_adam(run.optimizer):
         if kind == LEGACY:
             state = torch.load(path / f"{legacy_name()}.pt", weights_only=False)
             run.gpt.load_state_dict(state["model"])
@@ -61,7 +55,21 @@ def load(run: tiny_gpt.Run, folder: str, kind: str) -> None:
             state = dist_checkpointing.load(sharded(run, kind, loading=True), str(path))
             run.gpt.load_state_dict(state["model"])
             run.optimizer.load_state_dict(state["optimizer"])
-    for one in run.optimizer.chained_optimizers:
+
+
+@contextlib.contextmanager
+def loading_into_torchs_adam(optimizer: Any) -> Iterator[None]:
+    """Let Megatron load a checkpoint into torch's Adam, which keeps `step` per parameter; it has stepped before."""
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        # Megatron has set `step` by now but asks for it again.
+        loaded = {name: tensor for name, tensor in tensors.items() if name != "step"}
+        set_state(self, parameter, {**self._get_main_param_and_optimizer_states(parameter), **loaded})
+
+    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step):
+        yield
+    for one in optimizer.chained_optimizers:
         for values in one.optimizer.state.values():
             if "step" in values:  # of a parameter that this rank holds a shard of
                 values["step"] = values["step"].clone()  # Megatron gives all one tensor, which Adam counts up

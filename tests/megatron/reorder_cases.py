@@ -1,6 +1,7 @@
 """Cases of test_reorder.py: training while experts move, against training in which they stay."""
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.balancing import migrate
+from moe_rl.balancing.heard import HeldRows
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state
 from moe_rl.megatron.activate import home_experts
@@ -228,3 +231,83 @@ def failure_after_a_round() -> dict[str, Any]:
         balancer.reorder(balancer.megatron_placement)
         state = distance(expert_tensors(run), expert_tensors(plain_run))
     return found | {"plain": plain, "curve": curve, "state": state}
+
+
+ACCUMULATED = BalancerConfig(
+    policy="moe-rl", objective="imbalance", ranks_per_node=1, replica_slots=1, cross_node_slots=1, reorders=True
+)
+
+
+def two_calls_per_step() -> dict[str, Any]:
+    """Experts move by themselves while each optimizer step takes the gradients of two schedule calls.
+
+    With `prepared` the second call of a step is planned beside the first, for homes that are proposed by then.
+    """
+    found: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        for name in ("plain", "ours", "prepared"):
+            run, curve = tiny_gpt.build(), tiny_gpt.history()
+            balancer = None if name == "plain" else attach(run.models, run.optimizer, ACCUMULATED)
+            moved, fits = [], []
+            for step in range(STEPS):
+                run.model.zero_grad_buffer()
+                run.optimizer.zero_grad()
+                for half in (0, 1):
+                    routes = routes_of(2 * step + half)
+                    if balancer is not None:
+                        before = balancer.placement.home_rank
+                        told = {"routes": routes, "tokens": sequences_of(2 * step + half)}
+                        if name == "prepared" and half:
+                            balancer.prepare(**told)
+                            told = {}
+                        balancer.begin_pass(**told)
+                        moved.append(bool((balancer.placement.home_rank != before).any()))
+                    curve["loss"].append(tiny_gpt.forward_backward(run, 2 * step + half, routes))
+                    if balancer is not None:
+                        fits.append(balancer.end_pass().misfit is None)
+                curve["grad_norm"].append(float(run.optimizer.step()[1]))
+            curve["grad_norm"] += curve["grad_norm"]  # as many as losses
+            found[name] = {"curve": curve, "moved": moved, "fits": fits}
+    return found
+
+
+def sequences_of(step: int) -> list[HeldRows]:
+    """The rows of every micro-batch as the layers have them: [S, B]."""
+    found = []
+    for micro_batch in range(MICRO_BATCHES):
+        rows = HeldRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
+        by_position = rows.sequence.reshape(tiny_gpt.BATCH, tiny_gpt.SEQUENCE).T.ravel()
+        found.append(replace(rows, sequence=by_position))
+    return found
+
+
+def by_hand_over_gradients() -> dict[str, Any]:
+    """reorder() after a backward, on one rank without gradients; after the step; and with gradients of zero."""
+    said = []
+    with tiny_gpt.parallel(2):
+        run = tiny_gpt.build()
+        balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static"))
+
+        def reorder(seed: int) -> None:
+            try:
+                said.append(balancer.reorder(random_placement(balancer, seed)) > 0)
+            except InvalidInputError as error:
+                said.append(str(error))
+
+        tiny_gpt.forward_backward(run, 0, routes_of(0))
+        placement = balancer.placement
+        if dist.get_rank() == 1:
+            run.model.zero_grad_buffer()
+        reorder(1)
+        stayed = balancer.placement is placement
+        balancer.reorder(balancer.placement)  # where nothing moves, nothing is left behind
+        run.optimizer.step()
+        reorder(2)
+        tiny_gpt.forward_backward(run, 1, routes_of(1))
+        run.model.zero_grad_buffer()
+        reorder(3)
+        tiny_gpt.forward_backward(run, 2, routes_of(2))
+        with balancer.canonical():  # there and back
+            pass
+        reorder(4)
+    return {"said": said, "stayed": stayed}

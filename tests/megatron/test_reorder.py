@@ -62,3 +62,24 @@ def test_a_reorder_that_breaks_off_leaves_every_expert_whole_where_the_balancer_
         assert rank["on_the_way"] == [True, True], "the first round did not happen, or the reorder was complete"
         assert relative_difference(rank["plain"], rank["curve"]) <= FP32_LIMIT
         assert rank["state"] < 1e-4
+
+
+@reorder_case("two_calls_per_step")
+def test_experts_do_not_move_between_two_backwards_of_one_step(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for name in ("ours", "prepared"):
+            assert relative_difference(rank["plain"]["curve"], rank[name]["curve"]) <= FP32_LIMIT
+            moved = rank[name]["moved"]
+            assert not any(moved[1::2]), "in the second call of a step gradients of the first wait"
+            assert any(moved[2::2]), "in the first one they are zero"
+            assert all(rank[name]["fits"]), "a pass that was prepared for other homes is planned for those that are"
+
+
+@reorder_case("by_hand_over_gradients")
+def test_reorder_is_refused_while_gradients_wait(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["stayed"]
+        waits, stepped, zero, again = rank["said"]
+        assert (stepped, zero) == (True, True)
+        assert waits == again
+        assert "gradients of experts wait for an optimizer step" in waits

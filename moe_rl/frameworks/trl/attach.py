@@ -40,6 +40,14 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self.routing = balancer or RoutingReplay(self.accelerator.unwrap_model(self.model))
         """What `begin_pass` and `end_pass` are called on: an `EpBalancer`, or replay alone."""
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; whatever raises, in a loss or in a callback, routers choose by themselves afterwards."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:
+            self.routing.give_up()
+            raise
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         with record_routing(self.accelerator.unwrap_model(self.model), eos_token_id=self.eos_token_ids) as recorder:
             generated = super()._generate_single_turn(*args, **kwargs)
@@ -69,18 +77,14 @@ class ReplayGRPOTrainer(GRPOTrainer):
         count = self.current_gradient_accumulation_steps
         # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already.
         if self.model.training and self._step % count == 0:
-            self.routing.give_up()  # one that was broken off between two micro-batches, by Ctrl-C in TRL's own loop
+            self.routing.give_up()  # after out of memory `auto_find_batch_size` begins anew, inside of `train`
             coming = [(self._step + each) % self.args.steps_per_generation for each in range(count)]
             self.routing.begin_pass([self._buffered_inputs[each][ROUTES] for each in coming])
         return inputs
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does; the pass ends with the last one of an optimizer step."""
-        try:
-            loss = super().training_step(*args, **kwargs)
-        except BaseException:
-            self.routing.give_up()
-            raise
+        loss = super().training_step(*args, **kwargs)
         if self._step % self.current_gradient_accumulation_steps == 0:
             metrics = self.routing.end_pass()
             for name, value in (metrics.as_dict() if metrics is not None else {}).items():

@@ -201,6 +201,58 @@ def without_replay() -> dict[str, Any]:
     return results
 
 
+def a_loss_raises() -> dict[str, Any]:
+    """The loss of a cycle's second micro-batch raises: save, take the rest of the cycle as another pass, go on."""
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    results: dict[str, Any] = {}
+    for name, config in (("plain", STATIC), ("ours", MOVING)):
+        engine = built(stage=2)
+        balancer = adapter.attach(engine, config)
+        if name == "plain":
+            plainly(engine)
+        else:
+            balancer.reorder(moved(balancer, 3))
+            balancer.record(Path(shared[0]) / "recorded")
+        found: dict[str, Any] = {"curve": {"loss": [], "grad_norm": []}}
+
+        def cycle(step: int, begin: int, stop: int, found: Any = found, ran: Any = (engine, balancer)) -> None:
+            engine, balancer = ran
+            balancer.begin_pass(micro_batches(step, unknown=False)[begin:])
+            for micro_batch in range(begin, MICRO_BATCHES):
+                ids = tokens(step, micro_batch)
+                loss = engine(input_ids=ids, labels=ids).loss
+                if micro_batch == stop:
+                    raise OfTheUserError
+                engine.backward(loss)
+                found["curve"]["loss"].append(loss.item())
+                engine.step()
+            found["curve"]["grad_norm"].append(float(engine.get_global_grad_norm()))
+            found["metrics"] = balancer.end_pass().as_dict()
+
+        cycle(0, 0, MICRO_BATCHES)
+        try:
+            cycle(1, 0, 1)
+        except OfTheUserError:
+            balancer.give_up()
+        engine.save_checkpoint(f"{shared[0]}/{name}", tag="one")
+        if name == "ours":
+            found["refused"] = said_by(lambda b=balancer: b.reorder(b.own_placement))
+        cycle(1, 1, MICRO_BATCHES)
+        cycle(2, 0, MICRO_BATCHES)
+        balancer.reorder(balancer.own_placement)
+        balancer.detach()
+        results[name] = found
+    dist.barrier()
+    results["steps"] = list(TraceReader(Path(shared[0]) / "recorded" / f"dp{dist.get_rank():05d}.moetrace").steps)
+    results["files"] = len(list(Path(shared[0], "ours", "one").glob("*expert*")))
+    return results
+
+
+class OfTheUserError(Exception):
+    """What a user's loss raises."""
+
+
 def fp32() -> dict[str, Any]:
     return compared(built, unknown=False)
 

@@ -48,6 +48,17 @@ def test_without_replay_updates_are_planned_from_the_log_prob_pass_and_experts_m
             assert metrics["moe_rl/imbalance"] < 1.03 + (metrics["moe_rl/static_imbalance"] - 1) / 4
 
 
+@ds_case("a_loss_raises")
+def test_a_cycle_whose_loss_raised_is_saved_and_ended_and_experts_stay_over_its_gradients(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert relative_difference(rank["plain"]["curve"], rank["ours"]["curve"]) <= FP32_LIMIT
+        assert "gradients of experts wait for an optimizer step" in rank["ours"]["refused"]
+        assert rank["steps"] == [0, 1, 2], "of the pass that broke off nothing is kept"
+        assert rank["files"] > 0
+        metrics = rank["ours"]["metrics"]
+        assert metrics["moe_rl/imbalance"] < 1.2 < 1.5 < metrics["moe_rl/static_imbalance"]
+
+
 @ds_case("fp32")
 def test_losses_and_gradients_and_optimizer_state_are_those_of_plain_deepspeed(outcome: list[Any]) -> None:
     for rank in outcome:
