@@ -97,10 +97,11 @@ def terminal(command: str) -> str:
     environment = os.environ | {"COLUMNS": "100"}
     out = subprocess.run(executable, check=True, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
     rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|[a-z_-]+ +\d).*$", out, re.MULTILINE)
-    headline = re.search(r"^\S+ makes .*?\.$", out, re.MULTILINE | re.DOTALL)
-    return "\n".join(
-        ("```text", *(row.rstrip() for row in rows), *re.split(" *\n", headline[0] if headline else ""), "```", "")
-    )
+    # From the first sentence below the table to the ones that explain it.
+    sentences = r"^(?:Does not fit|A step of RL|\S+ makes) .*?\. *(?=\n(?:With static|\d+ more))"
+    headline = re.search(sentences, out, re.MULTILINE | re.DOTALL)
+    said = re.split(" *\n", headline[0]) if headline else []
+    return "\n".join(("```text", *(row.rstrip() for row in rows), *said, "```", ""))
 
 
 def table(policies: Mapping[str, Mapping[str, float]]) -> str:

@@ -26,7 +26,8 @@ def document(report: ReportData) -> dict[str, object]:
     if report.yardsticks:
         figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
     figures |= {"speedups": list(report.speedups)} if report.speedups else {}
-    figures |= {"rl_speedup": report.rl_speedup} if report.rl_speedup is not None else {}
+    figures |= {} if report.rl is None else {"rl_speedup": report.rl.speedup, "rl_step": report.rl.as_json()}
+    figures |= {} if report.misfit is None else {"misfit": report.misfit.as_json()}
     if report.balancing_alone is not None:
         figures["balancing_alone"] = report.balancing_alone.as_json()
     if report.sensitivity:

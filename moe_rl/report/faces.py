@@ -44,9 +44,9 @@ class SimulationReport(ReportData):
         return printed(lambda console: console.print(policy_table(self, names)), 1000)
 
     @property
-    def title(self) -> str:
-        """The sentence that answers the question, as below the table in a terminal."""
-        return headline(self).title
+    def headline(self) -> str:
+        """The sentences that answer the question, as below the table in a terminal: a line each."""
+        return "\n".join(headline(self).lines)
 
     def save(self, path: Path | str) -> None:
         """Write a self-contained page (`.html`) or all figures (`.json`); raises before anything is written."""

@@ -9,6 +9,7 @@ from moe_rl.report.words import read_words
 
 # A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little.
 LITTLE = 0.03
+LIMITS = 3  # The largest parts of a step of RL are named as what limits it.
 # The policy with packing and balancing.
 WHOLE = "moe-rl"
 WORDS = read_words("sentences.yaml")["headline"]
@@ -16,10 +17,19 @@ WORDS = read_words("sentences.yaml")["headline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """One sentence that answers the question, and a few that explain it."""
+    """The sentence that answers the question, those that go on with it, and a few that explain it.
+
+    The whole run comes first: whether it fits, then a step of RL, then the update.
+    """
 
     title: str
+    more: tuple[str, ...] = ()
     details: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The answer."""
+        return (self.title, *self.more)
 
 
 def headline(report: ReportData) -> Headline:
@@ -48,8 +58,7 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     gains = f"{gain:.2f}x"
     if (low := min(report.speedups, default=gain)) < (high := max(report.speedups, default=gain)):
         gains = f"{low:.2f}x to {high:.2f}x"
-    rl_step = "" if report.rl_speedup is None else WORDS["rl_step"].format(gain=report.rl_speedup)
-    words = {"best": best, "gains": gains, "waiting": max(waiting or 0.0, 0.0), "shares": shares, "rl_step": rl_step}
+    words = {"best": best, "gains": gains, "waiting": max(waiting or 0.0, 0.0), "shares": shares}
     title = WORDS[kind].format(**words)
     if report.scaled:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
@@ -59,7 +68,39 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     details = [WORDS["busiest"].format(static=static, saved=saved)]
     if gain - 1.0 >= LITTLE:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
-    return Headline(title=title, details=tuple(details))
+    first, *more = [*_misfit(report, best), *_rl_step(report, best), title]
+    return Headline(title=first, more=tuple(more), details=tuple(details))
+
+
+def _misfit(report: ReportData, best: StepPrediction) -> list[str]:
+    """Say that the run does not fit, and with which option it does, at which cost."""
+    misfit = report.misfit
+    if misfit is None:
+        return []
+    said = WORDS["misfit"].format(misfit=misfit)
+    remedy = misfit.remedy
+    if remedy is None:
+        return [said, WORDS["no_remedy"]]
+    longer = f"takes {remedy.slower:.0%} longer" if remedy.slower >= 0 else f"takes {-remedy.slower:.0%} less time"
+    if remedy.gpu_factor > 1:
+        longer += f" on {remedy.gpu_factor} times the GPUs"
+    rl_step = "" if remedy.rl_speedup is None else WORDS["remedy_rl"].format(gain=remedy.rl_speedup)
+    return [f"{said} {WORDS['remedy'].format(remedy=remedy, cost=longer, best=best, rl_step=rl_step)}"]
+
+
+def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
+    """Say what the best policy brings to a step of RL, and what limits that step."""
+    rl = report.rl
+    if rl is None or report.misfit is not None:  # what it is with the option that makes it fit has been said
+        return []
+    if rl.waits_for_rollout:
+        return [str(WORDS["rl_nothing"])]
+    limit = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in list(rl.shares.items())[:LIMITS])
+    if rl.brings_little:
+        return [WORDS["rl_little"].format(rl=rl, limit=limit)]
+    low, high = f"{rl.low:.2f}x", f"{rl.high:.2f}x"
+    gains = low if low == high else f"{low} to {high}"
+    return [WORDS["rl_step"].format(best=best, rl=rl, gains=gains, limit=limit)]
 
 
 def _shares(report: ReportData, what: str, figure: str) -> str:

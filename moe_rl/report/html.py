@@ -15,7 +15,7 @@ from markupsafe import Markup
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.bars import excess_bars, memory_bars, part_name, time_bars
+from moe_rl.report.bars import excess_bars, memory_bars, part_name, rl_bars, time_bars
 from moe_rl.report.colors import BASELINE_COLOR, part_color, policy_colors
 from moe_rl.report.columns import Column, chosen_columns, columns
 from moe_rl.report.headline import headline
@@ -44,6 +44,7 @@ def render_html(report: ReportData) -> str:
             batch=batch_words(report.trace, report.setting),
             colors=colors,
             verdict=_verdict(report, colors),
+            rl_bars=None if report.rl is None else rl_bars(report.rl.steps),
             table=policy_rows(report, chosen_columns(report)),
             whole_table=policy_rows(report, columns(report)),
             ranking=ranking_sentences(report),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
+from moe_rl.report.whole_step import Misfit, RlGain
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking
 
@@ -115,8 +116,10 @@ class ReportData:
     speedups: tuple[float, ...] = ()
     """Of the best policy over static placement, then the ends of the interval that the trace leaves open: of traces of
     as many sequences at least 95 of 100 lead there."""
-    rl_speedup: float | None = None
-    """Of the best policy over static placement in a whole step of RL, as far as it is known."""
+    rl: RlGain | None = None
+    """A whole step of RL, as far as it is known; None: the report is of another pass, or of loads without samples."""
+    misfit: Misfit | None = None
+    """Set where the best policy's peak exceeds the GPU's memory."""
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()
@@ -138,6 +141,11 @@ class ReportData:
     def scaled(self) -> bool:
         """True when the trace's shares were scaled to another number of tokens per rank."""
         return bool(self.setting.get("scaled"))
+
+    @property
+    def rl_speedup(self) -> float | None:
+        """Of the best policy over static placement in a whole step of RL; None where it is not known."""
+        return None if self.rl is None else self.rl.speedup
 
     @property
     def timed(self) -> bool:

@@ -20,8 +20,8 @@ from moe_rl.report.units import batch_words, counted, format_count, parallelism,
 MAX_WIDTH = 100
 # A setting has no slots of these kinds unless it says so.
 SLOTS = ("cross_node_slots", "resident_slots")
-# The sentences below the table get 6 lines; in fewer than 80 columns the hint at the others takes two of them.
-NARROW, LINES = 80, 6
+# The sentences below the table get 8 lines; in fewer than 80 columns the hint at the others takes two of them.
+NARROW, LINES = 80, 8
 
 
 def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
@@ -50,7 +50,8 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
     with _wide_enough(console, table := policy_table(report, names)):
         console.print(table)
     said = _sentences(report)
-    shown = said if explain else _that_fit(said, console, width, always=1 + len(report.cautions))
+    always = len(headline(report).lines) + len(report.cautions)
+    shown = said if explain else _that_fit(said, console, width, always=always)
     for sentence in shown:
         console.print(sentence, width=width)
     hidden = len(columns(report)) - len(chosen_columns(report, names))
@@ -78,7 +79,7 @@ def _sentences(report: ReportData) -> list[Text]:
     limiting = limited.sentences if limited else ()
     explained = (*ranking_sentences(report), *said.details[:1], *limiting[:1], *said.details[1:], *limiting[1:])
     return [
-        Text(said.title, style="bold"),
+        *(Text(line, style="bold") for line in said.lines),
         *(Text(printable(caution), style="yellow") for caution in report.cautions),
         *map(Text, explained),
         *(Text(printable(f"note: {note}"), style="yellow") for note in report.notes),

@@ -15,17 +15,22 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.units import GIB
+from moe_rl.report.whole_step import Misfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
+from moe_rl.simulators.result import PolicyResult
 from moe_rl.simulators.rl_step import RlStep, rl_step
 from moe_rl.simulators.rl_update import trainer_seconds
+from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.options import SCALED, SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
+from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
 from moe_rl.study.scenario import Progress, Scenario, named_model
 from moe_rl.study.traces import TraceLike
 
+FORCED = "forced_balance"
 # Parts of an update that every mini-batch has again.
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
 
@@ -81,53 +86,113 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     )
     plans = make_plans(scenario, beside_static(options.policy), progress)
     progress("simulating", 0, 1)
-    return _passes(scenario, plans, mini_batches=options.mini_batches)
+    passes = _passes(scenario, plans, mini_batches=options.mini_batches)
+    return replace(passes, seconds={name: passes.seconds[name] for name in plans})
 
 
-def _passes(scenario: Scenario, plans: Mapping[str, Plan], *, mini_batches: int) -> TrainingPasses:
-    """Price a forward pass and an update under every plan."""
+def _passes(
+    scenario: Scenario, plans: Mapping[str, Plan], *, mini_batches: int, setting: StepSetting | None = None
+) -> TrainingPasses:
+    """Price a forward pass and an update under every plan and under forced balance, in a setting (the scenario's)."""
     simulate, _ = pricing_of(scenario, plans)
-    pass_setting = scenario.training_step.setting
+    pass_setting = setting or scenario.training_step.setting
     update, forward = simulate(pass_setting), simulate(replace(pass_setting, forward_only=True))
     seconds = {}
     for name, result in update.policies.items():
-        breakdown = result.prediction.breakdown_s or {}
-        again = sum(breakdown.get(part, 0.0) for part in ONCE_PER_UPDATE)
-        whole = result.step_time_s + (mini_batches - 1) * again
-        seconds[name] = (forward.policies[name].step_time_s, whole)
+        seconds[name] = (forward.policies[name].step_time_s, _of_mini_batches(result, mini_batches))
+    seconds[FORCED] = (forward.forced_balance.step_time_s, _of_mini_batches(update.forced_balance, mini_batches))
     return TrainingPasses(
         model=scenario.model.spec,
         hardware=scenario.topology.hardware,
-        train_gpus=scenario.topology.num_ranks * scenario.options.pipeline_model_parallel_size,
+        train_gpus=scenario.topology.num_ranks * pass_setting.pipeline_model_parallel_size,
         lengths=scenario.batch.lengths,
         seconds=seconds,
     )
 
 
+def _of_mini_batches(result: PolicyResult, mini_batches: int) -> float:
+    """Return the seconds of an update that is cut into mini-batches, each with an optimizer step of its own."""
+    breakdown = result.prediction.breakdown_s or {}
+    again = sum(breakdown.get(part, 0.0) for part in ONCE_PER_UPDATE)
+    return result.step_time_s + (mini_batches - 1) * again
+
+
 def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> SimulationReport:
-    """Return `predict`'s report and, of an update with times, what its best policy brings to a whole step of RL.
+    """Return `predict`'s report with what is said of the whole run: whether it fits, and a step of RL.
 
     What the options do not say of the step is `RlStepOptions`' default; the report's notes say so.
     """
     report, setting = predict(scenario, progress, **asked), scenario.training_step.setting
-    other_pass = setting.forward_only or setting.log_prob_passes
-    if not report.timed or other_pass or report.best is report.baseline:
+    if not report.timed:
+        return report
+    shown = dict.fromkeys(row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None)
+    plans = {name: report.plans[name] for name in shown}
+    report = _with_misfit(scenario, plans, report)
+    if setting.forward_only or setting.log_prob_passes or report.best is report.baseline:
         return report
     if report.scaled:
         # The rollout would generate the recorded samples, and the update train on many times their tokens.
         return replace(report, notes=(f"no step of RL: {SCALED} loads are of no samples; see --batch.", *report.notes))
-    best = report.best.policy
-    plans = {name: report.plans[name] for name in ("static", best)}
     passes = _passes(scenario, plans, mini_batches=1)
     engine = _engine_size(passes.model, passes.hardware)
     if passes.train_gpus % engine:
         note = f"no step of RL: a rollout engine would need {engine} GPUs, which do not divide the {passes.train_gpus}."
         return replace(report, notes=(note, *report.notes))
-    steps = passes.steps(RlStepOptions(rollout_engine_size=engine))
-    share = steps["static"].parts_s["rollout"] / steps["static"].step_time_s
-    note = f"the step of RL spends {share:.0%} on the rollout, a forecast; moe-rl rl-step takes your rates and lengths."
-    gain = steps["static"].step_time_s / steps[best].step_time_s
-    return replace(report, rl_speedup=gain, notes=(note, *report.notes))
+    gain = _gain(passes, report, engine)
+    note = (
+        f"the step of RL spends {gain.shares['rollout']:.0%} on the rollout, a forecast; moe-rl rl-step takes your "
+        "rates and lengths."
+    )
+    return replace(report, rl=gain, notes=(note, *report.notes))
+
+
+def _gain(passes: TrainingPasses, report: SimulationReport, engine_size: int) -> RlGain:
+    """Return what the report's best policy brings to a step of RL, with the interval of its update's speed-up."""
+    options, best = RlStepOptions(rollout_engine_size=engine_size), report.best.policy
+    steps = passes.steps(options)
+
+    def speedup(update_speedup: float) -> float:
+        """Return that of the step where the update's is another: forward passes follow it."""
+        forward_s, update_s = passes.seconds[best]
+        factor = report.speedups[0] / update_speedup
+        seconds = {**passes.seconds, best: (factor * forward_s, factor * update_s)}
+        other = replace(passes, seconds=seconds).steps(options)
+        return steps["static"].step_time_s / other[best].step_time_s
+
+    itself = steps["static"].step_time_s / steps[best].step_time_s
+    ends = [speedup(end) for end in report.speedups if end > 0] or [itself]
+    return RlGain(
+        speedup=itself, low=min(ends), high=max(ends), gpus=passes.train_gpus, steps=steps,
+    )  # fmt: skip
+
+
+def _with_misfit(scenario: Scenario, plans: Mapping[str, Plan], report: SimulationReport) -> SimulationReport:
+    """Return the report with the mildest option that makes its best policy fit, where that does not."""
+    best, forecast = report.best, report.memory[report.best.policy]
+    if forecast.fits:
+        return report
+    simulate, _ = pricing_of(scenario, plans)
+    fitting = mildest_that_fits(scenario.training_step.setting, best.policy, scenario.model.spec.num_layers, simulate)
+    remedy = None if fitting is None else _remedy(scenario, plans, report, fitting)
+    hbm_gib = scenario.topology.hardware.hbm_gib
+    return replace(report, misfit=Misfit(peak_gib=forecast.peak_bytes / GIB, hbm_gib=hbm_gib, remedy=remedy))
+
+
+def _remedy(scenario: Scenario, plans: Mapping[str, Plan], report: SimulationReport, fitting: Fitting) -> Remedy:
+    """Return the step of a fitting trial, and the step of RL where the report has one."""
+    trial, best = fitting.trial, fitting.result.policies[report.best.policy]
+    rl_speedup, setting = None, trial.setting
+    if not (setting.forward_only or setting.log_prob_passes or report.scaled):
+        passes = _passes(scenario, plans, mini_batches=1, setting=setting)
+        engine = _engine_size(passes.model, passes.hardware)
+        if passes.train_gpus % engine == 0:
+            steps = passes.steps(RlStepOptions(rollout_engine_size=engine))
+            rl_speedup = steps["static"].step_time_s / steps[report.best.policy].step_time_s
+    return Remedy(
+        options=trial.options, peak_gib=fitting.peak_gib, gpu_factor=trial.gpu_factor, rl_speedup=rl_speedup,
+        slower=best.step_time_s / (report.best.step_time_s or best.step_time_s) - 1.0,
+        speedup=best.prediction.speedup_vs_static or 1.0,
+    )  # fmt: skip
 
 
 def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:

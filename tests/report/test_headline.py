@@ -10,6 +10,8 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.simulation import LoadBounds
+from moe_rl.report.whole_step import Misfit, Remedy, RlGain
+from moe_rl.simulators.rl_step import RlStep
 
 
 def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:
@@ -44,8 +46,49 @@ def test_without_times_it_says_so_of_the_excess() -> None:
 
 def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> None:
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
-    title = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl_speedup=1.07)).title
-    assert title == "moe-rl makes this update 1.31x to 1.36x as fast as static placement, and a step of RL 1.07x."
+    said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))
+    assert said.lines == (
+        "A step of RL is 1.06x to 1.08x as fast with moe-rl: 6.5% less time, 25 of 384 GPU hours a day. It spends "
+        "most on rollout 50%, update 40%, weight sync 10%.",
+        "moe-rl makes this update 1.31x to 1.36x as fast as static placement.",
+    )
+
+
+def rl_gain(*, beside: bool = False, speedup: float = 1.07) -> RlGain:
+    """A step of RL of 10 s on 16 GPUs under static placement."""
+
+    def step(seconds: float) -> RlStep:
+        parts = {"rollout": 5.0, "reward": 0.0, "log_prob": 0.0, "reference": 0.0, "update": seconds - 6.0}
+        return RlStep(parts_s={**parts, "framework": 0.0, "offload": 0.0, "weight_sync": 1.0}, beside=beside)
+
+    steps = {"static": step(10.0), "moe-rl": step(10.0 / speedup)}
+    return RlGain(speedup=speedup, low=speedup - 0.01, high=speedup + 0.01, gpus=16, steps=steps)
+
+
+def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
+    policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
+    waiting = rl_gain(beside=True, speedup=1.0)
+    assert waiting.waits_for_rollout
+    assert headline(report(*policies, rl=waiting)).title == (
+        "This step waits for the rollout: balancing the update brings nothing to it."
+    )
+    little = headline(report(*policies, rl=rl_gain(speedup=1.003))).title
+    assert little.startswith("Balancing the update brings 0.3% of a step of RL, which spends most on rollout 50%")
+
+
+def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
+    policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
+    remedy = Remedy(options="--recompute-granularity full", peak_gib=50.1, slower=0.31, speedup=1.174, rl_speedup=1.05)
+    misfit = Misfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
+    said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
+    assert said.lines == (
+        "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the step takes 31% "
+        "longer, moe-rl makes the update 1.17x as fast as static placement and a step of RL 1.05x.",
+        "moe-rl makes this update 1.33x as fast as static placement.",
+    )
+    lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
+    assert lost.title == "Does not fit: 84.4 of 79.6 GiB."
+    assert "moe-rl tune" in lost.more[0]
 
 
 def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
