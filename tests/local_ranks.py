@@ -196,6 +196,9 @@ def _main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
     sys.path[:0] = [str(given.sources), str(Path.cwd())]  # the latter for examples, as `python -m` has it
+    import nccl_types
+
+    nccl_types.install()  # before the cases, which may import functions of torch.distributed by name
     named = [case.rpartition(".") for case in given.cases]
     calls = [getattr(importlib.import_module(module), function) for module, _, function in named]
     faulthandler.cancel_dump_traceback_later()

@@ -188,7 +188,7 @@ def migrate(
         try:
             _exchange(transfer, pieces, groups)
             groups.all_true(True)  # nobody overwrites anything before everybody has everything
-        except RuntimeError as error:
+        except Exception as error:  # a lost connection, or a message that the group's backend refuses
             raise ReorderError(
                 f"round {index + 1} of {len(transfers)} of the reorder failed; the experts are where the rounds before "
                 f"it put them, each whole and in one place: {error}"
@@ -285,12 +285,13 @@ def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: Exper
     """Fill `pieces` from the ranks that `transfer` names; messages of a pair of ranks match in order.
 
     What lies on the host, as offloaded state does, travels from a copy on the device: at most as much as arrives, since
-    as many experts leave a rank in a round.
+    as many experts leave a rank in a round. Messages are bytes: Megatron's precision-aware optimizer keeps the lower
+    halves of fp32 masters as int16, a type that NCCL does not know.
     """
     me = dist.get_rank()
     own = iter([tensor for rank, tensor in transfer.sends if rank == me])
     operations = [
-        dist.P2POp(dist.isend, tensor.to(groups.device), rank, groups.grid_group)
+        dist.P2POp(dist.isend, tensor.to(groups.device).view(torch.uint8), rank, groups.grid_group)
         for rank, tensor in transfer.sends
         if rank != me
     ]
@@ -298,7 +299,7 @@ def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: Exper
         if rank == me:
             piece.copy_(next(own))
         else:
-            operations.append(dist.P2POp(dist.irecv, piece, rank, groups.grid_group))
+            operations.append(dist.P2POp(dist.irecv, piece.view(torch.uint8), rank, groups.grid_group))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 

@@ -1,6 +1,7 @@
 """Cases of test_reorder.py: training while experts move, against training in which they stay."""
 
 import contextlib
+import functools
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -198,14 +199,14 @@ def failure_before_commit() -> dict[str, Any]:
     return {"plain": plain, "curve": curve, "messages": messages, "untouched": untouched}
 
 
-def failure_after_a_round() -> dict[str, Any]:
-    """The connection is lost in the second of several rounds: the first one stands, and what is there trains on."""
+def failure_after_a_round(error: Exception) -> dict[str, Any]:
+    """The second of several rounds fails: the first one stands, and what is there trains on."""
     exchange, rounds = migrate._exchange, []
 
     def exchange_once(*given: Any) -> None:
         rounds.append(1)
         if len(rounds) == 2:
-            raise RuntimeError("connection closed by peer")
+            raise error
         exchange(*given)
 
     with tiny_gpt.parallel(2):
@@ -218,8 +219,8 @@ def failure_after_a_round() -> dict[str, Any]:
         try:
             with patch.object(migrate, "_exchange", exchange_once):
                 balancer.reorder(target)
-        except migrate.ReorderError as error:
-            message = str(error)
+        except migrate.ReorderError as reorder_error:
+            message = str(reorder_error)
         start_and_end = [home_experts(each) for each in (balancer.megatron_placement, target)]
         between = home_experts(balancer.placement)
         found = {"message": message, "on_the_way": [not np.array_equal(between, each) for each in start_and_end]}
@@ -311,3 +312,7 @@ def by_hand_over_gradients() -> dict[str, Any]:
             pass
         reorder(4)
     return {"said": said, "stayed": stayed}
+
+
+connection_lost = functools.partial(failure_after_a_round, RuntimeError("connection closed by peer"))
+message_refused = functools.partial(failure_after_a_round, TypeError("the backend does not know this type"))

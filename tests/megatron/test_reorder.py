@@ -55,8 +55,12 @@ def test_a_rank_without_memory_stops_the_reorder_on_all_and_training_goes_on(out
     assert "no scratch memory" in outcome[1]["messages"][0]
 
 
-@reorder_case("failure_after_a_round")
-def test_a_reorder_that_breaks_off_leaves_every_expert_whole_where_the_balancer_says(outcome: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=reorder_case(name), id=name) for name in ("connection_lost", "message_refused")]
+)
+def test_a_reorder_that_breaks_off_leaves_every_expert_whole_where_the_balancer_says(
+    case: str, outcome: list[Any]
+) -> None:
     for rank in outcome:
         assert "round 2 of" in rank["message"]
         assert rank["on_the_way"] == [True, True], "the first round did not happen, or the reorder was complete"
