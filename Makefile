@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz sanitize \
+.PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-check kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   wheels of a checkout and of git's archives in an empty environment, without a compiler"
+	@echo "make fuzz-planner 60 settings of the day: does any policy beat moe-rl with the same slots?"
 	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes"
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff and mypy"
@@ -159,6 +160,9 @@ wheel:
 
 fuzz: $(VENV)/.test
 	FUZZ_STREAMS=1000000 $(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py tests/routes/test_fuzz.py
+
+fuzz-planner: $(VENV)/.core
+	PYTHONPATH=. $(BIN)/python benchmarks/fuzz_planner.py
 
 sanitize: $(VENV)/.test
 	sh tests/native/sanitize.sh

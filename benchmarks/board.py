@@ -2,7 +2,7 @@
 
 Three splits of the bundled trace are frozen: its last step in order, 1,024 tokens per EP group and micro-batch as
 shares of 8,192 per rank, EP8, 16 and 32 on H100, one replica slot. A plan of any maker is a file that
-`moe_rl.save_plan` wrote; it is scored on the split of its EP size. `tests/plan_recount.py` counts in plain loops
+`Plan.save` wrote; it is scored on the split of its EP size. `tests/plan_recount.py` counts in plain loops
 whether the plan keeps its promises, and its rows; the tests of the planner show that our own policies keep theirs.
 """
 

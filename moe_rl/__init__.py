@@ -3,7 +3,7 @@
     report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100", expert_model_parallel_size=32)
     print(report)
     report.save("report.html")
-    moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")
+    report.plans["moe-rl"].save("step.plan.npz")
 
 These functions, `plan`, `sweep`, `tune`, `rl_step`, `open_trace` and `load_plan` are loaded when first used: importing
 this package loads no numpy. `moe_rl.study` does the same in single steps, and `moe_rl.importance` corrects the loss.
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from moe_rl.version import __version__
 
 if TYPE_CHECKING:
-    from moe_rl.study import load_plan, open_trace, plan, rl_step, save_plan, simulate, sweep, tune
+    from moe_rl.study import load_plan, open_trace, plan, rl_step, simulate, sweep, tune
 
-__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "save_plan", "simulate", "sweep", "tune"]
+__all__ = ["__version__", "load_plan", "open_trace", "plan", "rl_step", "simulate", "sweep", "tune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
     for name, figures in document["policies"].items():
         assert figures["step_time_s"] == pytest.approx(sum(figures["parts_s"].values()))
         assert figures["parts_s"]["reward"] == 2.0
+        assert figures["parts_s"]["framework"] == document["policies"]["static"]["parts_s"]["framework"]
         assert name in plot.read_text()
     assert any("the rollout is a forecast" in note for note in document["notes"])
     table = moe_rl("rl-step", trace, *SETTING, "--plot", tmp_path / "step.html").out

@@ -62,7 +62,7 @@ def plan_from_schedule(
 
     `placement` is where the experts are now (default: Megatron's). With `may=PLACEMENT` the plan may move them and
     choose the copies that stay; then `balancer.reorder(plan)` must come before `balancer.begin_pass(plan=plan)`. Hand
-    the plan to the workers as a file (`moe_rl.core.plan_file.save_plan`) or pickled.
+    the plan to the workers as a file (`Plan.save`) or pickled.
 
     Raises `InvalidInputError` where samples, schedule, model and topology disagree.
     """
@@ -207,7 +207,7 @@ def plan_of_load(
         )
     setting = step_setting(config, setting, forward_only=forward_only)
     whole_step = None
-    if sequence_load is not None and layout is not None and lengths is not None:
+    if layout is not None and lengths is not None:
         step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=topology, setting=setting)
         whole_step = micro_batch_cost(step)
     moves_over = topology

@@ -115,7 +115,6 @@ def plan(
     """
     from moe_rl.cli.rollout_map import export_map
     from moe_rl.core.metrics import imbalance, rank_load
-    from moe_rl.core.plan_file import save_plan
     from moe_rl.planner.registry import make_planner
     from moe_rl.report.units import format_bytes, format_time
     from moe_rl.study.plan_and_price import load_bounds, load_under, make_plans
@@ -141,7 +140,7 @@ def plan(
         not capacity or made.capacity is not None,
         "--capacity with tokens without a route needs recorded sizes: leave --tokens-per-rank away.",
     )
-    save_plan(made, out)
+    made.save(out)
     lines = {
         "policy": made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",

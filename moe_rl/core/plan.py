@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -188,6 +189,15 @@ class Plan:
             digest.update(repr((column.dtype.str, column.shape)).encode())
             digest.update(np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to `path` (`.npz`), replacing what is there in one rename; folders on the way are made.
+
+        `moe_rl.load_plan` reads it. Raises `InvalidInputError` for another suffix, and where nothing can be written.
+        """
+        from moe_rl.core.plan_file import write_plan  # it knows the plan, and its writers are not needed to plan
+
+        write_plan(self, path)
 
     @property
     def replica_rank(self) -> NDArray[np.int32]:

@@ -35,11 +35,8 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write the plan to `path` (`.npz`), replacing what is there in one rename; folders on the way are made.
-
-    Raises `InvalidInputError` for another suffix and for a place that cannot be written.
-    """
+def write_plan(plan: Plan, path: Path | str) -> None:
+    """Do what `Plan.save` says."""
     path = Path(path)
     require(path.suffix == ".npz", f"{path} must end in .npz.")
     check_outputs({"": path})
@@ -67,7 +64,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
 
 
 def load_plan(path: Path | str) -> Plan:
-    """Return the plan in a file that `save_plan` wrote.
+    """Return the plan in a file that `Plan.save` wrote.
 
     Raises `InvalidInputError` where the file is missing, damaged, of another schema version, or not a plan.
     """

@@ -48,7 +48,7 @@ class Search {
             travel_.emplace(*p_.tokens, bin_of_, p_.bins);
         for (int expert = 0; expert < p_.experts; ++expert) {
             shift(expert, bin_of_[expert], 1);
-            moves_ += move_of(expert, bin_of_[expert]);
+            moves_ += p_.moves.of(expert, bin_of_[expert]);
         }
         const std::vector<std::int32_t> nothing(p_.cells, 0);
         cost_ = moves_ + p_.row_cost * busiest_after_swap(load_.data(), p_.bins, p_.cells, 0, 1, nothing.data(),
@@ -69,7 +69,8 @@ class Search {
         const int a = bin_of_[first_], b = bin_of_[second_];
         if (a == b)
             return false;
-        new_moves_ = moves_ - move_of(first_, a) - move_of(second_, b) + move_of(first_, b) + move_of(second_, a);
+        const MoveCost &move = p_.moves;
+        new_moves_ = moves_ - move.of(first_, a) - move.of(second_, b) + move.of(first_, b) + move.of(second_, a);
         const std::int64_t rows = busiest_after_swap(load_.data(), p_.bins, p_.cells, a, b, rows_of(first_),
                                                      rows_of(second_), most_.data());
         new_cost_ = new_moves_ + rows * p_.row_cost + (travel_ ? travel_->cost_of_swap(first_, second_, a, b) : 0);
@@ -103,10 +104,6 @@ class Search {
         std::int32_t *load = load_.data() + static_cast<std::int64_t>(bin) * p_.cells;
         for (int cell = 0; cell < p_.cells; ++cell)
             load[cell] += sign * rows[cell];
-    }
-
-    std::int64_t move_of(int expert, int bin) const {
-        return p_.current && p_.current[expert] >= 0 && p_.current[expert] != bin ? p_.move_cost : 0;
     }
 
     const ReorderProblem &p_;

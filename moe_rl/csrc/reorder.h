@@ -22,12 +22,26 @@ struct TokenBits {
     int words() const { return nodes * std::accumulate(pools_of_row.begin(), pools_of_row.end(), 0); }
 };
 
+// What an expert costs that leaves the bin where it is now, by the link it takes: between bins of one node NVLink, else
+// a NIC. With 2 bins per node an expert of bin 1 goes to bin 0 for `inside` and to bin 2 for `across`.
+struct MoveCost {
+    const std::int32_t *current; // [E] bin where the expert is; -1: it is coming anyway, to any bin for the same
+    int bins_per_node;
+    std::int64_t across, inside;
+
+    std::int64_t of(int expert, int bin) const {
+        const int from = current[expert];
+        if (from < 0 || from == bin)
+            return 0;
+        return from / bins_per_node == bin / bins_per_node ? inside : across;
+    }
+};
+
 struct ReorderProblem {
     int cells, experts, bins;
     const std::int32_t *rows;        // [E, cells]
     std::int64_t row_cost;           // cost of a row in the busiest bin
-    const std::int32_t *current;     // [E] bin whose leaving costs `move_cost`; -1: free
-    std::int64_t move_cost;
+    MoveCost moves;
     const TokenBits *tokens = nullptr; // which experts meet in a token; nullptr: not known, and copies cost nothing
 };
 

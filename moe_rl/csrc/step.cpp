@@ -212,7 +212,8 @@ class LayerReorder {
         }
         if (bins == 1)
             return bin_of;
-        const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.row_cost, current.data(), s_.move_cost,
+        const MoveCost moves{current.data(), bins / s_.nodes, s_.move_cost, s_.move_inside_cost};
+        const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.row_cost, moves,
                                      s_.tokens.routes ? &bits_ : nullptr};
         Rng seeds = stream(s_.seed, layer_);
         const std::int64_t cost = reorder(problem, s_.iterations, seeds.next(), bin_of);
@@ -238,8 +239,8 @@ class LayerReorder {
             const auto from = rows_.begin() + static_cast<std::ptrdiff_t>(expert) * s_.cells;
             rows.insert(rows.end(), from, from + s_.cells);
         }
-        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost,
-                                     current.data(), s_.move_inside_cost};
+        const MoveCost moves{current.data(), s_.ranks_per_node, s_.move_cost, s_.move_inside_cost};
+        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost, moves};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
         reorder(problem, s_.iterations_inside, seeds.next(), bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)

@@ -85,7 +85,8 @@ class PlanProblem:
     sequence_tokens: NDArray[np.int64] | None = None
     """[S] tokens of every sequence, which count against the layout's budget."""
     micro_batch_cost: MicroBatchCost | None = None
-    """What sequences and micro-batches cost beside their routed experts; None: layouts are compared by loads alone."""
+    """What sequences and micro-batches cost beside their routed experts, and their host; None: plans are compared by
+    their routed experts alone."""
     load_of_layout: Callable[[BatchLayout], StepLoad] | None = None
     """Re-reads the trace under another layout. Without it `planner.relayout.load_for_layout` shares each sequence's
     pairs over its source ranks, which is exact per micro-batch and approximate per source rank."""
@@ -133,6 +134,11 @@ class PlanProblem:
     def spare_slots(self) -> int:
         """R + C, slots of each rank beside its E/P home slots."""
         return self.replica_slots + self.cross_node_slots
+
+    @property
+    def prices_layouts(self) -> bool:
+        """Whether layouts can be compared by whole micro-batches: scaled loads keep theirs, whatever sequences cost."""
+        return self.objective == "time" and self.micro_batch_cost is not None and not self.load.scaled
 
     def without_routes(self) -> Self:
         """Return the problem with loads that do not say which experts meet in a token."""

@@ -225,7 +225,7 @@ class MoeRlPlanner(Planner):
         topology = problem.topology
         by_rank = not may.replicate or problem.replica_slots == 0
         fewer = RESIDENT_ROUNDS if may.choose_residents and problem.resident_slots else self.rounds
-        nothing_to_balance = topology.num_nodes == 1 and not by_rank and problem.micro_batch_cost is None
+        nothing_to_balance = topology.num_nodes == 1 and not by_rank and not problem.prices_layouts
         return SearchOptions(
             packs=may.pack and self._why_not_packed(problem) is None and not nothing_to_balance,
             reorders=may.move_homes,
@@ -343,30 +343,49 @@ class _Run:
             else rank_load(plan, under.load).max(axis=3).astype(np.float64)
         )
         beside = problem.micro_batch_cost if candidate.step_s is not None else None
-        busiest = 0.0 if beside is None else beside.busiest_s(candidate.layout, problem.topology)
-        step_s = None if beside is None else beside.step_s(cost.sum(axis=2) + busiest, candidate.layout)
+        step_s = None if beside is None else beside.step_s(cost, candidate.layout, problem.topology)
         return replace(candidate, replicas=replicas, cell_cost=cost, step_s=step_s)
 
     def _with_moves(self, candidate: Candidate) -> float:
         return candidate.price + self._moves_s(candidate)
 
     def _found(self, nothing: Candidate) -> list[Candidate]:
-        """Return what the searches find: where packing is priced, on the layout that is the best to start from, then
-        by packing from there.
+        """Return what the searches find: a portfolio, since none of them sees all that the final price counts.
+
+        On the given layout; where packing is priced, on the layout that is the best to start from (chosen before copies
+        and moves are priced, so the given one stays in the race); by packing from there; and, where no copies will
+        level the ranks, by packing around homes that stay.
         """
         options, cost = self.options, self.problem.micro_batch_cost
-        if not options.packs or cost is None or self.problem.objective != "time":
+        if not options.packs:
             return self._candidates(nothing)
         unpacked = replace(options, packs=False)
         given = replace(self, first=self._searcher(unpacked).ordered())
-        start = given._best_start(cost)
-        from_start = given
-        if start.layout is not self.problem.layout:
-            from_start = replace(self, problem=replace(self.problem, layout=start.layout, load=start.load))
-            from_start = replace(from_start, first=from_start._searcher(unpacked).ordered())
-        packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-        runs = (replace(from_start, options=how) for how in (unpacked, packing))
-        return [found for run in runs for found in run._candidates(nothing)]
+        runs, start, packing = [replace(given, options=unpacked)], given, options
+        if cost is not None and self.problem.prices_layouts:
+            start = given._from_best_start(cost)
+            packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
+            if start is not given:
+                runs.append(replace(start, options=unpacked))
+        runs.append(replace(start, options=packing))
+        candidates = [candidate for run in runs for candidate in run._candidates(nothing)]
+        if options.by_rank and options.reorders:
+            candidates.append(replace(start, options=replace(packing, reorders=False))._packed_around_homes())
+        return candidates
+
+    def _packed_around_homes(self) -> Candidate:
+        """Return the candidate of packing alone: experts stay where they are."""
+        searcher = self._searcher(self.options)
+        layout = searcher.layout(searcher.run(searcher.given(), reorders=False))
+        return self._candidate(self.start, layout, load_of_plan(self.problem, layout))
+
+    def _from_best_start(self, cost: MicroBatchCost) -> "_Run":
+        """Return the run on the layout that is the best to start from, with the homes that suit it; maybe this one."""
+        start = self._best_start(cost)
+        if start.layout is self.problem.layout:
+            return self
+        run = replace(self, problem=replace(self.problem, layout=start.layout, load=start.load))
+        return replace(run, first=run._searcher(replace(self.options, packs=False)).ordered())
 
     def _best_start(self, cost: MicroBatchCost) -> Candidate:
         """Return the cheapest layout to start from, all with the homes that suit the given one."""
@@ -587,7 +606,5 @@ class _Run:
             cell_cost=cost,
             in_seconds=priced,
             most_rows=int(found["highest_load"].max(initial=0)),
-            step_s=None
-            if beside is None
-            else beside.step_s(cost.sum(axis=2) + beside.busiest_s(layout, problem.topology), layout),
+            step_s=None if beside is None else beside.step_s(cost, layout, problem.topology),
         )

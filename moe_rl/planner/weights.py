@@ -66,9 +66,9 @@ class SearchWeights:
     copy_cost: float
     """Cost of a token's copy into, or out of, the busiest node; 0 where copies cost nothing."""
     move_cost: int
-    """Cost of an expert whose home leaves its bin."""
+    """Cost of an expert whose home leaves its node."""
     move_inside_cost: int
-    """Cost of an expert whose home changes its rank inside a node."""
+    """Cost of an expert whose home changes its rank inside a node: NVLink's price, about a seventh of a NIC's."""
     sequence_cost: NDArray[np.int64]
     """[B, S] cost of a sequence on its data-parallel rank beside its routed experts, in rows of the busiest bin:
     `MicroBatchCost.sequence_s`."""
@@ -97,6 +97,6 @@ class SearchWeights:
             move_cost=round(moved_s / (hardware.rdma_gb_per_s * 1e9) * PICOSECONDS),
             move_inside_cost=round(moved_s / (hardware.nvlink_p2p_gb_per_s * 1e9) * PICOSECONDS),
             sequence_cost=np.zeros((1, problem.layout.num_sequences), np.int64)
-            if problem.micro_batch_cost is None
+            if problem.micro_batch_cost is None or not problem.prices_layouts
             else np.rint(problem.micro_batch_cost.sequence_s / row_s).astype(np.int64),
         )

@@ -34,7 +34,7 @@ class SimulationReport(ReportData):
     >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
     >>> print(report.table())  # doctest: +SKIP
     >>> report.save("report.html")  # doctest: +SKIP
-    >>> moe_rl.save_plan(report.plans["moe-rl"], "step.plan.npz")  # doctest: +SKIP
+    >>> report.plans["moe-rl"].save("step.plan.npz")  # doctest: +SKIP
     """
 
     def table(self, *names: str) -> str:

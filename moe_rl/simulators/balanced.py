@@ -107,7 +107,8 @@ def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
     """Return the cost of a step's micro-batches by their lengths alone, priced as the step is."""
     running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
     mean = float(running.mean()) if running.size else 2.0
-    return cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
+    cost = cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
+    return replace(cost, scaled_tokens=round(mean)) if step.load.scaled else cost
 
 
 def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, tokens_per_rank: float) -> MicroBatchCost:
@@ -132,7 +133,13 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
     if alike is not None:
         attended = lengths * attended / alike
     waits = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
-    layers = ((True, model.num_moe_layers), (False, model.num_layers - model.num_moe_layers))
+
+    def host_s(*, moe_layer: bool) -> float:
+        return sum(
+            host_seconds(pricing, backward_passes=params.backward_passes, moe_layer=moe_layer)
+            for params in pricing.passes
+        )
+
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(
         sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
@@ -142,11 +149,10 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
         fixed_s=sum(part.fixed_s for part in waits),
         # A line through T / 2 and T meets zero tokens at twice the first less the second.
         routed_fixed_s=max(0.0, 2.0 * half - whole),
-        host_s=sum(
-            count * host_seconds(pricing, backward_passes=params.backward_passes, moe_layer=moe_layer)
-            for params in pricing.passes
-            for moe_layer, count in layers
-        ),
+        num_layers=model.num_layers,
+        num_moe_layers=model.num_moe_layers,
+        host_moe_layer_s=host_s(moe_layer=True),
+        host_dense_layer_s=host_s(moe_layer=False),
         bubble=(stages - 1) / virtual,
         # Megatron refuses an interleaved schedule whose micro-batches are no multiple of the stages.
         multiple_of=stages if virtual > 1 else 1,

@@ -7,7 +7,8 @@ Balancing makes the update faster; everything else that a step waits for dilutes
   step leaves unfinished go on in the next one: every token is decoded once, whatever the staleness.
 - *Offload*: where rollout and training share GPUs, the trainer's state leaves the GPU and comes back.
 - *Weight sync*: trainers gather whole tensors and send them to the engines.
-- *Framework*: RL trainers run the same passes slower than pre-training benchmarks.
+- *Framework*: RL trainers take longer for the same passes than pre-training benchmarks: data, host, logging. Balanced
+  experts do not shorten that, so it has one size, whatever the policy.
 
 Five constants were fitted (`python benchmarks/fit_rl_step.py`); the others are assumed and say so. A measured rate or
 time (`rollout_tokens_per_s`, `weight_sync_s`, `offload_s`) is worth more than the forecast.
@@ -40,7 +41,8 @@ TRAINING_PARTS = ("log_prob", "reference", "update", "framework")
 # Fitted on 14 published steps of three models on H100 (NVIDIA-NeMo/RL:docs/about/performance-summary.md, v0.5, v0.6).
 #
 # decode_layer_s: kernels of one layer that decoding waits for, whatever the batch.
-# framework_share: time that an RL trainer adds to its passes, as a share of the time that `simulate` predicts for them.
+# framework_share: time that an RL trainer adds to its passes, as a share of what `simulate` predicts for them under
+#   static placement, which the published runs have.
 # sender_share: share of one NIC at which weights reach engines on other GPUs; one trainer sends.
 # gather_share: share of a link at which colocated trainers gather whole tensors for their engines.
 # host_link_gb_per_s: rate of one GPU to pageable host memory, there and back.
@@ -102,7 +104,7 @@ class RlStepSetting:
     update_epochs: int = 1
     """How often every sample is trained on."""
     framework_share: float = FITTED["framework_share"]
-    """Time that the framework adds to the trainer's passes, as a share of them."""
+    """Time that the framework adds to the trainer's passes, as a share of them under static placement."""
     weight_sync_s: float | None = None
     """Measured; None: the forecast."""
     offload_s: float | None = None
@@ -184,30 +186,48 @@ def rl_step(
     prompt_tokens: float,
     forward_s: float,
     update_s: float,
+    framework_s: float | None = None,
 ) -> RlStep:
     """Return the RL step over samples of `response_lengths` [N] tokens.
 
     `forward_s` and `update_s` are seconds of one forward pass and one update (all its mini-batches) over all samples,
-    as `simulate_policies` says.
+    as `simulate_policies` says. `framework_s` is what the framework adds (`framework_seconds` of static placement);
+    None: these passes are static placement's.
     """
     if setting.rollout_tokens_per_s is not None:
         rollout = float(response_lengths.sum()) / (setting.rollout_tokens_per_s * setting.decoding_gpus)
     else:
         rollout = rollout_of(model, hardware, setting, response_lengths, prompt_tokens).seconds
-    passes = {
-        "log_prob": setting.log_prob_passes * forward_s,
-        "reference": setting.reference_passes * forward_s,
-        "update": setting.update_epochs * update_s,
-    }
+    passes = _pass_seconds(setting, forward_s=forward_s, update_s=update_s)
+    if framework_s is None:
+        framework_s = framework_seconds(setting, forward_s=forward_s, update_s=update_s)
     parts = {
         "rollout": rollout,
         "reward": setting.reward_s,
         **passes,
-        "framework": setting.framework_share * sum(passes.values()),
+        "framework": framework_s,
         "offload": _offload_seconds(model, setting),
         "weight_sync": _sync_seconds(model, hardware, setting),
     }
     return RlStep(parts_s=parts, beside=setting.staleness > 0)
+
+
+def framework_seconds(setting: RlStepSetting, *, forward_s: float, update_s: float) -> float:
+    """Return what the framework adds to a step whose passes take so long under static placement.
+
+    Example: a forward pass of 1 s and an update of 3 s, log-probabilities and reference once each, share 0.63: 3.15 s,
+    and 3.15 s as well under a policy whose update takes 2 s.
+    """
+    return setting.framework_share * sum(_pass_seconds(setting, forward_s=forward_s, update_s=update_s).values())
+
+
+def _pass_seconds(setting: RlStepSetting, *, forward_s: float, update_s: float) -> dict[str, float]:
+    """Return the seconds of the trainer's passes by part."""
+    return {
+        "log_prob": setting.log_prob_passes * forward_s,
+        "reference": setting.reference_passes * forward_s,
+        "update": setting.update_epochs * update_s,
+    }
 
 
 def _offload_seconds(model: MoeModelSpec, setting: RlStepSetting) -> float:

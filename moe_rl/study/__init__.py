@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_rl.core.plan_file import load_plan, save_plan
+    from moe_rl.core.plan_file import load_plan
     from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
     from moe_rl.study.batch import Batch
     from moe_rl.study.compare_recording import AttributedStep, PredictedStep, attribute_recording, read_prediction
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moe_rl.study.traces import TraceLike, open_trace
 
 __all__ = [
-    "open_trace", "simulate", "plan", "sweep", "tune", "rl_step", "save_plan", "load_plan", "TraceLike",
+    "open_trace", "simulate", "plan", "sweep", "tune", "rl_step", "load_plan", "TraceLike",
     "SimulationOptions", "TraceOptions", "merge_options", "Scenario", "Batch", "open_scenario", "make_plans", "predict",
     "load_under", "load_bounds", "chrome_trace", "RolloutMap", "plan_rollout_map", "score_expert_map", "PredictedStep",
     "read_prediction", "AttributedStep", "attribute_recording",
@@ -39,7 +39,7 @@ _HOME = {
     "scenario": "Scenario", "traces": "TraceLike open_trace",
 }  # fmt: skip
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _HOME.items() for name in names.split()}
-_MODULE_OF |= dict.fromkeys(("load_plan", "save_plan"), "moe_rl.core.plan_file")
+_MODULE_OF["load_plan"] = "moe_rl.core.plan_file"
 
 
 def __getattr__(name: str) -> Any:

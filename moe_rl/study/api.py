@@ -65,7 +65,7 @@ def plan(
     """Plan one step with one policy, by default `moe-rl`; `options` are those of `moe-rl plan`.
 
     >>> step = plan("run.moetrace", micro_batch_tokens=16384)  # doctest: +SKIP
-    >>> moe_rl.save_plan(step, "step.plan.npz")  # doctest: +SKIP
+    >>> step.save("step.plan.npz")  # doctest: +SKIP
     """
     asked = merge_options(SimulationOptions, options, config).of_one_policy()
     (made,) = make_plans(open_scenario(trace, asked, progress), asked.policy, progress).values()

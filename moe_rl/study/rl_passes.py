@@ -19,7 +19,7 @@ from moe_rl.report.whole_step import Misfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult
-from moe_rl.simulators.rl_step import RlStep, rl_step
+from moe_rl.simulators.rl_step import RlStep, framework_seconds, rl_step
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.options import SCALED, SHOWN, merge_options
@@ -48,8 +48,10 @@ class TrainingPasses:
     """By policy, static first: one forward pass and one update."""
 
     def steps(self, options: RlStepOptions) -> dict[str, RlStep]:
-        """Return the step of RL under every policy."""
+        """Return the step of RL under every policy; what the framework adds is static's for all of them."""
         setting = options.rl_setting(self.train_gpus)
+        static_forward_s, static_update_s = self.seconds["static"]
+        framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
         return {
             name: rl_step(
                 self.model,
@@ -59,6 +61,7 @@ class TrainingPasses:
                 prompt_tokens=options.prompt_tokens,
                 forward_s=forward_s,
                 update_s=update_s,
+                framework_s=framework_s,
             )
             for name, (forward_s, update_s) in self.seconds.items()
         }

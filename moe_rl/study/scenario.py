@@ -297,8 +297,7 @@ def _problem(
         steps_served=options.steps_served or options.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,
-        # Scaled loads have other rows than the sequences whose lengths would price a micro-batch.
-        micro_batch_cost=micro_batch_cost(of_batch) if repacks and not batch.load.scaled else None,
+        micro_batch_cost=micro_batch_cost(of_batch),
         load_of_layout=batch.load_of_layout,
         domain_balance=options.domain_balance,
         seed=options.seed,

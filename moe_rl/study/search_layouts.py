@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.micro_batch_cost import SMOOTH
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
@@ -178,10 +177,7 @@ class ShapeTask:
         each = max(1, round(per_rank / count))
         even = BalancedBatch.of(run, tokens_per_rank=each, sequence_length=max(1, round(squares))).step(count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
-        work = float(cost.sequence_s.sum()) / ranks + cost.routed_token_s * per_rank
-        fixed = cost.fixed_s + cost.routed_fixed_s
-        mean = ((work / count + fixed) ** SMOOTH + cost.host_s**SMOOTH) ** (1 / SMOOTH)
-        uneven = cost.balanced_s(layout, topology) - (count + cost.bubble) * mean
+        uneven = cost.balanced_s(layout, topology) - cost.even_s(count, topology)
         # Micro-batches follow each other through the stage with most layers.
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}

@@ -15,7 +15,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-from moe_rl.core.plan_file import load_plan, save_plan
+from moe_rl.core.plan_file import load_plan
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_a_saved_plan_loads_equal_and_sends_every_row_to_the_same_rank(
     tmp_path_factory: pytest.TempPathFactory, plan: Plan, seed: int
 ) -> None:
     path = tmp_path_factory.mktemp("plan") / "a.npz"
-    save_plan(plan, path)
+    plan.save(path)
     loaded = load_plan(path)
     assert loaded.hash == plan.hash
     for field in ("policy", "objective", "predicted_cost_s", "solve_time_s", "notes"):
@@ -103,26 +103,26 @@ def small_plan(policy: str = "static") -> Plan:
 
 def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a.npz", "b.npz"):
-        save_plan(small_plan(), tmp_path / name)
+        small_plan().save(tmp_path / name)
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
 
 
 def test_saving_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan("static"), path)
-    save_plan(small_plan("other"), path)
+    small_plan("static").save(path)
+    small_plan("other").save(path)
     assert load_plan(path).policy == "other"
     assert [file.name for file in tmp_path.iterdir()] == ["plan.npz"]
 
 
 def test_a_save_that_fails_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan(), path)
+    small_plan().save(path)
     before = path.read_bytes()
     unwritable = small_plan()
     object.__setattr__(unwritable, "parameters", {"x": object()})
     with pytest.raises(TypeError):
-        save_plan(unwritable, path)
+        unwritable.save(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["plan.npz"]
 
@@ -135,7 +135,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 1, 10, 200, -1])
 def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan(), path)
+    small_plan().save(path)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(InvalidInputError, match="damaged or not a plan file"):
         load_plan(path)
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_refused_or_harmless(
 ) -> None:
     path = tmp_path_factory.mktemp("plan") / "a.npz"
     plan = small_plan()
-    save_plan(plan, path)
+    plan.save(path)
     content = bytearray(path.read_bytes())
     content[int(position * len(content))] ^= 1 << bit
     path.write_bytes(content)
@@ -176,7 +176,7 @@ def npy(array: np.ndarray, tmp_path: Path) -> bytes:
 
 def test_a_changed_placement_does_not_match_the_hash(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan(), path)
+    small_plan().save(path)
     swapped = np.array([[1, 0, 2, 3], [0, 1, 2, 3]], np.int32)
     rewritten(path, "placement.physical_to_logical_map.npy", npy(swapped, tmp_path))
     with pytest.raises(InvalidInputError, match="does not match its hash"):
@@ -185,7 +185,7 @@ def test_a_changed_placement_does_not_match_the_hash(tmp_path: Path) -> None:
 
 def test_another_schema_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan(), path)
+    small_plan().save(path)
     description = np.frombuffer(json.dumps({"schema": "moe_rl.plan/9"}).encode(), np.uint8)
     rewritten(path, "description.npy", npy(description, tmp_path))
     with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', this version reads 'moe_rl\.plan/2'"):
@@ -194,7 +194,7 @@ def test_another_schema_version_is_named(tmp_path: Path) -> None:
 
 def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
-    save_plan(small_plan(), path)
+    small_plan().save(path)
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     rewritten(path, "layout.order.npy", (tmp_path / "x.npy").read_bytes())
     with pytest.raises(InvalidInputError, match="damaged or not a plan file"):

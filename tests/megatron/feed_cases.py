@@ -15,7 +15,7 @@ from replica_cases import occurring
 
 from moe_rl.balancing.loads import count_routes
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.plan_file import load_plan, save_plan
+from moe_rl.core.plan_file import load_plan
 from moe_rl.megatron import (
     Balancer,
     BalancerConfig,
@@ -140,7 +140,7 @@ def driver_and_worker() -> dict[str, Any]:
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.npz"
-            save_plan(driver, path)
+            driver.save(path)
             driver = load_plan(path)
         balancer.begin_pass(routes, plan=driver)
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())

@@ -15,7 +15,7 @@ from moe_rl.study import make_plans
 def test_an_entry_is_scored_like_the_policy_that_made_it_and_a_cheat_is_named(tmp_path: Path) -> None:
     scenario = board.scenario_of(8)
     plan = make_plans(scenario, ["ultraep"], lambda *_: None)["ultraep"]
-    moe_rl.save_plan(plan, tmp_path / "mine.npz")
+    plan.save(tmp_path / "mine.npz")
     ours = board.judged(scenario, "ultraep", plan)
     entry = board.judged(scenario, "mine", moe_rl.load_plan(tmp_path / "mine.npz"))
     assert entry == ours | {"plan": "mine"}
@@ -27,7 +27,7 @@ def test_an_entry_is_scored_like_the_policy_that_made_it_and_a_cheat_is_named(tm
 def test_a_plan_of_another_size_and_no_plan_are_refused(tmp_path: Path) -> None:
     plan = make_plans(board.scenario_of(8), ["static"], lambda *_: None)["static"]
     odd = moe_rl.plan("countdown-grpo", policy="static", ep=4, cluster="h100", ep_group_tokens=1024)
-    moe_rl.save_plan(odd, tmp_path / "odd.npz")
+    odd.save(tmp_path / "odd.npz")
     with pytest.raises(InvalidInputError, match="is a plan for EP4: the board has 8, 16, 32"):
         board.board((tmp_path / "odd.npz",))
     assert plan.placement.ep_size == 8

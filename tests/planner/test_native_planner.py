@@ -101,6 +101,38 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
     assert all((np.bincount(layer, minlength=nodes * per_node) == per_rank).all() for layer in home)
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 4), (3, 2)])
+def test_a_move_inside_a_node_is_charged_nvlinks_price(nodes: int, per_node: int) -> None:
+    """Without replicas bins are ranks: swaps that pay at NVLink's price but not at a NIC's stay inside their node."""
+    ranks = nodes * per_node
+    experts = 2 * ranks
+    home = np.repeat(np.arange(ranks, dtype=np.int32), 2)[None, :]
+    # Both experts of the first rank of every node are hot; node 0 is hotter than the others by less than a NIC's move.
+    load = np.ones((1, 1, experts), np.int32)
+    load[0, 0, home[0] % per_node == 0] = 100
+    load[0, 0, home[0] == 0] = 110
+    moved = core().reorder(
+        load=load,
+        row_cost=1,
+        move_cost=10_000,
+        move_inside_cost=10,
+        start=home,
+        current=home,
+        nodes=nodes,
+        ranks_per_node=per_node,
+        by_rank=True,
+        moving_is_free=False,
+        iterations=4_000,
+        iterations_inside=0,
+        seed=1,
+        num_threads=1,
+        tokens=None,
+    )
+    assert (moved // per_node == home // per_node).all()
+    rows = np.bincount(moved[0], weights=load[0, 0], minlength=ranks)
+    assert rows.max() == 111  # a hot expert and a cold one; 220 before
+
+
 @settings(max_examples=60)
 @given(seed=seeds)
 def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:

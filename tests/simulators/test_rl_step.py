@@ -15,7 +15,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.simulators.balanced import BalancedBatch
-from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step, rollout_of
+from moe_rl.simulators.rl_step import RlStep, RlStepSetting, framework_seconds, rl_step, rollout_of
 from moe_rl.simulators.rl_update import first_fit, trainer_seconds
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
@@ -141,6 +141,20 @@ def test_a_step_without_rollout_and_framework_is_its_passes() -> None:
         COLOCATED, reference_passes=0, log_prob_passes=0, framework_share=0.0, weight_sync_s=1e-9, offload_s=1e-9
     )
     assert step_of(setting, np.zeros(4, np.int64)).step_time_s == pytest.approx(60.0)
+
+
+@given(st.floats(0.0, 2.0), st.floats(0.1, 60.0))
+def test_the_framework_takes_as_long_whatever_the_policy_saves(share: float, update_s: float) -> None:
+    """What balancing saves of a step is what it saves of the passes: time of the framework is not experts' time."""
+    setting = replace(COLOCATED, framework_share=share)
+    static = step_of(setting)
+    framework_s = framework_seconds(setting, forward_s=20.0, update_s=60.0)
+    assert static.parts_s["framework"] == framework_s
+    balanced = rl_step(
+        MODEL, H100, setting, response_lengths=LENGTHS, prompt_tokens=200.0, forward_s=20.0, update_s=update_s,
+        framework_s=framework_s,
+    )  # fmt: skip
+    assert static.step_time_s - balanced.step_time_s == pytest.approx(60.0 - update_s, abs=1e-6)
 
 
 @pytest.mark.parametrize("mini_batches", [1, 4])

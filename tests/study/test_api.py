@@ -150,12 +150,12 @@ def test_a_name_from_outside_stays_a_name_in_a_notebook(tmp_path: Path) -> None:
 def test_plans_are_saved_and_loaded(tmp_path: Path, path: Path) -> None:
     report = moe_rl.simulate(path, policy=POLICIES, **SMALL)
     file = tmp_path / "step.plan.npz"
-    moe_rl.save_plan(report.plans["ultraep"], file)
+    report.plans["ultraep"].save(file)
     assert moe_rl.load_plan(file).hash == report.plans["ultraep"].hash
     alone = moe_rl.plan(path, policy="ultraep", **SMALL)
     assert alone.hash == report.plans["ultraep"].hash
     with pytest.raises(InvalidInputError, match=r"step\.txt must end in \.npz"):
-        moe_rl.save_plan(alone, tmp_path / "step.txt")
+        alone.save(tmp_path / "step.txt")
 
 
 @pytest.mark.lengthy

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from moe_rl.config import CONFIGS
 from moe_rl.core.native import native_core
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner import moe_rl_policy
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.migration import migration_time
+from moe_rl.planner.moe_rl_policy import Candidate, _Run
 from moe_rl.planner.packing import layouts_of_lengths
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
@@ -85,8 +87,8 @@ def starts_of(problem: PlanProblem) -> dict[str, PlanProblem]:
     }
 
 
-def test_the_price_of_a_layout_is_the_simulators() -> None:
-    """Steps on several layouts differ by what their prices differ by: else packing wins by price and loses the step."""
+def bundled_long_tail() -> RoutingTrace:
+    """Long-tailed sequences of the bundled trace's tokens."""
     source = open_trace(CONFIGS / "traces" / "countdown-grpo.moetrace")
     whole = concatenate(tuple(source.parts(source.steps[-1])))
     assert isinstance(whole, RoutingTrace)
@@ -94,8 +96,36 @@ def test_the_price_of_a_layout_is_the_simulators() -> None:
         whole.routed_experts[rows][whole.valid[rows]] for rows in map(slice, whole.cu_seqlens, whole.cu_seqlens[1:])
     ]
     recorded = RoutingTrace.from_sequences(routed, num_experts=whole.num_experts)
-    trace = batch_of(recorded, lengths_of("lognormal", 500_000)[:150] // 4, alike=1)
-    scenario = scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
+    return batch_of(recorded, lengths_of("lognormal", 500_000)[:150] // 4, alike=1)
+
+
+def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts are compared before copies and moves are priced: the given layout with its own homes is priced in full."""
+    if native_core() is None:
+        pytest.skip("packing by routes needs the C++ core")
+    problem = scenario_of(bundled_long_tail(), FROM_TRACE, 16, LONGEST // 4).problem
+    assert problem.micro_batch_cost is not None
+    assert problem.sequence_tokens is not None
+    (other, *_) = layouts_of_lengths(
+        problem.layout, problem.micro_batch_cost, problem.sequence_tokens, native_core()
+    ).values()
+    found: list[Candidate] = []
+    searched = _Run._found
+    monkeypatch.setattr(moe_rl_policy, "near_starts", lambda *_: [other])  # the only start: another than the given one
+
+    def recorded(run: _Run, nothing: Candidate) -> list[Candidate]:
+        found.extend(searched(run, nothing))
+        return found
+
+    monkeypatch.setattr(_Run, "_found", recorded)
+    make_planner("moe-rl", pack_iterations=2_000, reorder_iterations=2_000).plan(problem)
+    start = problem.starting_placement().home_rank
+    assert any(one.layout is problem.layout and not np.array_equal(one.home, start) for one in found)
+
+
+def test_the_price_of_a_layout_is_the_simulators() -> None:
+    """Steps on several layouts differ by what their prices differ by: else packing wins by price and loses the step."""
+    scenario = scenario_of(bundled_long_tail(), FROM_TRACE, 16, LONGEST // 4)
     problems = starts_of(scenario.problem)
     plans = {name: make_planner("moe-rl-unpacked").plan(problem) for name, problem in problems.items()}
     simulate, _ = pricing_of(scenario, plans)
@@ -104,8 +134,7 @@ def test_the_price_of_a_layout_is_the_simulators() -> None:
     for name, problem in problems.items():
         cost, plan = problem.micro_batch_cost, plans[name]
         assert cost is not None
-        routed = cell_seconds(plan, problem).sum(axis=2)
-        price = cost.step_s(routed + cost.busiest_s(problem.layout, problem.topology), problem.layout)
+        price = cost.step_s(cell_seconds(plan, problem), problem.layout, problem.topology)
         price += migration_time(problem.starting_placement().home_rank, plan.placement.home_rank, problem)
         beside.append(result.policies[name].step_time_s - price)
     assert len(beside) >= 3

@@ -31,7 +31,7 @@ from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
-from moe_rl.core.plan_file import load_plan, save_plan
+from moe_rl.core.plan_file import load_plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.post_import import when_imported, wrap
@@ -424,7 +424,7 @@ def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [plan_path(Path(folder), rollout_id, step) for step in range(len(plans))]
     for plan, path in zip(plans, paths, strict=True):
-        save_plan(plan, path)
+        plan.save(path)
     return paths
 
 

@@ -1,0 +1,33 @@
+"""A portfolio that cannot lose: on settings drawn by the date no policy with the same slots beats `moe-rl`."""
+
+import datetime
+
+import pytest
+
+from benchmarks.fuzz_planner import OURS, TOLERANCE, drawn_settings, judged
+from moe_rl.core.native import native_core
+
+needs_core = pytest.mark.skipif(native_core() is None, reason="the searches need the C++ core")
+TODAY = datetime.datetime.now(tz=datetime.UTC).date().toordinal()
+
+
+def test_a_seed_draws_the_same_settings_whatever_their_number() -> None:
+    assert list(drawn_settings(3, 5)) == list(drawn_settings(3, 9))[:5]
+
+
+@needs_core
+@pytest.mark.lengthy
+@pytest.mark.parametrize(("seed", "index"), [(7, 17), (7, 21), (7, 73), (7, 88)])
+def test_settings_that_were_lost_once_are_not_lost_again(seed: int, index: int) -> None:
+    """By the given layout's homes, a host that launches no faster (twice), and packing around homes that stay."""
+    verdict = judged(list(drawn_settings(seed, index + 1))[index])
+    assert verdict.lost <= TOLERANCE, verdict
+
+
+@needs_core
+@pytest.mark.slow
+def test_no_policy_beats_it_on_todays_settings() -> None:
+    verdicts = [judged(setting) for setting in drawn_settings(TODAY, 60)]
+    lost = [str(verdict) for verdict in verdicts if verdict.lost > TOLERANCE]
+    assert not lost, f"seed {TODAY}: {lost}"
+    assert all(verdict.step_s[OURS] <= (1 + TOLERANCE) * verdict.step_s["static"] for verdict in verdicts)
