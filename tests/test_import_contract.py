@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_rl"
 
-LIBRARIES = {"replay", "planner", "simulators", "profiling", "kernels", "importance", "rollout_engines", "routes"}
+LIBRARIES = {
+    "replay",
+    "planner",
+    "simulators",
+    "profiling",
+    "kernels",
+    "importance",
+    "rollout_engines",
+    "routes",
+    "sync",
+}
 ADAPTERS = {"balancing", "megatron", "report", "doctor"}
 ALLOWED = {
     "core": set(),
@@ -53,6 +63,7 @@ LIGHT_MODULES = (
     "moe_rl.profiling",
     "moe_rl.replay",
     "moe_rl.routes",
+    "moe_rl.sync",
     "moe_rl.report",
     "moe_rl.doctor",
     "moe_rl.launch",
@@ -71,6 +82,11 @@ NEEDS_TORCH = {
     "moe_rl.balancing.slots",
     "moe_rl.balancing.triton_slots",
     "moe_rl.replay.hf_recorder",
+    "moe_rl.sync.dense",
+    "moe_rl.sync.executor",
+    "moe_rl.sync.expert_parts",
+    "moe_rl.sync.ranks",
+    "moe_rl.sync.session",
 }
 """Work on torch modules, collectives or tensors: imported by name only, never by their package."""
 HEAVY = {"torch", "triton", "megatron", "transformers", "deepspeed", "transformer_engine", "nvtx"}

@@ -25,3 +25,4 @@ void bind_planner(nanobind::module_ &module);
 void bind_draw_routes(nanobind::module_ &module);
 void bind_exact_split(nanobind::module_ &module);
 void bind_routes_codec(nanobind::module_ &module);
+void bind_sync_schedule(nanobind::module_ &module);

@@ -1,0 +1,124 @@
+"""Plans of weight syncs at full size: milliseconds to plan, and steps against the bound that no schedule beats.
+
+    python benchmarks/bench_sync.py
+    pytest benchmarks/bench_sync.py                 time to plan the smallest, with pytest-benchmark
+
+Homes and engine maps are drawn; no weights move. A step is one atom over one NIC. Seconds are what its bytes take at
+43 GB/s, computed, not measured. `busiest trainer` is its atoms against the least that any assignment gives it; `peak
+experts` is what the fullest of sixteen ranks stages at once.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.sync.layouts import EngineLayout, SyncProblem, TrainerLayout
+from moe_rl.sync.plan import plan_sync
+from moe_rl.sync.rank_plan import RankPlan
+
+RANKS_PER_NODE = 8
+NIC_BYTES_PER_S = 43e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A published or typical pair of layouts."""
+
+    name: str
+    layers: int
+    experts: int
+    expert_bytes: int
+    ep_size: int
+    pp_size: int = 1
+    edp_size: int = 1
+    etp_size: int = 1
+    engines: int
+    engine_ep: int
+    engine_tp: int = 1
+    redundant: int = 0
+
+    def problem(self) -> SyncProblem:
+        """Return the layouts with drawn homes and maps."""
+        rng = np.random.default_rng(0)
+        homes = [rng.permutation(np.arange(self.experts) % self.ep_size) for _ in range(self.layers)]
+        # Stages may have one layer more than others.
+        stages = tuple(layer * self.pp_size // self.layers for layer in range(self.layers))
+        trainer = TrainerLayout.in_megatron_order(
+            np.array(homes), ep_size=self.ep_size, etp_size=self.etp_size, edp_size=self.edp_size, stage_of_layer=stages
+        )
+        engines = tuple(
+            EngineLayout(slots=self._slots(rng), ep_size=self.engine_ep, tp_size=self.engine_tp)
+            for _ in range(self.engines)
+        )
+        trainer_nodes = [rank // RANKS_PER_NODE for rank in range(trainer.size)]
+        first = trainer_nodes[-1] + 1
+        engine_nodes = [first + rank // RANKS_PER_NODE for rank in range(self.engines * engines[0].size)]
+        return SyncProblem(
+            trainer=trainer, engines=engines, node_of=(*trainer_nodes, *engine_nodes), expert_bytes=self.expert_bytes
+        )
+
+    def _slots(self, rng: np.random.Generator) -> NDArray[np.int32]:
+        rows = []
+        for _ in range(self.layers):
+            own = rng.permutation(self.experts).reshape(self.engine_ep, -1)
+            copies = [
+                rng.choice(np.setdiff1d(np.arange(self.experts), row), self.redundant, replace=False) for row in own
+            ]
+            rows.append(np.concatenate([own, np.array(copies, int).reshape(self.engine_ep, -1)], axis=1).ravel())
+        return np.array(rows, np.int32)
+
+
+MIB_30B, MIB_235B, MIB_DSV3 = 9437184, 37748736, 88080384
+CASES = (
+    Case(name="30B EP8 -> 1 node EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=1, engine_ep=8),
+    Case(name="30B EP8 PP2 -> 8 x TP2", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, pp_size=2, engines=8, engine_ep=1, engine_tp=2),
+    Case(name="30B EP8 PP2 -> 2 x EP8 + 2 slots", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, pp_size=2, engines=2, engine_ep=8, redundant=2),
+    Case(name="30B EP8 -> 4 x EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=4, engine_ep=8),
+    Case(name="30B EP4 ETP2 EDP2 -> 4 x TP4", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=4, etp_size=2, edp_size=2, engines=4, engine_ep=1, engine_tp=4),
+    Case(name="30B EP8 -> 12 x EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=12, engine_ep=8),
+    Case(name="235B EP16 PP8 -> 4 x EP32", layers=94, experts=128, expert_bytes=MIB_235B, ep_size=16, pp_size=8, engines=4, engine_ep=32),
+    Case(name="235B EP16 PP8 -> 16 x TP8", layers=94, experts=128, expert_bytes=MIB_235B, ep_size=16, pp_size=8, engines=16, engine_ep=1, engine_tp=8),
+    Case(name="DSv3 EP16 PP16 -> 8 x EP32", layers=58, experts=256, expert_bytes=MIB_DSV3, ep_size=16, pp_size=16, engines=8, engine_ep=32),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Print one line per case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    print(
+        f"{'case':34s} {'ranks':>9s} {'deliveries':>10s} {'plan ms':>8s} {'bound s':>8s} {'steps / bound':>13s} {'busiest trainer':>15s} {'peak experts':>12s}"
+    )
+    for case in CASES:
+        problem = case.problem()
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            plan = plan_sync(problem)
+            times.append(time.perf_counter() - begun)
+        trainers = problem.trainer.size
+        bound_s = plan.least_steps * problem.atom_bytes / NIC_BYTES_PER_S
+        # Atoms leave their trainers once, twins share: no plan that relays makes the busiest send fewer.
+        holders, counts = np.unique(problem.holders_of_atoms(), axis=0, return_counts=True)
+        fair = int(np.max(-(-counts // holders.shape[1])))
+        sample = RankPlan.of_ranks(plan, range(0, problem.size, max(1, problem.size // 16)))
+        peak = max(own.peak_parts() for own in sample.values()) / problem.parts_per_expert
+        print(
+            f"{case.name:34s} {trainers:4d}+{problem.size - trainers:<4d} {len(plan.deliveries.atom):10d} "
+            f"{1e3 * min(times):8.0f} {bound_s:8.3f} {plan.num_steps / plan.least_steps:13.3f} "
+            f"{plan.atoms_out[:trainers].max() / fair:15.3f} {peak:12.1f}"
+        )
+
+
+def test_planning(benchmark: Any) -> None:
+    problem = CASES[0].problem()
+    plan = benchmark(plan_sync, problem)
+    assert plan.num_steps == plan.least_steps
+
+
+if __name__ == "__main__":
+    main()

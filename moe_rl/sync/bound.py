@@ -1,0 +1,110 @@
+"""What no schedule of a sync goes below, whatever its order and however its nodes help each other."""
+
+from collections import Counter
+
+import numpy as np
+
+from moe_rl.sync.layouts import SyncProblem
+
+
+def least_steps(problem: SyncProblem) -> int:
+    """Return the least number of steps in which every atom can enter every engine node that needs it.
+
+    The greatest of three: a node's NICs take in one atom per step each; an atom that no trainer's node needs leaves
+    one of the nodes that hold it, whose NICs send one per step each; all ranks together send one per step each.
+    """
+    node_of = np.array(problem.node_of)
+    ranks_of_node = np.bincount(node_of)
+    needed = _needed(problem)
+    holders = problem.holders_of_atoms()
+    held = np.zeros_like(needed)
+    atoms = np.arange(problem.num_atoms)
+    for twin in holders.T:
+        held[node_of[twin], atoms] = True
+    away = needed & ~held
+    entering = away.sum(axis=1)
+    engine_ports = np.bincount(node_of[problem.trainer.size :], minlength=len(ranks_of_node))
+    ingress = max(
+        (-(-int(count) // int(ports)) for count, ports in zip(entering, engine_ports, strict=True) if count), default=0
+    )
+    must_leave = away.any(axis=0)
+    leaving = Counter(map(bytes, held[:, must_leave].T))
+    sets = {tuple(np.flatnonzero(np.frombuffer(key, bool)).tolist()): count for key, count in leaving.items()}
+    egress = _least_even_share(sets, ranks_of_node.tolist())
+    everything = -(-int(entering.sum()) // problem.size)
+    return max(ingress, egress, everything)
+
+
+def _needed(problem: SyncProblem) -> np.ndarray:
+    """Return [N, A]: whether a node needs an atom."""
+    needed = np.zeros((1 + max(problem.node_of), problem.num_atoms), bool)
+    for rank, atoms in zip(range(problem.trainer.size, problem.size), problem.wanted_atoms(), strict=True):
+        needed[problem.node_of[rank], atoms] = True
+    return needed
+
+
+def _least_even_share(jobs: dict[tuple[int, ...], int], ports: list[int]) -> int:
+    """Return the least m such that the jobs of every set of nodes fit into m per port of these nodes: a maximum flow.
+
+    Jobs are known by the nodes that may do them. Example: 6 jobs of nodes {0}, 2 of {0, 1}, one port each: 6.
+    """
+    total = sum(jobs.values())
+    if not total:
+        return 0
+    low, high = -(-total // sum(ports)), total
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(jobs, [middle * count for count in ports]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(jobs: dict[tuple[int, ...], int], room: list[int]) -> bool:
+    """Return whether all jobs find room, by passing jobs from full nodes along chains of sets."""
+    room = list(room)
+    share: dict[tuple[int, ...], dict[int, int]] = {nodes: dict.fromkeys(nodes, 0) for nodes in jobs}
+    for nodes, count in jobs.items():
+        left = count
+        while left:
+            chain = _chain_to_room(nodes, share, room)
+            if chain is None:
+                return False
+            left -= _pass_along(chain, nodes, share, room, left)
+    return True
+
+
+def _chain_to_room(start: tuple[int, ...], share: dict[tuple[int, ...], dict[int, int]], room: list[int]):
+    """Return [(set, node), ...] from `start` to a node with room: each set gives jobs to its node and takes them from
+    the node before."""
+    reached: dict[int, tuple[tuple[int, ...], int | None]] = {node: (start, None) for node in start}
+    queue = list(start)
+    for node in queue:
+        if room[node] > 0:
+            chain = []
+            at: int | None = node
+            while at is not None:
+                nodes, before = reached[at]
+                chain.append((nodes, at, before))
+                at = before
+            return chain
+        for nodes, of_set in share.items():
+            if of_set.get(node, 0) > 0:
+                for other in nodes:
+                    if other not in reached:
+                        reached[other] = nodes, node
+                        queue.append(other)
+    return None
+
+
+def _pass_along(chain, start, share, room, left: int) -> int:
+    """Move as many jobs as fit along the chain, and return how many."""
+    end = chain[0][1]
+    amount = min([left, room[end], *(share[nodes][before] for nodes, _, before in chain if before is not None)])
+    room[end] -= amount
+    for nodes, node, before in chain:
+        share[nodes][node] += amount
+        if before is not None:
+            share[nodes][before] -= amount
+    return amount

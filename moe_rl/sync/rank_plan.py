@@ -1,0 +1,118 @@
+"""What one rank does of a plan: per round the messages between nodes, and what came in the round before handed on inside.
+
+Example: an atom of parts 0 and 1 enters a node by rank 8; ranks 8 and 9 (TP 2) take a part each.
+
+    round 3      trainer 0 -> rank 8     parts 0, 1
+    round 4      rank 8    -> rank 9     part 1
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_rl.sync.layouts import SyncProblem
+from moe_rl.sync.plan import SyncPlan
+
+
+class Parts(NamedTuple):
+    """Neighboring parts of one expert."""
+
+    layer: int
+    expert: int
+    first: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        return self.stop - self.first
+
+
+@dataclass(slots=True)
+class RankRound:
+    """Parts that a rank sends to and expects of other ranks in one round, in the order in which they stand in messages."""
+
+    sends: dict[int, list[Parts]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[int, list[Parts]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """The rounds of one rank. A round that is not there is idle for it."""
+
+    rounds: dict[int, RankRound]
+    last_use: dict[Parts, int]
+    """Atoms that came in and are passed on: the last round in which they are."""
+
+    def peak_parts(self) -> int:
+        """Return the most parts that the rank stages at once: messages out and in, and what waits to be passed on."""
+        peak = 0
+        waiting: set[Parts] = set()
+        for number in sorted(self.rounds):
+            here = self.rounds[number]
+            moving = 0
+            for runs in (*here.sends.values(), *here.receives.values()):
+                moving += sum(parts.count for parts in runs)
+            peak = max(peak, moving + sum(parts.count for parts in waiting))
+            for runs in here.receives.values():
+                waiting.update(parts for parts in runs if parts in self.last_use)
+            waiting = {parts for parts in waiting if self.last_use[parts] > number}
+        return peak
+
+    @classmethod
+    def of_rank(cls, plan: SyncPlan, rank: int) -> "RankPlan":
+        """Return what `rank` does of the plan."""
+        return cls.of_ranks(plan, [rank])[rank]
+
+    @classmethod
+    def of_ranks(cls, plan: SyncPlan, ranks: Iterable[int]) -> dict[int, "RankPlan"]:
+        """Return what some ranks do of the plan."""
+        problem, made = plan.problem, plan.deliveries
+        node_of = np.array(problem.node_of)
+        plans = {rank: cls(rounds=defaultdict(RankRound), last_use={}) for rank in ranks}
+        nodes = np.unique(node_of[list(plans)])
+        involved = np.isin(made.source, list(plans)) | np.isin(node_of[made.ingress], nodes)
+        needs = _needs(problem, set(nodes.tolist()))
+        columns = (made.atom, made.source, made.ingress, made.step // plan.steps_per_round)
+        for atom, source, ingress, number in zip(*(column[involved].tolist() for column in columns), strict=True):
+            whole = parts_of_atom(problem, atom)
+            if source in plans:
+                plans[source].rounds[number].sends[ingress].append(whole)
+                plans[source].last_use[whole] = number
+            if ingress in plans:
+                plans[ingress].rounds[number].receives[source].append(whole)
+            for other, parts in needs.get((atom, node_of[ingress]), ()):
+                if other == ingress:
+                    continue
+                if ingress in plans:
+                    plans[ingress].rounds[number + 1].sends[other].append(parts)
+                    plans[ingress].last_use[whole] = max(number + 1, plans[ingress].last_use.get(whole, 0))
+                if other in plans:
+                    plans[other].rounds[number + 1].receives[ingress].append(parts)
+        return plans
+
+
+def parts_of_atom(problem: SyncProblem, atom: int) -> Parts:
+    """Return the parts that an atom is."""
+    expert, unit = divmod(atom, problem.atoms_per_expert)
+    first = unit * problem.parts_per_atom
+    return Parts(*divmod(expert, problem.num_experts), first, first + problem.parts_per_atom)
+
+
+def _needs(problem: SyncProblem, nodes: set[int]) -> dict[tuple[int, int], list[tuple[int, Parts]]]:
+    """Return (atom, node) -> engine ranks of that node with the parts of the atom that each needs."""
+    needs: dict[tuple[int, int], list[tuple[int, Parts]]] = defaultdict(list)
+    wanted = problem.wanted_atoms()
+    for each in problem.engine_ranks():
+        node = problem.node_of[each.rank]
+        if node not in nodes:
+            continue
+        own = each.engine.parts_of(each.index, problem.parts_per_expert)
+        for atom in wanted[each.rank - problem.trainer.size].tolist():
+            whole = parts_of_atom(problem, atom)
+            first, stop = max(whole.first, own.start), min(whole.stop, own.stop)
+            needs[atom, node].append((each.rank, whole._replace(first=first, stop=stop)))
+    return needs

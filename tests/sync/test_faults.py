@@ -1,0 +1,101 @@
+"""What a broken sync leaves behind: the same sentence on every rank, engines that refuse to generate, a sync that heals."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.multi_rank
+
+HERE = Path(__file__).parent
+TRAINERS, ENGINES = range(4), range(4, 6)
+
+
+@cache
+def run(case: str, mutant: str = "") -> list[Any]:
+    environment = dict(os.environ, PYTHONPATH=str(HERE.parents[1]), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    command = [sys.executable, str(HERE / "rank_runs.py"), case, *([mutant] if mutant else [])]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=HERE, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout)
+
+
+def test_two_syncs_the_second_with_another_map() -> None:
+    results = run("well")
+    assert [result["said"] for result in results] == [["", ""]] * 6
+    assert [results[rank]["wrong"] for rank in ENGINES] == [0, 0]
+    assert [results[rank]["refusal"] for rank in ENGINES] == ["", ""]
+
+
+def test_an_engine_that_joins_gets_everything() -> None:
+    results = run("joins")
+    assert [result["said"] for result in results] == [["", ""]] * 7
+    assert [result["wrong"] for result in results] == [0] * 7
+
+
+SENTENCES = {
+    "cut": "the message of rank 1 did not come",
+    "flipped": "is not what its trainer sent",
+    "stale_twin": "trainers 0, 2 should hold the same experts",
+    "other_step": "rank 5 wants to sync step 1, rank 0 step 2",
+    "other_plan": "rank 1 has another plan of step 2 than rank 0",
+    "other_map": "has another plan of step 2 than rank 0",
+}
+
+
+@pytest.mark.parametrize("case", SENTENCES)
+def test_every_rank_hears_the_same_sentence_and_the_next_sync_heals(case: str) -> None:
+    results = run(case)
+    assert len({result["said"] for result in results}) == 1
+    assert SENTENCES[case] in results[0]["said"]
+    for rank in ENGINES:
+        assert "do not hold the weights of step 2" in results[rank]["refusal"]
+        assert results[rank]["after"]["refusal"] == ""
+    assert {result["healed"] for result in results} == {""}
+    assert {result["after"]["wrong"] for result in results} == {0}
+
+
+@pytest.mark.parametrize(("case", "culprit", "sentence"), [
+    ("killed", 2, "connection to rank 2"), ("store_killed", 0, "the store of the sync is gone"), ("stopped", 3, "rank 3"),
+])  # fmt: skip
+def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: int, sentence: str) -> None:
+    results = run(case)
+    assert results[culprit] is None
+    for rank, result in enumerate(results):
+        if rank != culprit:
+            assert sentence in result["said"]
+    for rank in ENGINES:
+        assert "do not hold the weights of step 2" in results[rank]["refusal"]
+
+
+def test_an_engine_that_rebalanced_itself_gets_nothing() -> None:
+    results = run("rebalanced")
+    assert {result["said"] for result in results} == {
+        "nothing was sent: rank 5: the engine holds another expert map than the plan: it rebalanced itself, or was told of "
+        "another."
+    }
+    assert "do not hold the weights of step 2" in results[5]["refusal"]
+
+
+def test_a_late_loader_spoils_no_other_engine_and_refuses_itself() -> None:
+    """What engine 0 passes on comes from staging, not from its slots."""
+    results = run("late_loader")
+    assert results[5]["wrong"] == 0
+    assert results[5]["refusal"] == ""
+    assert "32 of 32 expert slots do not hold the weights of step 2" in results[4]["refusal"]
+
+
+@pytest.mark.parametrize(("mutant", "case"), [
+    ("without sums", "flipped"), ("without vote", "other_step"), ("without twins' sums", "stale_twin"),
+    ("without heartbeat", "cut"),
+])  # fmt: skip
+def test_a_mutant_without_the_check_is_noticed(mutant: str, case: str) -> None:
+    """The same case without its check ends otherwise: weights are wrong, or ranks wait, or the sentence is another."""
+    results = run(case, mutant)
+    told = [result is not None and SENTENCES[case] in result["said"] for result in results]
+    assert not all(told)
