@@ -11,7 +11,7 @@ experts` is what the fullest of sixteen ranks stages at once.
 import argparse
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,18 @@ from moe_rl.sync.layouts import EngineLayout, SyncProblem, TrainerLayout
 from moe_rl.sync.plan import plan_sync
 from moe_rl.sync.rank_plan import RankPlan
 
+
+class Model(TypedDict):
+    """Sizes of a model's experts in bf16."""
+
+    layers: int
+    experts: int
+    expert_bytes: int
+
+
 RANKS_PER_NODE = 8
 NIC_BYTES_PER_S = 43e9
+WIDTHS = (9, 10, 8, 8, 13, 15, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +82,20 @@ class Case:
         return np.array(rows, np.int32)
 
 
-MIB_30B, MIB_235B, MIB_DSV3 = 9437184, 37748736, 88080384
+QWEN3_30B: Model = {"layers": 48, "experts": 128, "expert_bytes": 9437184}
+QWEN3_235B: Model = {"layers": 94, "experts": 128, "expert_bytes": 37748736}
+DEEPSEEK_V3: Model = {"layers": 58, "experts": 256, "expert_bytes": 88080384}
 CASES = (
-    Case(name="30B EP8 -> 1 node EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=1, engine_ep=8),
-    Case(name="30B EP8 PP2 -> 8 x TP2", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, pp_size=2, engines=8, engine_ep=1, engine_tp=2),
-    Case(name="30B EP8 PP2 -> 2 x EP8 + 2 slots", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, pp_size=2, engines=2, engine_ep=8, redundant=2),
-    Case(name="30B EP8 -> 4 x EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=4, engine_ep=8),
-    Case(name="30B EP4 ETP2 EDP2 -> 4 x TP4", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=4, etp_size=2, edp_size=2, engines=4, engine_ep=1, engine_tp=4),
-    Case(name="30B EP8 -> 12 x EP8", layers=48, experts=128, expert_bytes=MIB_30B, ep_size=8, engines=12, engine_ep=8),
-    Case(name="235B EP16 PP8 -> 4 x EP32", layers=94, experts=128, expert_bytes=MIB_235B, ep_size=16, pp_size=8, engines=4, engine_ep=32),
-    Case(name="235B EP16 PP8 -> 16 x TP8", layers=94, experts=128, expert_bytes=MIB_235B, ep_size=16, pp_size=8, engines=16, engine_ep=1, engine_tp=8),
-    Case(name="DSv3 EP16 PP16 -> 8 x EP32", layers=58, experts=256, expert_bytes=MIB_DSV3, ep_size=16, pp_size=16, engines=8, engine_ep=32),
+    Case(name="30B EP8 -> 1 node EP8", ep_size=8, engines=1, engine_ep=8, **QWEN3_30B),
+    Case(name="30B EP8 PP2 -> 8 x TP2", ep_size=8, pp_size=2, engines=8, engine_ep=1, engine_tp=2, **QWEN3_30B),
+    Case(name="30B EP8 PP2 -> 2 x EP8 + 2", ep_size=8, pp_size=2, engines=2, engine_ep=8, redundant=2, **QWEN3_30B),
+    Case(name="30B EP8 -> 4 x EP8", ep_size=8, engines=4, engine_ep=8, **QWEN3_30B),
+    Case(name="30B EP4 ETP2 EDP2 -> 4 x TP4", ep_size=4, etp_size=2, edp_size=2, engines=4, engine_ep=1, engine_tp=4,
+         **QWEN3_30B),
+    Case(name="30B EP8 -> 12 x EP8", ep_size=8, engines=12, engine_ep=8, **QWEN3_30B),
+    Case(name="235B EP16 PP8 -> 4 x EP32", ep_size=16, pp_size=8, engines=4, engine_ep=32, **QWEN3_235B),
+    Case(name="235B EP16 PP8 -> 16 x TP8", ep_size=16, pp_size=8, engines=16, engine_ep=1, engine_tp=8, **QWEN3_235B),
+    Case(name="DSv3 EP16 PP16 -> 8 x EP32", ep_size=16, pp_size=16, engines=8, engine_ep=32, **DEEPSEEK_V3),
 )  # fmt: skip
 
 
@@ -90,9 +103,8 @@ def main() -> None:
     """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print(
-        f"{'case':34s} {'ranks':>9s} {'deliveries':>10s} {'plan ms':>8s} {'bound s':>8s} {'steps / bound':>13s} {'busiest trainer':>15s} {'peak experts':>12s}"
-    )
+    columns = ("ranks", "deliveries", "plan ms", "bound s", "steps / bound", "busiest trainer", "peak experts")
+    print(f"{'case':30s}", *(f"{column:>{width}s}" for column, width in zip(columns, WIDTHS, strict=True)))
     for case in CASES:
         problem = case.problem()
         times = []
@@ -107,14 +119,20 @@ def main() -> None:
         fair = int(np.max(-(-counts // holders.shape[1])))
         sample = RankPlan.of_ranks(plan, range(0, problem.size, max(1, problem.size // 16)))
         peak = max(own.peak_parts() for own in sample.values()) / problem.parts_per_expert
-        print(
-            f"{case.name:34s} {trainers:4d}+{problem.size - trainers:<4d} {len(plan.deliveries.atom):10d} "
-            f"{1e3 * min(times):8.0f} {bound_s:8.3f} {plan.num_steps / plan.least_steps:13.3f} "
-            f"{plan.atoms_out[:trainers].max() / fair:15.3f} {peak:12.1f}"
+        values = (
+            f"{trainers}+{problem.size - trainers}",
+            f"{len(plan.deliveries.atom)}",
+            f"{1e3 * min(times):.0f}",
+            f"{bound_s:.3f}",
+            f"{plan.num_steps / plan.least_steps:.3f}",
+            f"{plan.atoms_out[:trainers].max() / fair:.3f}",
+            f"{peak:.1f}",
         )
+        print(f"{case.name:30s}", *(f"{value:>{width}s}" for value, width in zip(values, WIDTHS, strict=True)))
 
 
 def test_planning(benchmark: Any) -> None:
+    """Plan the smallest case."""
     problem = CASES[0].problem()
     plan = benchmark(plan_sync, problem)
     assert plan.num_steps == plan.least_steps

@@ -1,5 +1,5 @@
 """
-Hot loops of moe_rl in C++: counting and drawing routes, and the searches of the planner.
+Hot loops of moe_rl in C++: counting and drawing routes, the searches of the planner, and the order of a weight sync.
 """
 
 from typing import Annotated, overload
@@ -117,6 +117,11 @@ class RouteDecoder:
 def pack_bits(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], widths: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
     """
     Return the lowest widths[i] bits of values[i] as bytes, one after the other, lowest bit first.
+    """
+
+def fill_calendars(node_of: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_trainers: int, holders: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], sender: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], spare_sends: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], order: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], wanted_start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], wanted_atom: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], steps_per_round: int, relays: bool) -> tuple:
+    """
+    Return atom, source, ingress and step [D] of the deliveries of a weight sync, in the order of steps.
     """
 
 def sources_digest() -> str:

@@ -2,8 +2,8 @@
 
 Where it cannot be built, routes are counted and drawn in numpy (the same ones), tokens are not followed to ranks and
 nodes (visits are those of independent choices), and `moe-rl` plans are made by the short planner of
-`moe_rl.planner.reference` (other plans, which say so). The variable MOE_RL_NATIVE decides otherwise: 0 does without the
-core where it is there, 1 makes its absence an error.
+`moe_rl.planner.reference` (other plans, which say so). Weight syncs are planned in Python: the same plans, slower. The
+variable MOE_RL_NATIVE decides otherwise: 0 does without the core where it is there, 1 makes its absence an error.
 """
 
 import logging

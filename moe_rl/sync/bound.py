@@ -1,10 +1,24 @@
 """What no schedule of a sync goes below, whatever its order and however its nodes help each other."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.sync.layouts import SyncProblem
+
+Nodes = tuple[int, ...]
+Shares = dict[Nodes, dict[int, int]]
+"""Jobs of every set of nodes, by the node that does them."""
+
+
+class Link(NamedTuple):
+    """A set of nodes that gives jobs to `node` and takes them from `before`, None at the start of a chain."""
+
+    nodes: Nodes
+    node: int
+    before: int | None
 
 
 def least_steps(problem: SyncProblem) -> int:
@@ -35,7 +49,7 @@ def least_steps(problem: SyncProblem) -> int:
     return max(ingress, egress, everything)
 
 
-def _needed(problem: SyncProblem) -> np.ndarray:
+def _needed(problem: SyncProblem) -> NDArray[np.bool_]:
     """Return [N, A]: whether a node needs an atom."""
     needed = np.zeros((1 + max(problem.node_of), problem.num_atoms), bool)
     for rank, atoms in zip(range(problem.trainer.size, problem.size), problem.wanted_atoms(), strict=True):
@@ -43,7 +57,7 @@ def _needed(problem: SyncProblem) -> np.ndarray:
     return needed
 
 
-def _least_even_share(jobs: dict[tuple[int, ...], int], ports: list[int]) -> int:
+def _least_even_share(jobs: dict[Nodes, int], ports: list[int]) -> int:
     """Return the least m such that the jobs of every set of nodes fit into m per port of these nodes: a maximum flow.
 
     Jobs are known by the nodes that may do them. Example: 6 jobs of nodes {0}, 2 of {0, 1}, one port each: 6.
@@ -61,32 +75,32 @@ def _least_even_share(jobs: dict[tuple[int, ...], int], ports: list[int]) -> int
     return low
 
 
-def _fits(jobs: dict[tuple[int, ...], int], room: list[int]) -> bool:
+def _fits(jobs: dict[Nodes, int], room: list[int]) -> bool:
     """Return whether all jobs find room, by passing jobs from full nodes along chains of sets."""
     room = list(room)
-    share: dict[tuple[int, ...], dict[int, int]] = {nodes: dict.fromkeys(nodes, 0) for nodes in jobs}
+    share: Shares = {nodes: dict.fromkeys(nodes, 0) for nodes in jobs}
     for nodes, count in jobs.items():
         left = count
         while left:
             chain = _chain_to_room(nodes, share, room)
             if chain is None:
                 return False
-            left -= _pass_along(chain, nodes, share, room, left)
+            left -= _pass_along(chain, share, room, left)
     return True
 
 
-def _chain_to_room(start: tuple[int, ...], share: dict[tuple[int, ...], dict[int, int]], room: list[int]):
+def _chain_to_room(start: Nodes, share: Shares, room: list[int]) -> list[Link] | None:
     """Return [(set, node), ...] from `start` to a node with room: each set gives jobs to its node and takes them from
     the node before."""
-    reached: dict[int, tuple[tuple[int, ...], int | None]] = {node: (start, None) for node in start}
+    reached: dict[int, tuple[Nodes, int | None]] = dict.fromkeys(start, (start, None))
     queue = list(start)
     for node in queue:
         if room[node] > 0:
-            chain = []
+            chain: list[Link] = []
             at: int | None = node
             while at is not None:
                 nodes, before = reached[at]
-                chain.append((nodes, at, before))
+                chain.append(Link(nodes, at, before))
                 at = before
             return chain
         for nodes, of_set in share.items():
@@ -98,7 +112,7 @@ def _chain_to_room(start: tuple[int, ...], share: dict[tuple[int, ...], dict[int
     return None
 
 
-def _pass_along(chain, start, share, room, left: int) -> int:
+def _pass_along(chain: list[Link], share: Shares, room: list[int], left: int) -> int:
     """Move as many jobs as fit along the chain, and return how many."""
     end = chain[0][1]
     amount = min([left, room[end], *(share[nodes][before] for nodes, _, before in chain if before is not None)])

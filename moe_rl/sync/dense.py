@@ -1,9 +1,10 @@
-"""Everything but experts, by the same executor: a bucket of bytes is an expert of one layer that every engine rank needs.
+"""Everything but experts, by the same executor: a bucket of bytes is an expert of one layer that every engine rank
+needs.
 
-A framework's exporter gathers each dense tensor on all trainers, so any of them may send it. Bucket i leaves from trainer
-i % T, enters every engine node once, and is passed on from node to node like an expert. Tensors are laid one after the
-other and cut where a bucket is full; how long they are is known when the exporter yields them, so buckets travel in
-batches of one per trainer, each with a table of its own.
+A framework's exporter gathers each dense tensor on all trainers, so any of them may send it. Bucket i leaves from
+trainer i % T, enters every engine node once, and is passed on from node to node like an expert. Tensors are laid one
+after the other and cut where a bucket is full; how long they are is known when the exporter yields them, so buckets
+travel in batches of one per trainer, each with a table of its own.
 
 Example: buckets of 8 bytes. Tensors a of 12 bytes and b of 4 fill bucket 0 (a[0:8]) and bucket 1 (a[8:12], b).
 """

@@ -3,8 +3,8 @@
 
 A message starts with the step, the plan's digest and the sums of its parts *as their trainer counted them*. A rank that
 passes parts on sends the trainer's sums along and never counts anew: whatever changed on the way is found wherever it
-arrives. What is passed on stays in staging until then; it is never read from an engine's slots, which may be filled late
-or hold the weights in another layout.
+arrives. What is passed on stays in staging until then; it is never read from an engine's slots, which may be filled
+late or hold the weights in another layout.
 """
 
 from collections import defaultdict
@@ -57,7 +57,7 @@ class _Staging:
         """Return bytes and sums of parts that lie within an atom which is here, None where it is not."""
         for whole in self._wholes(wanted):
             body, sums = self.body[whole], self.sums[whole]
-            size = body.numel() // whole.count
+            size = body.numel() // whole.num_parts
             first, stop = wanted.first - whole.first, wanted.stop - whole.first
             return body[first * size : stop * size], sums[first:stop]
         return None
@@ -138,7 +138,7 @@ class _RankWork:
             self._forget(number)
 
     def _message_bytes(self, runs: list[Parts]) -> int:
-        count = sum(parts.count for parts in runs)
+        count = sum(parts.num_parts for parts in runs)
         return WORD * (HEADER_WORDS + count) + count * self.part_bytes
 
     def _message(self, runs: list[Parts]) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _RankWork:
             if kept is None:
                 assert self.read is not None, f"rank {self.rank} has no {parts} to send"
                 body = self.read(parts)
-                kept = body, part_sums(body, parts.count)
+                kept = body, part_sums(body, parts.num_parts)
             bodies.append(kept[0])
             sums.append(kept[1])
             self.traffic.sent_bytes += kept[0].numel()
@@ -159,7 +159,7 @@ class _RankWork:
     def _take_in(self, number: int, here: RankRound, inbox: Mapping[int, torch.Tensor]) -> None:
         for other, runs in here.receives.items():
             message = inbox[other]
-            count = sum(parts.count for parts in runs)
+            count = sum(parts.num_parts for parts in runs)
             words = message[: WORD * (HEADER_WORDS + count)].view(torch.int64)
             step, digest = words[:HEADER_WORDS].tolist()
             if (step, digest) != (self.step, self.plan.digest):
@@ -172,11 +172,11 @@ class _RankWork:
             at = 0
             for parts in runs:
                 own, own_sums = (
-                    body[at * self.part_bytes : (at + parts.count) * self.part_bytes],
-                    sums[at:][: parts.count],
+                    body[at * self.part_bytes : (at + parts.num_parts) * self.part_bytes],
+                    sums[at:][: parts.num_parts],
                 )
-                at += parts.count
-                if not torch.equal(part_sums(own, parts.count), own_sums):
+                at += parts.num_parts
+                if not torch.equal(part_sums(own, parts.num_parts), own_sums):
                     raise SyncError(
                         f"rank {self.rank}, round {number}: expert {parts.expert} of MoE layer {parts.layer} from rank "
                         f"{other} is not what its trainer sent."
@@ -194,7 +194,7 @@ class _RankWork:
         inside = body[(first - parts.first) * self.part_bytes : (stop - parts.first) * self.part_bytes]
         arrived = self.arrived[parts.layer, parts.expert]
         arrived[parts._replace(first=first, stop=stop)] = inside
-        if sum(each.count for each in arrived) == len(needed):
+        if sum(each.num_parts for each in arrived) == len(needed):
             assert self.write is not None, f"rank {self.rank} has nothing that takes experts"
             del self.arrived[parts.layer, parts.expert]
             whole = parts._replace(first=needed.start, stop=needed.stop)

@@ -1,7 +1,7 @@
 """An expert's matrices as the bytes of its parts, and back.
 
-Part j of S has rows j of the gate and up matrices and columns j of the down matrix, in this order. Example: FFN 4 in two
-parts, hidden size 2: part 0 is gate[0:2], up[0:2], down[:, 0:2], 12 elements.
+Part j of S has rows j of the gate and up matrices and columns j of the down matrix, in this order. Example: FFN 4 in
+two parts, hidden size 2: part 0 is gate[0:2], up[0:2], down[:, 0:2], 12 elements.
 """
 
 from dataclasses import dataclass

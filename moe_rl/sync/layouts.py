@@ -1,20 +1,20 @@
 """Who holds which part of which expert: in the trainer, in every rollout engine, and on which node a rank sits.
 
-An expert is cut into S = lcm(ETP, TP of all engines) *parts*: part j is rows j of its gate and up matrices and columns j
-of its down matrix, so that a trainer's shard and an engine's slice are both whole numbers of parts. Parts that have the
-same trainers and the same engine nodes travel together; they are one *atom*.
+An expert is cut into S = lcm(ETP, TP of all engines) *parts*: part j is rows j of its gate and up matrices and columns
+j of its down matrix, so that a trainer's shard and an engine's slice are both whole numbers of parts. Parts that have
+the same trainers and the same engine nodes travel together; they are one *atom*.
 
 Example: trainers with ETP 2, an engine of two ranks with TP 2 on one node. S = 2, and an expert has two atoms of a part
-each: different trainers hold the halves. With ETP 1 both halves are on one trainer and go to one node, so that the expert
-is one atom of two parts, which the engine node shares out by NVLink.
+each: different trainers hold the halves. With ETP 1 both halves are on one trainer and go to one node, so that the
+expert is one atom of two parts, which the engine node shares out by NVLink.
 
     expert 5           part 0            part 1
     trainer ETP 2      rank 0            rank 1       -> atoms 0 and 1
     trainer ETP 1      rank 0            rank 0       -> one atom
 
-Ranks are numbered through: trainers 0 .. T-1, then the ranks of the first engine, of the second and so on. L MoE layers,
-E experts, P expert-parallel ranks, W slots of an engine's layer. Atom a is unit a % U of expert a // U % E of layer
-a // (U * E), with U atoms per expert.
+Ranks are numbered through: trainers 0 .. T-1, then the ranks of the first engine, of the second and so on. L MoE
+layers, E experts, P expert-parallel ranks, W slots of an engine's layer. Atom a is unit a % U of expert a // U % E of
+layer a // (U * E), with U atoms per expert.
 """
 
 import math
@@ -38,7 +38,7 @@ def even_stages(num_layers: int, *, pp_size: int = 1, vpp_size: int = 1) -> tupl
     chunks = pp_size * vpp_size
     require(
         num_layers % chunks == 0,
-        f"{num_layers} MoE layers cannot be shared equally by {pp_size} stages of {vpp_size} chunks: name their stages.",
+        f"{num_layers} MoE layers are no multiple of {pp_size} stages of {vpp_size} chunks: name their stages.",
     )
     per_chunk = num_layers // max(1, chunks)
     return tuple(layer // per_chunk % pp_size for layer in range(num_layers))
@@ -56,7 +56,7 @@ class TrainerLayout:
     stage_of_layer: tuple[int, ...]
     """[L] pipeline stage of each MoE layer, whichever virtual chunk it is in."""
     ranks: NDArray[np.int32]
-    """[stages, twins, P, ETP] global rank. Twins are expert-data-parallel: they hold the same weights after a gather."""
+    """[stages, twins, P, ETP] global rank. Twins are expert-data-parallel: after a gather they are equal."""
 
     def __post_init__(self) -> None:
         require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {list(self.home_rank.shape)}.")
@@ -126,7 +126,8 @@ class TrainerLayout:
 class EngineLayout:
     """One rollout engine, a replica: its expert map, and how its ranks share experts.
 
-    Rank i has expert-parallel index i // TP and slice i % TP of the experts in its slots, as SGLang and vLLM number them.
+    Rank i has expert-parallel index i // TP and slice i % TP of the experts in its slots, as SGLang and vLLM number
+    them.
     """
 
     slots: NDArray[np.int32]
@@ -299,4 +300,4 @@ class SyncProblem:
         """Return [atoms, twins] trainers that hold each atom."""
         holders = self.trainer.holders()
         repeats = self.atoms_per_expert // self.trainer.etp_size
-        return np.ascontiguousarray(np.repeat(holders, repeats, axis=2).reshape(self.num_atoms, -1))
+        return np.ascontiguousarray(np.repeat(holders, repeats, axis=2).reshape(self.num_atoms, self.trainer.edp_size))

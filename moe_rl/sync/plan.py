@@ -116,4 +116,4 @@ def _in_turn(sender: NDArray[np.int32]) -> NDArray[np.int32]:
     order = np.argsort(sender, kind="stable")
     place = np.empty(len(sender), np.int64)
     place[order] = np.arange(len(sender)) - np.searchsorted(sender[order], sender[order])
-    return np.lexsort((sender, place)).astype(np.int32)
+    return np.asarray(np.lexsort((sender, place)), np.int32)

@@ -1,4 +1,5 @@
-"""What one rank does of a plan: per round the messages between nodes, and what came in the round before handed on inside.
+"""What one rank does of a plan: per round the messages between nodes, and what came in the round before handed on
+inside.
 
 Example: an atom of parts 0 and 1 enters a node by rank 8; ranks 8 and 9 (TP 2) take a part each.
 
@@ -26,14 +27,14 @@ class Parts(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def num_parts(self) -> int:
         """Number of parts."""
         return self.stop - self.first
 
 
 @dataclass(slots=True)
 class RankRound:
-    """Parts that a rank sends to and expects of other ranks in one round, in the order in which they stand in messages."""
+    """Parts that a rank sends to other ranks and expects of them in one round, in the order of the messages."""
 
     sends: dict[int, list[Parts]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Parts]] = field(default_factory=lambda: defaultdict(list))
@@ -55,8 +56,8 @@ class RankPlan:
             here = self.rounds[number]
             moving = 0
             for runs in (*here.sends.values(), *here.receives.values()):
-                moving += sum(parts.count for parts in runs)
-            peak = max(peak, moving + sum(parts.count for parts in waiting))
+                moving += sum(parts.num_parts for parts in runs)
+            peak = max(peak, moving + sum(parts.num_parts for parts in waiting))
             for runs in here.receives.values():
                 waiting.update(parts for parts in runs if parts in self.last_use)
             waiting = {parts for parts in waiting if self.last_use[parts] > number}

@@ -1,9 +1,10 @@
-"""Trainers and engine ranks of a sync over torch.distributed, in a process group of their own: the frameworks' stay theirs.
+"""Trainers and engine ranks of a sync over torch.distributed, in a process group of their own: the frameworks' stay
+theirs.
 
-What goes wrong on one rank ends the sync on all of them, with the same sentence: whoever notices sets a flag in the store,
-which every rank reads once in half a second. A rank that hangs or is killed sets none, so every rank also counts up a
-heartbeat, and who waits looks at the heartbeat of the rank that it waits for. A group that failed is of no more use; the
-next sync makes another.
+What goes wrong on one rank ends the sync on all of them, with the same sentence: whoever notices sets a flag in the
+store, which every rank reads once in half a second. A rank that hangs or is killed sets none, so every rank also counts
+up a heartbeat, and who waits looks at the heartbeat of the rank that it waits for. A group that failed is of no more
+use; the next sync makes another.
 
 So far messages travel by gloo, on the host; nothing here was measured on a GPU.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from moe_rl.sync.errors import SyncError
 from moe_rl.sync.executor import Exchange
@@ -46,7 +48,7 @@ class Ballot:
     weights_sum: int = 0
     """Sum of the experts that a trainer holds, where it has twins."""
     problem: str = ""
-    """Why this rank cannot take part, empty if it can: an engine with another map, a trainer whose gather is not done."""
+    """Why this rank cannot take part, empty if it can: an engine with another map, for example."""
 
 
 class SyncGroup:
@@ -64,17 +66,16 @@ class SyncGroup:
     ) -> None:
         """Connect to the others; `serves`: this rank's process keeps the store.
 
-        A rank whose heart does not beat for `silence_s`, or a message that is overdue by as much, ends the sync. It must
-        be longer than one message takes.
+        A rank whose heart does not beat for `silence_s`, or a message that is overdue by as much, ends the sync. It
+        must be longer than one message takes.
         """
         self.rank, self.size, self.silence_s = rank, size, silence_s
-        timeout = timedelta(seconds=connect_s)
-        self.store = dist.TCPStore(address.host, address.port, size, serves, timeout, wait_for_workers=False)
-        group_store = dist.PrefixStore("group", self.store)
-        self.group = dist.ProcessGroupGloo(group_store, rank, size, timedelta(hours=1))
+        self.store = _store(address, size, serves=serves, connect_s=connect_s)
+        group_store = PrefixStore("group", self.store)
+        # Any: torch's stubs lack send and recv.
+        self.group: Any = ProcessGroupGloo(group_store, rank, size, timedelta(hours=1))
         # A client of its own: the other one may block in a call.
-        watch_store = dist.TCPStore(address.host, address.port, size, False, timeout, wait_for_workers=False)
-        self.watch = _Watch(watch_store, rank, silence_s)
+        self.watch = _Watch(_store(address, size, serves=False, connect_s=connect_s), rank, silence_s)
         self._worker = _Waiter()
         self._runs = 0
 
@@ -95,7 +96,8 @@ class SyncGroup:
             self.store.compare_set(FAILURE, "", sentence)
 
     def agree(self, ballot: Ballot, *, twins: Sequence[Sequence[int]] = ()) -> None:
-        """Raise `SyncError` on every rank, with the same sentence, unless all ballots fit each other and have no problem.
+        """Raise `SyncError` on every rank, with the same sentence, unless all ballots fit each other and have no
+        problem.
 
         `twins` are trainers that hold the same experts, and so must have the same sum of weights. Rank 0 counts.
         """
@@ -165,6 +167,13 @@ class SyncGroup:
         where = f"the connection to rank {other}" if other is not None else "a connection"
         reason = str(error).partition(". ")[0].rpartition("] ")[2] or type(error).__name__
         return SyncError(f"rank {self.rank}, round {self.watch.waiting.round}: {where} broke ({reason}).")
+
+
+def _store(address: Address, size: int, *, serves: bool, connect_s: float) -> Any:
+    """Return a connection to the store that the ranks meet at."""
+    kind: Any = vars(dist)["TCPStore"]  # which torch's stubs do not export
+    timeout = timedelta(seconds=connect_s)
+    return kind(address.host, address.port, size, serves, timeout, wait_for_workers=False)
 
 
 class _Waiter:
@@ -258,7 +267,8 @@ class _Watch:
                 self._look_after(waiting)
             except Exception as error:
                 if not self._closing.is_set():
-                    self.failure = f"rank {self.rank}: the store of the sync is gone, the rank that keeps it ended ({type(error).__name__})."
+                    kind = type(error).__name__
+                    self.failure = f"rank {self.rank}: the store of the sync is gone, its rank ended ({kind})."
                 return
             self._closing.wait(BEAT_S)
 

@@ -1,5 +1,5 @@
-"""When each atom goes where: earliest fit into calendars of ports, in pure Python. `csrc/sync_schedule.cpp` is the same in
-C++, with the same deliveries; it is used where it is built.
+"""When each atom goes where: earliest fit into calendars of ports, in pure Python. `csrc/sync_schedule.cpp` is the same
+in C++, with the same deliveries; it is used where it is built.
 
 A rank has one port out and one port in. In a step each takes one atom. Atoms are taken in the order of their trainers'
 queues; every atom goes from its trainer to one of its nodes, and on to the others from whichever node has it first: the
@@ -147,7 +147,7 @@ class _Calendars:
                 sources.append((ingress, self._after(step)))
 
     def _inside_nodes(self, atom: int, nodes: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Serve the nodes that a trainer of the atom is in; return ranks that have it, from when, and the other nodes."""
+        """Serve nodes that a trainer of the atom is in; return who then has it, from when, and the other nodes."""
         sources, away = [], []
         for node in nodes:
             near = [rank for rank in self.given.holders[atom].tolist() if self.node_of[rank] == node]
@@ -174,7 +174,10 @@ class _Calendars:
         return (step // self.given.steps_per_round + 1) * self.given.steps_per_round
 
     def _earliest(self, sources: list[tuple[int, int]], nodes: list[int]) -> tuple[int, int, int]:
-        """Return the (source, node, step) of the earliest step; then of the port that sent least, to the node that lacks most."""
+        """Return the earliest (source, node, step).
+
+        Of equals the port that sent least, and the node that lacks most.
+        """
         hops = []
         for source, ready in sources:
             for node in nodes:
@@ -185,7 +188,7 @@ class _Calendars:
         return source, node, step
 
     def _port(self, node: int, step: int, wanting: list[int]) -> int:
-        """Return the free port of the node: a rank that needs the atom before one that does not, then the least loaded."""
+        """Return a free port of the node: a rank that needs the atom before others, then the least loaded."""
         free = [rank for rank in self.ports[node] if not self.into[rank] >> step & 1]
         return min(free, key=lambda rank: (rank not in wanting, self.load[rank], rank))
 

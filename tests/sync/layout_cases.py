@@ -176,7 +176,7 @@ class Slots:
 
     def writer(self, step: int) -> Callable[[Parts, torch.Tensor], None]:
         def write(parts: Parts, body: torch.Tensor) -> None:
-            self.load(parts.layer, parts.expert, self.shape.unpack(body, parts.count))
+            self.load(parts.layer, parts.expert, self.shape.unpack(body, parts.num_parts))
             self.versions.wrote(parts.layer, parts.expert, step)
 
         return write

@@ -107,7 +107,7 @@ class Rank:
         if self.engine is None:
             weights = weights_of(SHAPE, read_step)
             read = reader(self.rank, HOMES, SIZES, SHAPE, weights)
-            own = [(layer, expert) for layer, expert in np.argwhere(HOMES == self.rank % SIZES.ep).tolist()]
+            own = [(layer, expert) for layer, expert in np.argwhere(np.isin(HOMES, self.rank % SIZES.ep)).tolist()]
             bodies = [read(Parts(layer, expert, 0, 1)) for layer, expert in own]
             total = int(torch.cat(bodies).view(torch.int64).sum())
             side: Any = TrainerSide(read=read, weights_sum=total)
@@ -298,7 +298,8 @@ def joins(rank: Rank) -> dict[str, Any]:
 CASES = {
     case.__name__: case
     for case in (
-        well, killed, store_killed, stopped, cut, flipped, stale_twin, other_step, other_plan, other_map, rebalanced, late_loader, joins,
+        well, killed, store_killed, stopped, cut, flipped, stale_twin, other_step, other_plan, other_map, rebalanced,
+        late_loader, joins,
     )
 }  # fmt: skip
 
@@ -340,7 +341,7 @@ def main(name: str, mutant: str = "") -> None:
                 results[rank] = pipes[rank].recv()
     for process in processes:
         process.kill()
-    print(json.dumps(results))
+    sys.stdout.write(json.dumps(results))
 
 
 def _run(name: str, rank: int, ports: list[int], pipe: Any) -> None:

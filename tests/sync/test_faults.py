@@ -1,4 +1,4 @@
-"""What a broken sync leaves behind: the same sentence on every rank, engines that refuse to generate, a sync that heals."""
+"""What a broken sync leaves behind: one sentence on every rank, engines that refuse to generate; the next one heals."""
 
 import json
 import os
@@ -61,7 +61,8 @@ def test_every_rank_hears_the_same_sentence_and_the_next_sync_heals(case: str) -
 
 
 @pytest.mark.parametrize(("case", "culprit", "sentence"), [
-    ("killed", 2, "connection to rank 2"), ("store_killed", 0, "the store of the sync is gone"), ("stopped", 3, "rank 3"),
+    ("killed", 2, "connection to rank 2"), ("store_killed", 0, "the store of the sync is gone"),
+    ("stopped", 3, "rank 3"),
 ])  # fmt: skip
 def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: int, sentence: str) -> None:
     results = run(case)
@@ -76,8 +77,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: 
 def test_an_engine_that_rebalanced_itself_gets_nothing() -> None:
     results = run("rebalanced")
     assert {result["said"] for result in results} == {
-        "nothing was sent: rank 5: the engine holds another expert map than the plan: it rebalanced itself, or was told of "
-        "another."
+        "nothing was sent: rank 5: the engine holds another expert map than the plan: it rebalanced itself, or was "
+        "told of another."
     }
     assert "do not hold the weights of step 2" in results[5]["refusal"]
 
