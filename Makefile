@@ -12,7 +12,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
 .PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
-    lint format bench bench-kernels bench-kernels-baseline gpu-check kernel-proof kernel-compile kernel-emulate tables docs clean
+    lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
@@ -32,7 +32,9 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue time without a GPU"
-	@echo "make gpu-check    kernel numerics and timings on a GPU machine"
+	@echo "make gpu-pack     a checkout made ready for a GPU machine: python3 benchmarks/first_call.py --out DIR runs there"
+	@echo "make kernel-carried  the machine code that is carried: the reference's bits on the emulator, every launch"
+	@echo "make test-first-call  the first call's phases and faults as a GPU machine has them: Python 3.12, Triton 3.6, no pydantic"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
 	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets; every backend and recipe interpreted"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
@@ -193,9 +195,33 @@ bench-kernels-baseline: $(VENV)/.test
 	$(FIGURES) -k test_figure --benchmark-json=out/kernel_figures.json
 	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py out/kernel_figures.json
 
-# A GPU image brings its own torch and triton, so this target uses the machine's Python and a plain checkout.
-gpu-check:
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_check.py
+# Compiles what is carried (an hour of no GPU), and lays beside the checkout what a GPU image lacks: git ignores
+# carried/, so a copy of the checkout has to take it along. Then, there: python3 benchmarks/first_call.py --out DIR
+gpu-pack: $(VENV)/.test
+	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.carry
+	PYTHONPATH=. $(BIN)/python -m benchmarks.gpu.pack
+
+# At most thirty CPU minutes; six of the launches are part of `make test`.
+kernel-carried: $(VENV)/.test
+	PYTHONPATH=tests:. $(BIN)/python -m emulator.carried
+
+# What a GPU machine has, but for its GPU. torch 2.11 brings Triton 3.6.0 along.
+BARE := .venv-bare
+BARE_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+    if $$python -c "import venv" 2>/dev/null; then echo $$python; break; fi; done)
+$(BARE)/.created:
+	$(BARE_PYTHON) -m venv $(BARE)
+	$(BARE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 triton==3.6.0
+	$(BARE)/bin/python -m pip install --quiet --disable-pip-version-check "numpy>=2.5" PyYAML typer msgpack packaging
+	@touch $@
+
+test-first-call: $(VENV)/.test
+ifeq ($(BARE_PYTHON),)
+	@echo "make test-first-call: skipped, no Python 3.12 was found; name one by BARE_PYTHON=..."
+else
+	$(MAKE) $(BARE)/.created
+	FIRST_CALL_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -m "slow or not slow" tests/kernels/test_first_call.py
+endif
 
 # Kernels of others come in wheels, which are unpacked and not installed: DeepGEMM's headers for nvcc, FBGEMM's and Liger's
 # Triton sources. The page says what is missing.

@@ -1,6 +1,6 @@
 """Problems that tests and benchmarks of the grouped GEMM share: group sizes, shapes, recipe, and their operands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,54 @@ def make_operands(case: GemmCase, device: str, seed: int = 0) -> GemmOperands:
     )  # fmt: skip
 
 
+def exact_values(shape: tuple[int, ...], generator: torch.Generator, most: int = 4) -> torch.Tensor:
+    """Return small whole numbers in fp32."""
+    return torch.randint(-most, most + 1, shape, generator=generator).to(torch.float32)
+
+
+def powers_of_two(like: torch.Tensor, generator: torch.Generator, spread: int = 3) -> torch.Tensor:
+    """Return powers of two, from 1, of the shape and type of a tensor of scales."""
+    return (2.0 ** torch.randint(0, spread, like.shape, generator=generator)).to(like.dtype)
+
+
+def _exact_quantized(x: QuantizedTensor, generator: torch.Generator) -> QuantizedTensor:
+    codes = exact_values(tuple(x.data.shape), generator).to(x.data.dtype)
+    return replace(x, data=codes, scale=powers_of_two(x.scale, generator))
+
+
+def exact_operands(case: GemmCase, seed: int = 0) -> GemmOperands:
+    """Return the operands of a case with values whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    made = make_operands(replace(case, extra_rows=0), "cpu")
+    rows = case.num_rows
+
+    def grown(x: Any, columns: int) -> Any:
+        if isinstance(x, torch.Tensor):
+            return exact_values((rows, columns), generator).to(x.dtype)
+        blocks = x.scale.shape[1:]
+        shaped = QuantizedTensor(
+            data=torch.empty(rows, columns, dtype=x.data.dtype), block_shape=x.block_shape,
+            scale=torch.empty(rows, *blocks, dtype=x.scale.dtype),
+        )  # fmt: skip
+        return _exact_quantized(shaped, generator)
+
+    parts = tuple(
+        exact_values(tuple(part.shape), generator).to(part.dtype) if isinstance(part, torch.Tensor)
+        else _exact_quantized(part, generator)
+        for part in made.weight_parts
+    )  # fmt: skip
+    if isinstance(parts[0], torch.Tensor):
+        weights = ExpertWeights.of(torch.stack(parts))  # type: ignore[arg-type]
+    else:
+        data, scale = (torch.stack([getattr(part, side) for part in parts]) for side in ("data", "scale"))
+        weights = ExpertWeights.of(QuantizedTensor(data=data, scale=scale, block_shape=parts[0].block_shape))
+    return replace(
+        made, x=grown(made.x, case.k), dy=grown(made.dy, case.n), weights=weights, weight_parts=parts,
+        wide_x=exact_values((sum(case.sizes), case.k), generator).to(torch.bfloat16),
+        wide_dy=exact_values((sum(case.sizes), case.n), generator).to(torch.bfloat16),
+    )  # fmt: skip
+
+
 def rows_gemm(
     rows: torch.Tensor | QuantizedTensor, weights: ExpertWeights, m_offsets: torch.Tensor, **settings: Any
 ) -> RowsGemm:
@@ -108,3 +156,21 @@ def wgrad_gemm(operands: GemmOperands, scaling: Scaling, out: ExpertGradients, *
     return WgradGemm(
         dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, m_offsets=m_offsets, out=out, accumulate=accumulate
     )
+
+
+def exact_columns(gemm: WgradGemm, seed: int = 6) -> WgradGemm:
+    """Return weight gradients of quantized columns with values whose sums are exact; of others as they are."""
+    if gemm.dy_scale is None or gemm.x_scale is None:
+        return gemm
+    generator = torch.Generator().manual_seed(seed)
+
+    def exact(side: torch.Tensor) -> torch.Tensor:
+        # Zeros stay where they are: they fill each group to whole blocks.
+        values = exact_values(tuple(side.shape), generator).to(side.device)
+        return torch.where(side.float() == 0, 0.0, values).to(side.dtype)
+
+    return replace(
+        gemm, dy=exact(gemm.dy), x=exact(gemm.x),
+        dy_scale=powers_of_two(gemm.dy_scale, generator).to(gemm.dy.device),
+        x_scale=powers_of_two(gemm.x_scale, generator).to(gemm.x.device),
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """Casts as a GPU makes them: the interpreter runs other instructions for them, so that only hardware can show them.
 
 Codes come from inline PTX, of a quotient that starts from the GPU's own inverse root; everything else is built on them,
-so `benchmarks/gpu_check.py` checks them first. Bit for bit with the reference, on every mantissa of bf16 beside every
+so a GPU checks them (`benchmarks/gpu/casts.py`). Bit for bit with the reference, on every mantissa of bf16 beside every
 mantissa of its block's largest magnitude, on what no training has but a diverging one, and on fp32 with all its bits.
 """
 

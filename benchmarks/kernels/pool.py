@@ -1,13 +1,10 @@
 """Launches that were recorded, compiled on every core."""
 
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from benchmarks.kernels.recording import Launch, recorded
+from benchmarks.kernels.recording import Launch
 
 Result = TypeVar("Result")
 
@@ -46,12 +43,3 @@ def why_not_compiled(launch: Launch) -> str:
     except Exception as error:  # whatever a compiler raises is a result here
         return f"{launch.name}: {type(error).__name__}: {error}"
     return ""
-
-
-def compile_first(record: Callable[[], None], arch: int) -> tuple[int, list[str]]:
-    """Compile all that `record` launches, on every core; return how many kernels and what failed."""
-    torch.set_num_threads(1)
-    with recorded(arch, keep_tensors=False) as launches:
-        record()
-    kernels = one_per_key(launches)
-    return len(kernels), [why for why in in_pool(why_not_compiled, kernels, os.cpu_count() or 1) if why]

@@ -6,7 +6,7 @@ A launch takes as long as what bounds it, at the share of that roof which kernel
     others     bytes of the arguments / (memory share x memory bandwidth), or the roof of issuing where that is lower
 
 The roofs are those that `make kernel-proof` wrote; launches are recorded on the CPU, as they would be made. The shares
-come from published timings until a GPU has refitted them (`make gpu-check`).
+come from published timings, or from `shares.json` beside the proof.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.kernels.recording import Launch
 
 STATIC = Path(__file__).resolve().parents[1] / "results" / "static"
-"""Where the kernel proof writes the roofs, and a GPU check the shares."""
+"""Where the kernel proof writes the roofs."""
 
 HOPPER = 90
 SMS = 132

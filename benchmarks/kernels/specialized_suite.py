@@ -1,7 +1,6 @@
 """Specialized tiles beside the plain loop: the same bits, a thousand times, and faster or not.
 
-On hardware a specialized tile runs only after `benchmarks/gpu_check.py` has been through these problems, and recorded
-that it passed (`kernels.gemm.proven`).
+`make bench-kernels` has a figure for each; what a GPU has to show before a tile may be chosen is in `benchmarks/gpu`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import torch
 
 from benchmarks.kernels.cases import rows_gemm
 from benchmarks.operators.cases import Case
-from benchmarks.operators.harness import Problem, Row, Tensors
+from benchmarks.operators.harness import Problem, Tensors
 from benchmarks.operators.kernel_suites import random
 from benchmarks.operators.roofline import Work
 from moe_rl.kernels.devices import capability
 from moe_rl.kernels.gemm.problem import WgradGemm
-from moe_rl.kernels.gemm.proven import ProvenTile
 from moe_rl.kernels.gemm.tiling import (
     BLACKWELL,
     HOPPER,
@@ -120,37 +118,3 @@ def _beside_plain(
             expected=partial(run, config(described)), bitwise=True,
             repeats=GPU_REPEATS if m_offsets.is_cuda else CPU_REPEATS,
         )  # fmt: skip
-
-
-def proven(rows: Iterable[Row]) -> tuple[ProvenTile, ...]:
-    """Return the tiles of which every row passed, each run a thousand times, that were faster than the plain loop."""
-    of_tile: dict[tuple[str, str, str], list[Row]] = {}
-    plain: dict[tuple[str, str, str], float] = {}
-    for row in rows:
-        op, scaling = str(row["operator"]).split()[-1], str(row["variant"]).split()[0]
-        of_tile.setdefault((op, scaling, str(row["provider"])), []).append(row)
-        if row["provider"] == PLAIN and (time_us := _median(row)):
-            plain[op, str(row["variant"]), str(row["case"])] = time_us
-    found = []
-    for (op, scaling, provider), tried in of_tile.items():
-        repeated = [row for row in tried if row.get("runs", 0) == GPU_REPEATS]
-        times = [(_median(row), plain.get((op, str(row["variant"]), str(row["case"])), 0.0)) for row in tried]
-        both = [(own, of_plain) for own, of_plain in times if own and of_plain]
-        if provider == PLAIN or not repeated or not both or not all(row["passed"] is True for row in tried):
-            continue
-        speedup = sum(of_plain for _, of_plain in both) / sum(own for own, _ in both)
-        if speedup > 1.0:
-            tile = next(
-                tile for capability in (HOPPER, BLACKWELL)
-                for tile in candidates(GemmProblem(
-                    op=op, scaling=scaling, num_rows=4096, num_groups=1, n=2048, k=2048,  # type: ignore[arg-type]
-                    capability=capability,
-                )) if f"triton:{tile}" == provider
-            )  # fmt: skip
-            found.append(ProvenTile(op=op, scaling=scaling, tile=tile, speedup=speedup))  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def _median(row: Row) -> float:
-    times = row.get("time_us")
-    return float(times["p50"]) if isinstance(times, dict) else 0.0

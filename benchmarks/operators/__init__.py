@@ -1,1 +1,1 @@
-"""Operators of kernels, checked and timed beside their peers: what `moe-rl bench` and `make gpu-check` run."""
+"""Operators of kernels, checked and timed beside their peers: what `moe-rl bench` and the first call run."""

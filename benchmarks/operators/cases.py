@@ -126,7 +126,7 @@ def recorded_routes(trace: Path, model: ModelShape, num_tokens: int) -> torch.Te
 
 @cache
 def _load(trace: Path) -> RoutingTrace:
-    from moe_rl.replay import TraceReader  # needs pydantic, which a GPU image that runs gpu-check may lack
+    from moe_rl.replay import TraceReader  # needs pydantic, which a GPU image may lack
 
     loaded = TraceReader(trace).load()
     if not isinstance(loaded, RoutingTrace):

@@ -29,7 +29,9 @@ READ_BY_THE_DOCTOR = {
 ELSEWHERE = {
     "quick": "a part of `make test`",
     "test-docs": "runs this file, and takes minutes",
-    "gpu-check": "needs a GPU",
+    "gpu-pack": "minutes of compiling; tests/kernels holds that what it makes is of these kernels",
+    "kernel-carried": "minutes of an emulator; six of its launches are part of `make test`",
+    "test-first-call": "brings another Python and torch; tests/kernels runs the same on this one",
     "kernel-proof": "minutes of compiling; tests/kernels compiles the same launches",
 }
 """Targets of make that `.ci/run` leaves out, and why."""

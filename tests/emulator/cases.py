@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cases import SHIPPED_OPS, GemmCase, GemmOperands, make_operands, rows_gemm, wgrad_gemm
+from benchmarks.kernels.cases import (
+    SHIPPED_OPS,
+    GemmCase,
+    GemmOperands,
+    exact_columns,
+    exact_operands,
+    exact_values,
+    powers_of_two,
+    rows_gemm,
+    wgrad_gemm,
+)
 from benchmarks.kernels.fused_suite import fused_problems
 from benchmarks.kernels.recording import recorded
 from benchmarks.operators.cases import TINY, TINY_OAI, Case, ModelShape
@@ -59,52 +69,6 @@ class Check:
     verify: Callable[[Any], None]
     """Compare what `call` returned: raise AssertionError with what differs."""
     launches: tuple[str, ...] = ()
-
-
-def _exact(shape: tuple[int, ...], generator: torch.Generator, most: int = 4) -> torch.Tensor:
-    return torch.randint(-most, most + 1, shape, generator=generator).to(torch.float32)
-
-
-def _powers(like: torch.Tensor, generator: torch.Generator, spread: int = 3) -> torch.Tensor:
-    return (2.0 ** torch.randint(0, spread, like.shape, generator=generator)).to(like.dtype)
-
-
-def _exact_quantized(x: QuantizedTensor, generator: torch.Generator) -> QuantizedTensor:
-    codes = _exact(tuple(x.data.shape), generator).to(x.data.dtype)
-    return replace(x, data=codes, scale=_powers(x.scale, generator))
-
-
-def exact_operands(case: GemmCase, seed: int = 0) -> GemmOperands:
-    """Return the operands of a case with values whose sums are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    made = make_operands(replace(case, extra_rows=0), "cpu")
-    rows = case.num_rows
-
-    def grown(x: Any, columns: int) -> Any:
-        if isinstance(x, torch.Tensor):
-            return _exact((rows, columns), generator).to(x.dtype)
-        blocks = x.scale.shape[1:]
-        shaped = QuantizedTensor(
-            data=torch.empty(rows, columns, dtype=x.data.dtype), block_shape=x.block_shape,
-            scale=torch.empty(rows, *blocks, dtype=x.scale.dtype),
-        )  # fmt: skip
-        return _exact_quantized(shaped, generator)
-
-    parts = tuple(
-        _exact(tuple(part.shape), generator).to(part.dtype) if isinstance(part, torch.Tensor)
-        else _exact_quantized(part, generator)
-        for part in made.weight_parts
-    )  # fmt: skip
-    if isinstance(parts[0], torch.Tensor):
-        weights = ExpertWeights.of(torch.stack(parts))  # type: ignore[arg-type]
-    else:
-        data, scale = (torch.stack([getattr(part, side) for part in parts]) for side in ("data", "scale"))
-        weights = ExpertWeights.of(QuantizedTensor(data=data, scale=scale, block_shape=parts[0].block_shape))
-    return replace(
-        made, x=grown(made.x, case.k), dy=grown(made.dy, case.n), weights=weights, weight_parts=parts,
-        wide_x=_exact((sum(case.sizes), case.k), generator).to(torch.bfloat16),
-        wide_dy=_exact((sum(case.sizes), case.n), generator).to(torch.bfloat16),
-    )  # fmt: skip
 
 
 def _same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -165,8 +129,8 @@ def _row_checks(
     table = ExpertWeights.of_parts(made.weight_parts)
     generator = torch.Generator().manual_seed(5)
     n = made.weights.shape[0]
-    bias = _exact((3, n), generator).to(torch.bfloat16)
-    factor = _powers(torch.empty(len(made.x.data)), generator)
+    bias = exact_values((3, n), generator).to(torch.bfloat16)
+    factor = powers_of_two(torch.empty(len(made.x.data)), generator)
     rows = made.x if op == "forward" else made.dy
     biases: tuple[dict[str, Any], ...] = (
         {}, {"bias": bias, "bias_factor": factor}, {"bias": bias}, {"bias": bias.float(), "bias_factor": factor}
@@ -182,17 +146,9 @@ def _row_checks(
 
 
 def _wgrad_checks(made: GemmOperands, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype) -> Iterator[Check]:
-    generator = torch.Generator().manual_seed(6)
     n, k = made.weights.shape
     gemm = wgrad_gemm(made, scaling, ExpertGradients.of(torch.zeros(3, n, k)), accumulate=False)
-    if gemm.dy_scale is not None and gemm.x_scale is not None:
-        # Zeros stay where they are: they fill each group to whole blocks.
-        dy, x = (
-            torch.where(side.float() == 0, 0.0, _exact(tuple(side.shape), generator)).to(side.dtype)
-            for side in (gemm.dy, gemm.x)
-        )
-        scales = {"dy_scale": _powers(gemm.dy_scale, generator), "x_scale": _powers(gemm.x_scale, generator)}
-        gemm = replace(gemm, dy=dy, x=x, **scales)
+    gemm = exact_columns(gemm)
     before = [torch.full((n, k), 3.0 + g, dtype=out_dtype) for g in range(3)]
     parts, whole = [part.clone() for part in before], torch.stack(before)
     table = ExpertGradients.of_parts(parts)

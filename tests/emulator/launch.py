@@ -7,15 +7,11 @@ TRITON_INTERPRET must not be set.
 """
 
 import contextlib
-import ctypes
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
@@ -25,6 +21,7 @@ from emulator.machine import Code
 from emulator.memory import GlobalMemory
 from emulator.program import parse
 from emulator.schedules import Schedule
+from emulator.tensors import value_of
 from moe_rl.kernels.registry import Operator
 
 _resolve, _why_not = Operator.resolve, Operator.why_not
@@ -97,7 +94,7 @@ def emulated(arch: int, schedule: Schedule, change: Callable[[str, str], str] | 
                 _changed[changed] = code
         memory = GlobalMemory()
         arguments = [bound[name] for name, kind in launch.source.signature.items() if kind != "constexpr"]
-        values = [_value(memory, argument) for argument in arguments]
+        values = [value_of(memory, argument) for argument in arguments]
         run_clusters(code, memory, values, launch.grid, metadata, schedule)
 
     with recorded(arch):
@@ -107,38 +104,3 @@ def emulated(arch: int, schedule: Schedule, change: Callable[[str, str], str] | 
             yield made
         finally:
             torch.use_deterministic_algorithms(was_deterministic)
-
-
-def _value(memory: GlobalMemory, argument: Any) -> int:
-    if isinstance(argument, torch.Tensor):
-        add_tensor(memory, argument)
-        if argument.dtype == torch.int64 and argument.numel():
-            _add_pointed_at(memory, argument)
-        return argument.data_ptr()
-    if isinstance(argument, float):
-        return int(np.float32(argument).view(np.uint32))
-    return int(argument)
-
-
-def add_tensor(memory: GlobalMemory, tensor: torch.Tensor) -> None:
-    """Make the storage of a tensor addressable."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes():
-        raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-        memory.add(storage.data_ptr(), np.ctypeslib.as_array(raw), tensor)
-
-
-_pointed_at: dict[frozenset[int], list[Any]] = {}
-"""Tensors by their addresses in a table. To look through all objects takes a tenth of a second."""
-
-
-def _add_pointed_at(memory: GlobalMemory, table: torch.Tensor) -> None:
-    """Find the tensors at the addresses of a pointer table, among all that are alive."""
-    addresses = frozenset(table.flatten().tolist())
-    found = [ref() for ref in _pointed_at.get(addresses, ())]
-    if addresses not in _pointed_at or any(tensor is None for tensor in found):
-        found = [thing for thing in gc.get_objects()
-                 if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.data_ptr() in addresses]  # fmt: skip
-        _pointed_at[addresses] = [weakref.ref(tensor) for tensor in found]
-    for tensor in found:
-        add_tensor(memory, tensor)

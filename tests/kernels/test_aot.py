@@ -97,27 +97,6 @@ def test_every_launch_passes_on_blackwell() -> None:
         assert all(verdict["block_scaled_in_ptx"] for verdict in scaled), kind
 
 
-OF_GPU_CHECK = """
-from benchmarks.gpu_check import SUITES, compile_cases, record_ours
-from benchmarks.kernels.recording import recorded
-from benchmarks.kernels.launches import shipped_launches
-for arch in (90, 100):
-    shipped = {launch.name for launch in shipped_launches(arch)}
-    with recorded(arch, keep_tensors=False) as launches:
-        record_ours(tuple(SUITES), compile_cases("numerics"))
-    print(len(launches), sorted({launch.name for launch in launches} - shipped))
-"""
-
-
-@pytest.mark.slow
-def test_no_launch_of_gpu_check_is_left_out_of_what_is_compiled_here() -> None:
-    """All suites on the models that it times and on its edges, with few and with many rows per slot."""
-    for line in compiled("-c", OF_GPU_CHECK).splitlines():
-        count, missing = line.split(maxsplit=1)
-        assert int(count) > 1000
-        assert missing == "[]"
-
-
 CHANGING_BATCHES = """
 from benchmarks.operators.cases import Case
 from benchmarks.operators.gemm_suites import ALL_SUITES

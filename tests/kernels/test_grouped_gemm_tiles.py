@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from benchmarks.kernels.cases import rows_gemm
 from benchmarks.operators.numerics import assert_close
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import BLOCK, FP8_DTYPE, ExpertWeights, QuantizedTensor
-from moe_rl.kernels.devices import has_gluon
-from moe_rl.kernels.gemm import reference
+from moe_rl.kernels.carried import Archive, CarriedKernel, tile_name
+from moe_rl.kernels.gemm import proven, reference
 from moe_rl.kernels.gemm.problem import RowsGemm
-from moe_rl.kernels.gemm.proven import ProvenTile, ProvenTiles, kernels_digest, proven_on, proven_tile, record_path
+from moe_rl.kernels.gemm.proven import Chip, ProvenTile, ProvenTiles, proven_on, proven_tile, record_path
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Scaling, candidates, config
 
 PROBLEM = GemmProblem(
@@ -87,69 +86,95 @@ def test_every_candidate_sums_the_steps_in_the_same_order(device: str, scaling: 
     assert not torch.equal(triton_kernel.forward(gemm([3, 2, 1, 0])), first), "another order gives other bits"
 
 
-WITH_GLUON = pytest.mark.skipif(not has_gluon(), reason="Triton before 3.9 has no specialized tiles")
+CHIP = Chip(capability=(9, 0), num_sms=132)
 SPECIAL = tuple(tile for tile in candidates(PROBLEM) if tile.specialized)
+WITH_SPECIAL = pytest.mark.skipif(not SPECIAL, reason="no specialized tile is carried, and Triton is older than 3.9")
+CODES = ("0123456789abcdef", "fedcba9876543210")
 
 
-def record(*tiles: GemmConfig, **changed: str) -> ProvenTiles:
-    here = {"gpu": "NVIDIA H100", "triton": triton.__version__, "kernels": kernels_digest(), **changed}
-    proven = (ProvenTile(op="forward", scaling="none", tile=tile, speedup=1.0 + i) for i, tile in enumerate(tiles))
-    return ProvenTiles(**here, tiles=tuple(proven))
+def carried(*codes: str, tile: GemmConfig | None = None) -> Archive:
+    """Return an archive that holds these codes as the forms of a tile."""
+    name = tile_name("forward", "none", tile or SPECIAL[0])
+    kernels = {
+        code: CarriedKernel(code=code, name="", function="", parameters=(), shared_bytes=0, threads=384, num_ctas=2,
+                            scratch_bytes=0, scratch_align=128, tiles=(name,)) for code in codes
+    }  # fmt: skip
+    return Archive(kernels, "", {})
+
+
+def record(*tiles: GemmConfig, chip: str = str(CHIP)) -> ProvenTiles:
+    tiles_of = (
+        ProvenTile(op="forward", scaling="none", tile=tile, speedup=1.0 + i, code=CODES) for i, tile in enumerate(tiles)
+    )
+    return ProvenTiles(chip=chip, measured_on="NVIDIA H100", tiles=tuple(tiles_of))
 
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MOE_RL_PROVEN_TILES", str(tmp_path))
-    proven_on.cache_clear()
+    monkeypatch.setattr(proven, "carried_for", lambda _capability: carried(*CODES))
+    monkeypatch.setattr(proven, "fits", lambda _problem, _tile, _device: True)
+    for cached in (proven_on, proven._proven_here):
+        cached.cache_clear()
     yield tmp_path
-    proven_on.cache_clear()
+    for cached in (proven_on, proven._proven_here):
+        cached.cache_clear()
 
 
-@WITH_GLUON
+@WITH_SPECIAL
 def test_a_proven_tile_is_taken_where_as_many_rows_are_and_the_plain_loop_elsewhere() -> None:
-    proven = record(*SPECIAL)
-    assert proven.tile(PROBLEM) == SPECIAL[-1], "the fastest"
+    found = record(*SPECIAL)
+    assert found.tile(PROBLEM) == SPECIAL[-1], "the fastest"
     few, half = replace(PROBLEM, num_rows=512), replace(PROBLEM, num_rows=8 * 255)
     assert (config(few).block_m, config(half).block_m) == (64, 128)
     for problem in (few, half):
-        assert proven.tile(problem) == config(problem)
+        assert found.tile(problem) == config(problem)
     for changed in ({"op": "dgrad"}, {"scaling": "block"}, {"capability": (10, 0)}):
         other = replace(PROBLEM, **changed)
-        assert proven.tile(other) == config(other)
+        assert found.tile(other) == config(other)
 
 
-@WITH_GLUON
-def test_a_launch_takes_a_specialized_tile_on_the_gpu_that_proved_it_and_on_no_cpu(
+@WITH_SPECIAL
+def test_a_launch_takes_a_specialized_tile_on_the_chip_that_proved_it_and_on_no_cpu(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proved = SPECIAL[0]
-    record(proved).save(record_path("NVIDIA H100"))
-    proven_on.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H100")
+    record(SPECIAL[0]).save(record_path(CHIP))
+    monkeypatch.setattr(Chip, "of", lambda _device: CHIP)
+    gpu = torch.device("cuda", 0)
     assert proven_tile(PROBLEM, CPU) == config(PROBLEM)
-    assert proven_tile(PROBLEM, torch.device("cuda")) == proved
+    assert proven_tile(PROBLEM, gpu) == SPECIAL[0]
+    monkeypatch.setattr(proven, "fits", lambda _problem, _tile, _device: False)
+    assert proven_tile(PROBLEM, gpu) == config(PROBLEM), "its clusters do not fit"
 
 
-def test_a_record_is_read_once_and_holds_for_this_gpu_triton_and_kernels_alone(
-    records: Path, caplog: pytest.LogCaptureFixture
+@WITH_SPECIAL
+def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone(
+    records: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = record_path("NVIDIA H100")
-    assert path.parent == records
+    path = record_path(CHIP)
+    assert path == records / "proven-sm_90-132.json"
     for _ in range(3):
-        assert proven_on("NVIDIA H100").tiles == ()
+        assert proven_on(CHIP).tiles == ()
     assert [line.getMessage() for line in caplog.records] == [
-        f"grouped GEMM on NVIDIA H100: plain loop; `make gpu-check` proves faster tiles (no {path})"
+        f"grouped GEMM on sm_90-132: plain loop; no such GPU has proven faster tiles (no {path})"
     ]
     record(*SPECIAL).save(path)
     proven_on.cache_clear()
-    assert proven_on("NVIDIA H100") == record(*SPECIAL)
-    for changed in ({"triton": "0.0"}, {"kernels": "other"}, {"gpu": "NVIDIA H200"}):
-        record(*SPECIAL, **changed).save(path)
-        proven_on.cache_clear()
-        assert proven_on("NVIDIA H100").tiles == ()
-        (name,) = changed
-        assert f"is of {name} {changed[name]}, not" in caplog.messages[-1]
+    assert proven_on(CHIP) == record(*SPECIAL)
+    record(*SPECIAL, chip="sm_90-114").save(path)
+    proven_on.cache_clear()
+    assert proven_on(CHIP).tiles == ()
+    assert caplog.messages[-1].endswith("is of sm_90-114")
     path.write_text("{}")
     proven_on.cache_clear()
     with pytest.raises(InvalidInputError, match="does not hold proven tiles"):
-        proven_on("NVIDIA H100")
+        proven_on(CHIP)
+
+
+@WITH_SPECIAL
+def test_a_proof_is_of_all_code_that_a_tile_may_launch_and_survives_what_is_dropped() -> None:
+    found = record(SPECIAL[0])
+    assert found.of_code(carried(*CODES)) == found
+    assert found.of_code(carried(CODES[0])) == found
+    assert found.of_code(carried(*CODES, "a form that nobody has run")).tiles == ()
+    assert found.of_code(carried()).tiles == found.of_code(None).tiles == ()

@@ -19,6 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from moe_rl.kernels.carried_driver import launch
 from moe_rl.kernels.gemm.problem import RowsGemm, WgradGemm
 from moe_rl.kernels.gemm.tiling import GemmConfig
 from moe_rl.kernels.gemm.triton_parts import (
@@ -35,6 +36,12 @@ _SCALE_BLOCK = gl.constexpr(BLOCK)
 _SMS = gl.constexpr(2)
 # Rows of a warpgroup.
 _HALF = gl.constexpr(64)
+
+# What a launch may not be told apart by, so that one compilation serves every number of groups, every width of scales
+# and every address: none of these is loaded in more than single words.
+_ALIKE = ["num_rows", "num_groups", "stride_a", "stride_w_group"]
+_ALIKE_SCALES = ["stride_as_row", "stride_as_block", "stride_ws_group", "stride_ws_out", "stride_ws_sum"]
+_ALIKE_ADDRESSES = ["a_scale_ptr", "w_scale_ptr", "tile_map_ptr", "num_tiles_ptr", "bias_ptr", "factor_ptr"]
 
 
 @gluon.jit
@@ -243,7 +250,7 @@ def _multiply_wide(
                    BLOCK_N, LAYOUT)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=_ALIKE, do_not_specialize_on_alignment=_ALIKE_ADDRESSES)
 def _gluon_wide_kernel(
     a_ptr, w_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a, stride_w_group,
@@ -276,7 +283,7 @@ def _gluon_wide_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=_ALIKE + _ALIKE_SCALES, do_not_specialize_on_alignment=_ALIKE_ADDRESSES)
 def _gluon_kernel(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr,
     num_rows, num_out, num_sum, num_groups, stride_a,
@@ -400,7 +407,7 @@ def _multiply_columns(
         gl.store(out_ptrs, acc.to(ELEMENT), mask=inside)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_groups", "stride_out_group"], do_not_specialize_on_alignment=["m_offsets_ptr"])
 def _gluon_wgrad_kernel(
     dy_ptr, dy_scale_ptr, x_ptr, x_scale_ptr, m_offsets_ptr, out_ptr,
     num_tokens, num_n, num_k, num_groups, stride_out_group,
@@ -443,13 +450,14 @@ def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgr
     constants = made.constants | {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
     grid = (min(made.num_tiles, max(1, num_programs(out, tile) // 2)),)
     if gemm.row_scale is None:
-        _gluon_wide_kernel[grid](
-            *made.operands[::2], *made.tiled, SUM_IS_DENSE=not is_dgrad, BLOCK_N=tile.block_n, **constants
-        )
+        launch(
+            _gluon_wide_kernel, grid, *made.operands[::2], *made.tiled, SUM_IS_DENSE=not is_dgrad,
+            BLOCK_N=tile.block_n, **constants,
+        )  # fmt: skip
         return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
-    _gluon_kernel[grid](
-        *made.operands, *made.tiled, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
+    launch(
+        _gluon_kernel, grid, *made.operands, *made.tiled, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
         MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out
@@ -461,7 +469,8 @@ def wgrad(gemm: WgradGemm, tile: GemmConfig) -> None:
     n, k = out.shape
     set_descriptor_allocator(dy.device)
     tiles = out.num_groups * triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
-    _gluon_wgrad_kernel[(min(tiles, max(1, num_programs(dy, tile) // 2)),)](
+    launch(
+        _gluon_wgrad_kernel, (min(tiles, max(1, num_programs(dy, tile) // 2)),),
         dy, gemm.dy_scale, x, gemm.x_scale, gemm.m_offsets, out.data, dy.shape[1], n, k, out.num_groups,
         0 if out.is_table else out.data.stride(0), ELEMENT=ELEMENT[out.dtype], TABLE=out.is_table,
         ACCUMULATE=gemm.accumulate, BLOCK_N=tile.block_m, BLOCK_K=tile.block_n, BLOCK_T=tile.block_k,

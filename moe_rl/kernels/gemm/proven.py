@@ -1,15 +1,16 @@
-"""The record of the specialized tiles that a GPU has proved: `make gpu-check` writes it, the kernels read it.
+"""The record of the specialized tiles that a GPU has proven: `benchmarks/first_call.py` writes it, the kernels read it.
 
-Neither a race nor a miscompiled barrier shows on a CPU. A specialized tile therefore runs on hardware only where the
-same kernels, compiled by the same Triton, gave the bits of the plain loop a thousand times on that model of GPU, and
-were faster. Without such a record the plain loop runs, and the log says so once.
+Neither a race nor a miscompiled barrier shows on a CPU. A specialized tile therefore runs on hardware only where its
+machine code, byte for byte, gave the bits of the plain loop a thousand times, and was faster. That code is carried in
+the package (`moe_rl.kernels.carried`), and the record names it by a digest of its instructions: a renamed kernel keeps
+its proof, a changed one loses it. Without a record the plain loop runs, and the log says so once.
+
+A record holds for a chip, by its compute capability and its number of SMs: an H100 SXM and an H200 are one.
 """
 
-import hashlib
 import json
 import logging
 import os
-import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +19,31 @@ from typing import Self
 import torch
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.kernels.carried import MACHINE_CODE, Archive, carried_for, tile_name
+from moe_rl.kernels.carried_driver import driver_of
 from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, candidates, config
 
 logger = logging.getLogger(__name__)
 
-# The modules of this folder that hold specialized kernels: a record is of their text.
-SOURCES = ("gluon_hopper.py", "gluon_blackwell.py", "triton_kernel.py", "triton_wgrad.py", "triton_parts.py")
+PROVEN_RUNS = 1000
+"""With equal bits, before a tile may be chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What a record holds for."""
+
+    capability: tuple[int, int]
+    num_sms: int
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}-{self.num_sms}"
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """Return the chip of a GPU."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls(capability=(properties.major, properties.minor), num_sms=properties.multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +55,20 @@ class ProvenTile:
     tile: GemmConfig
     speedup: float
     """Of the plain loop, over the problems that were timed."""
+    code: tuple[str, ...]
+    """Digests of the machine code that was run: of all forms of the tile, with tables, biases and sums."""
+    runs: int = PROVEN_RUNS
+    """How often each was run with equal bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenTiles:
-    """The record of one GPU model, one Triton and one version of the kernels."""
+    """The record of one chip."""
 
-    gpu: str
-    triton: str
-    kernels: str
-    """`kernels_digest()`."""
+    chip: str
+    """`str(Chip)`."""
+    measured_on: str = ""
+    """Name of the GPU, for people."""
     tiles: tuple[ProvenTile, ...] = ()
 
     def tile(self, problem: GemmProblem) -> GemmConfig:
@@ -57,59 +81,89 @@ class ProvenTiles:
         ]  # fmt: skip
         return max(found, key=lambda proven: proven.speedup).tile if found else plain
 
+    def of_code(self, archive: Archive | None) -> "ProvenTiles":
+        """Return the record without the tiles of which something else is carried than what was proven."""
+        carried = archive.codes_of_tiles if archive is not None else {}
+        kept = [
+            tile for tile in self.tiles
+            if (codes := carried.get(tile_name(tile.op, tile.scaling, tile.tile))) and codes <= set(tile.code)
+        ]  # fmt: skip
+        return ProvenTiles(chip=self.chip, measured_on=self.measured_on, tiles=tuple(kept))
+
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         half_written = path.with_suffix(f".{os.getpid()}")
-        half_written.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        half_written.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         half_written.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
-        try:  # by hand: `make gpu-check` runs on GPU images that have no pydantic
+        try:  # by hand: GPU images may have no pydantic
             raw = json.loads(path.read_text(encoding="utf-8"))
-            tiles = tuple(ProvenTile(**{**tile, "tile": GemmConfig(**tile["tile"])}) for tile in raw.pop("tiles"))
-            return cls(**raw, tiles=tiles)
+            tiles = [
+                ProvenTile(**{**tile, "tile": GemmConfig(**tile["tile"]), "code": tuple(tile["code"])})
+                for tile in raw.pop("tiles")
+            ]
+            return cls(**raw, tiles=tuple(tiles))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidInputError(f"{path} does not hold proven tiles: {error!r}.") from error
 
 
-def record_path(gpu: str) -> Path:
-    """Return where the record of a GPU model lies: in MOE_RL_PROVEN_TILES, or in the user's cache."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("MOE_RL_PROVEN_TILES") or cache_home / "moe_rl" / "proven_tiles")
-    return folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-
-
-def kernels_digest() -> str:
-    """Return a digest of the text of `SOURCES`."""
-    folder = Path(__file__).parent
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+def record_path(chip: Chip) -> Path:
+    """Return where the record of a chip lies: in the folder MOE_RL_PROVEN_TILES, or in this package."""
+    folder = Path(os.environ.get("MOE_RL_PROVEN_TILES") or MACHINE_CODE)
+    return folder / f"proven-{chip}.json"
 
 
 @cache
-def proven_on(gpu: str) -> ProvenTiles:
-    """Return the record of a GPU model, without tiles where there is none or it is of other kernels; say which once."""
-    import triton
-
-    here = ProvenTiles(gpu=gpu, triton=triton.__version__, kernels=kernels_digest())
-    path = record_path(gpu)
+def proven_on(chip: Chip) -> ProvenTiles:
+    """Return the tiles of a chip's record whose carried code is what was proven; say once in the log what there is."""
+    path, here = record_path(chip), ProvenTiles(chip=str(chip))
     if not path.is_file():
-        logger.warning("grouped GEMM on %s: plain loop; `make gpu-check` proves faster tiles (no %s)", gpu, path)
+        logger.warning("grouped GEMM on %s: plain loop; no such GPU has proven faster tiles (no %s)", chip, path)
         return here
     found = ProvenTiles.load(path)
-    for name in ("gpu", "triton", "kernels"):
-        known, wanted = getattr(found, name), getattr(here, name)
-        if known != wanted:
-            logger.warning("grouped GEMM on %s: plain loop; %s is of %s %s, not %s", gpu, path, name, known, wanted)
-            return here
-    logger.info("grouped GEMM on %s: %d proven tiles of %s", gpu, len(found.tiles), path)
-    return found
+    if found.chip != str(chip):
+        logger.warning("grouped GEMM on %s: plain loop; %s is of %s", chip, path, found.chip)
+        return here
+    kept = found.of_code(carried_for(chip.capability))
+    if len(kept.tiles) < len(found.tiles):
+        logger.warning(
+            "grouped GEMM on %s: %d of %d proven tiles of %s are of other machine code than what is carried",
+            chip, len(found.tiles) - len(kept.tiles), len(found.tiles), path,
+        )  # fmt: skip
+    logger.info("grouped GEMM on %s: %d proven tiles of %s", chip, len(kept.tiles), path)
+    return kept
 
 
 def proven_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
     """Return the tile that a launch of `problem` on `device` takes; nothing can be proven on a CPU."""
     if device.type != "cuda" or not any(tile.specialized for tile in candidates(problem)):
         return config(problem)
-    return proven_on(torch.cuda.get_device_name(device)).tile(problem)
+    chosen = _proven_here(device).tile(problem)
+    return chosen if not chosen.specialized or fits(problem, chosen, device) else config(problem)
+
+
+@cache
+def _proven_here(device: torch.device) -> ProvenTiles:
+    return proven_on(Chip.of(device))
+
+
+def fits(problem: GemmProblem, tile: GemmConfig, device: torch.device) -> bool:
+    """Whether the GPU holds all clusters of a specialized tile's persistent grid at once."""
+    return _fits(tile_name(problem.op, problem.scaling, tile), device)
+
+
+@cache
+def _fits(name: str, device: torch.device) -> bool:
+    driver, chip = driver_of(device), Chip.of(device)
+    archive = carried_for(chip.capability)
+    if driver is None or archive is None:
+        return False
+    kernel = next(kernel for kernel in archive.kernels.values() if name in kernel.tiles)
+    held, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
+    if held < wanted:
+        logger.warning("grouped GEMM: plain loop; of %d clusters of %s this GPU holds %d", wanted, name, held)
+    return held >= wanted

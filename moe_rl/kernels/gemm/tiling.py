@@ -7,6 +7,7 @@ depend on how many other rows there are; only the number of rows per tile follow
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_rl.kernels.carried import is_carried, tile_name
 from moe_rl.kernels.devices import FP8_CAPABILITY, has_gluon, require_capability
 from moe_rl.kernels.types import BLOCK, MX_BLOCK_SHAPE
 
@@ -104,21 +105,21 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
 
 
 def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
-    """Return the specialized loop, in Gluon, where Triton compiles it.
+    """Return the specialized loop, in Gluon, where its machine code is carried or Triton compiles it.
 
-    No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/gpu_check.py`), whose record `proven` reads.
+    No heuristic chooses it: it waits for a GPU to prove it (`benchmarks/first_call.py`), whose record `proven` reads.
     """
     shape = _GLUON.get((problem.capability[0], problem.op, problem.scaling))
     # In MXFP8 a step's scales of a row are read as one word.
-    if shape is None or not has_gluon() or (problem.scaling == "mx" and problem.k % 128):
+    if shape is None or (problem.scaling == "mx" and problem.k % 128):
         return ()
     rows, columns, stages = shape
-    return (
-        GemmConfig(
-            kernel="gluon", block_m=rows, block_n=columns, block_k=_step(problem), num_warps=4, num_stages=stages,
-            specialized=True,
-        ),
+    tile = GemmConfig(
+        kernel="gluon", block_m=rows, block_n=columns, block_k=_step(problem), num_warps=4, num_stages=stages,
+        specialized=True,
     )  # fmt: skip
+    is_here = has_gluon() or is_carried(problem.capability, tile_name(problem.op, problem.scaling, tile))
+    return (tile,) if is_here else ()
 
 
 def row_block(num_rows: int, num_groups: int) -> int:

@@ -1,0 +1,43 @@
+"""How near to their roofs the specialized loops come, and to the plain loop, on large groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.products import Shape, product
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.machine import Machine
+    from benchmarks.gpu.rows import Figure
+
+SHAPES = {"4096x7168": (4096, 7168), "7168x2048": (7168, 2048), "1536x2048": (1536, 2048)}
+"""N x K of the weights: DeepSeek-V3's projections, and the gate and up projection of Qwen3-30B-A3B."""
+LOOPS = {
+    "FP8 forward": "forward block one tensor", "bf16 forward": "forward none one tensor",
+    "bf16 dgrad": "dgrad none one tensor", "FP8 wgrad": "wgrad block written",
+}  # fmt: skip
+ROOF_TFLOPS = {"FP8 forward": 1536, "bf16 forward": 990, "bf16 dgrad": 990, "FP8 wgrad": 1111}
+"""By `make kernel-proof`."""
+STEPS = tuple(f"{loop} {shape}" for shape in SHAPES for loop in LOOPS)
+
+
+def run(step: str, machine: Machine) -> dict[str, Figure]:
+    """Time a loop beside the plain one, after a look at its bits."""
+    from benchmarks.gpu.machine import tflops
+
+    loop, _, shape = step.rpartition(" ")
+    n, k = SHAPES[shape]
+    sizes = machine.full((4096,) * 8, (130, 5))
+    shape_of_groups = Shape(sizes=sizes, n=machine.full(n, 272), k=machine.full(k, 400))
+    made = product(machine, LOOPS[loop], shape_of_groups, exact=False)
+    want = machine.on_poison(lambda: made.run(made.plain))
+    machine.require_same(machine.on_poison(lambda: made.run(made.special)), want, "beside the plain loop")
+    machine.beat()
+    special = machine.microseconds(lambda: made.run(made.special))
+    plain = machine.microseconds(lambda: made.run(made.plain))
+    reached = tflops(made.flops, special)
+    return {
+        "us": special, "plain us": plain, "speedup": plain / special, "TFLOPS": reached,
+        "plain TFLOPS": tflops(made.flops, plain), "roof": ROOF_TFLOPS[loop],
+        "of the roof": reached / ROOF_TFLOPS[loop], "loop": LOOPS[loop],
+    }  # fmt: skip

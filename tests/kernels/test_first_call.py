@@ -1,0 +1,150 @@
+"""The first call on a GPU machine: its phases and its verdict, with an emulator as libcuda and faults put in.
+
+`make test-first-call` runs this with what a GPU machine has: Python 3.12, Triton 3.6, no pydantic.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.page import page, verdict
+from benchmarks.gpu.phases import PHASES
+from benchmarks.gpu.record import proven_tiles
+from benchmarks.gpu.rows import Outcome, Row, append, read
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("FIRST_CALL_PYTHON") or sys.executable
+PATIENCE = 20.0
+"""Times twenty seconds: a busy machine must not make a step look as if it hung."""
+BLOCKED = """
+import sys
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pydantic", "pydantic_core"):
+            raise ModuleNotFoundError(f"No module named {name!r}: it is not on a GPU machine", name=name)
+
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def first_call(tmp_path: Path, *arguments: str, patience: float = PATIENCE) -> tuple[int, list[Row], str]:
+    """Run the script without pydantic and return (exit code, rows, what it printed)."""
+    (tmp_path / "site").mkdir(exist_ok=True)
+    (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKED)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    command = [PYTHON, "benchmarks/first_call.py", "--out", str(tmp_path / "out"), "--rehearse", "--carried",
+               str(tmp_path / "none"), "--patience", str(patience), *arguments]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, read(tmp_path / "out"), done.stdout
+
+
+def outcomes(rows: list[Row]) -> list[Outcome]:
+    return [row.outcome for row in rows]
+
+
+@pytest.mark.lengthy
+def test_a_wrong_kernel_ends_in_wrong(tmp_path: Path) -> None:
+    code, rows, printed = first_call(tmp_path, "--only", "roofs", "--steps", "1", "--fault", "wrong kernel")
+    assert (code, outcomes(rows)) == (1, [Outcome.WRONG]), printed
+    assert "beside the plain loop: result 0 differs in 1 of" in rows[0].why
+    assert "VERDICT: WRONG; 0 steps of ours right, 1 wrong, 0 not reached" in printed
+
+
+@pytest.mark.lengthy
+def test_a_right_kernel_ends_in_right_and_a_hang_costs_its_own_step_alone(tmp_path: Path) -> None:
+    code, rows, printed = first_call(tmp_path, "--only", "facts", "--fault", "hang@cubins load", patience=0.1)
+    assert code == 0, printed
+    by_step = {row.step: row for row in rows}
+    assert by_step["cubins load"].outcome is Outcome.NOT_REACHED
+    assert by_step["cubins load"].why == "hangs: said nothing for 2 s"
+    assert by_step["machine"].outcome is by_step["clusters fit"].outcome is Outcome.RIGHT
+    assert "VERDICT: right, as far as it was reached; 2 steps of ours right, 0 wrong, 1 not reached" in printed
+
+
+@pytest.mark.lengthy
+def test_a_missing_module_and_time_that_runs_out_are_not_reached(tmp_path: Path) -> None:
+    code, rows, _ = first_call(tmp_path, "--only", "facts", "--fault", "missing module")
+    assert (code, set(outcomes(rows))) == (2, {Outcome.NOT_REACHED})
+    assert "No module named 'torch'" in rows[0].why
+    code, rows, printed = first_call(tmp_path, "--only", "facts,loops", "--limit-s", "0.2")
+    assert (code, set(outcomes(rows))) == (2, {Outcome.NOT_REACHED}), printed
+    assert {row.why.partition(":")[0] for row in rows} == {"out of time"}
+    assert len(rows) == sum(len(phase.steps) for phase in PHASES if phase.name in ("facts", "loops"))
+
+
+@pytest.mark.slow
+def test_every_phase_goes_through_and_a_second_call_goes_on(tmp_path: Path) -> None:
+    """With two steps of each phase: all of them take ten minutes, and `--rehearse` runs them."""
+    code, rows, printed = first_call(tmp_path, "--steps", "2", "--limit-s", "5000")
+    left = {row.phase for row in rows if row.outcome is Outcome.NOT_REACHED and not row.is_peer}
+    assert code == 0, printed
+    assert left <= {"runtime", "ncu"}, printed
+    assert {row.phase for row in rows} == {phase.name for phase in PHASES if not phase.in_second_call}
+    (tmp_path / "out").rename(tmp_path / "old")
+    code, again, printed = first_call(
+        tmp_path, "--resume", str(tmp_path / "old"), "--steps", "2", "--limit-s", "5000", "--only", "facts,casts"
+    )
+    assert code == 0, printed
+    assert [row for row in again if row.phase == "facts"] == [row for row in rows if row.phase == "facts"], "not kept"
+    assert {row.outcome for row in again if row.phase == "casts"} == {Outcome.RIGHT}
+    assert len(list((tmp_path / "out").rglob("*"))) <= 8
+
+
+def row(phase: str, step: str, outcome: Outcome = Outcome.RIGHT, *, is_peer: bool = False, **figures: object) -> Row:
+    why = "" if outcome is Outcome.RIGHT else "why"
+    return Row(phase=phase, step=step, outcome=outcome, why=why, figures=figures, is_peer=is_peer)  # type: ignore[arg-type]
+
+
+def test_limits_of_the_first_call_fit_its_command() -> None:
+    assert sum(phase.limit_s for phase in PHASES if not phase.in_second_call) <= 500
+    assert sum(phase.limit_s for phase in PHASES if phase.in_second_call) <= 500
+    assert all(len(phase.steps) == len(set(phase.steps)) > 0 for phase in PHASES)
+
+
+def test_only_what_is_ours_and_wrong_is_wrong() -> None:
+    peer, late = row("peers", "x", Outcome.WRONG, is_peer=True), row("ncu", "y", Outcome.NOT_REACHED)
+    assert verdict([row("facts", "machine"), peer, late])[0] == (
+        "VERDICT: right, as far as it was reached; 1 steps of ours right, 0 wrong, 1 not reached"
+    )
+    assert verdict([late])[0].startswith("VERDICT: nothing was reached")
+    assert verdict([row("loops", "z", Outcome.WRONG)])[0].startswith("VERDICT: WRONG")
+    assert "rehearsal" in page([late], is_rehearsal=True)
+
+
+def test_rows_are_appended_and_a_later_one_of_a_step_counts(tmp_path: Path) -> None:
+    append(tmp_path, [row("facts", "a", Outcome.NOT_REACHED), row("facts", "b", us=float("nan"))])
+    append(tmp_path, [row("facts", "a")])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"phase": "facts", "st')  # as a machine leaves it that is taken away
+    found = {made.step: made for made in read(tmp_path)}
+    assert found["a"].outcome is Outcome.RIGHT
+    assert found["b"].figures == {"us": None}
+    for line in (tmp_path / "rows.jsonl").read_text().splitlines()[:3]:
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_tile_is_proven_if_all_its_forms_were_right_and_it_was_faster() -> None:
+    from moe_rl.kernels.devices import has_gluon
+
+    if not has_gluon():
+        pytest.skip("Triton before 3.9 has no Gluon tiles among its candidates")
+    forms = ("one tensor", "table")
+    tile = "gluon 256x256x64 w4 s4 specialized"
+    loops = [row("soak", f"dgrad none {form}", runs=1000, codes=[form], tile=tile) for form in forms]
+    fast = row("roofs", "bf16 dgrad 1536x2048", speedup=1.5, loop="dgrad none one tensor")
+    (found,) = proven_tiles([*loops, fast], "soak")
+    assert (found.op, found.scaling, str(found.tile), found.speedup) == ("dgrad", "none", tile, 1.5)  # type: ignore[attr-defined]
+    assert set(found.code) == set(forms)  # type: ignore[attr-defined]
+    assert proven_tiles([loops[0], fast], "soak") == [], "a form is missing"
+    assert proven_tiles([*loops, row("roofs", "x", speedup=0.9, loop="dgrad none one tensor")], "soak") == [], "slower"
+    assert proven_tiles(loops, "soak") == [], "nothing was timed"
+    assert proven_tiles([*loops, fast], "loops") == []
