@@ -6,7 +6,7 @@ routing gives right results and the predicted routing gives fast ones.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from moe_rl.core.capacity import Capacity
 from moe_rl.core.errors import require, require_shapes
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
+from moe_rl.core.plan_archive import write_archive
 
 # Fields of `ReplicaPlan` with one entry per replica.
 REPLICA_COLUMNS = ("expert", "physical_id", "source_quota", "source_pairs", "resident")
@@ -195,9 +196,11 @@ class Plan:
 
         `moe_rl.load_plan` reads it. Raises `InvalidInputError` for another suffix, and where nothing can be written.
         """
-        from moe_rl.core.plan_file import write_plan  # it knows the plan, and its writers are not needed to plan
-
-        write_plan(self, path)
+        parts = {name: getattr(self, name) for name in ("layout", "placement", "replicas", "migration")}
+        plain = [item.name for item in fields(self) if item.name not in (*parts, "capacity")]
+        facts: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        lists = {"parameters": dict(self.parameters), "notes": list(self.notes)}
+        write_archive(Path(path), parts, {**facts, **lists, "hash": self.hash})
 
     @property
     def replica_rank(self) -> NDArray[np.int32]:

@@ -1,9 +1,5 @@
-"""Save a plan as one file and load it again: a `.npz` of its arrays and a JSON description, no pickles.
+"""Load a plan that `Plan.save` wrote. A file carries the plan's hash: a damaged one is refused."""
 
-The file appears whole or not at all, and carries the plan's hash: a damaged file is refused.
-"""
-
-import io
 import json
 import struct
 import zipfile
@@ -18,13 +14,9 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
-from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
-
-SCHEMA = "moe_rl.plan/2"
-DESCRIPTION = "description"
-
+from moe_rl.core.plan_archive import DESCRIPTION, SCHEMA
 
 _PARTS = {"layout": BatchLayout, "placement": ExpertPlacement, "replicas": ReplicaPlan, "migration": ExpertMigration}
 _FIELDS = tuple(item.name for item in fields(Plan) if item.name not in (*_PARTS, "capacity"))
@@ -33,34 +25,6 @@ _DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-
-
-def write_plan(plan: Plan, path: Path | str) -> None:
-    """Do what `Plan.save` says."""
-    path = Path(path)
-    require(path.suffix == ".npz", f"{path} must end in .npz.")
-    check_outputs({"": path})
-    arrays: dict[str, NDArray[Any]] = {}
-    numbers: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-    for part, kind in _PARTS.items():
-        for item in fields(kind):
-            value = getattr(getattr(plan, part), item.name)
-            if isinstance(value, np.ndarray):
-                arrays[f"{part}.{item.name}"] = value
-            else:
-                numbers[part][item.name] = value
-    description = {name: getattr(plan, name) for name in _FIELDS} | {
-        "schema": SCHEMA,
-        "hash": plan.hash,
-        "parameters": dict(plan.parameters),
-        "notes": list(plan.notes),
-        "parts": numbers,
-    }
-    # JSON as bytes: a file of numbers alone loads without pickle.
-    arrays[DESCRIPTION] = np.frombuffer(json.dumps(description).encode(), np.uint8)
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # mypy tries the arrays on the keyword allow_pickle too
-    write_outputs({path: file.getvalue()})
 
 
 def load_plan(path: Path | str) -> Plan:
