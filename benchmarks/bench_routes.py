@@ -5,6 +5,7 @@
     python -m benchmarks.bench_routes turns                     bytes of a turn beside its new tokens
     python -m benchmarks.bench_routes memory [--trace FILE]     host peak of slime's data path, scaled down, and its law
     python -m benchmarks.bench_routes faults                    seeded faults in every producer's format x 5 families
+    python -m benchmarks.bench_routes recorded [--trace FILE]   faults and false alarms in recorded routes
     python -m benchmarks.bench_routes clean [--batches N]       false alarms in clean batches (10,000 by default)
     python -m benchmarks.bench_routes online                    host time of the online check beside a step's
 
@@ -22,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import CONFIGS
 from moe_rl.replay import ImportOptions, recorded_sequences
-from moe_rl.routes import RoutesReader, RoutesWriter, check_routes
+from moe_rl.routes import CheckedSequence, RoutesReader, RoutesWriter, check_routes
 from moe_rl.routes.blocks import check_shape
 from moe_rl.routes.coded import CodedRoutes
 
@@ -368,6 +370,90 @@ def measure_faults(rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@dataclass
+class FaultCount:
+    """Of one fault, how many sequences the check called faulty, and how many it named rightly."""
+
+    called: int = 0
+    named: int = 0
+    called_without_reference: int = 0
+
+
+def checked_faults(
+    faults: Sequence[Any], sequences: list[NDArray[Any]], num_experts: int, *, rounds: int, seed: int
+) -> dict[str, FaultCount]:
+    """Put each of the faults (`tests.routes.recorded_faults`) into `rounds` sequences and check these.
+
+    The capture differs from the reference in 4 % of the sets, as another engine's does, and the batch has one more
+    sequence.
+    """
+    from tests.routes.recorded_faults import flipped
+
+    rng, counts = np.random.default_rng(seed), {}
+    long = [each.astype(np.int64) for each in sequences if len(each) >= 96]
+    for fault in faults:
+        count = counts[fault.name] = FaultCount()
+        for _ in range(rounds):
+            chosen = int(rng.integers(len(long)))
+            right = long[chosen]
+            others = [each for place, each in enumerate(long) if place != chosen and len(each) >= len(right)]
+            other = others[int(rng.integers(len(others)))] if others else long[chosen - 1]
+            other = np.concatenate([other] * (1 + len(right) // len(other)))[: len(right) + 3]
+            captured = fault.inject(flipped(right, num_experts, 0.04, rng), other, rng)
+            mate = CheckedSequence(routes=other, num_tokens=len(other) + 1, reference=other)
+            sequence = CheckedSequence(routes=captured, num_tokens=len(right) + 1, reference=right)
+            verdict = check_routes([sequence, mate], num_experts=num_experts)[0]
+            alone = check_routes([replace(sequence, reference=None), mate], num_experts=num_experts)[0]
+            count.called += verdict.fault is not None
+            count.named += verdict.fault in fault.classes
+            count.called_without_reference += alone.fault is not None
+    return counts
+
+
+def false_alarms(
+    sequences: list[NDArray[Any]], num_experts: int, *, shares: Sequence[float | None], batch: int = 16
+) -> list[str]:
+    """Return the verdicts on right routes that name a fault; by share of flipped sets, None without reference."""
+    from tests.routes.recorded_faults import flipped
+
+    rng, alarms = np.random.default_rng(5), []
+    for begin in range(0, len(sequences), batch):
+        right = [each.astype(np.int64) for each in sequences[begin : begin + batch]]
+        for share in shares:
+            checked = [
+                CheckedSequence(
+                    routes=each if share is None else flipped(each, num_experts, share, rng),
+                    num_tokens=len(each) + 1,
+                    reference=None if share is None else each,
+                )
+                for each in right
+            ]
+            verdicts = check_routes(checked, num_experts=num_experts)
+            alarms += [str(verdict) for verdict in verdicts if verdict.fault is not None]
+    return alarms
+
+
+def measure_recorded(trace: Path | None, rounds: int) -> dict[str, Any]:
+    """Faults in recorded routes of long sequences, where the trace has any, and false alarms in all of them."""
+    from tests.routes.recorded_faults import RECORDED_FAULTS
+
+    sequences, num_experts = recorded(trace)
+    shares = (None, 0.0, 0.04, 0.15)
+    alarms = false_alarms(sequences, num_experts, shares=shares)
+    result: dict[str, Any] = {"sequences": len(sequences), "flipped_sets": shares, "false_alarms": len(alarms)}
+    if not any(len(each) >= 96 for each in sequences):
+        return result
+    counts = checked_faults(RECORDED_FAULTS, sequences, num_experts, rounds=rounds, seed=3)
+    total = rounds * len(counts)
+    return result | {
+        "faults": len(counts), "sequences_per_fault": rounds,
+        "called": sum(count.called for count in counts.values()) / total,
+        "named_rightly": sum(count.named for count in counts.values()) / total,
+        "called_without_reference": sum(count.called_without_reference for count in counts.values()) / total,
+        "by_fault": {name: asdict(count) for name, count in counts.items()},
+    }  # fmt: skip
+
+
 def measure_clean(batches: int) -> dict[str, Any]:
     """Alarms of batches in which nothing is wrong."""
     from tests.routes.fault_seeds import FAMILIES, case, choices, in_bf16, margins, scores
@@ -416,7 +502,9 @@ def measure_online() -> dict[str, Any]:
 def main() -> None:
     """Run one measurement and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["size", "decode", "turns", "memory", "peak", "faults", "clean", "online"])
+    parser.add_argument(
+        "what", choices=["size", "decode", "turns", "memory", "peak", "faults", "recorded", "clean", "online"]
+    )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--batches", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=1)
@@ -431,6 +519,7 @@ def main() -> None:
         "memory": lambda: measure_memory(given.trace, tuple(map(int, given.counts.split(","))), given.tokens),
         "peak": lambda: {"peak_bytes": peak_of(given.trace, given.samples, given.tokens)},
         "faults": lambda: measure_faults(given.rounds),
+        "recorded": lambda: measure_recorded(given.trace, given.rounds),
         "clean": lambda: measure_clean(given.batches),
         "online": measure_online,
     }

@@ -6,8 +6,10 @@ n sampled rows, L MoE layers, K experts per token, E experts per layer.
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.routes.check import CheckedSequence, Verdict, agreement, check_routes
+from moe_rl.routes.check import CheckedSequence, check_routes
+from moe_rl.routes.evidence import agreement
 from moe_rl.routes.faults import Fault
+from moe_rl.routes.verdict import Verdict
 
 # Rows that a trainer fills itself (last tokens, padding) may be so many of a sample; they are left out.
 FILLER_SHARE = 0.1
@@ -15,17 +17,29 @@ PERCENTILES = (50, 90, 99)
 
 
 def replay_metrics(
-    routes: NDArray[np.integer], own: NDArray[np.integer], margin: NDArray[np.floating] | None, *, num_experts: int
+    routes: NDArray[np.integer],
+    own: NDArray[np.integer],
+    margin: NDArray[np.floating] | None,
+    *,
+    num_experts: int,
+    combine_weights: NDArray[np.floating] | None = None,
 ) -> tuple[dict[str, float], Verdict]:
     """Return the metrics `r3/...` of sampled rows, and the verdict on them.
 
     `routes` [n, L, K] are what ran, `own` what the trainer's routers choose for the same rows, `margin` [n, L] of that
-    choice. `r3/agreement`: share of the experts in both. `r3/shift`: share of the rows that fit a neighboring token
-    better than their own. `r3/alarm`: 1 where the verdict names a fault.
+    choice, `combine_weights` [n, L, K], where known, those of `routes`. `r3/agreement`: share of `own` in `routes`.
+    `r3/shift`: share of the rows that fit a neighboring token better than their own. `r3/alarm`: 1 where the verdict
+    names a fault.
     """
 
     def judged() -> Verdict:
-        sampled = CheckedSequence(routes=routes, num_tokens=len(routes) + 1, reference=own, margin=margin)
+        sampled = CheckedSequence(
+            routes=routes,
+            num_tokens=len(routes) + 1,
+            reference=own,
+            margin=margin,
+            combine_weights=combine_weights,
+        )
         return check_routes([sampled], num_experts=num_experts)[0]
 
     verdict = judged()
@@ -36,6 +50,7 @@ def replay_metrics(
             filler = (ids == (np.arange(ids.shape[2]) if fault is Fault.PADDING else ids[..., :1])).all(axis=(1, 2))
             routes, own = routes[~filler], own[~filler]
             margin = None if margin is None else margin[~filler]
+            combine_weights = None if combine_weights is None else combine_weights[~filler]
             verdict = judged()
     in_place = agreement(routes, own).mean(axis=1)
     beside = np.zeros(len(routes))

@@ -54,6 +54,24 @@ def test_a_shift_shows_as_a_shift_and_filler_between_sequences_is_left_out():
     assert empty[0] == {"r3/agreement": 1.0, "r3/shift": 0.0, "r3/alarm": 0.0}
 
 
+def test_the_online_form_finds_one_wrong_layer_and_weights_of_zero():
+    drawn = case(np.random.default_rng(25), FAMILIES["gpt-oss"], 128)
+    weights = np.full(drawn.captured.shape, 0.25, np.float32)
+    given = {"num_experts": 32, "combine_weights": weights}
+    assert replay_metrics(drawn.captured, drawn.reference, drawn.margin, **given)[0]["r3/alarm"] == 0
+    routes = drawn.captured.copy()
+    routes[:, 5] = drawn.captured[:, 6]
+    metrics, verdict = replay_metrics(routes, drawn.reference, drawn.margin, **given)
+    assert (metrics["r3/alarm"], verdict.fault, verdict.layer) == (1, Fault.LAYER_ALIAS, 5)
+    weights[9, 3, 2] = 0
+    metrics, verdict = replay_metrics(drawn.captured, drawn.reference, drawn.margin, **given)
+    assert (metrics["r3/alarm"], verdict.fault, verdict.row, verdict.layer) == (1, Fault.ZERO_WEIGHTS, 9, 3)
+    drawn.captured[40] = 0  # a token that the trainer filled, and whose weights are none
+    weights[9, 3, 2] = 0.25
+    weights[40] = 0
+    assert replay_metrics(drawn.captured, drawn.reference, drawn.margin, **given)[0]["r3/alarm"] == 0
+
+
 def test_loads_are_those_of_a_plain_count():
     rng = np.random.default_rng(23)
     counts = rng.integers(0, 50, (4, 8))
