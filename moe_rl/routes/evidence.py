@@ -105,7 +105,9 @@ class Evidence:
         """Routes of the other sequences of the batch; what stands for their right routes."""
         self.lengths_of_others = lengths_of_others
         """Rows that each of the others should have."""
-        self.num_rows, self.num_layers, self.top_k = routes.shape
+        self.num_rows: int = routes.shape[0]
+        self.num_layers: int = routes.shape[1]
+        self.top_k: int = routes.shape[2]
 
     @property
     def both(self) -> int:
@@ -137,7 +139,7 @@ class Evidence:
         """Least mean agreement of a sequence of the right policy."""
         least = 0.9 if self.margin is None else 0.94
         # Where one expert of few differs in `HONEST_FLIPS` of the sets, the mean falls further.
-        return min(least, 1 - HONEST_FLIPS / self.top_k)
+        return float(min(least, 1 - HONEST_FLIPS / self.top_k))
 
     @cached_property
     def drifted(self) -> bool:
@@ -165,7 +167,7 @@ class Evidence:
     @cached_property
     def foreign(self) -> NDArray[np.bool_]:
         """[both] rows that are not those of their tokens, in runs too long to be honest flips of a small model."""
-        foreign = self.agreed.mean(axis=1) < FOREIGN
+        foreign: NDArray[np.bool_] = np.asarray(self.agreed.mean(axis=1) < FOREIGN)
         flipped = (self.agreed < 1 - 1e-9).sum(axis=1)
         for begin, end in runs(foreign):
             num_sets = int(end - begin) * self.num_layers

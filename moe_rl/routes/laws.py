@@ -35,11 +35,8 @@ def empty_cells(evidence: Evidence) -> Verdict | None:
     # Where most sets of one id have another id, one choice was written K times, and 0 was among them.
     if not empty.any() or (evidence.top_k > 1 and 2 * empty.sum() < one_id.sum()):
         return None
-    rows = empty.all(axis=1)
-    if rows.any():
-        return Verdict.on_rows(Fault.EMPTY_ROWS, rows)
-    layer = int(np.argmax(empty.any(axis=0)))
-    return Verdict.on_rows(Fault.EMPTY_ROWS, empty[:, layer], layer=layer)
+    rows = np.asarray(np.all(empty, axis=1))
+    return Verdict.on_rows(Fault.EMPTY_ROWS, rows) if rows.any() else Verdict.on_cells(Fault.EMPTY_ROWS, empty)
 
 
 def padding(evidence: Evidence) -> Verdict | None:
@@ -145,11 +142,7 @@ def _names_twice(evidence: Evidence) -> NDArray[np.bool_]:
 def expert_twice(evidence: Evidence) -> Verdict | None:
     """A set names an expert twice: no router does."""
     twice = _names_twice(evidence)
-    if not twice.any():
-        return None
-    layers = twice.any(axis=0)
-    layer = None if layers.all() else int(np.argmax(layers))
-    return Verdict.on_rows(Fault.EXPERT_TWICE, twice.any(axis=1) if layer is None else twice[:, layer], layer=layer)
+    return Verdict.on_cells(Fault.EXPERT_TWICE, twice) if twice.any() else None
 
 
 def constant_layer(evidence: Evidence) -> Verdict | None:
@@ -289,13 +282,9 @@ def zero_weights(evidence: Evidence) -> Verdict | None:
         return None
     used = evidence.routes[: len(evidence.weights)] >= 0
     # As a negation: NaN compares false and is caught too.
-    without = (~(evidence.weights[: evidence.num_rows] > 0) & used).any(axis=2)
-    if not without.any():
-        return None
-    layers = without.any(axis=0)
-    layer = None if layers.all() else int(np.argmax(layers))
-    rows = without.any(axis=1) if layer is None else without[:, layer]
-    return Verdict.on_rows(Fault.ZERO_WEIGHTS, rows, layer=layer)
+    positive = evidence.weights[: evidence.num_rows] > 0
+    without = np.asarray(np.any(~positive & used, axis=2))
+    return Verdict.on_cells(Fault.ZERO_WEIGHTS, without) if without.any() else None
 
 
 def first_repeated(values: NDArray[np.int64]) -> int | None:

@@ -43,6 +43,15 @@ class Verdict:
         return cls(fault=fault, row=first, layer=layer, share=share, agreement=agreement)
 
     @classmethod
+    def on_cells(cls, fault: Fault, cells: NDArray[np.bool_]) -> "Verdict":
+        """Return the verdict on the cells [T, L] that are marked: on the first layer that has any, or on all layers."""
+        marked = np.asarray(np.any(cells, axis=0))
+        if marked.all():
+            return cls.on_rows(fault, np.asarray(np.any(cells, axis=1)))
+        layer = int(np.argmax(marked))
+        return cls.on_rows(fault, cells[:, layer], layer=layer)
+
+    @classmethod
     def on_layers(
         cls, fault: Fault, layers: NDArray[np.integer], num_layers: int, agreement: float | None = None
     ) -> "Verdict":
