@@ -32,7 +32,9 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
             values.pop("help_all", None)
             given = {name: values.pop(name) for name in schema.model_fields}
-            below = _launched(launch) if launch else {}
+            typed = {name for name, value in given.items() if value is not None}
+            below = _launched(launch, schema) if launch and issubclass(schema, SimulationOptions) else {}
+            below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
             command(**values, options=merge_options(schema, given, config, below=below))
 
         # typer reads it through inspect; mypy knows no such attribute of a function
@@ -40,6 +42,14 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
         return run
 
     return decorate
+
+
+# Options of a run's files that another way to say the same replaces, where it is typed.
+REPLACED_BY = {
+    "micro_batch_tokens": {"ep_group_tokens", "tokens_per_rank"},
+    "global_batch_size": {"global_batch_tokens", "ep_group_tokens", "batch", "tokens_per_rank"},
+    "recompute_modules": {"recompute_granularity"},
+}
 
 
 def _keyword(name: str, kind: Any, default: object = None) -> inspect.Parameter:
@@ -55,11 +65,11 @@ def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
     return _keyword("help_all", Annotated[bool, asked], False)
 
 
-def _launched(files: list[Path]) -> dict[str, Any]:
+def _launched(files: list[Path], schema: type[SimulationOptions]) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
     from moe_rl.study.launch import launch_options
 
-    found, said = launch_options(files)
+    found, said = launch_options(files, schema)
     say_notes(said)
     return found
 

@@ -1,10 +1,11 @@
 """How a reader is written: a table from the framework's keys to fields of `RunSettings`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from moe_rl.launch.batch import BatchKeys, read_batch
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.launch.sources import Entry, RawRun
 
@@ -60,6 +61,8 @@ class Reader:
     """Whether it trains on what its own rollouts generate."""
     verdict_only: bool = False
     """Whether only the verdict is given: nobody has checked which traps its own code avoids."""
+    batch: BatchKeys = field(default_factory=dict)
+    """Keys that say how large the run's batches are, by what they hold (`moe_rl.launch.batch`)."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
     """Sentences on what of the run the reader leaves out."""
 
@@ -86,9 +89,9 @@ class Reader:
             # A key that says nothing takes back what it said, and nothing that another key said of the same field.
             elif source.get(rule.field) == entry.key:
                 del known[rule.field], source[rule.field]
-        for name, (field, meaning) in VARIABLES.items():
+        for name, (field_name, meaning) in VARIABLES.items():
             if (given := variable(raw, name, meaning)) is not None:
-                known[field] = given
+                known[field_name] = given
         completed = self.complete(known, raw)
         # A default is not known where the files set the key to something that only the machine knows.
         known = {name: each for name, each in completed.items() if each.where is not None or name not in undecided}
@@ -106,6 +109,7 @@ class Reader:
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,
+            batch=read_batch(raw, self.batch),
         )
 
 

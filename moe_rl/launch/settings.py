@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.launch.batch import BatchFacts
 from moe_rl.launch.python_source import syntax_tree, value_of
 from moe_rl.launch.sources import Entry, Where
 from moe_rl.launch.yaml_entries import value_of_word
@@ -178,6 +179,7 @@ class ReadRun:
     files: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
     """Those of the notes that say what was not looked at."""
+    batch: BatchFacts = field(default_factory=BatchFacts)
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
 

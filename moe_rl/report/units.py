@@ -78,7 +78,9 @@ def batch_words(trace: Mapping[str, object], setting: Mapping[str, object]) -> s
 def parallelism(setting: Mapping[str, object]) -> str:
     """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
     groups = setting.get("num_ep_groups", 1)
-    expert = f"EP{setting['ep_size']}" if groups == 1 else f"{groups} EP groups of EP{setting['ep_size']}"
+    parts = setting.get("expert_tensor_parallel_size") or 1
+    name = f"EP{int(str(setting['ep_size'])) // int(str(parts))}" + (f" x ETP{parts}" if parts != 1 else "")
+    expert = name if groups == 1 else f"{groups} EP groups of {name}"
     sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
     others = {name: setting.get(key, 1) for name, key in sizes.items()}
     return ", ".join([expert, *(f"{name}{size}" for name, size in others.items() if size != 1)])

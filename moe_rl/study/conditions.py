@@ -33,6 +33,7 @@ LITTLE_SHARE = 0.01  # Moves that take a smaller share of a step are not what ma
 def trace_facts(scenario: Scenario) -> dict[str, object]:
     """Return facts of the replayed trace; counts are of the simulated step."""
     source, batch = scenario.source, scenario.batch
+    parts = scenario.options.expert_tensor_parallel_size or 1  # of an expert, which the trace has whole
     return {
         "name": encodable(source.path.name),
         "path": encodable(str(source.path)),
@@ -49,8 +50,8 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
         "sequence_length_mean": round(float(batch.lengths.mean()), 1),
         "sequence_length_max": int(batch.lengths.max()),
         "num_moe_layers": len(source.moe_layer_ids),
-        "num_experts": source.num_experts,
-        "top_k": source.top_k,
+        "num_experts": source.num_experts // parts,
+        "top_k": source.top_k // parts,
         "counts_only": source.counts_only,
         "moe_layer_ids": list(source.moe_layer_ids),
     }
@@ -58,10 +59,10 @@ def trace_facts(scenario: Scenario) -> dict[str, object]:
 
 # Options that a report repeats under their own names.
 SAID = (
-    "batch", "global_batch_tokens", "tensor_model_parallel_size", "context_parallel_size",
-    "pipeline_model_parallel_size", "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype", "use_megatron_fsdp",
-    "overlap_grad_reduce", "overlap_param_gather", "offload_modules", "optimizer_offload_fraction", "log_prob_passes",
-    "forward_only", "filler", "reorder_interval", "seed", "cp_comm_type",
+    "batch", "global_batch_tokens", "expert_tensor_parallel_size", "tensor_model_parallel_size",
+    "context_parallel_size", "pipeline_model_parallel_size", "mtp_num_layers", "grad_reduce_in_bf16", "exp_avg_dtype",
+    "use_megatron_fsdp", "overlap_grad_reduce", "overlap_param_gather", "offload_modules",
+    "optimizer_offload_fraction", "log_prob_passes", "forward_only", "filler", "reorder_interval", "seed",
 )  # fmt: skip
 # The same of the simulator's setting.
 OF_STEP = ("overlap_all_to_all", "overlap_shared_experts", "precision", "cuda_graph", "fused_grouped_mlp")

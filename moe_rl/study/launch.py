@@ -1,13 +1,18 @@
 """Options of a simulation from the launch script or configuration of a run, read as the doctor reads them."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
-from moe_rl.launch.settings import RunSettings
+from moe_rl.launch.settings import ReadRun, RunSettings
+from moe_rl.study.options import SimulationOptions
 
 # Options of a simulation that a run sets under the same name.
 SAME_NAME = (
@@ -17,22 +22,105 @@ SAME_NAME = (
     "mtp_num_layers", "use_megatron_fsdp", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16",
     "exp_avg_dtype", "exp_avg_sq_dtype", "offload_modules", "cp_comm_type",
 )  # fmt: skip
+SIZES = (
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size",
+    "context_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
+MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+# Options that work only beside others, and those that a value is checked with.
+NEEDS: Mapping[str, Mapping[str, object]] = {"recompute_modules": {"recompute_granularity": "selective"}}
+COMPANIONS = {
+    "recompute_modules": ("recompute_granularity",),
+    "use_transformer_engine_op_fuser": ("fp8_format",),
+    "num_virtual_stages_per_pipeline_rank": ("pipeline_model_parallel_size",),
+    "use_megatron_fsdp": ("expert_model_parallel_size",),
+    "exp_avg_dtype": ("exp_avg_sq_dtype",),
+    "exp_avg_sq_dtype": ("exp_avg_dtype",),
+    "cp_comm_type": ("context_parallel_size",),
+}
 # Megatron's name, and the simulation's.
 OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
 
 
-def launch_options(files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+def launch_options(
+    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions
+) -> tuple[dict[str, Any], list[str]]:
     """Return the options that the run's files set, and notes that say which were read and which could not be.
 
-    The options are keywords for `moe_rl.simulate`. An option that the files do not set is absent: its default holds.
+    The options are keywords for `moe_rl.simulate`, or fields of another `schema`. An option that the files do not set
+    is absent: its default holds. So is one with a value that is not priced, which a note names.
     """
     run = interpret(read_run(list(files)))
-    found = _options(run.settings)
+    everything = {**_options(run.settings), **_batch_options(run)}
+    found, left_out = _priced({name: value for name, value in everything.items() if name in schema.model_fields})
     names = ", ".join(path.name for path in files)
     taken = ", ".join(f"{name} {_word(value)}" for name, value in found.items())
     said = [f"from {names} ({run.settings.framework}): {taken}." if found else f"{names} sets nothing that is priced."]
     said += [f"{names}: {sentence}" for name, sentence in run.undecided.items() if name in (*SAME_NAME, *OTHER_NAME)]
+    said += [f"{names}: {sentence}" for sentence in left_out]
     return found, said
+
+
+def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options without those that the simulation has no price for, and a sentence on each of these.
+
+    A value that it does not know is left out; options that contradict each other are not: such a run cannot start.
+    """
+    kept, said = dict(options), list[str]()
+    first, second = (kept.get(name, "fp32") for name in MOMENTS)
+    if first != second:
+        kept = {name: value for name, value in kept.items() if name not in MOMENTS}
+        said.append(f"exp_avg_dtype {first} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
+    for name, needed in NEEDS.items():
+        if name in kept and not all(kept.get(other) == value for other, value in needed.items()):
+            said.append(f"{name} {_word(kept.pop(name))} is left out: it works with {needed} alone.")
+    if kept.get("num_virtual_stages_per_pipeline_rank") and kept.get("pipeline_model_parallel_size", 1) == 1:
+        said.append("virtual stages are left out: there is one pipeline stage.")
+        del kept["num_virtual_stages_per_pipeline_rank"]
+    if kept.get("use_megatron_fsdp") and kept.get("expert_model_parallel_size", 1) == 1:
+        said.append("use_megatron_fsdp is left out: without expert parallelism its gathering of experts is not priced.")
+        del kept["use_megatron_fsdp"]
+    for name in list(kept):
+        companions = {other: kept[other] for other in COMPANIONS.get(name, ()) if other in kept}
+        try:
+            SimulationOptions.model_validate({**companions, name: kept[name]}).step_setting()
+        except (InvalidInputError, ValidationError):
+            if name in SimulationOptions.model_fields:
+                said.append(f"{name} {_word(kept.pop(name))} is not priced: its default holds.")
+    return kept, said
+
+
+def _batch_options(run: ReadRun) -> dict[str, Any]:
+    """Return what the files say of the batch: budget and sequences of an update, samples and engine of a step of RL."""
+    batch, settings = run.batch, run.settings
+    sizes = {name: int(settings.value_of(name) or 1) for name in SIZES}  # type: ignore[call-overload]
+    found = {
+        "micro_batch_tokens": batch.micro_batch_tokens(sizes["context_parallel_size"]),
+        "samples_per_prompt": batch.samples_per_prompt,
+        "rollout_engine_size": batch.engine_size,
+        "num_samples": batch.samples,
+        "train_gpus": batch.gpus,
+    }
+    if batch.samples and batch.update_samples and batch.samples % batch.update_samples == 0:
+        found["mini_batches"] = batch.samples // batch.update_samples
+    share = _share_of_one_group(batch.gpus, sizes)
+    if batch.update_samples and share is not None:
+        found["global_batch_size"] = max(1, round(batch.update_samples * share))
+    return {name: value for name, value in found.items() if value}
+
+
+def _share_of_one_group(gpus: int | None, sizes: Mapping[str, int]) -> float | None:
+    """Return the share of a batch that the simulated ranks train on; None if the number of GPUs is not known.
+
+    As few EP groups are simulated as hold whole data-parallel ranks: 32 GPUs with EP8 and PP2 are two EP groups, of
+    which one is simulated with half of the batch. The others have batches like it.
+    """
+    if gpus is None:
+        return None
+    experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
+    slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
+    simulated = math.lcm(experts, slices) * sizes["pipeline_model_parallel_size"]
+    return min(1.0, simulated / gpus)
 
 
 def _options(settings: RunSettings) -> dict[str, Any]:
@@ -60,9 +148,16 @@ def _options(settings: RunSettings) -> dict[str, Any]:
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")
         found["optimizer_offload_fraction"] = 1.0 if share is None else float(share.value)
+    found["expert_tensor_parallel_size"] = _expert_tensor(settings)
     if settings.framework in FRAMEWORK_LAYOUTS:
         found["layout"] = settings.framework
     return found
+
+
+def _expert_tensor(settings: RunSettings) -> int:
+    """Return the parts that every expert is cut into: Megatron cuts them as attention unless it is told otherwise."""
+    given = settings.value_of("expert_tensor_parallel_size") or settings.value_of("tensor_model_parallel_size") or 1
+    return int(str(given))
 
 
 def _word(value: object) -> str:

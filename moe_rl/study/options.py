@@ -174,6 +174,7 @@ class SimulationOptions(TraceOptions):
     context_parallel_size: int = 1
     cp_comm_type: str | None = None
     pipeline_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
     num_virtual_stages_per_pipeline_rank: int = 1
     num_ep_groups: int | None = None
     ranks_per_node: int | None = None
@@ -183,6 +184,7 @@ class SimulationOptions(TraceOptions):
     micro_batch_tokens: int | None = None
     layout: str = "verl"
     global_batch_tokens: int | None = None
+    global_batch_size: int | None = None
     ep_group_tokens: int | None = None
     tokens_per_rank: int | None = None
     step: int | None = None
@@ -248,7 +250,11 @@ class SimulationOptions(TraceOptions):
             self.recompute_granularity == "selective" or "recompute_modules" not in self.model_fields_set,
             "--recompute-modules needs --recompute-granularity selective.",
         )
-        for name, of in (("global_batch_tokens", DRAWN), ("tokens_per_rank", SCALED)):
+        require(
+            self.global_batch_tokens is None or self.global_batch_size is None,
+            "--global-batch-tokens and --global-batch-size both say how large the batch is: give one.",
+        )
+        for name, of in (("global_batch_tokens", DRAWN), ("global_batch_size", DRAWN), ("tokens_per_rank", SCALED)):
             require(
                 self.batch is None or self.batch in (of, DRAWN) or getattr(self, name) is None,
                 f"--{name.replace('_', '-')} belongs to --batch {of}, not to --batch {self.batch}.",

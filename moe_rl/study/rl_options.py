@@ -72,4 +72,3 @@ class TuneOptions(LengthOptions):
     """A simulation's options: of `search_layouts.SEARCHED` those not given are found; the others hold everywhere."""
 
     gpus: int = 32
-    expert_tensor_parallel_size: int | None = None

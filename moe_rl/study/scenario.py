@@ -25,6 +25,7 @@ from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
+from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
 from moe_rl.study.options import AUTO, DRAWN, LARGEST, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
@@ -96,6 +97,13 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
     source, model = open_trace_of_model(trace, options)
+    parts_of_expert = options.expert_tensor_parallel_size or 1
+    if parts_of_expert > 1:
+        ep_size = options.expert_model_parallel_size
+        source = PartsOfExperts.of(source, ep_size=ep_size, parts=parts_of_expert)
+        model = replace(model, spec=model_in_parts(model.spec, parts_of_expert))
+        # From here on an EP group holds parts, as many as it has ranks times experts.
+        options = options.model_copy(update={"expert_model_parallel_size": ep_size * parts_of_expert})
     chunks = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank
     layers = model.spec.num_layers
     require(
@@ -174,7 +182,7 @@ def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> Simulatio
 
 def _kind_of_batch(options: SimulationOptions, parts: Sequence[Trace], *, laid_out: bool) -> str:
     """Return the kind of batch that options without `--batch` ask for; `laid_out`: the trace names every cell."""
-    if options.global_batch_tokens is not None:
+    if options.global_batch_tokens is not None or options.global_batch_size is not None:
         return DRAWN
     # Micro-batches of an EP group are cut from a recording: docs/planner.md compares policies on them.
     if options.ep_group_tokens is not None or (laid_out and options.micro_batch_tokens is None):
@@ -196,10 +204,17 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
     ranks = max(1, options.expert_model_parallel_size * _num_ep_groups(options, slices) // slices)
     if options.ep_group_tokens is not None and options.tokens_per_rank is None:
         return {"global_batch_tokens": options.global_batch_tokens or _full_batch(options.ep_group_tokens)}
-    budget = options.micro_batch_tokens
-    if budget is None:
-        budget = max((options.tokens_per_rank or FULL_SIZE_TOKENS) * slices, _longest(parts))
+    longest = _longest(parts)
+    asked = options.micro_batch_tokens or (options.tokens_per_rank or FULL_SIZE_TOKENS) * slices
+    budget = max(asked, longest)
+    if options.micro_batch_tokens is not None and asked < longest:
+        logger.warning(
+            "micro-batches hold up to %d tokens, not %d: the longest sequence is not cut, as in slime.", longest, asked
+        )
     batch = options.global_batch_tokens or _full_batch(budget * ranks)
+    if options.global_batch_size is not None:
+        lengths = np.concatenate([part.sequence_lengths for part in parts])
+        batch = max(1, round(options.global_batch_size * float(lengths.mean())))
     sizes: dict[str, int | None] = {"micro_batch_tokens": budget, "global_batch_tokens": batch}
     return {**sizes, "ep_group_tokens": None, "tokens_per_rank": None}
 

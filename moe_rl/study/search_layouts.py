@@ -28,6 +28,7 @@ from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 from moe_rl.study.executors import Executor
+from moe_rl.study.expert_parts import model_in_parts
 from moe_rl.study.options import AUTO
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
@@ -87,15 +88,6 @@ def shapes_of(
                     )  # fmt: skip
 
 
-def in_parts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
-    """Return the model whose experts are the parts that expert TP cuts its experts into; a token goes to all parts."""
-    # So Megatron's flex dispatcher sends tokens; its alltoall gathers the parts' rows in a node, in no more time.
-    return replace(
-        model, num_experts=model.num_experts * parts, top_k=model.top_k * parts,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size // parts,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTask:
     """Prices the settings of one shape; can be pickled."""
@@ -137,7 +129,7 @@ class ShapeTask:
             ranks_per_node=min(self.ranks_per_node, shape.expert_ranks),
         )
         return TrainingRun(
-            model=in_parts(self.model, shape.expert_tensor_parallel_size), topology=topology, setting=setting
+            model=model_in_parts(self.model, shape.expert_tensor_parallel_size), topology=topology, setting=setting
         )
 
     def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:

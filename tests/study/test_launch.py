@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runner import moe_rl, write_npz
+from cli_runner import moe_rl, simulated, write_npz
 
+from benchmarks.public_recipes import SHAPES, Recipe, recipes
 from moe_rl.study.launch import launch_options
 from moe_rl.study.options import SimulationOptions
+from moe_rl.study.rl_options import RlStepOptions
 
 SCRIPT = """
 torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --num-layers 3 --num-experts 8 --moe-router-topk 2 \\
   --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4 \\
+  --expert-tensor-parallel-size 1 \\
   --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --overlap-moe-expert-parallel-comm \\
   --recompute-granularity selective --recompute-modules moe_act layernorm --fp8-format hybrid \\
   --cuda-graph-impl {graphs} --optimizer-cpu-offload --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
@@ -63,6 +66,111 @@ def test_what_is_typed_wins_over_the_script(script: Path, tmp_path: Path) -> Non
     assert (setting["ep_size"], setting["dispatcher"], setting["cuda_graph"]) == (2, "hybridep", "partial")
     assert setting["recompute_modules"] == ["moe_act", "layernorm"]
     assert "from run.sh" in ran.err
+
+
+VERL = """
+python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.actor.strategy=megatron \\
+  actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 \\
+  actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1 \\
+  actor_rollout_ref.actor.megatron.context_parallel_size=2 \\
+  actor_rollout_ref.actor.megatron.expert_model_parallel_size=2 {more} \\
+  actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.n=4 data.train_batch_size=16 \\
+  actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.nnodes=2 trainer.n_gpus_per_node=8
+"""
+SLIME = """
+python3 train.py --rollout-batch-size 16 --n-samples-per-prompt 4 --global-batch-size 32 \\
+  --use-dynamic-batch-size --max-tokens-per-gpu 2048 --context-parallel-size 2 --expert-model-parallel-size 4 \\
+  --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2
+"""
+NEMO_RL = """
+defaults: ../../grpo_math_1B.yaml
+policy:
+  train_global_batch_size: 64
+  sequence_packing: {enabled: true, train_mb_tokens: 8192}
+  megatron_cfg: {enabled: true, expert_model_parallel_size: 4, tensor_model_parallel_size: 1}
+cluster: {gpus_per_node: 8, num_nodes: 2}
+"""
+ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        # 16 GPUs: one group of EP2 x ETP4, on which data-parallel ranks of TP4 x CP2 lie; another with the other half.
+        (
+            "run.sh",
+            VERL.format(more=""),
+            {"micro_batch_tokens": 8192, "global_batch_size": 16, "expert_tensor_parallel_size": 4},
+        ),
+        # Without expert tensor parallelism four groups of EP2 hold one data-parallel rank: half of the GPUs, too.
+        (
+            "run.sh",
+            VERL.format(more=ONE_EXPERT_PART),
+            {"micro_batch_tokens": 8192, "global_batch_size": 16, "expert_tensor_parallel_size": 1},
+        ),
+        ("run.sh", SLIME, {"micro_batch_tokens": 4096, "global_batch_size": 16, "layout": "slime"}),
+        ("run.yaml", NEMO_RL, {"micro_batch_tokens": 8192, "global_batch_size": 16}),
+    ],
+)
+def test_the_batch_of_a_run_is_read(tmp_path: Path, name: str, text: str, expected: dict[str, object]) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found, _ = launch_options([path])
+    assert {key: found[key] for key in expected} == expected
+    SimulationOptions(**found)
+
+
+def test_a_step_of_rl_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=""))
+    found, _ = launch_options([path], RlStepOptions)
+    expected = {"samples_per_prompt": 4, "mini_batches": 2, "rollout_engine_size": 2}
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("text", [VERL.format(more=""), VERL.format(more=ONE_EXPERT_PART), SLIME])
+def test_a_script_gives_what_its_options_give_typed_by_hand(tmp_path: Path, text: str) -> None:
+    path, trace = tmp_path / "run.sh", write_npz(tmp_path / "t.npz", sequences=40, tokens=300)
+    path.write_text(text)
+    found, _ = launch_options([path])
+    typed = [word for name, value in found.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    typed = [word for word in typed if word not in ("True",)]
+    same = ("--num-experts", 8, "--policy", "static,moe-rl")
+    of_script = simulated(tmp_path, trace, "--launch", path, *same)
+    by_hand = simulated(tmp_path, trace, *typed, *same)
+    for name in ("static", "moe-rl"):
+        assert of_script["policies"][name]["step_time_s"] == by_hand["policies"][name]["step_time_s"]
+
+
+def test_a_data_parallel_rank_may_lie_in_several_ep_groups(tmp_path: Path) -> None:
+    """verl's own recipe of Qwen3-30B: TP4 beside EP2."""
+    trace = write_npz(tmp_path / "t.npz", sequences=40, tokens=300)
+    shown = simulated(tmp_path, trace, "--ep", 2, "--tp", 4, "--policy", "static")["setting"]
+    assert (shown["ep_size"], shown["num_ep_groups"]) == (2, 2)
+
+
+def test_a_value_without_a_price_is_left_out_with_a_sentence(script: Path) -> None:
+    script.write_text(SCRIPT.format(graphs="none").replace("hybridep", "someone") + " --offload-modules unheard_of")
+    found, said = launch_options([script])
+    assert "moe_flex_dispatcher_backend" not in found
+    assert any("moe_flex_dispatcher_backend someone is not priced" in sentence for sentence in said)
+    SimulationOptions(**found).step_setting()
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("recipe", recipes(), ids=str)
+def test_what_attaches_is_simulated_without_another_option(recipe: Recipe, tmp_path: Path) -> None:
+    """On a trace of its experts, with as many layers as it has model chunks."""
+    suffix, shape = SHAPES[recipe.framework]
+    path, sizes = tmp_path / f"recipe{suffix}", recipe.effective["sizes"]
+    path.write_text(shape(recipe))
+    layers = sizes.get("pipeline_model_parallel_size", 1) * sizes.get("virtual_pipeline_model_parallel_size", 2)
+    experts = min(sizes.get("num_moe_experts", 128), 256)  # as many as the ids of `write_npz` reach
+    trace = write_npz(tmp_path / "t.npz", sequences=8, tokens=64, layers=layers, experts=experts, top_k=4)
+    ran = moe_rl("simulate", trace, "--launch", path, "--policy", "static", "--num-experts", experts)
+    assert ran.code == 0, ran.err
 
 
 def test_a_script_that_contradicts_itself_is_refused(script: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ SIZES = {
     "e": "expert_model_parallel_size",
 }
 
-KEYS: Keys = {**megatron.keys_in(ENGINE), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
+FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
+KEYS: Keys = {**megatron.keys_in(ENGINE), **rules_of(FACTS)}
 
 
 def _backend(raw: RawRun) -> Entry | None:
@@ -55,6 +56,7 @@ READER = Reader(
     name="areal",
     title="AReaL",
     recognizes=_recognizes,
+    batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(ENGINE),
     complete=_complete,

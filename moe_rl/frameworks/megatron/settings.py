@@ -102,6 +102,7 @@ READER = Reader(
     name="megatron",
     title="Megatron-LM",
     recognizes=_recognizes,
+    batch=FACTS["batch"],
     keys=KEYS,
     option=option,
     complete=_complete,

@@ -22,6 +22,7 @@ READER = Reader(
     name="miles",
     title="miles",
     recognizes=_recognizes,
+    batch=slime.FACTS["batch"],
     keys=slime.KEYS,
     option=slime.option,
     complete=lambda known, raw: slime.complete(known, raw, "miles"),

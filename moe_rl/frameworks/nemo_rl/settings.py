@@ -72,6 +72,7 @@ READER = Reader(
     name="nemo_rl",
     title="NeMo-RL",
     recognizes=_recognizes,
+    batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(POLICY, POLICY + "distributed_data_parallel_config.", POLICY + "optimizer."),
     knows=knows,

@@ -15,7 +15,8 @@ from moe_rl.yaml_files import read_yaml
 WORKERS = ("actor_train", "sft_train", "student", "student_train")
 STRATEGY, CONFIG, MODEL = "strategy_args.strategy_name", "strategy_args.strategy_config.", "model_args."
 
-KEYS: Keys = {**megatron.keys_in(CONFIG), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
+FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
+KEYS: Keys = {**megatron.keys_in(CONFIG), **rules_of(FACTS)}
 
 
 def _worker(raw: RawRun) -> str:
@@ -38,6 +39,7 @@ READER = Reader(
     name="roll",
     title="ROLL",
     recognizes=lambda raw: bool(_worker(raw)),
+    batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(CONFIG, CONFIG + "additional_configs."),
     complete=_complete,

@@ -16,7 +16,8 @@ ENGINE = POLICY + "megatron_config."
 TRANSFORMER = ENGINE + "transformer_config_kwargs."
 SECTIONS = (TRANSFORMER, ENGINE + "ddp_config.", ENGINE + "optimizer_config_kwargs.", ENGINE)
 
-KEYS: Keys = {**megatron.keys_in(*SECTIONS), **rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))}
+FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
+KEYS: Keys = {**megatron.keys_in(*SECTIONS), **rules_of(FACTS)}
 
 
 def _complete(known: Known, raw: RawRun) -> Known:
@@ -30,6 +31,7 @@ READER = Reader(
     name="skyrl",
     title="SkyRL",
     recognizes=lambda raw: any(entry.key.startswith((POLICY, "trainer.placement.")) for entry in raw.entries),
+    batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(*SECTIONS),
     complete=_complete,

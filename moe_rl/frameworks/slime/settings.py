@@ -45,6 +45,7 @@ READER = Reader(
     name="slime",
     title="slime",
     recognizes=recognizes,
+    batch=FACTS["batch"],
     keys=KEYS,
     option=option,
     complete=lambda known, raw: complete(known, raw, "slime"),

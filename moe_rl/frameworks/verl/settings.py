@@ -68,6 +68,7 @@ READER = Reader(
     name="verl",
     title="verl",
     recognizes=_recognizes,
+    batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(
         TRANSFORMER, ENGINE + "override_ddp_config.", ENGINE + "override_mcore_model_config.", OPTIMIZER, ENGINE

@@ -1,0 +1,88 @@
+"""How large a run's batches are, as its files say it: token budgets, samples of an update, responses, GPUs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from moe_rl.launch.sources import RawRun
+
+BatchKeys = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """What a run's files say of its batches; None: nothing, or a value that only the machine knows."""
+
+    tokens: int | None = None
+    """Token budget of a micro-batch of a data-parallel rank."""
+    tokens_per_gpu: int | None = None
+    """The same for a GPU: context parallelism cuts a micro-batch over several."""
+    budget_is_used: int | None = None
+    """0 where the files switch the budget off: micro-batches then have `micro_batch_size` sequences."""
+    micro_batch_size: int | None = None
+    """Sequences of a micro-batch."""
+    sequence_length: int | None = None
+    """Longest sequence, prompt and response together."""
+    prompt_length: int | None = None
+    response_length: int | None = None
+    samples_per_update: int | None = None
+    """Sequences of an optimizer step."""
+    prompts_per_update: int | None = None
+    prompts: int | None = None
+    """Prompts of a step of RL."""
+    samples_per_prompt: int | None = None
+    nodes: int | None = None
+    """Nodes of the trainer."""
+    gpus_per_node: int | None = None
+    engine_size: int | None = None
+    """GPUs of one rollout engine."""
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the trainer."""
+        return None if self.nodes is None or self.gpus_per_node is None else self.nodes * self.gpus_per_node
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of a step of RL."""
+        return _product(self.prompts, self.samples_per_prompt)
+
+    @property
+    def update_samples(self) -> int | None:
+        """Sequences of an optimizer step: those of the whole step of RL where the files cut it into no mini-batches."""
+        return self.samples_per_update or _product(self.prompts_per_update, self.samples_per_prompt) or self.samples
+
+    def micro_batch_tokens(self, context_parallel_size: int) -> int | None:
+        """Return the token budget of a data-parallel rank's micro-batch: given, or of so many longest sequences."""
+        given = self.tokens or _product(self.tokens_per_gpu, context_parallel_size)
+        if given is not None and self.budget_is_used != 0:
+            return given
+        both = None
+        if self.response_length is not None:
+            both = self.response_length + (self.prompt_length or 0)
+        return _product(self.micro_batch_size, self.sequence_length or both)
+
+
+def _product(one: int | None, other: int | None) -> int | None:
+    return one * other if one and other else None
+
+
+def read_batch(raw: RawRun, keys: BatchKeys) -> BatchFacts:
+    """Return what the files say under the keys of a framework (`batch` in its settings.yaml)."""
+    values = {entry.key: None if entry.missing else entry.value for entry in raw.entries}
+    found: dict[str, int] = {}
+    for item in fields(BatchFacts):
+        numbers = (_number(values[key]) for key in keys.get(item.name, ()) if key in values)
+        number = next((each for each in numbers if each is not None), None)
+        if number is not None:
+            found[item.name] = number
+    return BatchFacts(**found)
+
+
+def _number(value: object) -> int | None:
+    """Return a whole number of at least 0, 1 for a flag that is on; None for anything else, `${mul:2,4}` among it."""
+    if isinstance(value, tuple):
+        value = True if value == () else value[0]
+    if isinstance(value, bool) or str(value).lower() in ("true", "false"):
+        return int(str(value).lower() == "true")
+    text = str(value).replace("_", "")
+    return int(text) if text.isascii() and text.isdigit() else None
