@@ -200,6 +200,8 @@ class Planner(ABC):
     """Under objective "imbalance" its busiest ranks take no more of the known rows than under static placement."""
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
+    is_engine: ClassVar[bool] = False
+    """A flag of the dispatcher (or on its way to one), with which users need no planner: what moe_rl has to beat."""
     variant_of: ClassVar[str | None] = None
     """The policy of which this one is the part without packing, or packing alone: it takes that policy's parameters."""
 

@@ -27,6 +27,8 @@ class MoonEpPlanner(Planner):
     summary: ClassVar[str] = "homes stay, exactly equal rows on the ranks of a domain, E/P slots for copies"
     levers: ClassVar[Levers] = Levers(replicate=True)
     keeps_homes: ClassVar[bool] = True
+    by_default: ClassVar[bool] = True
+    is_engine: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False
 
     slots: int = 0

@@ -25,6 +25,7 @@ class UltraEpPlanner(Planner):
     levers: ClassVar[Levers] = Levers(replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
+    is_engine: ClassVar[bool] = True
 
     tolerance: float = 0.01
     """Share of the mean rank load that the search may leave on the table."""

@@ -13,6 +13,10 @@ from moe_rl.report.words import read_words
 WORDS: dict[str, dict[str, Any]] = read_words("columns.yaml")
 # The columns that a terminal shows, with and without times; the page and `--json` have all.
 DEFAULT_TIMED = (
+    "imbalance", "step_time_s", "speedup_vs_static", "vs_best_engine", "fraction_of_forced_balance",
+    "peak_memory_bytes",
+)  # fmt: skip
+DEFAULT_WITHOUT_ENGINE = (
     "imbalance", "step_time_s", "speedup_vs_static", "fraction_of_forced_balance", "moved_bytes",
     "peak_memory_bytes",
 )  # fmt: skip
@@ -57,6 +61,8 @@ def columns(report: ReportData) -> list[Column]:
 
 def _value(report: ReportData, name: str) -> Callable[[StepPrediction], float | None]:
     """Return the function that reads a column's figure: a bound from the report, all else from the policy."""
+    if name == "vs_best_engine":
+        return report.speedup_vs_best_engine
     if not name.endswith("_bound"):
         return lambda row: getattr(row, name)
     bound = name.removesuffix("_bound")
@@ -78,7 +84,8 @@ def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column
     """Return the columns of these names, in this order, or ("all",) of them; without names six that matter most."""
     check_columns(names)
     found = {column.field: column for column in columns(report)}
-    wanted = tuple(names) or (DEFAULT_TIMED if report.timed else DEFAULT_LOADS)
+    timed = DEFAULT_WITHOUT_ENGINE if report.best_engine is None else DEFAULT_TIMED
+    wanted = tuple(names) or (timed if report.timed else DEFAULT_LOADS)
     return [found[name] for name in (found if wanted == (ALL,) else wanted) if name in found]
 
 

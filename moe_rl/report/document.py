@@ -21,7 +21,10 @@ def document(report: ReportData) -> dict[str, object]:
         "trace": dict(report.trace),
         "setting": dict(report.setting),
         "notes": [*report.cautions, *report.notes],
-        "policies": {row.policy: row.as_json() | _loads(report, row) | _memory(report, row) for row in report.policies},
+        "policies": {
+            row.policy: row.as_json() | _engine(report, row) | _loads(report, row) | _memory(report, row)
+            for row in report.policies
+        },
     }
     if report.yardsticks:
         figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
@@ -38,6 +41,11 @@ def document(report: ReportData) -> dict[str, object]:
     if limited := limits(report):
         figures["limits"] = limited.as_json()
     return figures
+
+
+def _engine(report: ReportData, prediction: StepPrediction) -> dict[str, object]:
+    speedup = report.speedup_vs_best_engine(prediction)
+    return {} if speedup is None else {"vs_best_engine": speedup}
 
 
 def _loads(report: ReportData, prediction: StepPrediction) -> dict[str, object]:

@@ -59,6 +59,7 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     if (low := min(report.speedups, default=gain)) < (high := max(report.speedups, default=gain)):
         gains = f"{low:.2f}x to {high:.2f}x"
     words = {"best": best, "gains": gains, "waiting": max(waiting or 0.0, 0.0), "shares": shares}
+    words["engine"] = _beside_engine(report, best)
     title = WORDS[kind].format(**words)
     if report.scaled:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
@@ -70,6 +71,14 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
     first, *more = [*_misfit(report, best), *_rl_step(report, best), title]
     return Headline(title=first, more=tuple(more), details=tuple(details))
+
+
+def _beside_engine(report: ReportData, best: StepPrediction) -> str:
+    """Say how much the best policy gains over the best engine, which users get from a flag of the dispatcher."""
+    engine, gain = report.best_engine, report.speedup_vs_best_engine(best)
+    if engine is None or gain is None or engine.policy == best.policy:
+        return ""
+    return str(WORDS["engine"].format(engine=engine, gain=gain))
 
 
 def _misfit(report: ReportData, best: StepPrediction) -> list[str]:

@@ -109,6 +109,8 @@ class ReportData:
     """By policy and yardstick."""
     sensitivity: tuple[PerturbedRanking, ...] = ()
     """The policies under constants that are off; empty where it was not asked for."""
+    engines: tuple[str, ...] = ()
+    """Policies that are a flag of the dispatcher."""
     plans: Mapping[str, Plan] = field(default_factory=dict, repr=False)
     """By policy, ready to be saved for a trainer."""
     balancing_alone: StepPrediction | None = None
@@ -156,6 +158,19 @@ class ReportData:
     def baseline(self) -> StepPrediction | None:
         """The static policy, if it was simulated."""
         return next((prediction for prediction in self.policies if prediction.policy == BASELINE), None)
+
+    @property
+    def best_engine(self) -> StepPrediction | None:
+        """The fastest policy that is a flag of the dispatcher; None where none was simulated, or no times."""
+        rows = [row for row in self.policies if row.policy in self.engines and row.step_time_s]
+        return min(rows, key=self._figure, default=None)
+
+    def speedup_vs_best_engine(self, prediction: StepPrediction) -> float | None:
+        """Return how many times as fast as the best engine a policy is; None for static and without an engine."""
+        engine = self.best_engine
+        if engine is None or prediction.policy == BASELINE or not prediction.step_time_s:
+            return None
+        return (engine.step_time_s or 0.0) / prediction.step_time_s
 
     @property
     def phi(self) -> float | None:

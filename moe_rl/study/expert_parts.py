@@ -68,7 +68,7 @@ class PartsOfExperts(TraceSource):
 
     def _of_routes(self, piece: RoutingTrace) -> RoutingTrace:
         numbers = self.numbers.astype(route_dtype(self.num_experts))
-        routes = numbers[piece.routed_experts].reshape(*piece.routed_experts.shape[:2], self.top_k)
+        routes: NDArray[Any] = numbers[piece.routed_experts].reshape(*piece.routed_experts.shape[:2], self.top_k)
         # What the router said of an expert is not said of its parts.
         return replace(piece, routed_experts=routes, num_experts=self.num_experts, router_logprobs=None)
 

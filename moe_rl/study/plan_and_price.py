@@ -146,6 +146,7 @@ def predict(
                 ]
             )
         ),
+        engines=tuple(name for name in plans if POLICIES[name].is_engine),
         plans=plans,
         command=command,
         version=__version__,

@@ -44,6 +44,20 @@ def test_without_times_it_says_so_of_the_excess() -> None:
     )
 
 
+def test_the_headline_says_what_is_gained_over_the_best_engine() -> None:
+    rows = {"static": 10.0, "ultraep": 8.0, "moonep": 7.5, "moe-rl": 7.0}
+    policies = tuple(prediction(name, seconds, load=1.1) for name, seconds in rows.items())
+    shown = report(*policies, engines=("ultraep", "moonep"))
+    assert headline(shown).title == (
+        "moe-rl makes this update 1.43x as fast as static placement and 1.07x as fast as moonep, the best engine."
+    )
+    gains = [shown.speedup_vs_best_engine(row) for row in shown.policies]
+    assert gains == [None, pytest.approx(7.5 / 8), 1.0, pytest.approx(7.5 / 7)]
+    # The engine itself is not compared with itself, and without engines there is nothing to compare with.
+    assert "engine" not in headline(report(*policies[:3], engines=("ultraep", "moonep"))).title
+    assert report(*policies).best_engine is None
+
+
 def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> None:
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
     said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))

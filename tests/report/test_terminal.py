@@ -39,7 +39,7 @@ def test_columns_are_named_as_in_the_json_document() -> None:
     figures = shown.policies[1].as_json()
     assert {column.field for column in columns(shown)} <= set(WORDS)
     of_a_simulation = {"reorder_share", "peak_memory_bytes", "resident_bytes", "inter_node_copies_per_token"}
-    assert set(WORDS) - set(figures) <= {"node_bound", "placement_bound"} | of_a_simulation
+    assert set(WORDS) - set(figures) <= {"node_bound", "placement_bound", "vs_best_engine"} | of_a_simulation
     with pytest.raises(InvalidInputError, match="no column is called 'imbalanse'"):
         chosen_columns(shown, ("imbalanse",))
 
