@@ -1,9 +1,10 @@
 """What every test relies on: this checkout's moe_rl, a generator seeded from the test's name, the development trace.
 
 Also which tests one worker of `make test` takes together, and the launches of several ranks: the cases of
-`@pytest.mark.multi_rank(case="module.function", world_size=...)` tests of a folder run in one launch per world size, or
-per `launch=` where those of a world size must not share imports. `outcome` is what every rank returned for this test's
-case. When a case fails, those after it have no result: select the test alone to see the others.
+`@pytest.mark.multi_rank(case="module.function", world_size=...)` tests of a folder run in one launch per world size,
+per `launch=` where those of a world size must not share imports, and per `backend=` ("gloo" without it). `outcome` is
+what every rank returned for this test's case. When a case fails, those after it have no result: select the test alone
+to see the others.
 """
 
 import gc
@@ -44,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"
 CASE_TIMEOUT_S = 240.0
 """Of the start and of every case of several ranks: far above what one takes on a busy machine."""
-_launches: dict[tuple[Path, int, str], Launch] = {}
+_launches: dict[tuple[Path, int, str, str], Launch] = {}
 
 
 def pytest_configure() -> None:
@@ -65,18 +66,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _launch_of(item: pytest.Item) -> tuple[Path, int, str] | None:
+def _launch_of(item: pytest.Item) -> tuple[Path, int, str, str] | None:
     marker = item.get_closest_marker("multi_rank")
     if marker is None or "case" not in marker.kwargs:
         return None
-    return item.path.parent, marker.kwargs["world_size"], marker.kwargs.get("launch", "")
+    how = marker.kwargs
+    return item.path.parent, how["world_size"], how.get("launch", ""), how.get("backend", "gloo")
 
 
 def _group(item: pytest.Item) -> str:
     """The launch that a case of several ranks is part of; Ray's cluster; of any other test, its file."""
     launch = _launch_of(item)
     if launch:
-        return "-".join(["ranks", launch[0].name, str(launch[1]), *filter(None, launch[2:])])
+        backend = "" if launch[3] == "gloo" else launch[3]
+        return "-".join(["ranks", launch[0].name, str(launch[1]), *filter(None, (launch[2], backend))])
     return "ray" if "ray_cluster" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
@@ -95,6 +98,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             world_size=launch[1],
             folder=tmp_path_factory.mktemp(_group(request.node)),
             timeout_s=CASE_TIMEOUT_S,
+            backend=launch[3],
         )
     return _launches[launch].of(request.node.get_closest_marker("multi_rank").kwargs["case"])
 

@@ -1,4 +1,4 @@
-"""Run functions on several local processes over gloo: many cases in one launch, hard time limits.
+"""Run functions on several local processes, over gloo or `staged`: many cases in one launch, hard time limits.
 
 Starting Python, torch and Megatron takes seconds of CPU, a tiny training step milliseconds. So `run_cases` starts one
 process that imports what the cases need; every rank of every case is a fork of it. A case is `module.function` of a
@@ -42,6 +42,9 @@ TRACEBACK_SHARE = 0.9
 GRACE_S = 30.0
 """After one rank failed the others get this long to report their own error before they are killed."""
 
+BACKENDS = ("gloo", "prompt", "late")
+"""gloo, or the test backend `staged` in that mode."""
+
 
 class RankFailureError(RuntimeError):
     """A rank raised, died or ran out of time; the message ends with the tails of the logs."""
@@ -63,11 +66,15 @@ class Launch:
         return self.results[case]
 
 
-def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: Path, timeout_s: float) -> Launch:
+def run_cases(
+    sources: Path, cases: Sequence[str], *, world_size: int, folder: Path, timeout_s: float, backend: str = "gloo"
+) -> Launch:
     """Call `module.function`s of the folder `sources` on local processes; logs and results go to `folder`.
 
-    `timeout_s` is the limit of the start and of every single case, so that it need not grow with their number.
+    `timeout_s` is the limit of the start and of every single case, so that it need not grow with their number. The
+    `backend` is one of `BACKENDS`.
     """
+    require(backend in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
     require(world_size >= 1, f"world_size must be at least 1, got {world_size}.")
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / "launch.log", *(_log(folder, rank) for rank in range(world_size))]
@@ -76,7 +83,7 @@ def run_cases(sources: Path, cases: Sequence[str], *, world_size: int, folder: P
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
     command = [sys.executable, __file__, str(sources), str(folder)]
     with logs[0].open("wb") as log:
-        arguments = [*command, str(world_size), str(timeout_s), *cases]
+        arguments = [*command, str(world_size), str(timeout_s), backend, *cases]
         launch = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             launch.wait()
@@ -172,7 +179,7 @@ def _call(call: Callable[[], Any], case: str, rank: int, given: argparse.Namespa
     start = time.monotonic()
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        "gloo" if given.backend == "gloo" else "staged",
         init_method=f"file://{given.folder / f'{case}.rendezvous'}",
         world_size=given.world_size,
         rank=rank,
@@ -191,14 +198,20 @@ def _main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("world_size", type=int)
     parser.add_argument("timeout_s", type=float)
+    parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("cases", nargs="+")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
     sys.path[:0] = [str(given.sources), str(Path.cwd())]  # the latter for examples, as `python -m` has it
     import nccl_types
+    import staged.group
 
-    nccl_types.install()  # before the cases, which may import functions of torch.distributed by name
+    # Before the cases, which may import functions of torch.distributed by name.
+    nccl_types.install()
+    if given.backend != "gloo":
+        staged.install()
+        os.environ[staged.group.MODE] = given.backend
     named = [case.rpartition(".") for case in given.cases]
     calls = [getattr(importlib.import_module(module), function) for module, _, function in named]
     faulthandler.cancel_dump_traceback_later()
