@@ -1,6 +1,7 @@
 """The commands of `moe-rl` as one application, which imports the module of the asked command alone."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -73,11 +74,14 @@ def application() -> typer.Typer:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"moe-rl {__version__}")
+        # With the folder: a checkout on PYTHONPATH may stand beside an installed copy.
+        typer.echo(f"moe-rl {__version__} in {Path(__file__).resolve().parents[1]}")
         raise typer.Exit
 
 
 def _common(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version, and which copy runs."
+    ),
 ) -> None:
     pass

@@ -1,6 +1,8 @@
 """Help texts and refusals of the commands. `--help` shows the options that most users need, `--help-all` all."""
 
+import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -138,5 +140,28 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
         given = {argument.partition("=")[0] for argument in arguments}
         name = next((name for name in names if name in given), names[0])
         return f"{name} must be {wanted(problem)}, got {problem['input']!r}."
-    said, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
-    return said and f"{said}." + (f" See {context.command_path} --help." if context else "")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        said = error.format_message().rstrip(".")
+        return said and f"{said}."
+    said, near = _mistyped(error, context)
+    return f"{said}.{near} See {context.command_path} --help."
+
+
+def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
+    """Return the parser's sentence, and " Did you mean ...?" for an option or a command that it does not know."""
+    options = [name for parameter in context.command.params for name in parameter.opts] + ["--help"]
+    option = getattr(error, "option_name", None)
+    message = str(getattr(error, "message", ""))
+    if option is not None:
+        return message.rstrip("."), _near(str(option), options)
+    command = re.match(r"No such command '(.*)'", message)
+    if command is not None:
+        return message.rstrip("."), _near(command[1], [*context.command.list_commands(context), *options])
+    return error.format_message().rstrip("."), ""
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Return the known name closest to `name` as a question; "" where none is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from moe_rl.cli.console import say_notes
 from moe_rl.cli.help import print_all
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOptions, merge_options
 
 
@@ -35,7 +37,11 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             typed = {name for name, value in given.items() if value is not None}
             below = _launched(launch, schema) if launch and issubclass(schema, SimulationOptions) else {}
             below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
-            command(**values, options=merge_options(schema, given, config, below=below))
+            try:
+                options = merge_options(schema, given, config, below=below)
+            except InvalidInputError as error:
+                raise InvalidInputError(_as_typed(str(error))) from error
+            command(**values, options=options)
 
         # typer reads it through inspect; mypy knows no such attribute of a function
         run.__signature__ = inspect.Signature([*own, CONFIG, *of_a_run, *added])  # type: ignore[attr-defined]
@@ -50,6 +56,15 @@ REPLACED_BY = {
     "global_batch_size": {"global_batch_tokens", "ep_group_tokens", "batch", "tokens_per_rank"},
     "recompute_modules": {"recompute_granularity"},
 }
+
+
+def _as_typed(sentence: str) -> str:
+    """Return a sentence about an option with the name that was typed: `--ep` for `--expert-model-parallel-size`."""
+    typed = {argument.partition("=")[0] for argument in sys.argv}
+    for shown in SHOWN.values():
+        if shown.also in typed and shown.flags[0] not in typed and sentence.startswith(f"{shown.flags[0]} "):
+            return shown.also + sentence.removeprefix(shown.flags[0])
+    return sentence
 
 
 def _keyword(name: str, kind: Any, default: object = None) -> inspect.Parameter:
@@ -79,8 +94,8 @@ def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
     # An option that is on by default needs a flag that turns it off.
     flag += flag.replace("--", "/--no-") if field.default is True else ""
     kind: Any = field.annotation
-    if kind not in (bool, int, float, str, int | None, float | None, str | None):
-        kind = str  # lists are given comma-separated
+    if kind not in (bool, float, str, float | None, str | None):
+        kind = str  # lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them
     default = ",".join(field.default) if isinstance(field.default, list) else field.default
     told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown.help
     info = typer.Option(
@@ -89,5 +104,6 @@ def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
         help=shown.told if told else f"{shown.told} Default: {default}.",
         rich_help_panel=shown.panel,
         show_default=False,
+        metavar="INTEGER" if field.annotation in (int, int | None) else None,
     )
     return _keyword(shown.name, Annotated[kind | None, info])

@@ -6,8 +6,10 @@ is in options.yaml; `moe_rl.cli.options` turns every field into a flag. Help is 
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -405,6 +407,12 @@ def takes_options(schema: type[BaseModel]) -> Callable[[Function], Function]:
 def _whole_names(schema: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` by field; a short name of the command line (`ep`) stands for its field."""
     short = {SHOWN[field].also.removeprefix("--"): field for field in schema.model_fields if SHOWN[field].also}
+    for name in given:
+        near = name.removesuffix("_size")
+        require(
+            name in schema.model_fields or near == name or near not in short,
+            f"unknown key {name!r}. Did you mean {near!r}?",
+        )
     for name, field in short.items():
         require(not {name, field} <= set(given), f"{name} and {field} are one option: give one.")
     return {short.get(name, name): value for name, value in given.items()}
@@ -424,14 +432,35 @@ def merge_options(
     content: dict[str, Any] = {}
     if config is not None:
         read = {str(key).replace("-", "_"): value for key, value in read_yaml(_located_setting(config)).items()}
-        content = _whole_names(schema, read)
+        content = {name: _as_number(schema, name, value) for name, value in _whole_names(schema, read).items()}
         # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
     said = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
     }
-    said = _whole_names(schema, said)
+    said = {name: _as_number(schema, name, value) for name, value in _whole_names(schema, said).items()}
     return checked({**(below or {}), **content, **said}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
+
+
+UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
+NUMBER = re.compile(r"(\d+(?:[,_]\d{3})*|\d+)(\.\d+)?([kKmM]?)")
+
+
+def _as_number(schema: type[BaseModel], name: str, value: object) -> object:
+    """Return the value of an option that is a whole number as people write it: 8192, 8,192, 8k, 1.5M.
+
+    >>> _as_number(SimulationOptions, "micro_batch_tokens", "8k")
+    8000
+    """
+    field = schema.model_fields.get(name)
+    if field is None or field.annotation not in (int, int | None) or not isinstance(value, str):
+        return value
+    match = NUMBER.fullmatch(value.strip())
+    if match is None:
+        return value
+    whole, fraction, unit = match.groups()
+    number = Decimal(whole.replace(",", "").replace("_", "") + (fraction or "")) * UNITS[unit.lower()]
+    return int(number) if number == number.to_integral_value() else value
 
 
 def _located_setting(config: Path | str) -> Path:
