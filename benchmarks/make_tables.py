@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from markupsafe import Markup
 
 import moe_rl
-from benchmarks import public_recipes
+from benchmarks import public_recipes, recipe_gains
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
@@ -272,6 +272,8 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "kernel-roofs": kernel_roofs,
     "levers": levers,
     "recipes": public_recipes.table,
+    "recipe-gains": recipe_gains.table,
+    "recipe-gains-short": recipe_gains.short_table,
     "validate-model": errors_table,
     "megatron-options": megatron_options,
 }
