@@ -25,7 +25,9 @@ T tokens of the step, R rows of a forward, L layers, K experts per token, E expe
 """
 
 import importlib
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -138,6 +140,8 @@ class RouterStore:
         self._word = word
         self._routers: list[StoredRouterLogProbs | None] = [None] * num_routers
         self._put: list[Tensor] = []
+        self._tokens: Tensor | None = None
+        self._mistaken: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +181,40 @@ class RouterStore:
             # Bytes, since gloo and NCCL know no 16-bit integers.
             words = _gathered(stored.words[mine + 1].view(torch.uint8), group)
             stored.words[everyones] = words.view(stored.words.dtype)
+
+    def read_by(self, router: int) -> bool:
+        """Whether the old pass has read this router."""
+        return self._routers[router] is not None
+
+    def note_tokens(self, keys: Tensor, input_ids: Tensor) -> None:
+        """Compare the input ids [R] of a forward with those that were seen under these keys; keep what is new.
+
+        Keys of another order, of another step's store, or given to two tokens show at their first use: on a CPU as an
+        error here, on a GPU, where nothing waits, in `as_floats` of a shift's metrics.
+        """
+        if self._tokens is None:
+            self._tokens = input_ids.new_full((0,), -1)
+            self._mistaken = input_ids.new_zeros(2)
+        assert self._mistaken is not None
+        missing = self.num_tokens + 1 - len(self._tokens)
+        self._tokens = nn.functional.pad(self._tokens, (0, max(missing, 0)), value=-1)
+        known = self._tokens[keys + 1]
+        self._tokens[keys + 1] = torch.where(known < 0, input_ids, known)
+        # Of two rows with one key, the first has been kept or overwritten by the other: one of them differs now.
+        wrong = (self._tokens[keys + 1] != input_ids) & (keys >= 0)
+        self._mistaken += torch.stack([wrong.sum(), (keys >= 0).sum()])
+        if not wrong.is_cuda and bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            key, seen = int(keys[row]), int(self._tokens[keys[row] + 1])
+            raise InvalidInputError(
+                f"tap.rows names key {key} for a row whose input id is {int(input_ids[row])}, and for that key it was "
+                f"{seen}: the keys are of other tokens, another step, or doubled."
+            )
+
+    @property
+    def mistaken(self) -> Tensor | None:
+        """[2] rows whose input id is not the one seen under their key, and rows; None if no input ids were seen."""
+        return self._mistaken
 
     def of(self, router: int, keys: Tensor) -> StoredRouterLogProbs:
         """Return what is stored of the tokens `keys` [R]; no route where it is nothing."""
@@ -235,7 +273,10 @@ class UpdatePass:
         asked = keys.reshape(-1).to(sums.device) >= 0
         found = shift_of(sums * asked, self._layers, floor=floor, noise=noise)
         lost = torch.stack([(asked & (sums[1] == 0)).sum(), asked.sum()])
-        metrics = measured(found.metrics, {"the old pass or this one has no route": lost})
+        unusable = {"the old pass or this one has no route": lost}
+        if self.store.mistaken is not None:
+            unusable["tap.rows names keys of other tokens"] = self.store.mistaken
+        metrics = measured(found.metrics, unusable)
         ratio, shift = found.ratio.view(keys.shape), found.shift.view(keys.shape)
         return replace(found, ratio=ratio, shift=shift, metrics=metrics)
 
@@ -324,14 +365,21 @@ class RouterTap:
                 f"{', '.join(_READ_AS)}.",
             )
         self._routers, self._chunks, self._pipeline, self._split = found, chunks, pipeline, split
+        # PEFT keeps a router beside its copies that are trained (`modules_to_save`), of which one runs.
+        names: dict[int, str] = {}
+        for number, chunk in enumerate(chunks):
+            prefix = f"chunk {number}, " if len(chunks) > 1 else ""
+            names |= {id(module): prefix + _COPY.sub("", name) for name, module in chunk.named_modules()}
+        self._places = tuple(dict.fromkeys(names[id(module)] for module, _ in found))
+        self._place = [self._places.index(names[id(module)]) for module, _ in found]
         self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
         self._forward: _ForwardRows | None = None
         # Of the pass that runs: whether rows were set in it, and whether a router has read any.
         self._rows_were_set = self._rows_were_read = False
 
     def __len__(self) -> int:
-        """Routers found."""
-        return len(self._routers)
+        """Routers of the model; PEFT's copies of one are one."""
+        return len(self._places)
 
     @property
     def rows(self) -> Tensor | None:
@@ -356,7 +404,7 @@ class RouterTap:
             store.put(router, keys, ids, self._log_probs(logits, ids, score_function=score_function), logits.shape[1])
             self._agree(store, keys, logits, ids)
 
-        with self._hooked(keep):
+        with self._hooked(keep, store):
             yield store
         store.share(self._split)
 
@@ -368,7 +416,7 @@ class RouterTap:
         def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             self._agree(update, keys, logits, update.add(router, keys, logits, self._log_probs, score_function))
 
-        with self._travelling(update) as pass_on, self._hooked(compare, pass_on):
+        with self._travelling(update) as pass_on, self._hooked(compare, store, pass_on, update=True):
             yield update
 
     @contextmanager
@@ -404,7 +452,10 @@ class RouterTap:
     def _hooked(
         self,
         take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None],
+        store: RouterStore,
         pass_on: _AfterChunk = lambda chunk, keys: None,
+        *,
+        update: bool = False,
     ) -> Iterator[None]:
         """Hand what each router did in each forward to `take`, and each chunk that has run to `pass_on`.
 
@@ -412,10 +463,11 @@ class RouterTap:
         """
         self._rows_were_set, self._rows_were_read = self._forward is not None, False
         with ExitStack() as hooks:
-            for number, (module, kind) in enumerate(self._routers):
-                hooks.callback(module.register_forward_hook(self._hook(number, kind, take)).remove)
+            for place, (module, kind) in zip(self._place, self._routers, strict=True):
+                hooks.callback(module.register_forward_hook(self._hook(place, kind, take)).remove)
             for number, chunk in enumerate(self._chunks):
-                hooks.callback(chunk.register_forward_hook(self._after_chunk(number, pass_on)).remove)
+                after = self._after_chunk(number, store, pass_on, update)
+                hooks.callback(chunk.register_forward_hook(after, with_kwargs=True).remove)
             try:
                 yield
             finally:
@@ -436,25 +488,48 @@ class RouterTap:
 
         return _uncompiled(hook)
 
-    def _after_chunk(self, number: int, pass_on: _AfterChunk) -> Callable[..., None]:
+    def _after_chunk(self, number: int, store: RouterStore, pass_on: _AfterChunk, update: bool) -> Callable[..., None]:
         """Return the hook of a chunk whose forward has ended: its rows must not serve another forward."""
         own_modules = {id(module) for module in self._chunks[number].modules()}
-        has_routers = any(id(router) in own_modules for router, _ in self._routers)
+        places = {
+            place for place, (router, _) in zip(self._place, self._routers, strict=True) if id(router) in own_modules
+        }
+        sequence_first = any(kind is MEGATRON for router, kind in self._routers if id(router) in own_modules)
 
-        def hook(*_: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if _in_backward_pass():
                 return
             forward, self._forward = self._forward, None
-            if has_routers:
+            if places:
                 require(
                     forward is not None and bool(forward.readers),
                     f"a forward ran, and none of its routers was seen. {_COMPILED_BEFORE}",
                 )
             if forward is None:
                 raise InvalidInputError(_NO_ROWS)
-            pass_on(number, forward.keys.reshape(-1))
+            self._look_for_unseen(places - forward.readers, store if update else None)
+            keys = forward.keys.reshape(-1)
+            input_ids = _input_ids(args, kwargs, keys.numel())
+            if input_ids is not None:
+                in_order = input_ids.transpose(0, 1) if sequence_first and input_ids.ndim == 2 else input_ids
+                store.note_tokens(keys.to(input_ids.device), in_order.detach().reshape(-1))
+            pass_on(number, keys)
 
         return _uncompiled(hook)
+
+    def _look_for_unseen(self, places: set[int], old: RouterStore | None) -> None:
+        """Raise, or warn in the old pass, if some routers of a chunk were not seen where others were."""
+        if old is not None:
+            lost = [self._places[place] for place in sorted(places) if old.read_by(place)]
+            require(
+                not lost,
+                f"the old pass has read {', '.join(lost)}, and this forward ran without being seen there. "
+                f"{_COMPILED_BEFORE}",
+            )
+        elif places:
+            names = ", ".join(self._places[place] for place in sorted(places))
+            text = f"a forward ran, and was not seen in these routers: {names}. gamma is of the others."
+            warnings.warn(f"{text} {_COMPILED_BEFORE}", stacklevel=2)
 
     def _keys_for(self, router: int, logits: Tensor) -> Tensor:
         """Return the keys of the rows that this router has just read, [R]; each router reads a forward's rows once."""
@@ -463,7 +538,7 @@ class RouterTap:
             raise InvalidInputError(_NO_ROWS)
         require(
             router not in forward.readers,
-            f"router {router} ran twice on the same tap.rows: set tap.rows before every forward.",
+            f"router {self._places[router]} ran twice on the same tap.rows: set tap.rows before every forward.",
         )
         forward.readers.add(router)
         self._rows_were_read = True
@@ -519,6 +594,19 @@ class RouterTap:
         finally:
             for work, _ in waiting:
                 work.wait()
+
+
+# In the name of a router: PEFT's own module, and its copies that are trained.
+_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any], num_rows: int) -> Tensor | None:
+    """Return the input ids of a chunk's call: by their name, or the first whole numbers; None if it has none."""
+    named = kwargs.get("input_ids")
+    for value in (named, *args):
+        if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.numel() == num_rows:
+            return value
+    return None
 
 
 def _in_backward_pass() -> bool:

@@ -89,7 +89,7 @@ def test_a_backbone_that_runs_twice_on_the_same_rows_is_refused(model: nn.Sequen
     with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(TOKENS)
         model(HIDDEN_STATES)
-        with pytest.raises(InvalidInputError, match=r"router 0 ran twice on the same tap.rows"):
+        with pytest.raises(InvalidInputError, match=r"router backbone.0.router ran twice on the same tap.rows"):
             model(HIDDEN_STATES)
 
 
@@ -155,3 +155,111 @@ def test_a_pass_without_micro_batches_is_fine(model: nn.Sequential) -> None:
     with tap.update_pass(store):
         pass
     assert store.num_bytes == 0
+
+
+class Embedded(nn.Module):
+    """A model that is called with input ids [B, S], as those of Transformers are."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(20, HIDDEN), layers
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layers(self.embedding(input_ids.reshape(-1)))
+
+
+INPUT_IDS = torch.tensor([[4, 8, 15], [16, 2, 11]])
+KEYS = torch.arange(TOKENS).view(2, 3)
+
+
+def read_once(tap: RouterTap, model: nn.Module, keys: Tensor, input_ids: Tensor = INPUT_IDS) -> RouterStore:
+    with torch.no_grad(), tap.old_pass(TOKENS) as store:
+        tap.rows = keys
+        model(input_ids)
+    return store
+
+
+def test_keys_in_another_order_than_the_batch_are_refused(model: nn.Sequential) -> None:
+    whole = Embedded(model)
+    tap = RouterTap(whole)
+    with tap.update_pass(read_once(tap, whole, KEYS)) as update:
+        tap.rows = KEYS.flip(0)
+        whole(INPUT_IDS.flip(0))
+        assert update.finish(KEYS).ratio.tolist() == [[1.0] * 3] * 2
+        tap.rows = KEYS
+        with pytest.raises(InvalidInputError, match=r"names key 0 for a row whose input id is 16, and for that key it"):
+            whole(INPUT_IDS.flip(0))
+
+
+def test_a_store_of_the_last_step_is_refused(model: nn.Sequential) -> None:
+    whole = Embedded(model)
+    tap = RouterTap(whole)
+    store = read_once(tap, whole, KEYS)
+    with tap.update_pass(store), pytest.raises(InvalidInputError, match="the keys are of other tokens, another step"):
+        _run(tap, whole, KEYS, INPUT_IDS + 1)
+
+
+def _run(tap: RouterTap, model: nn.Module, keys: Tensor, input_ids: Tensor) -> None:
+    tap.rows = keys
+    model(input_ids)
+
+
+def test_a_key_that_two_tokens_have_is_refused_and_padding_may_hold_anything(model: nn.Sequential) -> None:
+    whole = Embedded(model)
+    tap = RouterTap(whole)
+    doubled = KEYS.clone()
+    doubled[1, 1] = 0
+    with pytest.raises(InvalidInputError, match="names key 0 for a row"):
+        read_once(tap, whole, doubled)
+    padded = KEYS.clone()
+    padded[:, 2] = -1
+    with tap.update_pass(read_once(tap, whole, padded)):
+        other = INPUT_IDS.clone()
+        other[:, 2] = 0
+        _run(tap, whole, padded, other)
+
+
+def test_a_call_without_input_ids_is_not_compared(model: nn.Sequential) -> None:
+    tap = RouterTap(model)
+    with tap.update_pass(old_store(model, tap)) as update:
+        _run(tap, model, torch.arange(TOKENS), HIDDEN_STATES)
+    assert update.store.mistaken is None
+
+
+class TrainedCopies(nn.Module):
+    """PEFT's wrapper of `modules_to_save`: the module beside its copy, of which one runs."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.original_module = router
+        self.modules_to_save = nn.ModuleDict({"default": PlainTopKRouter()})
+        self.modules_to_save["default"].load_state_dict(router.state_dict())
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = self.modules_to_save["default"](hidden)
+        return found
+
+
+def test_a_router_and_its_trained_copy_are_one_router(model: nn.Sequential) -> None:
+    for layer in model:
+        layer.router = TrainedCopies(layer.router)
+    tap = RouterTap(model, agreement=True)
+    assert len(tap) == 2
+    store = old_store(model, tap)
+    with tap.update_pass(store) as update:
+        _run(tap, model, torch.arange(TOKENS), HIDDEN_STATES)
+        shift = update.finish(torch.arange(TOKENS))
+    assert shift.ratio.tolist() == [1.0] * TOKENS
+    for agreement in (store.agreement, update.agreement):
+        torch.testing.assert_close(agreement, torch.ones(TOKENS))
+
+
+def test_a_router_that_runs_unseen_beside_others_is_said(model: nn.Sequential) -> None:
+    """What a layer that was compiled before the pass does: it runs without its hooks."""
+    tap = RouterTap(model)
+    store = old_store(model, tap)
+    model[1].router._compiled_call_impl = model[1].router.forward
+    with pytest.warns(UserWarning, match=r"was not seen in these routers: 1.router. gamma is of the others"):
+        old_store(model, tap)
+    with tap.update_pass(store), pytest.raises(InvalidInputError, match=r"the old pass has read 1.router, and this"):
+        _run(tap, model, torch.arange(TOKENS), HIDDEN_STATES)
