@@ -25,6 +25,11 @@ VERSION = 1
 # Magic, version, flags (none is known), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
 # body, CRC-32.
 HEADER = struct.Struct("<8sHHHHIIIIIQQI")
+# What closes a file: magic, number of chunks before it, checksum of both. A stream of messages has none.
+END_MAGIC = b"\x89rtsend\n"
+END = struct.Struct("<8sQI")
+# Behind the name of a file that is being written.
+PART = ".part"
 # A sequence `key`: the first `start` rows of what `parent` holds so far (-1: none), then `rows` rows of this chunk.
 PIECE = np.dtype([("key", "<i8"), ("parent", "<i8"), ("start", "<u4"), ("rows", "<u4")])
 # A gap: (first row without a route, number of such rows). A policy version: (its first row, the version).
@@ -68,6 +73,15 @@ class Chunk:
     body: NDArray[np.uint8]
     start: NDArray[np.int64]
     """[L, blocks] first byte of every block in the body."""
+    end: int
+    """Byte of the buffer behind the chunk."""
+
+    def check_blocks(self) -> None:
+        """Raise in one sentence if a codebook or block is damaged; reads all of them."""
+        for layer in range(len(self.tables.layer_ids)):
+            self._book(layer)
+            for block, (first, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
+                self._check(layer, block, self.body[int(first) : int(first) + int(size)])
 
     def blocks_of(self, layer: int, first: int, last: int) -> tuple[Blocks, int]:
         """Return (blocks that hold routed rows first .. last - 1, the first row of the first of them)."""
@@ -146,13 +160,34 @@ def encode_chunk(
     return HEADER.pack(*fields, crc) + stored + body
 
 
-def chunks_of(data: NDArray[np.uint8]) -> Iterator[Chunk]:
-    """Yield the chunks of a buffer; raise in one sentence where it is not a whole number of sound chunks."""
-    position, number = 0, 0
-    while position < len(data) or not number:
-        chunk, position = _chunk(data, position, number)
-        yield chunk
-        number += 1
+def end_mark(num_chunks: int) -> bytes:
+    """Return what stands behind the last of so many chunks of a file, by which a whole file is known."""
+    return END.pack(END_MAGIC, num_chunks, zlib.crc32(END.pack(END_MAGIC, num_chunks, 0)))
+
+
+@dataclass(slots=True, eq=False)
+class ChunkScan:
+    """The chunks of a buffer, one after another, up to its end or its end mark."""
+
+    data: NDArray[np.uint8]
+    closed: bool = False
+    """Whether the end mark was met: nothing is missing."""
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yield the chunks; raise in one sentence at what is not a sound one."""
+        position, number = 0, 0
+        while position < len(self.data) or not number:
+            if self.data[position : position + len(END_MAGIC)].tobytes() == END_MAGIC:
+                self._check_end(position, number)
+                return
+            chunk, position = _chunk(self.data, position, number)
+            yield chunk
+            number += 1
+
+    def _check_end(self, position: int, number: int) -> None:
+        mark = self.data[position:].tobytes()
+        require(mark == end_mark(number), f"the end of the routes is corrupt: {number} chunks stand before it.")
+        self.closed = True
 
 
 def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, int]:
@@ -179,7 +214,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     start = books + np.cumsum(size.ravel()).reshape(size.shape) - size
     require(books + int(size.sum()) == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
-    return Chunk(tables=tables, body=data[begin + stored : end], start=start), end
+    return Chunk(tables=tables, body=data[begin + stored : end], start=start, end=end), end
 
 
 def _tables(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import route_dtype
 from moe_rl.routes.blocks import block_rows
-from moe_rl.routes.chunk import Chunk, chunks_of
+from moe_rl.routes.chunk import PART, Chunk, ChunkScan
 
 Bytes = bytes | memoryview | NDArray[np.uint8]
 # Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache.
@@ -44,20 +44,39 @@ class RoutesReader:
         self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._extents: dict[int, tuple[_Extent, ...]] = {}
         self._last: tuple[Any, NDArray[Any]] = None, np.zeros(0, np.uint8)
+        self.closed = False
+        """Whether the data end with the mark of a whole file; messages have none."""
         for part in data if isinstance(data, list) else [data]:
             self.extend(part)
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Map a file of routes."""
-        require(Path(path).is_file(), f"{path} is not a file of routes.")
+    def open(cls, path: Path | str, *, salvage: bool = False) -> Self:
+        """Map a file of routes.
+
+        Raises `InvalidInputError` where it was not closed by its writer, or is cut. `salvage=True` reads the sound
+        chunks before the first damage of such a file, also of the `.part` file that a killed writer leaves; `closed`
+        says whether it is whole.
+        """
+        unfinished = Path(f"{path}{PART}")
+        hint = f"; its writer was stopped: open {unfinished} with salvage=True" if unfinished.is_file() else ""
+        require(Path(path).is_file(), f"{path} is not a file of routes{hint}.")
         require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
-        return cls(np.memmap(path, np.uint8, mode="r"), name=str(path))
+        data = np.memmap(path, np.uint8, mode="r")
+        if salvage:
+            return cls(data[: _sound_bytes(data)], name=str(path))
+        reader = cls(data, name=str(path))
+        require(
+            reader.closed,
+            f"{path} was not closed by its writer, or is cut behind a chunk: rows may be missing. "
+            "RoutesReader.open(path, salvage=True) reads what is there.",
+        )
+        return reader
 
     def extend(self, data: Bytes) -> None:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
-            found = list(chunks_of(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data))
+            scan = ChunkScan(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data)
+            found = list(scan)
             # A copy: a damaged chunk must leave the reader as it was.
             extents = dict(self._extents)
             for number, chunk in enumerate(found, len(self._chunks)):
@@ -69,6 +88,7 @@ class RoutesReader:
             self._chunks += found
             self._extents = extents
             self._gaps += [_gap_ends(chunk) for chunk in found]
+            self.closed = scan.closed
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -187,6 +207,23 @@ class RoutesReader:
         if rows is not out:
             self._last = (number, low, high, tuple(layers)), rows
             out[:] = rows[first - low : first - low + len(out)]
+
+
+def _sound_bytes(data: NDArray[np.uint8]) -> int:
+    """Return the bytes of the chunks before the first one that is damaged or cut, with the end mark if it is sound.
+
+    Raises `InvalidInputError` where not even the first chunk is sound.
+    """
+    scan, sound = ChunkScan(data), 0
+    try:
+        for chunk in scan:
+            chunk.check_blocks()
+            sound = chunk.end
+    except InvalidInputError:
+        if not sound:
+            raise
+        return sound
+    return len(data)
 
 
 def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, start: int) -> tuple[_Extent, ...]:

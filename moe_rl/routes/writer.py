@@ -4,6 +4,7 @@ The samples of a prompt group share the rows of their prompt, the turns of a con
 writer stores what is new, and a turn costs bytes for its new tokens.
 """
 
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.routes.blocks import ascending, check_shape
-from moe_rl.routes.chunk import PIECE, RUN, encode_chunk
+from moe_rl.routes.chunk import PART, PIECE, RUN, encode_chunk, end_mark
 
 # Rows after which a chunk is written: enough for a codebook to pay, 25 MB of ids for 48 layers of top-8.
 CHUNK_ROWS = 65_536
@@ -28,6 +29,10 @@ class RoutesWriter:
     `sink` is a path, a binary file, or a function that is called with every chunk (a message, an object in a store).
     A chunk is written when it has `chunk_rows` rows and at `flush`. Memory: the rows of one chunk, and one
     sequence of each of the last 64 prompt groups.
+
+    A file that is given by its path appears there when it is closed, whole and on the disk: until then it is written
+    beside it, with `.part` behind its name, and the file that was there before stays. What a stopped writer leaves is
+    read by `RoutesReader.open(part, salvage=True)`.
     """
 
     def __init__(
@@ -48,8 +53,11 @@ class RoutesWriter:
         require(chunk_rows >= 1, f"chunk_rows must be at least 1, got {chunk_rows}.")
         self._chunk_rows = chunk_rows
         self._file: BinaryIO | None = None
+        self._path: Path | None = None
+        self._num_chunks = 0
         if isinstance(sink, Path | str):
-            self._file = Path(sink).open("wb")  # noqa: SIM115 - closed by close
+            self._path = Path(sink)
+            self._file = Path(f"{sink}{PART}").open("wb")  # noqa: SIM115 - closed by close
             self._sink: Callable[[bytes], object] = self._file.write
         else:
             self._sink = sink if callable(sink) else sink.write
@@ -74,7 +82,8 @@ class RoutesWriter:
         that `group`'s first sequence begins with are not stored again; they must be equal in ids and validity. Ids of
         rows that are not `valid` [n] are dropped. `policy_version` is one number or [n].
 
-        Raises `InvalidInputError` where the ids do not fit the shape, or `start` exceeds what is known before it.
+        Raises `InvalidInputError` where the ids do not fit the shape, a set names an expert twice, or `start` exceeds
+        what is known before it.
         """
         rows = np.asarray(ids)
         expected = (len(self.layer_ids), self.shape.top_k)
@@ -87,6 +96,7 @@ class RoutesWriter:
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         # Rows without a route may hold anything, -1 included: as zeros they pass the check of ids.
         whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
+        self._refuse_experts_twice(key, start, rows, whole, known)
         parent, start, skip = self._prefix(key, start, parent, group, whole, known)
         stored = known[skip:]
         self._length[key] = start + len(stored)
@@ -118,13 +128,21 @@ class RoutesWriter:
         )
         self._empty_chunk()
         self._sink(data)
+        self._num_chunks += 1
         return len(data)
 
     def close(self) -> None:
-        """Write what waits, and close a file that was given by its path."""
+        """Write what waits; a file that was given by its path gets its end mark and its name."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
+        if self._file is None or self._file.closed:
+            return
+        assert self._path is not None
+        if self._num_chunks:
+            self._file.write(end_mark(self._num_chunks))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        Path(f"{self._path}{PART}").replace(self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +152,19 @@ class RoutesWriter:
             self.close()
         elif self._file is not None:
             self._file.close()
+
+    def _refuse_experts_twice(
+        self, key: int, start: int, rows: NDArray[Any], sets: NDArray[Any], known: NDArray[np.bool_]
+    ) -> None:
+        """Raise where a routed row names an expert twice in a layer; zeros alone stand for a layer without routes."""
+        twice = (sets[..., 1:] == sets[..., :-1]).any(axis=2) & (sets[..., -1] > 0) & known[:, None]
+        if not twice.any():
+            return
+        row, layer = (int(places[0]) for places in np.nonzero(twice))
+        raise InvalidInputError(
+            f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
+            f"{rows[row, layer].tolist()} is the choice of no router."
+        )
 
     def _empty_chunk(self) -> None:
         self._pieces: list[tuple[int, int, int, int]] = []

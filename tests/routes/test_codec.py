@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.routes import RoutesReader, RoutesWriter
 from moe_rl.routes.blocks import Form, ascending, block_rows, check_shape, encode_layer
+from moe_rl.routes.chunk import ChunkScan
 from moe_rl.routes.subsets import index_fields
 from tests.routes import plain_codec
 
@@ -85,10 +86,9 @@ def test_without_the_core_a_sentence_says_so(monkeypatch):
         written({0: random_routes(np.random.default_rng(0), 5, 1, 12, 3)}, 12)
 
 
-def test_rows_that_are_no_sets_and_dense_layers_are_kept():
+def test_dense_layers_are_kept_and_an_expert_that_is_named_twice_is_refused():
     shape = check_shape(16, 2)
     ids = np.stack([np.arange(1500) % 15, np.arange(1500) % 15 + 1], axis=1)
-    ids[700] = 3  # names expert 3 twice
     dense = np.zeros_like(ids)
     routes = np.stack([ids, dense], axis=1)
     reader = RoutesReader(written({5: routes}, 16))
@@ -96,6 +96,9 @@ def test_rows_that_are_no_sets_and_dense_layers_are_kept():
     _, blocks = encode_layer(ascending(dense, shape), shape)
     assert [block[0] for block in blocks] == [Form.CONSTANT, Form.CONSTANT]
     assert sum(map(len, blocks)) == 2 * 3
+    routes[700, 0] = 3
+    with pytest.raises(InvalidInputError, match=r"row 700 of sequence 5 names an expert twice in layer 0: \[3, 3\]"):
+        written({5: routes}, 16)
 
 
 def test_prompt_groups_and_turns_store_new_rows_only():
@@ -158,7 +161,9 @@ def test_a_prompt_that_differs_in_one_row_is_shared_up_to_it():
     np.testing.assert_array_equal(RoutesReader(reader_of).ids(1), np.sort(second, axis=2))
 
 
-DATA = written({0: skewed_routes(np.random.default_rng(7), 5000, 2, 32, 4), 1: np.zeros((3, 2, 4), int)}, 32)
+DATA = written(
+    {0: skewed_routes(np.random.default_rng(7), 5000, 2, 32, 4), 1: np.broadcast_to(np.arange(4), (3, 2, 4))}, 32
+)
 
 
 def read_all(data):
@@ -206,4 +211,77 @@ def test_ids_that_do_not_fit_are_refused():
     with pytest.raises(InvalidInputError, match="expert id 32, outside"):
         written({0: np.full((1, 1, 4), 32)}, 32)
     with pytest.raises(InvalidInputError, match="different models"):
-        RoutesReader([DATA, written({0: np.zeros((1, 2, 2), int)}, 32)])
+        RoutesReader([DATA, written({0: np.broadcast_to(np.arange(2), (1, 2, 2))}, 32)])
+
+
+def file_of(path, sequences=3, rows=40, **options):
+    """Write sequences of 40 rows to a file, a chunk each; return their ids."""
+    routes = skewed_routes(np.random.default_rng(8), sequences * rows, 2, 32, 4).reshape(sequences, rows, 2, 4)
+    with RoutesWriter(path, num_experts=32, top_k=4, layer_ids=(0, 1), chunk_rows=rows, **options) as writer:
+        for key, ids in enumerate(routes):
+            writer.add(key, ids)
+    return np.sort(routes, axis=3)
+
+
+def test_a_file_has_its_name_when_it_is_whole_and_the_one_before_stays_till_then(tmp_path):
+    path, part = tmp_path / "step.routes", tmp_path / "step.routes.part"
+    before = file_of(path)
+    assert RoutesReader.open(path).closed
+    writer = RoutesWriter(path, num_experts=32, top_k=4, layer_ids=(0, 1))
+    writer.add(0, before[1])
+    writer.flush()
+    np.testing.assert_array_equal(RoutesReader.open(path).ids(0), before[0])
+    assert part.is_file()
+    writer.close()
+    writer.close()
+    assert not part.exists()
+    np.testing.assert_array_equal(RoutesReader.open(path).ids(0), before[1])
+
+
+def test_an_exception_leaves_the_part_and_says_where_it_is(tmp_path):
+    path = tmp_path / "step.routes"
+
+    def fail():
+        with RoutesWriter(path, num_experts=32, top_k=4, layer_ids=(0, 1), chunk_rows=10) as writer:
+            writer.add(0, np.broadcast_to(np.arange(4), (10, 2, 4)))
+            raise KeyError("the rollout's own")
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(InvalidInputError, match=r"its writer was stopped: open .*\.part with salvage=True"):
+        RoutesReader.open(path)
+    reader = RoutesReader.open(f"{path}.part", salvage=True)
+    assert (reader.keys, reader.length(0), reader.closed) == ((0,), 10, False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_file_that_is_cut_anywhere_is_an_error_or_a_reader_of_its_sound_chunks(tmp_path, seed):
+    path = tmp_path / "step.routes"
+    routes = file_of(path)
+    data = path.read_bytes()
+    ends = [chunk.end for chunk in ChunkScan(np.frombuffer(data, np.uint8))]
+    cut = int(np.random.default_rng(seed).integers(1, len(data)))
+    for end in (cut, *ends):  # behind a chunk nothing but the missing end mark gives it away
+        path.write_bytes(data[:end])
+        with pytest.raises(InvalidInputError):
+            RoutesReader.open(path)
+        sound = sum(each <= end for each in ends)
+        if not sound:
+            with pytest.raises(InvalidInputError, match="truncated"):
+                RoutesReader.open(path, salvage=True)
+            continue
+        reader = RoutesReader.open(path, salvage=True)
+        assert (reader.keys, reader.closed) == (tuple(range(sound)), False)
+        for key in reader.keys:
+            np.testing.assert_array_equal(reader.ids(key), routes[key])
+
+
+def test_a_damaged_end_mark_is_corrupt(tmp_path):
+    path = tmp_path / "step.routes"
+    file_of(path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt: 3 chunks stand before it"):
+        RoutesReader.open(path)
+    assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
