@@ -76,6 +76,9 @@ class BalancerConfig:
     fit_micro_batches: bool = True
     """Where a framework lets the run cut its micro-batches (verl's dynamic ones), never above its own limit: cut them
     to what the forecast of the last pass says will fit, where the limit will not."""
+    observe: bool = False
+    """Plan beside the run and carry nothing out: no expert moves, nothing is copied or packed, and losses are those of
+    the run without moe_rl, to the bit. `PassMetrics.would_be` says what the plans would have made of every pass."""
     experimental: bool = False
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 
@@ -96,6 +99,12 @@ class BalancerConfig:
         require(
             not self.transposed_codes or self.recipe != "bf16",
             f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
+        )
+        for name in ("static_rows", "placement_bitwise"):
+            require(not (self.observe and getattr(self, name)), f"{name} has no effect: observe carries nothing out.")
+        require(
+            not self.observe or self.experts == "megatron",
+            f"experts={self.experts!r} has no effect: observe leaves the experts to the framework.",
         )
         require(
             engine_of(self.domain_balance) is None or (self.replica_slots, self.policy) == (0, "moe-rl"),

@@ -111,21 +111,25 @@ class ExpertHomes:
             )
         received = 0
         if everyone[:, -2].any():
-            experts, state = self._movable.ready()
-            with ranges.range("reorder"):
-                received = migrate(
-                    old,
-                    new,
-                    experts,
-                    groups=self.groups,
-                    state=None if weights_only else state,
-                    max_scratch_bytes=self._max_scratch_bytes,
-                    on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
-                )
+            received = self._carry_out(old, new, weights_only=weights_only)
         self.placement = home
         if not weights_only:
             self._state_placement = home
         return received
+
+    def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
+        """Move experts from the home slots `old` [layers, E] to `new`; return the bytes that this rank received."""
+        experts, state = self._movable.ready()
+        with ranges.range("reorder"):
+            return migrate(
+                old,
+                new,
+                experts,
+                groups=self.groups,
+                state=None if weights_only else state,
+                max_scratch_bytes=self._max_scratch_bytes,
+                on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
+            )
 
     def _follow(self, arrangement: NDArray[np.int32], *, weights_only: bool) -> None:
         """Note that the experts of this rank's layers now sit in the home slots that `arrangement` [layers, E] says.
@@ -142,3 +146,19 @@ class ExpertHomes:
         if not weights_only:
             self._state_placement = self.placement
         self._movable.follow(self.placement)
+
+
+class ImaginedHomes(ExpertHomes):
+    """Homes of a run that is only observed: `placement` is where a balanced run would have its experts by now.
+
+    What a balanced run agrees on and refuses is agreed on and refused here too, so that it is the same placement. The
+    weights stay where the framework put them, so there is nothing to bring home for a checkpoint.
+    """
+
+    def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
+        return 0
+
+    @contextmanager
+    def canonical(self, *, weights_only: bool = False) -> Iterator[None]:
+        """Do nothing: every expert is where the framework expects it."""
+        yield

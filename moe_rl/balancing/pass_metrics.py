@@ -15,10 +15,27 @@ from moe_rl.simulators.memory import MemoryForecast
 class Misfit:
     """Why a pass ran without the replicas of its plan."""
 
-    kind: Literal["ranks", "placement", "micro-batches", "layout"]
+    kind: Literal["ranks", "placement", "micro-batches", "layout", "observed"]
     """What the plan does not fit: the other ranks' plans, where the experts are, or the batch."""
     sentence: str
     """The same for people, with the figures."""
+
+
+# The sentence of a pass that is observed: it runs without replicas on purpose.
+OBSERVED = Misfit(kind="observed", sentence="the run is only observed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOutcome:
+    """What a plan makes of the tokens that a pass really had, beside what the framework's own homes make of them."""
+
+    rows: NDArray[np.int64]
+    """[M, l, P] rows of every rank under the plan."""
+    moe_layer_s: float
+    """Seconds of this stage's MoE layers under the plan, by the prices of a simulation (`core.cost`); moves of homes
+    are not part of it. Simulated, not measured."""
+    moe_layer_s_at_home: float
+    """The same with every expert where the framework puts it, and no copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +76,9 @@ class PassMetrics:
     """Weight and optimizer bytes that this rank received before the pass, because experts got other homes."""
     reorder_s: float = 0.0
     """Seconds that it took, the wait for where they go included."""
+    would_be: PassOutcome | None = None
+    """What the plan would have made of this pass, in a run that is observed; None in others, and where nothing is known
+    of the pass's tokens."""
     memory: MemoryForecast | None = None
     """What was forecast before the pass; None for a forward-only one and where the loads were not known."""
     micro_batches_in_flight: int | None = None
@@ -90,6 +110,10 @@ class PassMetrics:
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])
             difference = np.abs(self.predicted_rows - self.actual_rows).sum()
             values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(self.actual_rows.sum())))
+        if self.would_be is not None:
+            values["moe_rl/would_be_imbalance"] = imbalance(self.would_be.rows[None])
+            values["moe_rl/would_be_moe_layer_s"] = self.would_be.moe_layer_s
+            values["moe_rl/moe_layer_s"] = self.would_be.moe_layer_s_at_home
         if self.static_rows is not None and self.static_rows.any():
             values["moe_rl/static_imbalance"] = imbalance(self.static_rows[None])
         return values

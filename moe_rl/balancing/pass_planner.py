@@ -25,8 +25,15 @@ from numpy.typing import NDArray
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, attempted, told
 from moe_rl.balancing.loads import EarlierLoads, RankRows, narrow
-from moe_rl.balancing.pass_metrics import Misfit
-from moe_rl.balancing.schedule import cluster_topology, home_experts, plan_of_load, worker_layout
+from moe_rl.balancing.pass_metrics import Misfit, PassOutcome
+from moe_rl.balancing.schedule import (
+    cluster_topology,
+    cost_of_load,
+    home_experts,
+    plan_of_load,
+    step_setting,
+    worker_layout,
+)
 from moe_rl.core.certificate import certify
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
@@ -36,7 +43,8 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.routes import RouteSample, drawn_rows
-from moe_rl.planner.base import COPIES, Levers
+from moe_rl.planner.base import COPIES, Levers, PlanProblem
+from moe_rl.planner.predict import predicted_cost
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.setting import StepSetting
 
@@ -282,6 +290,58 @@ class PassPlanner:
         assert rows is not None
         everything = [list(range(self.model.num_moe_layers))] * self.exchange.size
         return self._load_of_share(rows, told_by, everything, of_all_groups=True)
+
+    def outcome(self, request: PassRequest, planned: PlannedPass, count: Count) -> PassOutcome | None:
+        """Return what the plan makes of the tokens that `count` found in the pass; a collective of the EP group.
+
+        None if the pass had another number of micro-batches than its plan.
+        """
+        rows, told_by = self.exchange.together(lambda: self._counted(count), lambda rows: _Facts.of(rows))
+        assert rows is not None
+        if _same_number(told_by) != planned.here.replicas.num_micro_batches:
+            return None
+        parts = [part.tolist() for part in np.array_split(np.arange(len(self.layers)), self.exchange.size)]
+        load = self._load_of_share(rows, told_by, parts, of_all_groups=False)
+        layers = [self.layers[index] for index in parts[self.exchange.rank]]
+        share = self._outcome_of_share(request, planned.here, load, layers)
+        shares = self.exchange.gather(share)
+        return PassOutcome(
+            rows=np.concatenate([each.rows for each in shares], axis=1),
+            moe_layer_s=sum(each.moe_layer_s for each in shares),
+            moe_layer_s_at_home=sum(each.moe_layer_s_at_home for each in shares),
+        )
+
+    def _outcome_of_share(self, request: PassRequest, plan: Plan, load: StepLoad, layers: list[int]) -> PassOutcome:
+        """Return what the plan makes of the loads [1, M, layers, P, E] of some layers."""
+        if not layers:
+            no_rows = np.zeros((load.num_micro_batches, 0, load.ep_size), np.int64)
+            return PassOutcome(rows=no_rows, moe_layer_s=0.0, moe_layer_s_at_home=0.0)
+        config = request.config
+        model = replace(self.model, moe_layer_ids=tuple(self.model.moe_layer_ids[layer] for layer in layers))
+        topology = cluster_topology(config, ep_size=load.ep_size)
+        setting = step_setting(config, self.setting, forward_only=request.forward_only)
+        placement = plan.placement.of_layers(layers)
+        problem = PlanProblem(
+            load=load,
+            layout=worker_layout(load.num_micro_batches, topology.num_ranks),
+            model=model,
+            topology=topology,
+            cost=cost_of_load(load, model=model, topology=topology, setting=setting),
+            current_placement=placement,
+            replica_slots=config.replica_slots,
+            cross_node_slots=config.cross_node_slots,
+            resident_slots=config.resident_slots,
+        )
+        of_layers = replace(plan, placement=placement, replicas=plan.replicas.of_layers(layers, group=0))
+        contiguous = ExpertPlacement.contiguous(
+            num_layers=len(layers), num_experts=load.num_experts, ep_size=load.ep_size
+        )
+        at_home = replace(of_layers, placement=contiguous, replicas=ReplicaPlan.empty(*load.pairs.shape[:4]))
+        return PassOutcome(
+            rows=rank_load(of_layers, load)[0],
+            moe_layer_s=predicted_cost(of_layers, problem),
+            moe_layer_s_at_home=predicted_cost(at_home, problem),
+        )
 
     def _of_stage(self, request: PassRequest) -> list[int]:
         """Return where the layers of this stage stand among those that were planned."""

@@ -25,11 +25,11 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import gathered
 from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
-from moe_rl.balancing.homes import ExpertHomes, GradientsWaitError, MovableExperts
+from moe_rl.balancing.homes import ExpertHomes, GradientsWaitError, ImaginedHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.packing import RankSequences, packed_micro_batches
-from moe_rl.balancing.pass_metrics import PassMetrics
+from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics, PassOutcome
 from moe_rl.balancing.pass_planner import ROWS, PassPlanner, PassRequest, PlannedPass, joined, moved_since
 from moe_rl.balancing.schedule import cluster_topology, require_useful_slots
 from moe_rl.core.errors import InvalidInputError, require
@@ -109,7 +109,8 @@ class PassCycle(ABC, Generic[Tables]):
         self._homes = None
         if not isinstance(movable, str):
             scratch = config.reorder_scratch_bytes
-            self._homes = ExpertHomes(self.own_placement, movable, groups=groups, max_scratch_bytes=scratch)
+            kind = ImaginedHomes if config.observe else ExpertHomes
+            self._homes = kind(self.own_placement, movable, groups=groups, max_scratch_bytes=scratch)
         self.config, self.model = config, planner.model
         self._planner, self._clocks = planner, list(clocks)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moe_rl-plan")
@@ -187,6 +188,8 @@ class PassCycle(ABC, Generic[Tables]):
         will. A collective of all ranks.
         """
         self._require_no_pass("packed()")
+        if self.config.observe:
+            return [list(batch) for batch in micro_batches]
         self._rearrange()
         if routes is not None:
             read = self._reader(routes, self._planner.layers)
@@ -353,7 +356,12 @@ class PassCycle(ABC, Generic[Tables]):
         request = self._request(plan=plan, layout=layout, forward_only=forward_only, num_micro_batches=count)
         last = self._last_made if routes is None else None
         parts = [slice(None)]
-        waits_for_all = plan is not None or layout is not None or (routes is not None and not self.config.reorders)
+        waits_for_all = (
+            self.config.observe
+            or plan is not None
+            or layout is not None
+            or (routes is not None and not self.config.reorders)
+        )
         if self.in_order and not waits_for_all and (count or 0) > 1:
             parts = [slice(1), slice(1, None)]  # the second is planned while the first one's micro-batch runs
         # Counted once for both parts.
@@ -434,7 +442,9 @@ class PassCycle(ABC, Generic[Tables]):
             planned, tables = prepared.planned[0].result()
         plan_wait_s = time.perf_counter() - started
         planned = replace(planned, misfit=planned.misfit or moved_since(planned, self.placement, self._planner.layers))
-        if planned.misfit is not None:
+        if self.config.observe:
+            planned = replace(planned, misfit=planned.misfit or OBSERVED)
+        if planned.misfit not in (None, OBSERVED):
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
         later = prepared.planned[1:]
         total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
@@ -516,12 +526,12 @@ class PassCycle(ABC, Generic[Tables]):
             policy=planned.plan.policy,
             source="plan" if planned.counted is None else planned.counted.source,
             known_share=1.0 if planned.counted is None else planned.counted.known,
-            misfit=planned.misfit,
+            misfit=None if planned.misfit is OBSERVED else planned.misfit,
             notes=self._notes(planned.plan),
-            predicted_rows=None if planned.misfit else planned.predicted_rows,
+            predicted_rows=planned.predicted_rows if planned.misfit in (None, OBSERVED) else None,
             static_rows=planned.static_rows,
             replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
-            residents=int((self.placement.resident_experts >= 0).sum()),
+            residents=0 if self.config.observe else int((self.placement.resident_experts >= 0).sum()),
             plan_time_s=planned.plan_time_s,
             plan_wait_s=running.plan_wait_s,
             plan_cpu_s=planned.plan_cpu_s,
@@ -538,9 +548,17 @@ class PassCycle(ABC, Generic[Tables]):
             self._log_probs |= running.forward_only
             now, before = self._updates
             self._updates = (0, now or before) if running.forward_only else (now + 1, before)
+            metrics = replace(metrics, would_be=self._would_be(planned, running, self._learned))
             if self.config.reorders and running.forward_only == self._log_probs:
                 self._proposed, self._postponed = self._proposal(self._learned), None
         return metrics
+
+    def _would_be(self, planned: PlannedPass, running: RunningPass, loads: Future[RankRows]) -> PassOutcome | None:
+        """Return what the plan would have made of the pass, whose loads are there soon; None in a run that it was."""
+        if planned.misfit is not OBSERVED:
+            return None
+        request = self._request(forward_only=running.forward_only)
+        return self._thread.submit(lambda: self._planner.outcome(request, planned, loads.result)).result()
 
     def _proposal(self, loads: Future[RankRows]) -> Future[PlannedPass] | None:
         """Start to choose homes and copies that stay for batches with these loads."""

@@ -165,7 +165,7 @@ class MegatronRun:
         Fewer where it is forecast not to fit, by the rows of the last pass, but never fewer than the `longest` sequence
         of any rank has. `limit` and `longest` count what a tensor-parallel group shares. A collective of all ranks.
         """
-        if self.balancer is None or not self.balancer.config.fit_micro_batches:
+        if self.balancer is None or self.balancer.config.observe or not self.balancer.config.fit_micro_batches:
             return limit
         # A longer sequence cannot be cut: the limit never goes below it.
         fitting, lengths = zip(*gathered((self.balancer.fitting_tokens, longest)), strict=True)
@@ -187,7 +187,7 @@ class MegatronRun:
         if self.balancer is None:
             return False
         config = self.balancer.config
-        return config.pack and POLICIES[config.policy].levers.pack
+        return config.pack and not config.observe and POLICIES[config.policy].levers.pack
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""

@@ -1,6 +1,7 @@
 """One configuration in every framework: keywords, a YAML block `moe_rl:`, or `MOE_RL_*` variables.
 
 MOE_RL=moe-rl                   the policy; this switches moe_rl on
+MOE_RL=observe                  policy moe-rl, planned beside the run and not carried out: metrics moe_rl/would_be_*
 MOE_RL_REPLICA_SLOTS=2          any field of `BalancerConfig`, in capitals
 MOE_RL_CONFIG=run.yaml          a file with a block `moe_rl:`, which the variables above go before
 MOE_RL_RECORD=traces/run1       also record the routing of every training pass
@@ -30,6 +31,8 @@ from moe_rl.yaml_files import read_yaml
 
 SWITCH = "MOE_RL"
 PREFIX = "MOE_RL_"
+# In place of a policy's name in `MOE_RL`.
+OBSERVE = "observe"
 # Variables, or beginnings of them, that other parts of moe_rl read.
 ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_ROUTES", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
 
@@ -129,7 +132,10 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
             block[name] = _flag(text) if name in FLAGS else _value(text)
     if given.get(SWITCH):
         require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
-        block["policy"] = given[SWITCH]
+        if given[SWITCH] == OBSERVE:
+            block["observe"] = True
+        else:
+            block["policy"] = given[SWITCH]
     return replace(settings_from_mapping(block), balances=bool(given.get(SWITCH) or config))
 
 

@@ -297,8 +297,9 @@ class Balancer(PassCycle[PassTables]):
 
     def onload(self) -> None:
         """Take the memory again that `offload` gave back."""
-        self.transport.buffers.allocate()
-        self.residents.allocate()
+        if not self.config.observe:
+            self.transport.buffers.allocate()
+            self.residents.allocate()
         self._offloaded = False
 
     def rebuild_groups(self) -> None:
@@ -334,6 +335,9 @@ class Balancer(PassCycle[PassTables]):
             if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
                 state.entry = hook_entry(chunk, layer)
         self.memory = self._forecast_of(chunks)
+        if self.config.observe:  # nothing is ever copied
+            self.transport.buffers.release()
+            self.residents.release()
 
     def detach(self) -> None:
         """Give the layers back to Megatron as they were, with the balancer's memory and connections; a collective.

@@ -36,18 +36,23 @@ def like_some(gpt: Any) -> None:
 
 
 def rollouts(**parallel: int) -> dict[str, Any]:
-    """Curves with and without a balancer; the log-prob pass runs the micro-batches in another order."""
+    """Curves with and without a balancer; the log-prob pass runs the micro-batches in another order.
+
+    A third run is only observed: "observed" and "would_be".
+    """
     layers = {"num_layers": 4} if parallel.get("pipeline", 1) > 1 else {}
-    found: dict[str, Any] = {"metrics": [], "sources": []}
+    found: dict[str, Any] = {"metrics": [], "sources": [], "would_be": []}
     ep_size = 4 // parallel.get("pipeline", 1)
     config = replace(CONFIG, ranks_per_node=ep_size // 2)
     with tiny_gpt.parallel(ep_size, **parallel), patch.object(tiny_gpt, "replay", live):
-        for name in ("plain", "balanced"):
+        for name in ("plain", "balanced", "observed"):
             run = tiny_gpt.build(**layers)
             for model in run.models:
                 like_some(tiny_gpt.gpt_of(model))
             run.optimizer.reload_model_params()
-            balancer = attach(run.models, run.optimizer, config) if name == "balanced" else None
+            balancer = None
+            if name != "plain":
+                balancer = attach(run.models, run.optimizer, replace(config, observe=name == "observed"))
             curve = tiny_gpt.history()
             for step in range(ROLLOUTS):
                 routes = [torch.zeros(tiny_gpt.SEQUENCE * tiny_gpt.BATCH, 4, 2)] * MICRO_BATCHES
@@ -66,11 +71,19 @@ def rollouts(**parallel: int) -> dict[str, Any]:
                             tiny_gpt.update(run, step, routes, curve)
                     if balancer is not None:
                         metrics = balancer.end_pass()
-                        if not forward_only:
+                        if name == "observed":
+                            found["would_be"] += [] if forward_only else [metrics.as_dict()]
+                        elif not forward_only:
                             found["metrics"].append(metrics.as_dict())
                             found["sources"].append(metrics.source)
             found[name] = curve
-            if balancer is not None:
+            if name == "observed" and balancer is not None:
+                found["observed_bytes"] = balancer.buffer_bytes
+                found["imagined"] = bool((balancer.placement.home_rank != balancer.megatron_placement.home_rank).any())
+                with balancer.canonical():
+                    found["names"] = len(run.models[0].state_dict())
+                balancer.detach()
+            elif balancer is not None:
                 away = balancer.placement.home_rank != balancer.megatron_placement.home_rank
                 found["moved"] = away.any(axis=1).tolist()
                 balancer.reorder(balancer.megatron_placement)
