@@ -42,6 +42,20 @@ def test_all_three_ways_give_the_same(tmp_path: Path) -> None:
     assert over.balancer.policy == "ultraep"
 
 
+def test_observe_is_the_policy_moe_rl_that_carries_nothing_out() -> None:
+    observed = settings_from_environment({"MOE_RL": "observe", "MOE_RL_REPLICA_SLOTS": "2"})
+    assert observed is not None
+    assert (observed.balancer.policy, observed.balancer.observe, observed.balancer.replica_slots) == ("moe-rl", True, 2)
+    assert observed.balances
+
+
+@pytest.mark.parametrize("name", ["static_rows", "placement_bitwise", "experts"])
+def test_what_observing_leaves_without_effect_is_refused(name: str) -> None:
+    values = {"experts": "grouped"} | ({name: True} if name != "experts" else {})
+    with pytest.raises(InvalidInputError, match=r"has no effect: observe"):
+        BalancerConfig(observe=True, **values)
+
+
 def test_nodes_are_the_hosts_unless_somebody_says_otherwise() -> None:
     by_hosts = settings_from_environment({"MOE_RL": "static"})
     by_user = settings_from_environment({"MOE_RL": "static", "MOE_RL_RANKS_PER_NODE": "4"})
