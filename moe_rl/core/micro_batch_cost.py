@@ -95,7 +95,8 @@ class MicroBatchCost:
         layer_s = (forward_s + backward_s + self.fixed_s) / self.num_layers
         moe_s: Floats = _with_host(layer_s[:, :, None] + routed_s, self.host_moe_layer_s).sum(axis=2)
         dense_s = (self.num_layers - routed_s.shape[2]) * _with_host(layer_s, self.host_dense_layer_s)
-        return moe_s + dense_s + head_s
+        seconds: Floats = moe_s + dense_s + head_s
+        return seconds
 
     def _on_ranks(self, layout: BatchLayout, values: Floats, topology: ClusterTopology) -> Floats:
         """Return [G, M, P] sums of [S] values over the cell that each source rank has a slice of."""

@@ -102,7 +102,8 @@ class Prior:
 
     def log_seconds(self, price: Price, logs: Floats) -> Floats:
         """Return [N] logarithms of seconds with the knobs moved."""
-        return np.log(np.maximum(price(*self.constants(logs)), 1e-12))
+        logarithms: Floats = np.log(np.maximum(price(*self.constants(logs)), 1e-12))
+        return logarithms
 
     def slopes(self, price: Price, logs: Floats) -> tuple[Floats, Floats]:
         """Return [N] logarithms of seconds, and [N, K] how each of them moves with the knobs."""
@@ -200,7 +201,7 @@ def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, 
     """Return knobs, covariance, log-evidence (Laplace), and what is left of every known step."""
     spreads, alone = prior.spreads, prior.software.left_open
     precision = np.diag(spreads**-2.0)
-    logs = np.zeros(len(spreads))
+    logs: Floats = np.zeros(len(spreads))
     if not known:
         return logs, np.diag(spreads**2), 0.0, {}
     measured = np.log([step.seconds for step in known])

@@ -35,8 +35,8 @@ def observed_case(name: str) -> Any:
 def test_a_run_that_is_observed_is_the_plain_one_and_says_what_balancing_would_do(
     case: str, outcome: list[Any]
 ) -> None:
-    # Under sequence parallelism a rank knows a sequence's whole, not its own part: up to a twentieth of the rows is taken
-    # to be on another rank (the test above), and a share of the rows counts P = 4 times on one of P ranks.
+    # Under sequence parallelism a rank knows a sequence's whole, not its own part: up to a twentieth of the rows is
+    # taken to be on another rank (the test above), and a share of the rows counts P = 4 times on one of P ranks.
     bound = 0.02 if case != "tensor_parallel" else 0.05 * 4
     for rank in outcome:
         assert rank["observed"] == rank["plain"], "to the bit"
