@@ -218,7 +218,7 @@ def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, 
         if float(np.abs(move).max(initial=0.0)) < NUDGE / 4:
             break
     forecast, slopes = linear(logs)
-    covariance = np.linalg.inv(precision + slopes.T @ slopes / alone**2)
+    covariance: Floats = np.asarray(np.linalg.inv(precision + slopes.T @ slopes / alone**2), np.float64)
     # How far the measured steps lie from what the prior expects, and how far they may.
     offset = measured - forecast + slopes @ logs
     expected = slopes @ np.diag(spreads**2) @ slopes.T + alone**2 * np.eye(len(known))
