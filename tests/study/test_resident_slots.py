@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "ep_group_tokens": 200,
     "tokens_per_rank": 8192,
     "policy": ["static", "moe-rl"],
+    "software": ["tuned"],  # so small layers would wait for typical software's host, whatever is copied
     "policy_option": ["moe-rl.reorder_iterations=200", "moe-rl.pack_iterations=200", "moe-rl.rounds=1"],
     **WIDTHS,
 }
