@@ -26,6 +26,8 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 # Rows that the numpy path counts at a time: their keys stay in the second-level cache.
 TILE_TOKENS = 512
 
+MAX_LOAD_BYTES = 4_000_000_000  # Planner and simulator hold a few arrays of this size at a time.
+
 
 class Filler(StrEnum):
     """Experts to which the training framework sends a row without a route (`valid` False)."""
@@ -103,7 +105,7 @@ def reduce_load(
     cells = (topology.num_ep_groups, layout.num_micro_batches)
     # One block of memory for the whole step: 64 micro-batches x 94 layers x 32 ranks x 128 experts are 98 MB.
     counter = _Counter(
-        pairs=np.zeros((cells[0] * cells[1], layers, topology.ep_size, experts), np.int32),
+        pairs=_no_pairs(cells[0], cells[1], layers, topology.ep_size, experts),
         tokens=np.zeros((cells[0] * cells[1], topology.ep_size), np.int64),
     )
     row = 0
@@ -134,6 +136,26 @@ def read_load(
     """Return what planners are given of `parts`: their counts (`reduce_load`), and drawn routes where all have them."""
     load = reduce_load(parts, layout=layout, topology=topology, filler=filler)
     return replace(load, routes=RouteSample.drawn(parts, layout=layout, topology=topology))
+
+
+def load_bytes(groups: int, micro_batches: int, layers: int, ranks: int, experts: int) -> int:
+    """Return the bytes of a step's loads [G, M, L, P, E], an int32 each."""
+    return 4 * groups * micro_batches * layers * ranks * experts
+
+
+def _no_pairs(groups: int, micro_batches: int, layers: int, ranks: int, experts: int) -> NDArray[np.int32]:
+    """Return room for the counts, [G * M, L, P, E]; raise where they would not fit into memory with what plans need."""
+    size = load_bytes(groups, micro_batches, layers, ranks, experts)
+    axes = (
+        f"{groups:,} EP groups x {micro_batches:,} micro-batches x {layers:,} MoE layers x {ranks:,} EP ranks x "
+        f"{experts:,} experts"
+    )
+    require(
+        size <= MAX_LOAD_BYTES,
+        f"the loads of this step take {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: {axes}, 4 bytes each. "
+        "Make one of them smaller: a smaller batch, fewer EP groups (--num-ep-groups), or larger micro-batches.",
+    )
+    return np.zeros((groups * micro_batches, layers, ranks, experts), np.int32)
 
 
 def count_rows(routes: Routes, *, num_experts: int, num_threads: int = 0) -> tuple[NDArray[np.int32], int]:

@@ -62,7 +62,7 @@ def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = N
     require(
         not swapped and (layers <= MAX_LAYERS or layers <= tokens),
         f"{what} of shape {list(shape)} would be {tokens} tokens in {layers} layers: the order is "
-        "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1)).",
+        "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1); of an .npz file: --axes LTK).",
     )
 
 

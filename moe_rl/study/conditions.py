@@ -13,7 +13,7 @@ from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
 from moe_rl.planner.base import OURS
 from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
-from moe_rl.report.units import GIB, format_count
+from moe_rl.report.units import GIB, format_bytes, format_count
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
@@ -95,6 +95,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "domain_balance": None if problem.domain_balance == OURS else problem.domain_balance,
         "objective": problem.objective,
         "micro_batches": _micro_batch_rule(scenario),
+        "load_bytes": int(scenario.batch.load.pairs.nbytes),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
         **{name: getattr(step, name) for name in OF_STEP},
@@ -162,6 +163,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     once = sum((static.breakdown_s or {}).get(part, 0.0) for part in STEP_PARTS) / (static.step_time_s or 1.0)
     holding = {
         "resampled": scenario.resampled,
+        "loads": True,
         "paid_once": scenario.resampled and timed and once >= LARGE_SHARE,
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
         "scaled": options.tokens_per_rank is not None,
@@ -177,6 +179,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     facts = {
         "tokens": format_count(batch.num_tokens),
         "recorded": format_count(scenario.recorded.num_tokens),
+        "load_bytes": format_bytes(float(batch.load.pairs.nbytes)),
         "per_rank": format_count(batch.recorded_tokens_per_rank),
         "asked": format_count(options.tokens_per_rank or 0),
         "mean": format_count(float(batch.lengths.mean())),

@@ -121,6 +121,7 @@ class TraceOptions(BaseModel):
     num_layers: int | None = None
     moe_layer_ids: Numbers | None = None
     first_k_dense: int | None = None
+    axes: str | None = None
     mask_capture_holes: bool = False
     provenance: str | None = None
     train_dump: str | None = None
@@ -142,6 +143,7 @@ class TraceOptions(BaseModel):
             "num_layers": self.num_layers,
             "moe_layer_ids": tuple(self.moe_layer_ids) if self.moe_layer_ids else None,
             "first_k_dense": self.first_k_dense,
+            "axes": self.axes,
             "provenance": self.provenance,
             "layout_path": Path(self.train_dump) if self.train_dump else None,
             "pipeline_size": self.recorded_pipeline_size,

@@ -385,3 +385,19 @@ def test_dropping_pages_loses_no_value(tmp_path: Path) -> None:
     drop_pages(array)
     assert (array == 5).all()
     drop_pages(np.zeros(100_000))
+
+
+def test_loads_that_no_memory_holds_are_refused_by_their_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.array([6, 4], np.int64)
+    trace = make_trace(np.random.default_rng(0), lengths, num_layers=3, num_experts=8, top_k=2)
+    layout = BatchLayout.recorded(np.array([0, 1]), np.array([0, 0]), num_dp_ranks=1)
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=4, slices_per_dp_rank=4)
+    size = reduce_load([trace], layout=layout, topology=topology).pairs.nbytes
+    assert size == reduce_module.load_bytes(1, 2, 3, 4, 8)
+    monkeypatch.setattr(reduce_module, "MAX_LOAD_BYTES", size - 1)
+    with pytest.raises(
+        InvalidInputError, match="1 EP groups x 2 micro-batches x 3 MoE layers x 4 EP ranks x 8 experts"
+    ):
+        reduce_load([trace], layout=layout, topology=topology)
+    monkeypatch.setattr(reduce_module, "MAX_LOAD_BYTES", size)
+    reduce_load([trace], layout=layout, topology=topology)

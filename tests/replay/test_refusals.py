@@ -48,7 +48,7 @@ def drawn_routes(*shape: int) -> np.ndarray:
 
 
 def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
-    cure = r"the order is \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)\)"
+    cure = r"the order is \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)"
     swapped = drawn_routes(4, 300)
     np.savez(tmp_path / "swapped.npz", a=swapped)
     with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would be 4 tokens in 300 layers: " + cure):
@@ -64,6 +64,16 @@ def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
         open_source(tmp_path / "two.npz")
     np.savez(tmp_path / "right.npz", a=swapped.swapaxes(0, 1))
     assert open_source(tmp_path / "right.npz").num_tokens == 300
+    told = open_source(tmp_path / "swapped.npz", options=ImportOptions(axes="LTK"))
+    assert (told.num_tokens, len(told.moe_layer_ids)) == (300, 4)
+    with pytest.raises(InvalidInputError, match="axes must be TLK or LTK, got 'KLT'"):
+        ImportOptions(axes="KLT")
+
+
+def test_an_array_of_one_layer_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "one.npz", a=drawn_routes(50))
+    trace = open_source(tmp_path / "one.npz")
+    assert (trace.num_tokens, len(trace.moe_layer_ids), trace.top_k) == (50, 1, 8)
 
 
 @pytest.mark.parametrize("name", IMPORTERS.names)
@@ -84,7 +94,7 @@ def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path
     [
         ({}, "is empty: it holds no sequence"),
         ({"a": np.zeros((0, 2, 2), np.uint8)}, "is empty: no row holds a route"),
-        ({"a": np.zeros((2, 2), np.uint8)}, r"'a' must be integers \[tokens, layers, top-k\]"),
+        ({"a": np.zeros(4, np.uint8)}, r"'a' must be integers \[tokens, layers, top-k\]"),
         ({"a": np.zeros((2, 2, 2), np.float32)}, r"'a' must be integers"),
         ({"a": np.array([[[0, 9]]])}, r"holds expert id 9, outside 0 \.\. 7"),
         ({"a": np.array([[[3, 3]]])}, "names an expert twice"),

@@ -1,7 +1,7 @@
 """`.npz`: one `[tokens, layers, K]` id array per sequence, its key the sequence's name.
 
-Rows are taken as they are: every row holds a route. Keys that start with `group<number>` or `prompt<number>` put
-sequences into prompt groups.
+An array `[tokens, K]` is of one layer; `axes` LTK has layers before tokens. Rows are taken as they are: every row holds
+a route. Keys that start with `group<number>` or `prompt<number>` put sequences into prompt groups.
 """
 
 import re
@@ -56,9 +56,14 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     for index, (key, routes) in enumerate(npz_arrays(path)):
+        if routes.ndim == 2:
+            routes = routes[:, None]  # of one layer
+        if options.axes == "LTK" and routes.ndim == 3:
+            routes = routes.swapaxes(0, 1)
         require(
             routes.ndim == 3 and routes.dtype.kind in "iu",
-            f"{path}: {key!r} must be integers [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
+            f"{path}: {key!r} must be integers [tokens, layers, top-k], or [tokens, top-k] of one layer, got "
+            f"{routes.dtype} {list(routes.shape)}.",
         )
         valid = None
         if options.prompt_lengths is not None:
@@ -76,5 +81,5 @@ IMPORTER = Importer(
     provenance="unknown",
     recognizes=_recognizes,
     read=_read,
-    reads=("prompt_lengths",),
+    reads=("prompt_lengths", "axes"),
 )

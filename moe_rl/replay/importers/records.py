@@ -70,6 +70,9 @@ class RecordedSequence:
         return f"{len(self.routes)} rows of routes for {tokens}: expected {expected}."
 
 
+AXES = ("TLK", "LTK")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
     """What the user knows and the file does not say."""
@@ -90,6 +93,8 @@ class ImportOptions:
     """slime's train dump, which says which micro-batch and DP rank ran each sample."""
     pipeline_size: int = 1
     """Pipeline stages of the run that wrote Megatron's router JSONL, whose layer numbers start anew in each stage."""
+    axes: str = "TLK"
+    """Order of the axes of an array that names none: tokens, layers, choices; LTK has layers first."""
     mask_capture_holes: bool = False
     """Take rows of zeros in every layer and choice (top-k over 1) as rows without a route instead of refusing them."""
     model: str = ""
@@ -97,6 +102,7 @@ class ImportOptions:
 
     def __post_init__(self) -> None:
         require_least(self, num_experts=1, top_k=1, num_layers=1, pipeline_size=1, first_k_dense=0)
+        require(self.axes in AXES, f"axes must be {' or '.join(AXES)}, got {self.axes!r}.")
         require(min(self.prompt_lengths or (0,)) >= 0, "a prompt length is negative.")
         require(
             self.moe_layer_ids is None or self.first_k_dense is None,
