@@ -80,6 +80,7 @@ NEEDS_TORCH = {
     "moe_rl.balancing.pass_planner",
     "moe_rl.balancing.passes",
     "moe_rl.balancing.slots",
+    "moe_rl.balancing.streams",
     "moe_rl.balancing.triton_slots",
     "moe_rl.replay.hf_recorder",
     "moe_rl.sync.dense",

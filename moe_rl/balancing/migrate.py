@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.exchange import gather
 from moe_rl.balancing.rounds import MIN_MOVES, arrangements_between
+from moe_rl.balancing.streams import streams_of
 
 ALIGNMENT_BYTES = 16
 
@@ -187,7 +188,10 @@ def migrate(
         pieces = transfer.pieces_of(scratch)
         try:
             _exchange(transfer, pieces, groups)
-            groups.all_true(True)  # nobody overwrites anything before everybody has everything
+            # Nobody overwrites anything before everybody has everything, on the device too: a vote between hosts would
+            # pass while the messages that it is about are still under way.
+            streams_of(groups.device).synchronize()
+            groups.all_true(True)
         except Exception as error:  # a lost connection, or a message that the group's backend refuses
             raise ReorderError(
                 f"round {index + 1} of {len(transfers)} of the reorder failed; the experts are where the rounds before "

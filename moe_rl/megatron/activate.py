@@ -6,7 +6,7 @@ layer) are made when its forward reaches it. M micro-batches, L MoE layers of th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from moe_rl.balancing.pass_planner import PlannedPass
 from moe_rl.balancing.schedule import home_experts
 from moe_rl.balancing.slots import SlotTable, SlotTables
+from moe_rl.balancing.streams import streams_of
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron.exchange import ReplicatedExperts, call_in_backward
 from moe_rl.megatron.layer import LayerPlan, LayerState
@@ -53,6 +54,8 @@ class PassParts:
     device: torch.device
     made: list[PassTables]
     later: list[Callable[[], PassTables]]
+    copied: dict[int, Any] = field(default_factory=dict)
+    """Part -> event behind its copy to the device: whichever stream asks first copies, others read it too."""
 
     def of(self, micro_batch: int) -> tuple[PassTables, int]:
         """Return the tables, on the device, that a micro-batch of the pass is in, and which of theirs it is."""
@@ -61,8 +64,12 @@ class PassParts:
                 self.made.append(self.later.pop(0)())
             part = self.made[index]
             # One copy for all micro-batches of the part: a copy per layer would be thousands of small ones.
+            streams = streams_of(self.device)
             if part.slots.terms.device != self.device:
                 part = self.made[index] = replace(part, slots=part.slots.to(self.device))
+                self.copied[index] = streams.record()
+            elif index in self.copied:
+                streams.wait(self.copied[index])
             if micro_batch < part.cells.num_micro_batches:
                 return part, micro_batch
             micro_batch -= part.cells.num_micro_batches

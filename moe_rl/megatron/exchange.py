@@ -77,6 +77,12 @@ class ReplicatedExperts:
         for slot in self._hosted_slots:
             self.transport.buffers.gradients[self.row(slot)].zero_()
 
+    def note_use(self) -> None:
+        """Note that this stream has been given all kernels of this run that use the buffers."""
+        self.transport.buffers.last_use.note()
+        if self.residents is not None:
+            self.residents.transport.buffers.last_use.note()
+
     def start_return(self) -> list[GradientReturn]:
         """Start to bring home what this micro-batch brings home."""
         found = [self.transport.start_return(self.cell, self.experts)]
@@ -134,6 +140,7 @@ class ReplicatedExperts:
             gradients[slot] = buffers.gradients_of(row)
         with self._saves_no_replica():
             output = self.experts.forward(rows, rows_per_slot, probs, by_slot, gradients)
+        self.note_use()
         return call_in_backward(self.start_backward, output)
 
     def row(self, host_slot: int) -> int:
@@ -222,12 +229,14 @@ class _Exchange(torch.autograd.Function):
         row_gradient, *rest = gradients
         home_gradients, produced = rest[: ctx.num_home], iter(rest[ctx.num_home :])
         if not home_gradients:  # frozen, so every rank's are
+            exchange.note_use()
             return None, None, None, row_gradient
         for _, buffers, row in ctx.hosted:
             for view in buffers.gradients_of(row):
                 gradient = next(produced)
                 if gradient is not None and view is not None:
                     view.add_(gradient)
+        exchange.note_use()
         returning = exchange.start_return()
         if ctx.returns_later:
             exchange.returning = returning

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from moe_rl.balancing.streams import LastUse, streams_of
 from moe_rl.core.errors import require
 from moe_rl.megatron.experts import Experts
 
@@ -44,6 +45,9 @@ class ReplicaBuffers:
         self._dtype, self._device = dtypes.pop(), first[0].device
         self.held: list[tuple[int, int] | None] = [None] * BANKS
         """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
+        self.streams = streams_of(self._device)
+        self.last_use = LastUse(self.streams)
+        """Of weights and gradients by kernels; what writes either from elsewhere waits for it."""
         self.allocate()
 
     def allocate(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_rl.balancing.streams import Arrival
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.replica_buffers import BANKS, IN_NODE, ReplicaBuffers
 
@@ -82,7 +83,7 @@ class Transport:
     """One whose first call was made by all its ranks: copies are calls of two."""
     buffers: ReplicaBuffers
     counters: TrafficCounters = field(default_factory=TrafficCounters)
-    _arriving: list[list[dist.Work]] = field(default_factory=lambda: [[] for _ in range(BANKS)])
+    _arriving: list[Arrival | None] = field(default_factory=lambda: [None] * BANKS)
     _returning: GradientReturn | None = None
 
     @property
@@ -122,13 +123,16 @@ class Transport:
                 views = self.buffers.weights_of(self.buffers.row(copy.host_slot, cell.half))
                 operations += [self._operation(dist.irecv, view, copy.home_rank) for view in views]
         # One batch per bank and in the order of the copies: NCCL pairs sends and receives by their order.
-        self._arriving[bank] = dist.batch_isend_irecv(operations) if operations else []
+        if operations:
+            with self.buffers.last_use.aside():
+                works = dist.batch_isend_irecv(operations)
+            self._arriving[bank] = Arrival(works, self.buffers.streams)
 
     def wait_for_push(self, bank: int) -> None:
-        """Return once what was last pushed to the bank has arrived, and this rank's part of it has left."""
-        works, self._arriving[bank] = self._arriving[bank], []
-        for work in works:
-            work.wait()
+        """Let this stream wait until what was last pushed to the bank has arrived, and this rank's part has left."""
+        arriving = self._arriving[bank]
+        if arriving is not None:
+            arriving.join()
 
     def start_return(self, cell: ReplicaCell, experts: Experts) -> GradientReturn:
         """Start to bring every replica's fp32 gradient home; the weights of the layer's rows are lost.
@@ -141,6 +145,7 @@ class Transport:
             self.wait_for_push(bank)
             # Gradients arrive where weights were, so these are lost on every rank of the group alike.
             self.buffers.held[bank] = None
+        self.buffers.last_use.wait()
         returning = GradientReturn(cell=cell, experts=experts)
         if cell.rounds:
             self._start_round(returning, 0)
@@ -160,6 +165,7 @@ class Transport:
                 work.wait()
             for copy, start, elements in returning.received if keep else ():
                 self._fold(copy, elements, start, returning.experts, returning.loose)
+        self.buffers.last_use.note()  # folding reads what the next push writes over
 
     def _start_round(self, returning: GradientReturn, number: int) -> None:
         """Send and receive the messages of one round."""
