@@ -8,6 +8,7 @@ from unittest.mock import patch
 import tiny_gpt
 import torch
 
+from moe_rl.balancing.streams import Arrival
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, elastic_spec
 from moe_rl.megatron.exchange import ReplicatedExperts
@@ -232,6 +233,8 @@ def controls() -> dict[str, Any]:
             found["gradient_lost"] = balanced(tiny_gpt.build(), steps=ONE_STEP)[0]
         with patch.object(ReplicatedExperts, "start_push", push_nothing):
             found["weights_not_pushed"] = balanced(tiny_gpt.build(), steps=ONE_STEP)[0]
+        with patch.object(Arrival, "join", lambda self: None):  # late: weights are NaN until somebody waits
+            found["push_not_awaited"] = balanced(tiny_gpt.build(), steps=ONE_STEP)[0]
     return found
 
 
@@ -269,6 +272,7 @@ def named_ranges() -> list[str]:
                 balancer.begin_pass(occurring(0))
                 tiny_gpt.forward_backward(run, 0, occurring(0))
                 balancer.end_pass()
+                run.model.zero_grad_buffer()  # experts stay while gradients wait
                 home = balancer.placement.home_rank
                 balancer.reorder(ExpertPlacement.from_home_rank(home[:, ::-1], ep_size=2, spare_slots=1))
         finally:

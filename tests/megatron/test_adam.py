@@ -7,7 +7,7 @@ from curves import BF16_UNIT_ROUNDOFF, relative_difference
 
 
 def adam_case(case: str, world_size: int = 4) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=world_size, case=f"adam_cases.{case}", launch="standins")
+    return pytest.mark.multi_rank(world_size=world_size, case=f"adam_cases.{case}", launch="standins", backend="late")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ LAYERS, MICRO_BATCHES = 4, 3
 Log = list[list[Any]]
 
 
-def cross_node_case(case: str) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=4, case=f"cross_node_cases.{case}")
+def cross_node_case(case: str, backend: str = "late") -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=4, case=f"cross_node_cases.{case}", backend=backend)
 
 
 def marked(case: str, *more: pytest.MarkDecorator) -> Any:
@@ -52,7 +52,7 @@ def test_gradients_that_do_not_fit_at_once_come_home_in_rounds(
         assert relative_difference(rank["plain"], rank["curve"]) <= limit
 
 
-@cross_node_case("memory")
+@cross_node_case("memory", "gloo")  # staging buffers of the other backend count too
 def test_the_buffers_are_one_in_node_and_two_cross_node_sets_and_nothing_else(outcome: list[Any]) -> None:
     for rank in outcome:
         assert rank["added"] == rank["reported"] == (1 + 2 * 1) * rank["numel"] * (2 + 4)

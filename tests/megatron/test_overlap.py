@@ -14,7 +14,9 @@ CASES = ("replicas", "shared_expert_and_deepep", "hybridep", "residents", "stati
 
 
 def overlap_case(case: str, world_size: int = 2) -> Any:
-    return pytest.mark.multi_rank(world_size=world_size, case=f"overlap_cases.{case}", launch="standins")
+    return pytest.mark.multi_rank(
+        world_size=world_size, case=f"overlap_cases.{case}", launch="standins", backend="late"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def marked(world_size: int, case: str, *more: pytest.MarkDecorator) -> Any:
 
 
 def replica_case(world_size: int, case: str) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=world_size, case=f"replica_cases.{case}")
+    return pytest.mark.multi_rank(world_size=world_size, case=f"replica_cases.{case}", backend="late")
 
 
 @pytest.mark.parametrize("case", [marked(*each) for each in COMPARED])
@@ -48,9 +48,9 @@ def test_bf16_differs_by_its_own_rounding_only(outcome: list[Any]) -> None:
 
 
 @replica_case(2, "controls")
-def test_a_lost_gradient_or_push_is_visible_to_the_comparison(outcome: list[Any]) -> None:
+def test_a_lost_gradient_or_push_and_a_missing_wait_are_visible_to_the_comparison(outcome: list[Any]) -> None:
     for rank in outcome:
-        for fault in ("gradient_lost", "weights_not_pushed"):
+        for fault in ("gradient_lost", "weights_not_pushed", "push_not_awaited"):
             assert relative_difference(rank["right"], rank[fault]) > 1000 * FP32_LIMIT, fault
 
 

@@ -22,8 +22,10 @@ FAULTS = {"gradients_stay_away", "weights_stay_old"}
 SLOW_VIEWS = {"gathered", "grouped_module", "te_grouped", "sequential_fused"}
 
 
-def resident_case(case: str, world_size: int) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=world_size, case=f"resident_cases.{case}", launch="standins")
+def resident_case(case: str, world_size: int, backend: str = "late") -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(
+        world_size=world_size, case=f"resident_cases.{case}", launch="standins", backend=backend
+    )
 
 
 def matrix() -> list[Any]:
@@ -72,7 +74,7 @@ def test_weights_travel_once_per_step_and_gradients_once_whatever_the_micro_batc
     assert sent("pushed", 0, "without_log_probs") == [residents * numel * 4] * 3
 
 
-@resident_case("memory", 4)
+@resident_case("memory", 4, "gloo")  # staging buffers of the other backend count too
 def test_the_buffers_are_as_large_as_documented_and_offload_gives_them_back(outcome: list[Any]) -> None:
     layers, slots = 2, 2
     for rank in outcome:
