@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_routes size [--trace FILE]       bytes beside the index of the combination
     python -m benchmarks.bench_routes decode                    MB of ids per second and core
+    python -m benchmarks.bench_routes sequences [--trace FILE]  the same of sequences as they are, in order and shuffled
     python -m benchmarks.bench_routes turns                     bytes of a turn beside its new tokens
     python -m benchmarks.bench_routes memory [--trace FILE]     host peak of slime's data path, scaled down, and its law
     python -m benchmarks.bench_routes faults                    seeded faults in every producer's format x 5 families
@@ -117,6 +118,24 @@ def measure_decode(trace: Path | None) -> dict[str, Any]:
             "int32_mb_per_s": 4 * out.size / min(times) / 1e6,
         }
     return result
+
+
+def measure_sequences(trace: Path | None, rounds: int = 3) -> dict[str, Any]:
+    """Ids read per second of CPU time where every sequence of a trace is read by itself, in order and shuffled."""
+    sequences, experts = recorded(trace, 200_000)
+    reader = RoutesReader(stream(sequences, experts))
+    ids, result = sum(each.size for each in sequences), {}
+    orders = {"in_order": list(range(len(sequences)))}
+    orders["shuffled"] = np.random.default_rng(0).permutation(len(sequences)).tolist()
+    for name, order in orders.items():
+        times = []
+        for _ in range(rounds):
+            begin = time.process_time()
+            for key in order:
+                reader.ids(key)
+            times.append(time.process_time() - begin)
+        result[f"{name}_ids_mb_per_s"] = ids / min(times) / 1e6
+    return result | {"sequences": len(sequences), "mean_rows": sum(map(len, sequences)) / len(sequences)}
 
 
 def measure_turns() -> dict[str, Any]:
@@ -503,7 +522,8 @@ def main() -> None:
     """Run one measurement and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=["size", "decode", "turns", "memory", "peak", "faults", "recorded", "clean", "online"]
+        "what",
+        choices=["size", "decode", "sequences", "turns", "memory", "peak", "faults", "recorded", "clean", "online"],
     )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--batches", type=int, default=10_000)
@@ -515,6 +535,7 @@ def main() -> None:
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "size": lambda: measure_size(given.trace),
         "decode": lambda: measure_decode(given.trace),
+        "sequences": lambda: measure_sequences(given.trace),
         "turns": measure_turns,
         "memory": lambda: measure_memory(given.trace, tuple(map(int, given.counts.split(","))), given.tokens),
         "peak": lambda: {"peak_bytes": peak_of(given.trace, given.samples, given.tokens)},

@@ -9,7 +9,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -75,6 +75,8 @@ class Chunk:
     """[L, blocks] first byte of every block in the body."""
     end: int
     """Byte of the buffer behind the chunk."""
+    books: dict[int, bytes] = field(default_factory=dict)
+    """By layer, the codebooks whose checksums were right, a few kB each: the same objects, so that they hash once."""
 
     def check_blocks(self) -> None:
         """Raise in one sentence if a codebook or block is damaged; reads all of them."""
@@ -106,10 +108,12 @@ class Chunk:
         sizes = self.tables.book_size
         if not sizes[layer]:
             return None
-        first = int(sizes[:layer].sum(dtype=np.int64))
-        data = self.body[first : first + int(sizes[layer])]
-        self._check(layer, -1, data)
-        return _code_tables(data.tobytes(), self.tables.shape)
+        if layer not in self.books:
+            first = int(sizes[:layer].sum(dtype=np.int64))
+            data = self.body[first : first + int(sizes[layer])]
+            self._check(layer, -1, data)
+            self.books[layer] = data.tobytes()
+        return _code_tables(self.books[layer], self.tables.shape)
 
     def _check(self, layer: int, block: int, data: NDArray[np.uint8]) -> None:
         what = f"block {block}" if block >= 0 else "the codebook"
@@ -117,7 +121,8 @@ class Chunk:
         require(not damaged, f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match.")
 
 
-@lru_cache(maxsize=64)  # 0.1 to 0.5 MB each: a host has thousands of streams open
+# 0.1 to 0.5 MB each, and a host has thousands of streams open; a stream of 94 layers in two chunks has 188.
+@lru_cache(maxsize=256)
 def _code_tables(book: bytes, shape: SetShape) -> CodeTables:
     return CodeTables.of(codebook_from_bytes(book, shape), shape)
 

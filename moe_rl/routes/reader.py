@@ -17,7 +17,8 @@ from moe_rl.routes.blocks import block_rows
 from moe_rl.routes.chunk import PART, Chunk, ChunkScan
 
 Bytes = bytes | memoryview | NDArray[np.uint8]
-# Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache.
+# Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache. A reader keeps
+# as many decoded blocks.
 TILE_BLOCKS = 8
 
 
@@ -43,7 +44,8 @@ class RoutesReader:
         self._chunks: list[Chunk] = []
         self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._extents: dict[int, tuple[_Extent, ...]] = {}
-        self._last: tuple[Any, NDArray[Any]] = None, np.zeros(0, np.uint8)
+        self._recent: tuple[tuple[Any, NDArray[Any]], ...] = ()
+        """Blocks that were decoded last, each with what it is; replaced as a whole, so that threads may read."""
         self.closed = False
         """Whether the data end with the mark of a whole file; messages have none."""
         for part in data if isinstance(data, list) else [data]:
@@ -191,22 +193,32 @@ class RoutesReader:
 
     def _decode_routed(self, number: int, first: int, layers: Sequence[int], out: NDArray[Any]) -> None:
         """Write the chunk's routed rows from `first` on; a short read keeps its blocks for the next sequence's."""
-        chunk, step = self._chunks[number], TILE_BLOCKS * block_rows(self.top_k)
-        low, high = first, first + len(out)
-        if len(out) < step:
-            # Whole tiles of 8 x 1,024 rows: the next short sequence of the chunk most often lies in the same one.
-            low, high = first // step * step, min(-(-high // step) * step, chunk.tables.num_routed)
-            if self._last[0] == (number, low, high, tuple(layers)):
-                out[:] = self._last[1][first - low : first - low + len(out)]
-                return
-        rows = out if len(out) >= step else np.empty((high - low, *out.shape[1:]), out.dtype)
+        chunk, size = self._chunks[number], block_rows(self.top_k)
+        step, end = TILE_BLOCKS * size, first + len(out)
         with located(self._name or "routes"):
-            for begin in range(0, len(rows), step):  # all layers of some rows: they are neighbors in memory
-                for place, layer in enumerate(layers):
-                    chunk.decode(layer, low + begin, rows[begin : begin + step, place])
-        if rows is not out:
-            self._last = (number, low, high, tuple(layers)), rows
-            out[:] = rows[first - low : first - low + len(out)]
+            if len(out) >= step:
+                for begin in range(0, len(out), step):  # all layers of some rows: they are neighbors in memory
+                    for place, layer in enumerate(layers):
+                        chunk.decode(layer, first + begin, out[begin : begin + step, place])
+                return
+            for block in range(first // size, -(-end // size)):
+                low, high = max(first, block * size), min(end, (block + 1) * size)
+                rows = self._block(number, block, tuple(layers), out.dtype)
+                out[low - first : high - first] = rows[low - block * size : high - block * size]
+
+    def _block(self, number: int, block: int, layers: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return [n, l, K] the rows of a block: the next short sequence of the chunk often lies in the same one."""
+        wanted = number, block, layers, dtype
+        recent = self._recent
+        for key, rows in recent:
+            if key == wanted:
+                return rows
+        chunk, size = self._chunks[number], block_rows(self.top_k)
+        rows = np.empty((min(size, chunk.tables.num_routed - block * size), len(layers), self.top_k), dtype)
+        for place, layer in enumerate(layers):
+            chunk.decode(layer, block * size, rows[:, place])
+        self._recent = ((wanted, rows), *recent[: TILE_BLOCKS - 1])
+        return rows
 
 
 def _sound_bytes(data: NDArray[np.uint8]) -> int:
