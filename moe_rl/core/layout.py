@@ -29,6 +29,10 @@ class BatchLayout:
     """Most tokens that a DP rank may hold in a micro-batch; None means no limit."""
     fixed: bool = False
     """True when a framework owns the layout, so that planners must not repack it."""
+    most_sequences: int | None = None
+    """Most sequences that a DP rank may run in the step; None means no limit. verl gives all ranks equally many."""
+    lengths_alone: bool = False
+    """True where a driver packs that knows the lengths of sequences but not their routes."""
 
     def __post_init__(self) -> None:
         count = self.num_sequences

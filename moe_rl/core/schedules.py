@@ -6,6 +6,7 @@ measured against the layout that a run would have without it.
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,6 +208,28 @@ FRAMEWORK_LAYOUTS: dict[str, Callable[..., BatchLayout]] = {
     "megatron": megatron_layout,
     "in-order": BatchLayout.in_order,
 }
+
+
+# What a run of each framework lets a plan do with its sequences, when moe_rl packs for it ("run" of `PACKINGS`).
+EQUAL_COUNTS, OWN_SCHEDULE = "equal counts", "own schedule"
+FRAMEWORK_RULES = {"verl": EQUAL_COUNTS, "slime": OWN_SCHEDULE, "megatron": OWN_SCHEDULE, "in-order": OWN_SCHEDULE}
+PACKINGS = ("run", "free", "none")
+
+
+def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> BatchLayout:
+    """Return the layout with the rule under which it may be packed anew.
+
+    "run": what a run of the framework lets moe_rl do. verl's driver packs by lengths alone and deals equally many
+    sequences to every data-parallel rank; schedules of the others are carried out as they are. "free": any place within
+    the token budget. "none": as laid out.
+    """
+    require_known(packing, PACKINGS, f"--packing {packing!r} is unknown.")
+    if packing == "free":
+        return layout
+    if packing == "none" or FRAMEWORK_RULES[framework] == OWN_SCHEDULE:
+        return replace(layout, fixed=True)
+    most = -(-layout.num_sequences // layout.num_dp_ranks)
+    return replace(layout, most_sequences=most, lengths_alone=True)
 
 
 def framework_layout(

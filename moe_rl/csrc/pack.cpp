@@ -47,7 +47,7 @@ class Packing {
           scratch_(p_.layers), load_(width_ * p_.batches, 0), balance_(p_.batches, 0), tokens_(p_.places, 0),
           work_(static_cast<std::size_t>(p_.parts) * p_.places, 0), members_(p_.places), position_(p_.sequences),
           by_tokens_(p_.sequences), rank_(p_.sequences), distances_(std::bit_width(static_cast<unsigned>(p_.sequences))),
-          places_(p_.batches), of_group_(p_.groups, 0) {
+          places_(p_.batches), of_group_(p_.groups, 0), of_rank_(std::max(1, p_.ranks), 0) {
         std::iota(by_tokens_.begin(), by_tokens_.end(), 0);
         std::stable_sort(by_tokens_.begin(), by_tokens_.end(), [&](int a, int b) { return p_.tokens[a] < p_.tokens[b]; });
         for (int rank = 0; rank < p_.sequences; ++rank)
@@ -76,7 +76,7 @@ class Packing {
     bool propose(Rng &rng) {
         first_ = static_cast<int>(rng.below(p_.sequences));
         from_ = place_of_[first_];
-        if (p_.ranks == 0 && rng.below(2) == 0) {
+        if ((p_.ranks == 0 || p_.most > 0) && rng.below(2) == 0) {
             // With one about as long, places keep their work and their budgets: seven long-tailed batches at EP32 became
             // .17 % faster. All orders of distance are as likely, so that no length scale has to be known.
             const std::int64_t other = rank_[first_] + 1 + rng.below(std::int64_t{1} << rng.below(distances_));
@@ -85,11 +85,16 @@ class Packing {
             second_ = by_tokens_[other];
             to_ = place_of_[second_];
         } else {
-            // Among all places, or those of the sequence's rank: every `stride`-th.
-            const int stride = std::max(1, p_.ranks), other = static_cast<int>(rng.below(p_.places / stride - 1));
+            // Among all places, or those of the sequence's rank: every `stride`-th. Where it may change it, either, by halves.
+            const int own = std::max(1, p_.ranks);
+            const int stride = p_.most > 0 && (p_.places < 2 * own || rng.below(2) == 0) ? 1 : own;
+            const int other = static_cast<int>(rng.below(p_.places / stride - 1));
             to_ = from_ % stride + stride * (other + (other >= from_ / stride ? 1 : 0));
             const auto partners = static_cast<std::int64_t>(members_[to_].size());
-            const std::int64_t pick = rng.below(partners + 1);
+            const bool moves = p_.most == 0 || to_ % own == from_ % own || of_rank_[to_ % own] < p_.most;
+            if (!moves && partners == 0)
+                return false;
+            const std::int64_t pick = rng.below(partners + (moves ? 1 : 0));
             second_ = pick < partners ? members_[to_][pick] : -1;
         }
         if (second_ < 0 && members_[from_].size() == 1)
@@ -196,12 +201,14 @@ class Packing {
     void enter(int sequence, int place) {
         place_of_[sequence] = place;
         weigh(sequence, place, 1);
+        ++of_rank_[place % std::max(1, p_.ranks)];
         position_[sequence] = static_cast<int>(members_[place].size());
         members_[place].push_back(sequence);
     }
 
     void leave(int sequence) {
         const int place = place_of_[sequence];
+        --of_rank_[place % std::max(1, p_.ranks)];
         weigh(sequence, place, -1);
         const int last = members_[place].back();
         members_[place][position_[sequence]] = last;
@@ -219,6 +226,7 @@ class Packing {
     int distances_;                                // orders of distance in it
     std::vector<std::vector<int>> places_; // of each batch
     std::vector<std::int64_t> of_group_;
+    std::vector<int> of_rank_; // sequences of each
     std::int64_t cost_ = 0;
 
     // The proposal on the table.
@@ -232,7 +240,7 @@ std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_
                   std::uint64_t seed, std::vector<std::int32_t> &place_of) {
     Rng rng(seed);
     Packing packing(problem, place_of);
-    if (problem.places / std::max(1, problem.ranks) < 2 || problem.sequences == 0)
+    if (problem.places / (problem.most > 0 ? 1 : std::max(1, problem.ranks)) < 2 || problem.sequences == 0)
         return packing.cost();
     std::vector<std::int32_t> best = place_of;
     const std::int64_t best_cost =

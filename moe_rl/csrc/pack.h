@@ -24,6 +24,7 @@ struct PackProblem {
     int nodes;
     std::int32_t limit;            // rows of a bin above which a row costs STEEP more: what sizes a static buffer
     int ranks;                     // > 0: place % ranks is a sequence's DP rank, which it keeps
+    int most;                      // > 0: it may change it, but no rank gets more sequences than this (`ranks` > 0)
 };
 
 // A batch costs the sum over layers of its busiest bin + its busiest place of every part, a group the sum over its batches.

@@ -287,7 +287,7 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
 auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
           In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, int num_groups, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
-          std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place, std::int32_t limit, int ranks) {
+          std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place, std::int32_t limit, int ranks, int most) {
     const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
     check(tokens.shape(0) == sequences && work.shape(1) == sequences && place.shape(0) == sequences,
@@ -303,10 +303,11 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
                                  [=](std::int32_t node) { return node >= -1 && node < nodes; }),
           "a node lies outside travel");
     check(ranks >= 0 && (ranks == 0 || places % static_cast<std::size_t>(ranks) == 0), "every rank has as many places");
+    check(most >= 0 && (most == 0 || ranks > 0), "only ranks have a number of sequences");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
                               static_cast<int>(places), num_batches, num_groups, bin_load.data(), tokens.data(), work.data(),
                               static_cast<int>(work.shape(0)), batch_of_place.data(), budget,
-                              travel ? travel->data() : nullptr, node_of_place.data(), nodes, limit, ranks};
+                              travel ? travel->data() : nullptr, node_of_place.data(), nodes, limit, ranks, most};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     const std::int64_t cost = unlocked([&] { return pack(problem, iterations, heat_shift, seed, place_of); });
     return std::make_tuple(vector_out(std::move(place_of)), cost);
@@ -438,7 +439,7 @@ void bind_planner(nb::module_ &module) {
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,
                "num_batches"_a, "num_groups"_a, "budget"_a, "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(),
-               "node_of_place"_a, "limit"_a = std::numeric_limits<std::int32_t>::max(), "ranks"_a = 0,
+               "node_of_place"_a, "limit"_a = std::numeric_limits<std::int32_t>::max(), "ranks"_a = 0, "most"_a = 0,
                "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin.");
     module.def("staircase", &staircase_places, "work"_a, "tokens"_a, "ranks"_a, "budget"_a, "count"_a,
                "Return [S] places micro_batch * ranks + rank, long sequences together; None where one has no room.");

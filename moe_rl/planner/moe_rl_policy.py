@@ -25,7 +25,7 @@ from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.outlook import Outlook
-from moe_rl.planner.packing import near_starts
+from moe_rl.planner.packing import best_start, near_starts
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
@@ -148,6 +148,8 @@ class MoeRlPlanner(Planner):
         if core is None:
             require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
+        if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
+            problem, may = _packed_by_driver(problem, core), replace(may, pack=False)
         given, shown = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
@@ -255,6 +257,18 @@ class MoeRlPlanner(Planner):
                 "no rank needs buffers for them."
             )
         return tuple(notes)
+
+
+def _packed_by_driver(problem: PlanProblem, core: Any) -> PlanProblem:
+    """Return the problem on the layout that a driver makes who knows lengths alone.
+
+    What follows plans around it, as workers do, even where the given layout would have suited these routes better.
+    """
+    cost, tokens = problem.micro_batch_cost, problem.sequence_tokens
+    if cost is None or tokens is None or problem.load.scaled:  # a scaled step has no sequences of its size
+        return problem
+    layout = best_start(problem.layout, cost, np.ascontiguousarray(tokens, np.int64), problem.topology, core)
+    return replace(problem, layout=layout, load=load_of_plan(problem, layout))
 
 
 def _over_engine(problem: PlanProblem, at_start: Candidate, best: Candidate) -> tuple[str, ...]:

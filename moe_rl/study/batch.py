@@ -15,7 +15,7 @@ from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.routes import RouteSample
-from moe_rl.core.schedules import framework_layout
+from moe_rl.core.schedules import framework_layout, with_rule
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import Trace, count_sequences
@@ -175,7 +175,7 @@ def _layout(
         return BatchLayout.ep_group(lengths, token_budget=options.ep_group_tokens, seed=options.seed)
     if options.micro_batch_tokens is not None:
         virtual = options.num_virtual_stages_per_pipeline_rank > 1
-        return framework_layout(
+        layout = framework_layout(
             options.layout,
             lengths,
             num_dp_ranks=topology.num_dp_ranks,
@@ -183,6 +183,7 @@ def _layout(
             multiple_of=options.pipeline_model_parallel_size if virtual else 1,
             model=model,
         )
+        return with_rule(layout, options.layout, options.packing)
     return BatchLayout.recorded(
         np.concatenate([part.micro_batch for part in parts]),
         np.concatenate([part.dp_rank for part in parts]),

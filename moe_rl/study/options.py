@@ -187,6 +187,7 @@ class SimulationOptions(TraceOptions):
     batch: str | None = None
     micro_batch_tokens: int | None = None
     layout: str = "verl"
+    packing: str = "run"
     global_batch_tokens: int | None = None
     global_batch_size: int | None = None
     ep_group_tokens: int | None = None

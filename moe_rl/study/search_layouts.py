@@ -162,7 +162,7 @@ class ShapeTask:
         cost = cost_of_lengths(run, lengths, tokens_per_rank=held)
         layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is not None:
-            layout = best_start(layout, cost, lengths, topology, core)
+            layout = best_start(layout, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
         # Attention grows with the square of a length: equal sequences of this length have as much of it per token.
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())

@@ -30,9 +30,9 @@ SHARED = 8
 LONG_TAILED = ("lognormal", "bimodal", "agentic")
 
 
-def lengths_of(distribution: str, tokens: int) -> NDArray[np.int64]:
+def lengths_of(distribution: str, tokens: int, seed: int = 0) -> NDArray[np.int64]:
     """[S] lengths that add up to about `tokens`."""
-    rng, count = np.random.default_rng(0), tokens // 1000
+    rng, count = np.random.default_rng(seed), tokens // 1000
     if distribution == "lognormal":
         drawn = np.exp(rng.normal(8.0, 1.2, count))
     elif distribution == "bimodal":
@@ -81,7 +81,9 @@ def starts_of(problem: PlanProblem) -> dict[str, PlanProblem]:
     assert problem.sequence_tokens is not None
     assert problem.load_of_layout is not None
     layouts = {"verl": problem.layout}
-    layouts |= layouts_of_lengths(problem.layout, problem.micro_batch_cost, problem.sequence_tokens, core)
+    layouts |= layouts_of_lengths(
+        problem.layout, problem.micro_batch_cost, problem.sequence_tokens, problem.topology, core
+    )
     return {
         name: replace(problem, layout=layout, load=problem.load_of_layout(layout)) for name, layout in layouts.items()
     }
@@ -107,7 +109,7 @@ def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(mon
     assert problem.micro_batch_cost is not None
     assert problem.sequence_tokens is not None
     (other, *_) = layouts_of_lengths(
-        problem.layout, problem.micro_batch_cost, problem.sequence_tokens, native_core()
+        problem.layout, problem.micro_batch_cost, problem.sequence_tokens, problem.topology, native_core()
     ).values()
     found: list[Candidate] = []
     searched = _Run._found

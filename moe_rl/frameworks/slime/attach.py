@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.driver_packing import DriverPacking
 from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
 from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
@@ -380,6 +381,28 @@ def packed_steps(
             samples, schedule, token_budget=token_budget, config=config, model=model, topology=topology
         )
         packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in found])
+    return packed
+
+
+def packed_by_lengths(
+    total_lengths: Sequence[int], steps: Sequence[Sequence[Sequence[Sequence[int]]]], packing: DriverPacking
+) -> list[list[list[list[int]]]]:
+    """Return `steps` with the samples of every optimizer step packed over all ranks by their lengths alone.
+
+    No routes are needed, so this works with replay and without. slime has no rule of equal counts: ranks get as many
+    micro-batches each, and any number of samples. A step that cannot be packed (one sample above the budget) stays.
+    """
+    packed = []
+    for schedule in steps:
+        ids = np.array(sorted({sample for batches in schedule for batch in batches for sample in batch}), np.int64)
+        layout = packing.layout(np.array([total_lengths[each] for each in ids], np.int64))
+        if layout is None:
+            packed.append([[list(batch) for batch in batches] for batches in schedule])
+            continue
+        cells: list[list[list[int]]] = [[[] for _ in range(layout.num_micro_batches)] for _ in schedule]
+        for index in np.argsort(layout.order, kind="stable").tolist():
+            cells[layout.dp_rank[index]][layout.micro_batch[index]].append(int(ids[index]))
+        packed.append(cells)
     return packed
 
 

@@ -24,6 +24,7 @@ from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl.contract import FRAMEWORK
+from moe_rl.frameworks.verl.driver import micro_batches_of_column
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 # First model chunk of an engine -> its engine, its `MegatronRun` and its `LookAhead`.
@@ -119,7 +120,7 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
 
 
 def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let an update's sequences change their micro-batch where verl's own are dynamic."""
+    """Let an update's sequences run in the driver's micro-batches, and change them, where verl's own are dynamic."""
     from verl.utils.tensordict_utils import get_non_tensor_data, index_select_tensor_dict
 
     engine = UPDATE.get()
@@ -128,13 +129,19 @@ def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: 
         return [index_select_tensor_dict(data, each) for each in ahead.indices], ahead.indices
     micro_batches, indices = original(data, *args, **kwargs)
     grouped = get_non_tensor_data(data, "force_group_size", 1) > 1
-    if run is None or not run.packs or indices is None or len(indices) == 1 or grouped:
+    if run is None or indices is None or grouped:
+        return micro_batches, indices
+    budget = data["max_token_len_per_gpu"] * get_non_tensor_data(data, "sp_size", 1)
+    of_driver = micro_batches_of_column(data, budget)
+    if of_driver is not None:
+        indices = of_driver
+        micro_batches = [index_select_tensor_dict(data, each) for each in indices]
+    if not run.packs or len(indices) == 1:
         return micro_batches, indices
     replayed = data.get("routed_experts", None)
     routes = None
     if replayed is not None:
         routes = [of_moe_layers(each, run.balancer.model) for each in replayed.unbind()]
-    budget = data["max_token_len_per_gpu"] * get_non_tensor_data(data, "sp_size", 1)
     packed = run.balancer.packed(indices, data["input_ids"].unbind(), token_budget=budget, routes=routes)
     return [index_select_tensor_dict(data, each) for each in packed], packed
 

@@ -72,7 +72,8 @@ when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
 when_imported("verl.workers.config.actor", _check_settings)
 when_imported("verl.trainer.ppo.rollout_corr_helper", _offer_rollout_correction)
 if _settings is not None:
-    from moe_rl.frameworks.verl.attach import install_when_imported
+    from moe_rl.frameworks.verl import attach, driver
 
-    install_when_imported(_settings)
+    attach.install_when_imported(_settings)
+    driver.install_when_imported(_settings)
     when_imported("verl.trainer.constants_ppo", _pass_settings_on)

@@ -12,14 +12,17 @@ from slime_schedules import Made, made_schedule
 from strategies import model_spec
 
 from moe_rl.balancing import BalancerConfig, cluster_topology
+from moe_rl.balancing.driver_packing import DriverPacking
 from moe_rl.balancing.schedule import pack_schedule
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import imbalance, node_load, rank_load
+from moe_rl.core.native import native_core
 from moe_rl.core.plan_file import load_plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
 from moe_rl.frameworks.slime import attach as slime
+from moe_rl.simulators.setting import StepSetting
 
 CONFIG = BalancerConfig(objective="imbalance")
 MODEL = model_spec(num_experts=8, num_layers=3, top_k=2, moe_layer_ids=(1, 2))
@@ -103,6 +106,26 @@ def test_packing_keeps_samples_budgets_and_counts_and_evens_nodes_out(slots: int
         ]
         uneven.append(np.mean([imbalance(node_load(each, 2) if slots else each) for each in loads]))
     assert uneven[1] < uneven[0]
+
+
+@pytest.mark.skipif(native_core() is None, reason="packing needs the C++ core")
+def test_lengths_alone_pack_over_all_ranks(rng: np.random.Generator) -> None:
+    made = made_schedule(rng, ranks=4, steps=2, rollouts=24)
+    steps = steps_of(made)
+    topology = cluster_topology(CONFIG, ep_size=4)
+    packing = DriverPacking(
+        framework="slime", model=MODEL, topology=topology, setting=StepSetting(), token_budget=made.budget
+    )
+    packed = slime.packed_by_lengths(made.lengths, steps, packing)
+    assert packed != steps
+    for before, after in zip(steps, packed, strict=True):
+        cells = [batch for rank in after for batch in rank]
+        samples = [sorted(sample for rank in each for batch in rank for sample in batch) for each in (before, after)]
+        assert samples[0] == samples[1]
+        assert len({len(rank) for rank in after}) == 1
+        assert all(0 < sum(made.lengths[sample] for sample in batch) <= made.budget for batch in cells)
+    tight = replace(packing, token_budget=max(made.lengths) - 1)
+    assert slime.packed_by_lengths(made.lengths, steps[:1], tight) in (steps[:1], packed[:1])
 
 
 def trace_of(routes: list[np.ndarray], made: Made, step: Any) -> RoutingTrace:

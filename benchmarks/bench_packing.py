@@ -1,0 +1,93 @@
+"""What a run of verl gets of packing, beside packing that no framework does: simulated seconds of an update.
+
+    python benchmarks/bench_packing.py                      the table of docs/packing.md
+    python benchmarks/bench_packing.py --ep 32 --seed 1     other lengths of the same distributions
+
+Routes are those of the development trace, 32 H100, 32,768 tokens per rank, one replica slot. `verl's` is the layout
+that verl makes, `run` the one that its driver makes with moe_rl (lengths alone, equally many sequences per rank),
+`free` that of a search with routes over all ranks; homes and replicas are planned for each. `kept` is the share of what
+`free` saves that `run` saves, too.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.fuzz_planner import DEV_TRACE
+from moe_rl.core.schedules import with_rule
+from moe_rl.core.trace import RoutingTrace
+from moe_rl.planner.registry import make_planner
+from moe_rl.study.plan_and_price import pricing_of
+from moe_rl.study.traces import open_trace
+from tests.study.test_packing import LONG_TAILED, LONGEST, SHARED, batch_of, lengths_of, scenario_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedUpdate:
+    """Simulated seconds of one batch."""
+
+    lengths: str
+    ep_size: int
+    static_s: float
+    verl_s: float
+    run_s: float
+    free_s: float
+    plan_s: float
+    """CPU seconds of the plan of a run."""
+
+    @property
+    def kept(self) -> float:
+        """Share of the gain of free packing that a run has, too."""
+        return (self.verl_s - self.run_s) / (self.verl_s - self.free_s)
+
+
+def packed_update(trace: RoutingTrace, name: str, ep_size: int) -> PackedUpdate:
+    """Plan and price one batch under the rules."""
+    scenario = scenario_of(trace, "gpt-oss-20b", ep_size, LONGEST)
+    free = replace(scenario.problem, layout=with_rule(scenario.problem.layout, "verl", "free"))
+    run = replace(scenario.problem, layout=with_rule(scenario.problem.layout, "verl"))
+    started = time.process_time()
+    plans = {"run": make_planner("moe-rl").plan(run)}
+    plan_s = time.process_time() - started
+    plans |= {"static": make_planner("static").plan(free), "verl": make_planner("moe-rl-unpacked").plan(free)}
+    plans["free"] = make_planner("moe-rl").plan(free)
+    simulate, _ = pricing_of(scenario, plans)
+    result = simulate(scenario.training_step.setting)
+    seconds = {f"{each}_s": result.policies[each].step_time_s for each in plans}
+    return PackedUpdate(lengths=name, ep_size=ep_size, plan_s=plan_s, **seconds)
+
+
+def updates(ep_sizes: Sequence[int], tokens: int, seed: int) -> list[PackedUpdate]:
+    """Return all batches, printed as rows of a table."""
+    source = open_trace(DEV_TRACE)
+    (recorded,) = source.parts(source.steps[-1])
+    assert isinstance(recorded, RoutingTrace)
+    print("| lengths | EP | `static` | verl's | run | free | kept | plan, CPU s |\n|---|---|---|---|---|---|---|---|")
+    found = []
+    for name in LONG_TAILED:
+        trace = batch_of(recorded, lengths_of(name, tokens, seed), alike=SHARED if name == "agentic" else 1)
+        for ep_size in ep_sizes:
+            one = packed_update(trace, name, ep_size)
+            figures = [f"{seconds:.3f}" for seconds in (one.static_s, one.verl_s, one.run_s, one.free_s)]
+            row = [name, str(ep_size), *figures, f"{one.kept:.0%}", f"{one.plan_s:.1f}"]
+            print(f"| {' | '.join(row)} |", flush=True)
+            found.append(one)
+    return found
+
+
+def main() -> None:
+    """Print the table and the mean of what is kept."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ep", type=int, action="append")
+    parser.add_argument("--tokens", type=int, default=1_500_000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    kept = [one.kept for one in updates(asked.ep or (8, 16, 32), asked.tokens, asked.seed)]
+    print(f"kept on average: {np.mean(kept):.0%}")
+
+
+if __name__ == "__main__":
+    main()

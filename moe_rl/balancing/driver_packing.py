@@ -1,0 +1,87 @@
+"""Sequences of an update packed over all data-parallel ranks by the driver, from their lengths alone.
+
+A driver knows lengths before anything runs, with routing replay and without; what routes add is left to the workers. A
+micro-batch lasts as long as its slowest rank, so long sequences should meet long ones. The framework's rules are kept
+in the search itself. S sequences, D data-parallel ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.native import native_core
+from moe_rl.core.schedules import FRAMEWORK_LAYOUTS, with_rule
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.packing import best_start
+from moe_rl.simulators.balanced import cost_of_lengths
+from moe_rl.simulators.setting import StepSetting, TrainingRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverPacking:
+    """How a driver packs the updates of a run."""
+
+    framework: str
+    """Whose rules are kept, and from whose layout the search starts; a name of `FRAMEWORK_LAYOUTS`."""
+    model: MoeModelSpec
+    topology: ClusterTopology
+    setting: StepSetting
+    token_budget: int
+    """Most tokens of a data-parallel rank in a micro-batch."""
+
+    def layout(self, lengths: NDArray[np.int64]) -> BatchLayout | None:
+        """Return the layout of one update of sequences of these lengths; None where there is nothing to pack.
+
+        It is predicted no slower than the framework's own, with experts taken as balanced.
+        """
+        ranks, core = self.topology.num_dp_ranks, native_core()
+        longest = int(lengths.max(initial=0))
+        if core is None or len(lengths) <= ranks or ranks == 1 or longest > self.token_budget:
+            return None
+        run = TrainingRun(model=self.model, topology=self.topology, setting=self.setting)
+        virtual = self.setting.num_virtual_stages > 1
+        known = {"multiple_of": self.setting.pipeline_model_parallel_size if virtual else 1}
+        own = FRAMEWORK_LAYOUTS[self.framework](lengths, num_dp_ranks=ranks, token_budget=self.token_budget, **known)
+        own = with_rule(own, self.framework)
+        per_rank = float(lengths.sum()) / self.topology.num_ranks / max(1, own.num_micro_batches)
+        cost = cost_of_lengths(run, lengths, tokens_per_rank=per_rank)
+        return best_start(own, cost, lengths, self.topology, core)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedShares:
+    """The sequences of a rollout in the order in which ranks take them, in equal shares."""
+
+    order: NDArray[np.int64]
+    """[S] sequence at each position: the first S / D are rank 0's, and so on."""
+    micro_batch: NDArray[np.int64]
+    """[S] micro-batch, inside its mini-batch, of the sequence at each position."""
+
+
+def packed_shares(packing: DriverPacking, lengths: NDArray[np.int64], *, mini_batches: int) -> PackedShares | None:
+    """Return the shares after packing inside every mini-batch; None where nothing may or can be packed.
+
+    `lengths` [S] stand in the order that the framework has made: rank d has the d-th part of D equal ones, and its k-th
+    mini-batch is the k-th part of that. Mini-batches keep their sequences, so every update is of the same samples.
+
+    Example: D = 2, two mini-batches, sequences 0 .. 7. The first mini-batch is {0, 1} of rank 0 and {4, 5} of rank 1;
+    packed, rank 0 may get {0, 5} and rank 1 {4, 1}: order 0, 5, 2, 3, 4, 1, 6, 7 if the second stays.
+    """
+    ranks = packing.topology.num_dp_ranks
+    if len(lengths) == 0 or len(lengths) % (ranks * mini_batches):
+        return None
+    positions = np.arange(len(lengths)).reshape(ranks, mini_batches, -1)
+    order, micro_batch = np.empty_like(positions), np.zeros_like(positions)
+    for number in range(mini_batches):
+        sequences = positions[:, number].ravel()
+        layout = packing.layout(lengths[sequences])
+        if layout is None:
+            return None
+        # Ranks one after the other, each by micro-batch: ranks have equally many, so the rows of a table are theirs.
+        by_rank = np.lexsort((layout.order, layout.micro_batch, layout.dp_rank))
+        order[:, number] = sequences[by_rank].reshape(ranks, -1)
+        micro_batch[:, number] = layout.micro_batch[by_rank].reshape(ranks, -1)
+    return PackedShares(order=order.ravel(), micro_batch=micro_batch.ravel())

@@ -1,0 +1,169 @@
+"""verl's driver: an update's sequences are packed over all data-parallel ranks, where verl balances a batch.
+
+verl calls `_balance_batch` before it recomputes log-probabilities: it sorts the samples of a step so that ranks, which
+take equal shares in order, get about equal work. Right after that the samples of every mini-batch change their ranks,
+under verl's rules (equally many samples for each rank, equally many micro-batches, the token budget), so that what runs
+side by side takes as long. Advantages, losses and the samples of an update stay what they are: group statistics go by
+uid, losses are divided by constants of the whole mini-batch.
+
+v0 hands the micro-batches to the workers as a column of the batch, v1 ranks alone: there workers deal.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.balancing.driver_packing import DriverPacking, PackedShares, packed_shares
+from moe_rl.balancing.schedule import cluster_topology, step_setting
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.frameworks.contract import logger
+from moe_rl.frameworks.post_import import when_imported, wrap
+from moe_rl.frameworks.run_settings import Settings
+from moe_rl.huggingface import model_of_config
+from moe_rl.planner.registry import POLICIES
+from moe_rl.simulators.setting import StepSetting
+
+COLUMN = "moe_rl_micro_batch"
+"""[S] of a batch: the micro-batch, inside its mini-batch, in which the driver wants a sample to run."""
+TRAINERS = {
+    "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
+    "verl.trainer.ppo.v1.trainer_base": "PPOTrainer",
+}
+
+
+def install_when_imported(settings: Settings) -> None:
+    """Pack in this process as soon as verl imports a trainer's module; where nothing is to be packed, do nothing."""
+    config = settings.balancer
+    if not (settings.balances and config.pack and POLICIES[config.policy].levers.pack):
+        return
+    for module, trainer in TRAINERS.items():
+        when_imported(module, lambda found, trainer=trainer: install(found, trainer, settings))
+
+
+def install(module: ModuleType, trainer: str, settings: Settings) -> Callable[[], None]:
+    """Wrap `_balance_batch` of the module's trainer and return what undoes it."""
+    packings: dict[int, DriverPacking | None] = {}
+
+    def balanced(original: Callable[..., Any], self: Any, batch: Any, *given: Any, **more: Any) -> Any:
+        result = original(self, batch, *given, **more)
+        batch = batch if result is None else result
+        if id(self) not in packings:
+            packings[id(self)] = _packing_or_warning(self, settings)
+        packing = packings[id(self)]
+        if packing is not None:
+            _pack(batch, packing, self.config.actor_rollout_ref)
+        return result
+
+    return wrap(getattr(module, trainer), "_balance_batch", balanced)
+
+
+def _packing_or_warning(trainer: Any, settings: Settings) -> DriverPacking | None:
+    """Return how the run's updates are packed; None, after a sentence, where verl's settings leave nothing to pack."""
+    try:
+        return packing_of(trainer.config, num_dp_ranks=_num_dp_ranks(trainer), settings=settings)
+    except InvalidInputError as error:
+        logger.warning("moe_rl: sequences stay on the ranks that verl gives them: %s", error)
+        return None
+
+
+def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverPacking:
+    """Return how updates are packed, from verl's configuration.
+
+    Raises `InvalidInputError` where verl's settings allow no other order of the samples, and where the model's
+    configuration is of no family that we know.
+    """
+    from transformers import AutoConfig
+
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    require(actor.get("use_dynamic_bsz", False), "actor.use_dynamic_bsz is False: micro-batches hold a fixed number.")
+    require(not actor.get("shuffle", False), "actor.shuffle draws mini-batches by rank: they would change with it.")
+    grouped = actor.get("use_prefix_grouper", False) or config.trainer.get("use_prefix_grouper", False)
+    require(not grouped, "use_prefix_grouper keeps the samples of a prompt on one rank.")
+    megatron = actor.get("megatron", None)
+    require(megatron is not None, "actor.megatron is not there: only verl's Megatron engine is balanced.")
+    path = str(model.path)
+    spec, _ = model_of_config(
+        AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False))).to_dict(),
+        where=path,
+    )
+    tensor, context = int(megatron.tensor_model_parallel_size), int(megatron.context_parallel_size)
+    slices, ep_size = tensor * context, int(megatron.expert_model_parallel_size)
+    ranks = num_dp_ranks * slices
+    require(ranks % ep_size == 0, f"{ranks} ranks of a pipeline stage do not fill EP groups of {ep_size}.")
+    virtual = megatron.get("virtual_pipeline_model_parallel_size", None)
+    setting = StepSetting(
+        pipeline_model_parallel_size=int(megatron.pipeline_model_parallel_size),
+        num_virtual_stages=int(virtual or 1),
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
+    )
+    return DriverPacking(
+        framework="verl",
+        model=spec,
+        topology=cluster_topology(
+            settings.balancer, ep_size=ep_size, num_ep_groups=ranks // ep_size, slices_per_dp_rank=slices
+        ),
+        setting=step_setting(settings.balancer, setting, forward_only=False),
+        token_budget=int(actor.ppo_max_token_len_per_gpu) * context,
+    )
+
+
+def _num_dp_ranks(trainer: Any) -> int:
+    """Return the data-parallel ranks of the actor, as verl's own `_balance_batch` asks for them."""
+    workers = trainer.actor_rollout_wg
+    if "actor" not in workers._dispatch_info:
+        workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+    return int(max(workers._dispatch_info["actor"])) + 1
+
+
+def _pack(batch: Any, packing: DriverPacking, config: Any) -> None:
+    """Put the samples of every mini-batch in the order of their new ranks."""
+    lengths = _lengths(batch)
+    samples = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
+    shares = None
+    if len(lengths) and len(lengths) % samples == 0:
+        shares = packed_shares(packing, lengths, mini_batches=len(lengths) // samples)
+    if shares is not None:
+        _reorder(batch, shares)
+
+
+def _lengths(batch: Any) -> NDArray[np.int64]:
+    """Return [S] tokens of the samples: v1 keeps them as tags, v0 has an attention mask."""
+    if hasattr(batch, "tags"):
+        return np.array([tag["seq_len"] for tag in batch.tags], np.int64)
+    mask = batch.batch["attention_mask"]
+    return np.asarray(mask.reshape(len(mask), -1).sum(-1).cpu().numpy(), np.int64)
+
+
+def _reorder(batch: Any, shares: PackedShares) -> None:
+    import torch
+
+    if hasattr(batch, "tags"):
+        batch.reorder(shares.order.tolist())
+        return
+    batch.reorder(torch.from_numpy(shares.order))
+    batch.batch[COLUMN] = torch.from_numpy(shares.micro_batch)
+
+
+def micro_batches_of_column(data: Any, budget: int) -> list[list[int]] | None:
+    """Return the samples of a mini-batch by the driver's micro-batches; None without the column or over the budget.
+
+    A collective where the column is there: ranks agree, since all must run as many micro-batches.
+    """
+    from moe_rl.balancing.exchange import gathered
+
+    column = data.get(COLUMN, None)
+    if column is None:
+        return None
+    of_sample = np.asarray(column.cpu().numpy(), np.int64)
+    tokens = np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64)
+    count = int(of_sample.max()) + 1
+    held, members = np.bincount(of_sample, weights=tokens), np.bincount(of_sample)
+    usable = len(of_sample) == len(tokens) and held.max() <= budget and members.min() > 0
+    everyone = gathered((bool(usable), count))
+    if not all(fits for fits, _ in everyone) or len({number for _, number in everyone}) > 1:
+        return None
+    return [np.flatnonzero(of_sample == number).tolist() for number in range(count)]

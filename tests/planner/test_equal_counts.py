@@ -1,0 +1,150 @@
+"""Packing under a framework's rule: as many sequences on every data-parallel rank, kept by the search itself."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import HARDWARE, model_spec, seeds
+
+from moe_rl.balancing.driver_packing import DriverPacking, packed_shares
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.native import native_core
+from moe_rl.core.schedules import PACKINGS, framework_layout, with_rule
+from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.packing import best_start, layouts_of_lengths, with_equal_counts
+from moe_rl.simulators.balanced import cost_of_lengths
+from moe_rl.simulators.setting import StepSetting, TrainingRun
+
+needs_core = pytest.mark.skipif(native_core() is None, reason="packing needs the C++ core")
+MODEL = model_spec(num_experts=16, num_layers=4, top_k=2)
+BUDGET = 4096
+
+
+def topology_of(ranks: int, *, ep_size: int, slices: int = 1) -> ClusterTopology:
+    return ClusterTopology(
+        hardware=HARDWARE, ep_size=ep_size, num_ep_groups=ranks * slices // ep_size, slices_per_dp_rank=slices
+    )
+
+
+def packing_of(*, token_budget: int) -> DriverPacking:
+    """Four data-parallel ranks, one EP group."""
+    topology, setting = topology_of(4, ep_size=4), StepSetting()
+    return DriverPacking(
+        framework="verl", model=MODEL, topology=topology, setting=setting, token_budget=token_budget
+    )  # fmt: skip
+
+
+def lengths_of(seed: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.clip(np.exp(rng.normal(6.0, 1.3, count)), 16, BUDGET).astype(np.int64)
+
+
+@needs_core
+@settings(max_examples=25)
+@given(seed=seeds, shape=st.sampled_from([(4, 4, 1), (8, 4, 1), (4, 8, 2), (2, 2, 1)]), each=st.integers(2, 7))
+def test_every_start_keeps_counts_budget_and_cells(seed: int, shape: tuple[int, int, int], each: int) -> None:
+    ranks, ep_size, slices = shape
+    topology, lengths = topology_of(ranks, ep_size=ep_size, slices=slices), lengths_of(seed, ranks * each)
+    given_layout = with_rule(framework_layout("verl", lengths, num_dp_ranks=ranks, token_budget=BUDGET), "verl")
+    cost = cost_of_lengths(
+        TrainingRun(model=MODEL, topology=topology, setting=StepSetting()), lengths, tokens_per_rank=2e3
+    )
+    starts = layouts_of_lengths(given_layout, cost, lengths, topology, native_core())
+    assert starts
+    for layout in starts.values():
+        assert (np.bincount(layout.dp_rank, minlength=ranks) == each).all()
+        held = layout.rank_tokens(lengths)
+        assert held.max() <= BUDGET
+        assert held.min() > 0
+    best = best_start(given_layout, cost, lengths, topology, native_core())
+    assert cost.balanced_s(best, topology) <= cost.balanced_s(given_layout, topology)
+
+
+@needs_core
+def test_a_search_by_lengths_beats_verls_order_under_verls_rule() -> None:
+    """And without the rule it is no worse than with it: the search may then do all that it did."""
+    gains = []
+    for seed in range(4):
+        lengths, topology = lengths_of(seed, 64), topology_of(8, ep_size=4)
+        own = with_rule(framework_layout("verl", lengths, num_dp_ranks=8, token_budget=BUDGET), "verl")
+        run = TrainingRun(model=MODEL, topology=topology, setting=StepSetting())
+        cost = cost_of_lengths(run, lengths, tokens_per_rank=2e3)
+        equal = best_start(own, cost, lengths, topology, native_core())
+        free = best_start(replace(own, most_sequences=None), cost, lengths, topology, native_core())
+        own_s, equal_s, free_s = (cost.balanced_s(one, topology) for one in (own, equal, free))
+        assert free_s <= 1.01 * equal_s
+        gains.append(own_s / equal_s)
+    assert np.mean(gains) > 1.01
+
+
+@given(seed=seeds, ranks=st.integers(1, 5), count=st.integers(1, 3))
+def test_counts_are_repaired_without_leaving_a_cell_empty(seed: int, ranks: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    cells = ranks * count
+    place = np.concatenate([np.arange(cells), rng.integers(0, cells, 3 * cells)]).astype(np.int32)
+    tokens = rng.integers(1, 50, len(place))
+    layout = BatchLayout(
+        micro_batch=place // ranks, dp_rank=place % ranks, order=np.arange(len(place), dtype=np.int32),
+        num_micro_batches=count, num_dp_ranks=ranks, token_budget=10_000, most_sequences=4 * count,
+    )  # fmt: skip
+    repaired = with_equal_counts(layout, place, tokens.astype(np.int64), tokens)
+    assert repaired is not None
+    assert (np.bincount(repaired % ranks, minlength=ranks) == 4 * count).all()
+    assert np.bincount(repaired, minlength=cells).min() > 0
+    full = replace(layout, token_budget=int(np.bincount(place, weights=tokens).max()))
+    tight = with_equal_counts(full, place, tokens.astype(np.int64), tokens)
+    assert tight is None or np.bincount(tight, weights=tokens).max() <= full.token_budget
+
+
+@needs_core
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_a_driver_packs_inside_every_mini_batch(mini_batches: int) -> None:
+    ranks, each = 4, 6
+    packing = DriverPacking(
+        framework="verl",
+        model=MODEL,
+        topology=topology_of(ranks, ep_size=4),
+        setting=StepSetting(),
+        token_budget=BUDGET,
+    )
+    lengths = lengths_of(1, ranks * each * mini_batches)
+    shares = packed_shares(packing, lengths, mini_batches=mini_batches)
+    assert shares is not None
+    assert sorted(shares.order) == list(range(len(lengths)))
+    before = np.arange(len(lengths)).reshape(ranks, mini_batches, each)
+    after = shares.order.reshape(before.shape)
+    micro_batch = shares.micro_batch.reshape(before.shape)
+    for number in range(mini_batches):
+        assert set(after[:, number].ravel()) == set(before[:, number].ravel())
+        counts = {int(rank.max()) + 1 for rank in micro_batch[:, number]}
+        assert len(counts) == 1  # all ranks meet in every micro-batch
+        for rank in range(ranks):
+            tokens = np.bincount(micro_batch[rank, number], weights=lengths[after[rank, number]])
+            assert 0 < tokens.min() <= tokens.max() <= BUDGET
+    assert (after != before).any()
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 9])
+def test_batches_that_nobody_can_share_out_are_left_alone(count: int) -> None:
+    packing = packing_of(token_budget=BUDGET)
+    assert packed_shares(packing, lengths_of(0, count), mini_batches=1) is None
+
+
+def test_a_sequence_over_the_budget_is_left_to_the_framework() -> None:
+    packing = packing_of(token_budget=100)
+    assert packed_shares(packing, np.full(16, 101), mini_batches=1) is None
+
+
+def test_what_a_run_may_pack_is_its_frameworks_rule() -> None:
+    layout = framework_layout("verl", lengths_of(0, 17), num_dp_ranks=4, token_budget=BUDGET)
+    assert with_rule(layout, "verl").most_sequences == 5
+    assert with_rule(layout, "slime").fixed
+    free = with_rule(layout, "verl", "free")
+    assert (free.fixed, free.most_sequences) == (False, None)
+    assert with_rule(layout, "verl", "none").fixed
+    assert PACKINGS[0] == "run"
+    with pytest.raises(InvalidInputError, match="--packing 'all' is unknown"):
+        with_rule(layout, "verl", "all")
