@@ -155,7 +155,12 @@ def judged(setting: DrawnSetting) -> Verdict:
         longest = max(1024, setting.tokens)
         trace = long_tailed_batch(trace, tokens=4 * ranks * longest, longest=longest, seed=seed)
         # Free packing is the whole search: what a run's driver makes by lengths alone is not chosen by these routes.
-        asked |= {"micro_batch_tokens": longest, "num_ep_groups": ranks // ep_size, "packing": "free"}
+        asked |= {
+            "micro_batch_tokens": longest,
+            "num_ep_groups": ranks // ep_size,
+            "packing": "free",
+            "batch": "recorded",
+        }
     else:
         total, longest = int(trace.sequence_lengths.sum()), int(trace.sequence_lengths.max())
         asked |= {"ep_group_tokens": max(longest, total // 4), "tokens_per_rank": setting.tokens}

@@ -224,6 +224,7 @@ def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> Batc
     the token budget. "none": as laid out.
     """
     require_known(packing, PACKINGS, f"--packing {packing!r} is unknown.")
+    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False)
     if packing == "free":
         return layout
     if packing == "none" or FRAMEWORK_RULES[framework] == OWN_SCHEDULE:

@@ -67,7 +67,7 @@ def batch_of(recorded: RoutingTrace, lengths: NDArray[np.int64], *, alike: int) 
 def scenario_of(trace: RoutingTrace, model: str, ep_size: int, budget: int) -> Scenario:
     options = SimulationOptions(
         model=model, expert_model_parallel_size=ep_size, num_ep_groups=RANKS // ep_size,
-        batch="recorded", micro_batch_tokens=budget, policy=["static", "moe-rl"],
+        batch="recorded", micro_batch_tokens=budget, packing="free", policy=["static", "moe-rl"],
     )  # fmt: skip
     return state_scenario(trace, options, lambda *_: None)
 
