@@ -231,7 +231,7 @@ class Calendars {
     std::vector<Source> sources_;
 };
 
-using Column = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>;
+using Column = nb::ndarray<std::int32_t, nb::numpy, nb::ndim<1>>;
 
 Column column(const std::vector<Delivery> &deliveries, const std::vector<std::size_t> &order,
               std::int32_t (*read)(const Delivery &)) {
@@ -242,13 +242,11 @@ Column column(const std::vector<Delivery> &deliveries, const std::vector<std::si
     return Column(values, {deliveries.size()}, owner);
 }
 
-// Atom, source, ingress and step of every delivery.
-using Columns = std::tuple<Column, Column, Column, Column>;
-
-Columns fill_calendars(Array<const std::int32_t, 1> node_of, int num_trainers, Array<const std::int32_t, 2> holders,
-                       Array<const std::int32_t, 1> sender, Array<const std::int32_t, 1> spare_sends,
-                       Array<const std::int32_t, 1> order, Array<const std::int64_t, 1> wanted_start,
-                       Array<const std::int32_t, 1> wanted_atom, int steps_per_round, bool relays) {
+std::tuple<Column, Column, Column, Column>
+fill_calendars(Array<const std::int32_t, 1> node_of, int num_trainers, Array<const std::int32_t, 2> holders,
+               Array<const std::int32_t, 1> sender, Array<const std::int32_t, 1> spare_sends,
+               Array<const std::int32_t, 1> order, Array<const std::int64_t, 1> wanted_start,
+               Array<const std::int32_t, 1> wanted_atom, int steps_per_round, bool relays) {
     const auto ranks = static_cast<std::int64_t>(node_of.shape(0)), atoms = static_cast<std::int64_t>(sender.shape(0));
     check(0 < num_trainers && num_trainers < ranks, "there must be trainers and engine ranks");
     check(steps_per_round >= 1, "a round needs a step");
@@ -282,11 +280,11 @@ Columns fill_calendars(Array<const std::int32_t, 1> node_of, int num_trainers, A
         std::stable_sort(sorted.begin(), sorted.end(), [&](auto a, auto b) { return made[a].step < made[b].step; });
     }
     const auto &made = calendars.deliveries;
-    return Columns(
+    return {
         column(made, sorted, [](const Delivery &each) { return static_cast<std::int32_t>(each.atom); }),
         column(made, sorted, [](const Delivery &each) { return static_cast<std::int32_t>(each.source); }),
         column(made, sorted, [](const Delivery &each) { return static_cast<std::int32_t>(each.ingress); }),
-        column(made, sorted, [](const Delivery &each) { return static_cast<std::int32_t>(each.step); }));
+        column(made, sorted, [](const Delivery &each) { return static_cast<std::int32_t>(each.step); })};
 }
 
 } // namespace

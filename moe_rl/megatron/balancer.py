@@ -29,6 +29,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import flex
 from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.expert_state import ExpertOptimizerState, MegatronExperts
+from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots, hook_entry
 from moe_rl.megatron.model_spec import step_setting_of, unwrapped
@@ -90,6 +91,11 @@ class Balancer(PassCycle[PassTables]):
     def buffer_bytes(self) -> int:
         """Bytes of this rank's buffers: (R + 2C + S x its MoE layers) x (one expert + its fp32 gradient)."""
         return self.transport.buffers.num_bytes + self.residents.num_bytes
+
+    def experts_by_layer(self) -> dict[int, Experts]:
+        """Return MoE layer -> this rank's experts, after what is still being gathered of them."""
+        self._experts.complete_gathers()
+        return {state.layer: state.experts for state in self._states}
 
     def replayed_routes(self) -> list[NDArray[np.int64]]:
         """Return the routes [N, L, K] of every micro-batch that the model's `RouterReplay`s hold, for `begin_pass`.

@@ -142,10 +142,14 @@ class MegatronExperts:
         """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
         require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
         state = ExpertOptimizerState(self._optimizer)
+        self.complete_gathers()
+        return [each.experts for each in self._states], state
+
+    def complete_gathers(self) -> None:
+        """Return once this rank's weights are those of the last optimizer step."""
         for each in self._states:
             if each.gather is not None:
                 each.gather.complete()
-        return [each.experts for each in self._states], state
 
     def follow(self, placement: ExpertPlacement) -> None:
         """Let the layers route to the homes of `placement`."""

@@ -25,6 +25,7 @@ from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl.contract import FRAMEWORK
 from moe_rl.frameworks.verl.driver import micro_batches_of_column
+from moe_rl.frameworks.verl.export import ExportedWeights, split_weights
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 # First model chunk of an engine -> its engine, its `MegatronRun` and its `LookAhead`.
@@ -332,14 +333,15 @@ def _on_device(engine: Any, device: str) -> Iterator[None]:
 
 
 def _exported(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hand out weights with every expert where Megatron put it, from the first one that is asked for to the last."""
+    """Hand out weights with every expert where Megatron put it, or split for a planned sync: nothing moves for it."""
     parameters, config = original(self, *args, **kwargs)
     run = _run_of(self)
     if run is None or run.balancer is None:
         return parameters, config
-    return _inside(run.balancer.canonical(weights_only=True), parameters), config
+    whole = _inside(functools.partial(run.balancer.canonical, weights_only=True), parameters)
+    return ExportedWeights(whole, lambda: split_weights(self, run.balancer, parameters)), config
 
 
-def _inside(context: AbstractContextManager[None], items: Iterator[Any]) -> Iterator[Any]:
-    with context:
+def _inside(context: Callable[[], AbstractContextManager[None]], items: Iterator[Any]) -> Iterator[Any]:
+    with context():
         yield from items

@@ -63,11 +63,19 @@ def _check_settings(actor: ModuleType) -> None:
     wrap(actor.ActorConfig, "__post_init__", checked)
 
 
+def _register_checkpoint_engine(base: ModuleType) -> None:
+    """Offer planned weight syncs as `checkpoint_engine.backend=moe_rl`."""
+    from moe_rl.frameworks.verl.checkpoint_engine import register
+
+    register(base)
+
+
 try:
     _settings = settings_from_environment()
 except InvalidInputError as error:
     sys.stderr.write(f"moe_rl: {error}\n")
     raise SystemExit(2) from error
+when_imported("verl.checkpoint_engine.base", _register_checkpoint_engine)
 when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
 when_imported("verl.workers.config.actor", _check_settings)
 when_imported("verl.trainer.ppo.rollout_corr_helper", _offer_rollout_correction)
