@@ -28,7 +28,7 @@ IMBALANCE = 1.5
 class PublishedStep:
     """A row with its passes priced, so that constants can change."""
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
+    def __init__(self, row: Mapping[str, Any], imbalance: float = IMBALANCE) -> None:
         self.row, self.published = row, float(row["published"]["step"])
         self.model, self.hardware = load_model(row["model"]).spec, load_cluster(row["cluster"])
         rng = np.random.default_rng(0)
@@ -43,7 +43,7 @@ class PublishedStep:
             ep_size=row["ep_size"],
             micro_batch_tokens=row["micro_batch_tokens"],
             mini_batches=row["updates"],
-            imbalance=IMBALANCE,
+            imbalance=imbalance,
         )
         self.responses = np.maximum(lengths - row["prompt"], 1)
 

@@ -74,7 +74,8 @@ def main() -> None:
     """Print every row, and the shares within a factor of 1.5 and within 25 %."""
     for part in (FITTED, HELD_OUT):
         rows = list(published(part))
-        print(f"{part}\n{'model':20s} {'transport':15s} {'published s':>11s} {'price s':>8s} {'ratio':>6s} {'bound s':>8s}")
+        print(part)
+        print(f"{'model':20s} {'transport':15s} {'published s':>11s} {'price s':>8s} {'ratio':>6s} {'bound s':>8s}")
         for row in rows:
             price = row.price()
             names = f"{row.row['model']:20s} {row.row['transport']:15s}"

@@ -21,6 +21,7 @@ from moe_rl.planner.domain_engine import ENGINES
 from moe_rl.replay import TraceReader, TraceWriter
 from moe_rl.simulators.rl_step import FITTED, PRECISIONS
 from moe_rl.simulators.setting import OFFLOAD_MODULES
+from moe_rl.simulators.weight_sync import TRANSPORTS
 from moe_rl.study.options import GRAPHS, SHOWN, SimulationOptions
 from moe_rl.study.rl_options import RlStepOptions, TuneOptions
 
@@ -164,6 +165,7 @@ def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
     }
     assert {name: list(SHOWN[name].choices) for name in known} == {name: list(words) for name, words in known.items()}
     assert all(module in SHOWN["offload_modules"].help for module in OFFLOAD_MODULES)
+    assert all(name in SHOWN["weight_sync_transport"].help for name in TRANSPORTS.names)
     assert SimulationOptions().replica_exposed == REPLICA_CONTENTION
     assert RlStepOptions().framework_share == FITTED["framework_share"]
     assert set(SHOWN) == set(RlStepOptions.model_fields) | set(TuneOptions.model_fields)

@@ -34,7 +34,7 @@ def rl_step(
     --micro-batch-tokens 8192 --rollout-engine-size 16
     """
     from moe_rl.report.bars import rl_bars
-    from moe_rl.study.rl_passes import as_json, rl_notes, swept_steps, training_passes
+    from moe_rl.study.rl_passes import as_json, rl_notes, swept_steps, sync_notes, training_passes
 
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     require(plot is None or not sweep, "--plot draws one step: leave --sweep out.")
@@ -42,7 +42,7 @@ def rl_step(
     with progress_bar() as advance, collected_notes() as warnings:
         passes = training_passes(trace, options, advance)
         points = swept_steps(passes, options, sweep)
-    notes = [*rl_notes(options, of_lengths=trace is None), *warnings]
+    notes = [*rl_notes(options, of_lengths=trace is None), *sync_notes(passes, options), *warnings]
     if plot is not None:
         drawing = rl_bars(points[""])
         page = plot.suffix == ".html"

@@ -27,7 +27,9 @@ from moe_rl.core.cost import BF16_BYTES
 from moe_rl.core.errors import require, require_least, require_positive, require_words
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
 from moe_rl.simulators.memory import GIB, dense_params
+from moe_rl.simulators.weight_sync import TRANSPORTS, SyncSetting, price_sync
 
 Floats = NDArray[np.float64]
 
@@ -80,7 +82,8 @@ class RlStepSetting:
     rollout_cuda_graph: bool = True
     """False: the engine's host launches every kernel of every token (vLLM's `enforce_eager`)."""
     rollout_imbalance: float = 1.0
-    """Largest over mean load of an engine's ranks, where experts are spread over them."""
+    """Largest over mean load of an engine's ranks, where experts are spread over them. It costs where products bind;
+    engines that cut every expert over their ranks have none."""
     rollout_tokens_per_s: float | None = None
     """Measured response tokens per second and rollout GPU; None: the forecast."""
     samples_per_prompt: int = 1
@@ -106,7 +109,11 @@ class RlStepSetting:
     framework_share: float = FITTED["framework_share"]
     """Time that the framework adds to the trainer's passes, as a share of them under static placement."""
     weight_sync_s: float | None = None
-    """Measured; None: the forecast."""
+    """Measured; None: the forecast, or the price of `weight_sync_transport`."""
+    weight_sync_transport: str = ""
+    """How weights reach engines on other GPUs, one of `weight_sync.TRANSPORTS`; "": the forecast without a name."""
+    trainer_ep_size: int = 1
+    """Ranks that share out the trainer's experts; some transports take longer the more a trainer holds."""
     offload_s: float | None = None
     """Measured time in which colocated state leaves and comes back; None: the forecast."""
 
@@ -122,6 +129,12 @@ class RlStepSetting:
             f"accepted_tokens must lie in 1 .. {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
         )
         require_words(self, rollout_precision=PRECISIONS)
+        require(
+            not self.weight_sync_transport or not self.colocated,
+            f"weight_sync_transport {self.weight_sync_transport} is between different GPUs: that needs rollout_gpus.",
+        )
+        if self.weight_sync_transport:
+            require_words(self, weight_sync_transport=TRANSPORTS.names)
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         require(
             self.staleness == 0 or not self.colocated,
@@ -248,12 +261,25 @@ def _sync_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSe
     """
     if setting.weight_sync_s is not None:
         return setting.weight_sync_s
+    if setting.weight_sync_transport:
+        return price_sync(setting.weight_sync_transport, sync_setting(model, setting), hardware).seconds
     weights = BF16_BYTES * all_params(model)
     if not setting.colocated:
         return weights / (FITTED["sender_share"] * hardware.rdma_gb_per_s * 1e9)
     in_domain = setting.train_gpus <= hardware.ranks_per_node
     link = hardware.nvlink_p2p_gb_per_s if in_domain else hardware.rdma_gb_per_s
     return weights / (FITTED["gather_share"] * link * 1e9)
+
+
+def sync_setting(model: MoeModelSpec, setting: RlStepSetting) -> SyncSetting:
+    """Return the weight sync of a step whose engines have GPUs of their own."""
+    return SyncSetting.of_model(
+        model,
+        train_gpus=setting.train_gpus,
+        engine_gpus=setting.decoding_gpus,
+        engine_size=setting.engine_size,
+        trainer_ep_size=setting.trainer_ep_size,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +390,12 @@ class _Engine:
         # Probability that a token does not choose a given expert.
         self.experts_missed = 1.0 - model.top_k / model.num_experts
         self.active_params = all_params(model) - experts * self.experts_missed
+        self.routed_params = experts * (1.0 - self.experts_missed)
+        self.top_k = model.top_k
+        # None where all ranks have the same load: engines that cut every expert over their ranks always have.
+        self.expert_shares: Floats | None = None
+        if setting.rollout_imbalance > 1 and size > 1:
+            self.expert_shares = expert_shares(model.num_experts, ep_size=size, imbalance=setting.rollout_imbalance)
         self.bytes_per_s = DECODE_EFFICIENCY * hardware.hbm_gb_per_s * 1e9
         speed = hardware.fp8_speedup if setting.rollout_precision == "fp8" else 1.0
         self.flops_per_s = DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size  # of all its GPUs
@@ -389,12 +421,32 @@ class _Engine:
         """Return seconds of an iteration with `batch` samples that hold `context` tokens in all; [...] each."""
         # An iteration computes every token that was drafted, and the one that follows.
         verified = self.setting.draft_tokens + 1
+        if self.expert_shares is not None:
+            return self._skewed_seconds(self.expert_shares, batch, context)
         touched = 1.0 - self.experts_missed ** (batch * verified)
         cache = context * self.cache_bytes * self.attending / self.setting.engine_size
-        read = self.fixed_bytes + self.setting.rollout_imbalance * touched * self.expert_bytes + cache
+        read = self.fixed_bytes + touched * self.expert_bytes + cache
         computed = 2.0 * self.active_params * batch * verified / self.flops_per_s
         kernels: Floats = np.maximum(read / self.bytes_per_s, computed) + self.iteration_s
         return np.maximum(kernels, self.launches_s)
+
+    def _skewed_seconds(self, shares: Floats, batch: Floats, context: Floats | float) -> Floats:
+        """Return `seconds` where experts are spread over ranks and some are hot: a rank waits for its own memory or for
+        its own products, and all for the slowest rank. A hot expert is read once, however many tokens it has."""
+        size, verified = self.setting.engine_size, self.setting.draft_tokens + 1
+        cache = context * self.cache_bytes * self.attending / size
+        computed = 2.0 * self.active_params * batch * verified / self.flops_per_s
+        evenly = 2.0 * self.routed_params * batch * verified / self.flops_per_s
+        kernels: Floats = slowest_rank_s(
+            shares,
+            ep_size=size,
+            pairs=batch * verified * self.top_k,
+            read_s=(self.fixed_bytes + cache) / self.bytes_per_s,
+            experts_read_s=self.expert_bytes / self.bytes_per_s,
+            computed_s=computed - evenly,
+            experts_computed_s=evenly,
+        )
+        return np.maximum(kernels + self.iteration_s, self.launches_s)
 
     def wave_seconds(self, wave: _Wave, prompt_tokens: float) -> float:
         """Return the seconds of a step's iterations and prefills."""

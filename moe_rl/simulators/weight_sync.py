@@ -20,8 +20,8 @@ from moe_rl.core.registry import Registry
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.memory import dense_params
 
-# Seconds that an engine's loader works per tensor, in Python: SGLang 0.5.23 takes 23 to 39 us, vLLM 0.33 7 to 18 us, on a
-# CPU core with tensors of no size.
+# Seconds that an engine's loader works per tensor, in Python: SGLang 0.5.23 takes 23 to 39 us, vLLM 0.33 7 to 18 us, on
+# a CPU core with tensors of no size.
 LOADER_TENSOR_S = 30e-6
 # gate, up and down.
 TENSORS_PER_EXPERT = 3

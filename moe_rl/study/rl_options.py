@@ -48,6 +48,7 @@ class RlStepOptions(LengthOptions):
     update_epochs: int = 1
     framework_share: float = 0.63  # simulators.rl_step.FITTED, which loads numpy
     weight_sync_seconds: float | None = None
+    weight_sync_transport: str = ""
     offload_seconds: float | None = None
 
     def rl_setting(self, train_gpus: int) -> "RlStepSetting":
@@ -64,7 +65,7 @@ OPTION_OF = {
     "engine_size": "rollout_engine_size", "attention_data_parallel": "rollout_dp_attention",
     "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
-    "offload_s": "offload_seconds",
+    "offload_s": "offload_seconds", "trainer_ep_size": "expert_model_parallel_size",
 }  # fmt: skip
 
 

@@ -19,9 +19,10 @@ from moe_rl.report.whole_step import Misfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult
-from moe_rl.simulators.rl_step import RlStep, framework_seconds, rl_step
+from moe_rl.simulators.rl_step import RlStep, framework_seconds, rl_step, sync_setting
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
+from moe_rl.simulators.weight_sync import price_sync
 from moe_rl.study.options import SCALED, SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.remedies import Fitting, mildest_that_fits
@@ -31,6 +32,8 @@ from moe_rl.study.scenario import Progress, Scenario, named_model
 from moe_rl.study.traces import TraceLike
 
 FORCED = "forced_balance"
+# A planned sync is worth a word from two per cent of a step on.
+WORTH_SAYING = 1.02
 # Parts of an update that every mini-batch has again.
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
 
@@ -262,6 +265,23 @@ def rl_notes(options: RlStepOptions, *, of_lengths: bool) -> list[str]:
     if options.prompt_tokens == 0:
         said.append("prompts are taken to have no tokens: --prompt-tokens.")
     return said
+
+
+def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
+    """Return what a planned weight sync would bring to the step, or that it would bring nothing."""
+    if options.rollout_gpus is None:
+        return []
+    setting = options.rl_setting(passes.train_gpus)
+    step = passes.steps(options)["static"]
+    seconds = step.parts_s["weight_sync"]
+    planned = price_sync("planned", sync_setting(passes.model, setting), passes.hardware)
+    share = seconds / step.step_time_s
+    after = step.step_time_s - seconds + min(seconds, planned.seconds)
+    head = f"the weight sync is {seconds:.2g} s, {share:.0%} of the step; a planned one (moe_rl.sync) is priced "
+    head += f"{planned.seconds:.2g} s, {planned.bound_s:.2g} s is the bound: "
+    if step.step_time_s / after < WORTH_SAYING:
+        return [f"{head}nothing to gain there."]
+    return [f"{head}{step.step_time_s / after:.2f}x of a step, not yet measured on a GPU."]
 
 
 def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> dict[str, dict[str, RlStep]]:

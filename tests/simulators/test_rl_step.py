@@ -117,7 +117,8 @@ def test_more_in_flight_hides_the_tail_down_to_the_throughput_of_the_engines() -
 
 def test_the_engine_and_what_it_is_given() -> None:
     assert seconds(LENGTHS, rollout_precision="fp8") < seconds(LENGTHS)
-    assert seconds(LENGTHS, rollout_imbalance=2.0) > seconds(LENGTHS)
+    # Few tokens per expert: a hot expert is read once, and cold ones are read less often.
+    assert seconds(LENGTHS, rollout_imbalance=1.5) <= 1.01 * seconds(LENGTHS)
     assert seconds(LENGTHS, draft_tokens=3, accepted_tokens=2.5) < seconds(LENGTHS)
     assert seconds(LENGTHS, draft_tokens=3, accepted_tokens=1.0) > seconds(LENGTHS)
     assert seconds(LENGTHS, environment_s=30.0) == pytest.approx(seconds(LENGTHS) + 30.0, rel=0.3)

@@ -1,0 +1,62 @@
+"""What uneven experts cost while an engine decodes: nothing where memory binds, all of it where products bind.
+
+Below about a hundred tokens per expert an iteration lasts as long as it takes to read the experts. A hot expert is read
+once, so that imbalance of tokens costs nothing there. Above, the busiest rank computes for longest.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.errors import require
+
+Floats = NDArray[np.float64]
+
+
+def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats:
+    """Return [E] shares of the tokens that experts get, such that the busiest rank has `imbalance` times the mean.
+
+    Lognormal shares of one fixed draw, in contiguous runs of E / P experts per rank. Raises `InvalidInputError` where
+    no spread gives that imbalance: at most P.
+    """
+    require(num_experts % ep_size == 0, f"engine_size {ep_size} does not divide the {num_experts} experts.")
+    require(imbalance < ep_size, f"an imbalance of {imbalance} is more than {ep_size} ranks can have.")
+    drawn = np.random.default_rng(1).standard_normal(num_experts)
+    low, high = 0.0, 16.0
+    shares = np.full(num_experts, 1.0 / num_experts)
+    for _ in range(50):
+        spread = (low + high) / 2
+        shares = np.exp(spread * (drawn - drawn.max()))
+        shares /= shares.sum()
+        if float(shares.reshape(ep_size, -1).sum(axis=1).max()) * ep_size < imbalance:
+            low = spread
+        else:
+            high = spread
+    return shares
+
+
+def slowest_rank_s(
+    shares: Floats,
+    *,
+    ep_size: int,
+    pairs: Floats,
+    read_s: Floats | float,
+    experts_read_s: float,
+    computed_s: Floats | float,
+    experts_computed_s: Floats | float,
+) -> Floats:
+    """Return [...] seconds of the rank that takes longest; `pairs` [...] are token-expert pairs of an iteration.
+
+    `read_s`, `computed_s`: what every rank reads and computes beside experts. `experts_read_s`: all experts of a rank
+    read; `experts_computed_s`: a rank's products of experts where all have the same. An expert that no token chose is
+    not read.
+    """
+    pairs = np.asarray(pairs, np.float64)[..., None]
+    of_rank = (*pairs.shape[:-1], ep_size, len(shares) // ep_size)
+    touched = (1.0 - np.exp(-pairs * shares)).reshape(of_rank).mean(axis=-1)
+    load = ep_size * shares.reshape(ep_size, -1).sum(axis=1)
+    read = np.asarray(read_s, np.float64)[..., None] + touched * experts_read_s
+    computed = (
+        np.asarray(computed_s, np.float64)[..., None] + load * np.asarray(experts_computed_s, np.float64)[..., None]
+    )
+    slowest: Floats = np.maximum(read, computed).max(axis=-1)
+    return slowest
