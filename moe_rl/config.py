@@ -276,6 +276,18 @@ def load_software(name: str) -> Software:
     )
 
 
+def software_yaml(software: Software) -> str:
+    """Return the YAML that `load_software` reads back as `software`, each of whose costs must have a source."""
+    content: dict[str, Any] = {"name": software.name}
+    for name in _COSTS:
+        spread = {"spread": software.spreads[name]} if name in software.spreads else {}
+        content[name] = {"value": getattr(software.costs, name), "source": software.sources.get(name), **spread}
+    for name in ("cluster_spread", "left_open"):
+        content[name] = {"value": getattr(software, name), "source": "as before"}
+    file = checked(content, SoftwareFile, where=f"software {software.name!r}")
+    return str(yaml.safe_dump(file.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=110))
+
+
 def _software_content(path: Path) -> dict[str, Any]:
     """Return a software file's keys and those of the software that it is `like`."""
     own = read_yaml(path)

@@ -115,7 +115,7 @@ def test_a_default_that_follows_from_another_option_follows_in_every_point() -> 
     assert [options.seq_length for options in grid.options] == [2, 3]
     assert all(options.model_fields_set == {*base.model_fields_set, "seq_length"} for options in grid.options)
     assert all(options.expert_model_parallel_size == 4 for options in grid.options)
-    lists = {"recompute_modules", "offload_modules", "software", "cuda_graph_scope"}
+    lists = {"recompute_modules", "offload_modules", "software", "cuda_graph_scope", "known_step", "known_step_config"}
     assert set(flags().values()) == set(SimulationOptions.model_fields) - NOT_SWEPT - lists
 
 

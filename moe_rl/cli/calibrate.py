@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from moe_rl.cli.console import print_json, progress_bar, results, say
-from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster
+from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster, load_software, software_yaml
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.profiling.calibration import CONSTANTS, CalibrationResult, calibrate
+from moe_rl.profiling.calibration import CONSTANTS, SOFTWARE_CONSTANTS, CalibrationResult, calibrate
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -20,14 +20,15 @@ YAML_SUFFIXES = (".yaml", ".yml")
 def calibrate_cluster(
     measurements: list[Path],
     out: Path,
-    constants: str,
     cluster: str,
+    constants: str = "",
+    software: str = "typical",
     as_json: bool = False,
 ) -> None:
-    """Fit constants of a cluster to measurements, say how far off the fit is, and write a cluster file.
+    """Move constants of a cluster to measurements, say how far off they are, and write a cluster file.
 
-    The held-out error of a group is that of a fit on the other groups. Constants that the measurements do not determine
-    are refused by name.
+    The held-out error of a group is that of the constants after the other groups. A constant that the measurements do
+    not determine stays where it was. Whole steps also move costs of the software, which get a file of their own.
 
     Example: moe-rl calibrate run.csv --cluster h100 --constants gemm_tflops,nvlink_gb_per_s --out mine.yaml
     """
@@ -37,40 +38,50 @@ def calibrate_cluster(
     check_outputs({"--out": out}, inputs=tuple(measurements))
     before = load_cluster(cluster)
     names = [name.strip() for name in constants.split(",") if name.strip()]
-    require(len(names) > 0, f"--constants names no constant. Known: {', '.join(CONSTANTS)}.")
+    kind = load_software(software)
     with progress_bar() as advance:
         advance("reading measurements", 0, 1)
         rows = [row for path in measurements for row in read_timed(path, cluster)]
         advance("fitting", 0, 1)
-        result = calibrate(rows, before, names, source="", predict=predicted_seconds)
+        result = calibrate(rows, before, names, source="", predict=predicted_seconds, software=kind)
     hardware = _named(result, before, rows, measurements, out)
-    write_outputs({out: cluster_yaml(hardware, num_nodes=cluster_num_nodes(cluster)).encode()})
+    files = {out: cluster_yaml(hardware, num_nodes=cluster_num_nodes(cluster)).encode()}
+    moved = [item.name for item in result.constants if item.name in SOFTWARE_CONSTANTS]
+    if moved:
+        sources = {**result.software.sources, **{name: _source(result, name, rows, measurements) for name in moved}}
+        own = replace(result.software, name=out.stem, sources=sources)
+        files[out.with_suffix(f".software{out.suffix}")] = software_yaml(own).encode()
+    write_outputs(files)
     if as_json:
         print_json(_document(result, hardware, out))
     else:
         _print(result, cluster, results())
-    say(f"wrote {out}")
+    for path in files:
+        say(f"wrote {path}")
 
 
 def _named(
     result: CalibrationResult, before: HardwareSpec, rows: Sequence[object], files: Sequence[Path], out: Path
 ) -> HardwareSpec:
     """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
-    error = result.mean_error("held_out")
-    held_out = "" if error is None else f", {error:.1%} on held-out groups"
-    source = (
-        f"moe-rl calibrate: fitted to {len(rows)} measurements of {', '.join(path.name for path in files)}; "
-        f"mean error {result.mean_error('in_sample'):.1%}{held_out}"
-    )
-    fitted = {
-        item.name: f"{source}; standard error {item.uncertainty:.1%}; started from {item.before:g}"
-        for item in result.constants
-    }
+    fitted = {item.name: _source(result, item.name, rows, files) for item in result.constants if item.name in CONSTANTS}
     kept = {
         name: text if text.startswith("cluster ") else f"cluster {before.name}: {text}"
         for name, text in before.sources.items()
     }
     return replace(result.hardware, name=out.stem, sources=kept | fitted)
+
+
+def _source(result: CalibrationResult, name: str, rows: Sequence[object], files: Sequence[Path]) -> str:
+    """Return what a constant was moved by, how far off that leaves it, and where it started."""
+    item = next(item for item in result.constants if item.name == name)
+    error = result.mean_error("held_out")
+    held_out = "" if error is None else f", {error:.1%} on held-out groups"
+    return (
+        f"moe-rl calibrate: moved by {len(rows)} measurements of {', '.join(path.name for path in files)}; mean error "
+        f"{result.mean_error('in_sample'):.1%}{held_out}; standard deviation {item.uncertainty:.1%}; started from "
+        f"{item.before:g}"
+    )
 
 
 def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> dict[str, object]:
@@ -83,7 +94,8 @@ def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> d
             "file": str(out),
             "num_measurements": result.num_measurements,
             "constants": {
-                item.name: {"source": hardware.sources[item.name], **asdict(item)} for item in result.constants
+                item.name: {"source": hardware.sources.get(item.name, "the software's file"), **asdict(item)}
+                for item in result.constants
             },
             "error_before": result.mean_error("before"),
             "in_sample_error": result.mean_error("in_sample"),
@@ -100,7 +112,7 @@ def _known(figures: dict[str, object]) -> dict[str, object]:
 def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
     from moe_rl.report.tables import figures_table
 
-    constants = figures_table("constant", cluster, "fitted", "change", "standard error", gap=2)
+    constants = figures_table("constant", cluster, "fitted", "change", "standard deviation", gap=2)
     for item in result.constants:
         change = item.after / item.before - 1.0
         figures = f"{item.before:.4g}", f"{item.after:.4g}", f"{change:+.1%}", f"{item.uncertainty:.1%}"
@@ -117,8 +129,5 @@ def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
     means = [result.mean_error(figure) for figure in ("before", "in_sample", "held_out")]
     add("all", result.num_measurements, *means)
     console.print(errors)
-    for group in result.groups:
-        if group.refused:
-            console.print(Text(f"note: without group {group.group!r}, {group.refused}", style="yellow"))
     if len(result.groups) == 1:
         console.print(Text("note: one group gives no held-out error: name two in the column `group`.", style="yellow"))

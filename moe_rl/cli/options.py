@@ -95,7 +95,8 @@ def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
     flag += flag.replace("--", "/--no-") if field.default is True else ""
     kind: Any = field.annotation
     if kind not in (bool, float, str, float | None, str | None):
-        kind = str  # lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them
+        # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
+        kind = list[str] if shown.repeated else str
     default = ",".join(field.default) if isinstance(field.default, list) else field.default
     told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown.help
     info = typer.Option(

@@ -1,6 +1,6 @@
 """`moe-rl rl-step`: what balancing brings to the whole step of RL."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.rl_options import RlStepOptions
 
 if TYPE_CHECKING:
-    from moe_rl.simulators.rl_step import RlStep
+    from moe_rl.study.rl_passes import RlPoint
 
 
 @with_options(RlStepOptions)
@@ -42,47 +42,51 @@ def rl_step(
     with progress_bar() as advance, collected_notes() as warnings:
         passes = training_passes(trace, options, advance)
         points = swept_steps(passes, options, sweep)
-    notes = [*rl_notes(options, of_lengths=trace is None), *sync_notes(passes, options), *warnings]
+    notes = [*rl_notes(options, passes, of_lengths=trace is None), *sync_notes(passes, options), *warnings]
     if plot is not None:
-        drawing = rl_bars(points[""])
+        drawing = rl_bars(points[""].steps)
         page = plot.suffix == ".html"
         write_outputs({plot: _page(points[""], drawing, notes) if page else standalone(drawing).encode()})
     if to_json:
-        by_point = {point: as_json(steps) for point, steps in points.items()}
+        by_point = {name: as_json(point.steps, point.intervals) for name, point in points.items()}
         figures = {"points": by_point} if sweep else {"policies": by_point[""]}
         print_json({"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes})
         return
-    for point, steps in points.items():
-        results().print(_table(point or "part (s)", steps))
+    for name, point in points.items():
+        results().print(_table(name or "part (s)", point))
     say_notes(notes)
     if plot is not None:
         say(f"wrote {plot}")
 
 
-def _page(steps: "Mapping[str, RlStep]", drawing: Markup, notes: Sequence[str]) -> bytes:
+def _page(point: "RlPoint", drawing: Markup, notes: Sequence[str]) -> bytes:
     from moe_rl.report.faces import PAGE_COLUMNS, printed
     from moe_rl.report.html import render_picture
 
+    steps = point.steps
     static, (name, best) = steps["static"], min(steps.items(), key=lambda item: item[1].step_time_s)
     update = static.parts_s["update"] / best.parts_s["update"]
-    table = printed(lambda console: console.print(_table("part (s)", steps)), PAGE_COLUMNS)
+    table = printed(lambda console: console.print(_table("part (s)", point)), PAGE_COLUMNS)
     title = (
         f"{name}: update {update:.2f}x, RL step {static.step_time_s / best.step_time_s:.2f}x against static placement"
     )
     return render_picture("moe_rl rl-step", title, drawing, table, notes=notes)
 
 
-def _table(title: str, steps: "Mapping[str, RlStep]") -> Table:
+def _table(title: str, point: "RlPoint") -> Table:
     """Return a row per part and a column per policy."""
     from moe_rl.report.tables import figures_table
 
+    steps, intervals = point.steps, point.intervals.values()
     static = steps["static"]
     table = figures_table(title, *steps)
     places = decimals(max(step.step_time_s for step in steps.values()), 4)
     for part in static.parts_s:
         table.add_row(part.replace("_", " "), *(f"{step.parts_s[part]:.{places}f}" for step in steps.values()))
     table.add_row("step (s)", *(f"{step.step_time_s:.{places}f}" for step in steps.values()))
+    table.add_row("80 % of steps", *("-".join(f"{end:.3g}" for end in one.step_time_s) for one in intervals))
     table.add_row("step vs static", *(f"{static.step_time_s / step.step_time_s:.3f}x" for step in steps.values()))
+    table.add_row("80 % of these", *("-".join(f"{end:.3f}" for end in one.speedup) + "x" for one in intervals))
     update = static.parts_s["update"]
     table.add_row("update vs static", *(f"{update / step.parts_s['update']:.3f}x" for step in steps.values()))
     return table

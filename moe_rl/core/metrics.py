@@ -109,6 +109,12 @@ class StepPrediction:
     reorder_share: float | None = None
     """Share of the step that the moves of homes and resident copies take."""
     breakdown_s: dict[str, float] | None = None
+    step_time_interval_s: list[float] | None = None
+    """Both ends of the 80 % interval of `step_time_s`: what constants and software leave open."""
+    speedup_interval: list[float] | None = None
+    """The same of `speedup_vs_static`; what both steps share cancels."""
+    peak_memory_interval_bytes: list[float] | None = None
+    """The same of `peak_memory_bytes`."""
 
     def as_json(self) -> dict[str, object]:
         """Return the computed figures by name, without the policy's own name."""

@@ -44,6 +44,8 @@ class SoftwareCosts:
     plan_ms: float = 0.0
     """Time on a layer's way until copies can start, where they are planned at dispatch; 0 where routes are known before
     the step."""
+    framework_share: float = 0.63
+    """Time that an RL trainer's framework adds to its passes, as a share of them (`benchmarks/fit_rl_step.py`)."""
     everything: float = 1.0
     """Factor on every second of a step: what makes a cluster slower in all that it does."""
     host_adam_gb_per_s: float = 10.4

@@ -1,7 +1,7 @@
-"""Refit the constants of a cluster from measurements made on it.
+"""Constants of a cluster and of its software from measurements made on it: the posterior of known steps on more rows.
 
-The constants are fitted by least squares on log(time), so that a microsecond kernel weighs as much as a millisecond
-one. A constant that the measurements do not determine is refused by name instead of being returned as if it were known.
+Times are compared on their logarithm, so that a microsecond kernel weighs as much as a millisecond one. A constant that
+the measurements do not determine stays where it was, and its spread says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.core.errors import require, require_known
+from moe_rl.core.software import Software, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.profiling.posterior import Component, Knob, KnownStep, Posterior, Prior
 
 CONSTANTS = (
     "gemm_tflops", "hbm_gb_per_s", "gemm_fixed_us", "nvlink_gb_per_s", "rdma_gb_per_s", "intra_node_latency_us",
@@ -20,14 +22,19 @@ CONSTANTS = (
     "flat_rdma_gb_per_s", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops",
     "host_layer_ms", "host_expert_ms", "host_chunk_ms", "step_fixed_s",
 )  # fmt: skip
-# A constant may move by this factor either way from its starting value.
-SEARCH_FACTOR = 30.0
-# A constant counts as unseen when doubling it changes no measured time by more than about 1.4 %.
+SHIPPED_SOFTWARE = Software()
+# Costs of the training software that whole steps determine.
+SOFTWARE_CONSTANTS = ("host", "host_per_tensor_rank", "host_fp8", "overlap_host", "overlap_left", "everything")
+# Standard deviation of the logarithm of a constant that is to be measured, before it was: a factor of 1.6 either way.
+PRIOR_SPREAD = 0.5
+# The same of one measurement about the model, first; then what the measurements themselves show, within these bounds.
+NOISE, LEAST_NOISE, MOST_NOISE = 0.05, 1e-4, 0.5
+# A constant counts as unseen if doubling it changes no measured time by more than about 1.4 %.
 MIN_SENSITIVITY = 0.02
-# Smallest ratio of singular values of the scaled Jacobian at which two constants count as told apart.
-MIN_SEPARATION = 0.02
-# Largest relative standard error at which a constant counts as known.
-MAX_UNCERTAINTY = 0.5
+# A step of the search may move a constant by a factor of 2; one that is 30 times off needs five of them.
+LARGEST_FACTOR = 8.0
+# So many measurements more than constants show how far measurements scatter.
+LEAST_FREEDOM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,7 @@ class FittedConstant:
     before: float
     after: float
     uncertainty: float
-    """Relative standard error, from the scatter of the measurements about the fit."""
+    """Relative standard deviation of the posterior."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +58,7 @@ class GroupError:
     """With the constants that the fit started from."""
     in_sample: float
     held_out: float | None
-    """Predicted by a fit on the other groups; None with a single group or where that fit was refused."""
-    refused: str = ""
-    """Why the other groups cannot identify the constants."""
+    """Predicted by a fit on the other groups; None with a single group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,9 @@ class CalibrationResult:
     """Fitted constants, and their errors on measurements inside and outside the fit."""
 
     hardware: HardwareSpec
+    software: Software
     constants: tuple[FittedConstant, ...]
+    """Those that the measurements moved; the others are as before."""
     groups: tuple[GroupError, ...]
 
     @property
@@ -90,137 +97,178 @@ class Timed(Protocol):
         """Measurements of one group are held out together."""
 
 
-# (measurement, cluster) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`.
-Predict = Callable[[Any, HardwareSpec], float]
+# (measurement, cluster, software) -> seconds, as `moe_rl.study.measured.predicted_seconds` of a `Measurement`.
+Predict = Callable[[Any, HardwareSpec, SoftwareCosts], float]
 
 
-def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, predict: Predict) -> float:
+def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, costs: SoftwareCosts, predict: Predict) -> float:
     """Return the mean absolute relative error of the predicted times."""
-    return float(np.mean([abs(predict(m, hardware) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
+    return float(np.mean([abs(predict(m, hardware, costs) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
 
 
 def calibrate(
     measurements: Sequence[Timed],
     hardware: HardwareSpec,
-    constants: Sequence[str],
+    constants: Sequence[str] = (),
     *,
     source: str,
     predict: Predict,
+    software: Software = SHIPPED_SOFTWARE,
 ) -> CalibrationResult:
-    """Fit `constants` of `hardware` to what `predict` says of the measurements; the other constants keep their values.
+    """Return the posterior of `constants` after the measurements; the other constants keep their values.
 
-    `source` is written beside every fitted constant. Raises `InvalidInputError` where the measurements do not determine
-    a constant, or cannot tell constants apart, naming them, and where scipy is not installed.
+    Without `constants` all may move that the measurements depend on. `source` is written beside every constant that
+    moved. One measurement is enough: what it does not determine stays where the prior has it, with the prior's spread.
+    Raises `InvalidInputError` for an unknown constant, a named one that no measurement depends on, and wrong units.
     """
+    known = (*CONSTANTS, *SOFTWARE_CONSTANTS)
     for name in constants:
-        require_known(name, CONSTANTS, f"constant {name!r} cannot be calibrated.")
-    require(len(set(constants)) == len(constants) and len(constants) > 0, "name each constant to calibrate once.")
-    fitted, uncertainty = _fit(measurements, hardware, constants, predict)
-
-    def group_error(group: str) -> GroupError:
-        mine, others = ([m for m in measurements if (m.group == group) is own] for own in (True, False))
-        held_out, refused = None, ""
-        if others:
-            try:
-                held_out = mean_error(mine, _fit(others, hardware, constants, predict)[0], predict)
-            except InvalidInputError as error:
-                refused = str(error)
-        return GroupError(
-            group=group,
-            num_measurements=len(mine),
-            before=mean_error(mine, hardware, predict),
-            in_sample=mean_error(mine, fitted, predict),
-            held_out=held_out,
-            refused=refused,
-        )
-
-    return CalibrationResult(
-        hardware=replace(fitted, sources={**hardware.sources, **dict.fromkeys(constants, source)}),
-        constants=tuple(
-            FittedConstant(
-                name=name, before=getattr(hardware, name), after=getattr(fitted, name), uncertainty=uncertainty[name]
-            )
-            for name in constants
-        ),
-        groups=tuple(group_error(group) for group in sorted({m.group for m in measurements})),
-    )
-
-
-def _fit(
-    measurements: Sequence[Timed], hardware: HardwareSpec, constants: Sequence[str], predict: Predict
-) -> tuple[HardwareSpec, dict[str, float]]:
-    """Return the fitted hardware and the relative standard error of each constant."""
-    try:
-        from scipy.optimize import least_squares
-    except ImportError as error:
-        raise InvalidInputError(f"calibration needs scipy (pip install 'moe-rl[calibrate]'): {error}.") from None
-    require(
-        len(measurements) > len(constants),
-        f"{len(measurements)} measurements cannot determine {len(constants)} constants: give at least "
-        f"{len(constants) + 1}.",
-    )
-    start = np.array([getattr(hardware, name) for name in constants])
-    measured = np.log([m.time_ms * 1e-3 for m in measurements])
-
-    def at(log_factors: NDArray[np.float64]) -> HardwareSpec:
-        values = dict(zip(constants, (start * np.exp(log_factors)).tolist(), strict=True))
-        return replace(hardware, **values)
-
-    def residuals(log_factors: NDArray[np.float64]) -> NDArray[np.float64]:
-        candidate = at(log_factors)
-        predicted = [predict(m, candidate) for m in measurements]
-        distance: NDArray[np.float64] = np.log(predicted) - measured
-        return distance
-
-    # Logarithms of factors: constants of any unit take steps of the same size, and none turns negative.
-    bound = float(np.log(SEARCH_FACTOR))
-    solution = least_squares(residuals, np.zeros(len(start)), bounds=(-bound, bound), x_scale=1.0)
-    jacobian = np.asarray(solution.jac)
-    _require_identified(jacobian, solution.x, constants, bound)
-    scatter = float(np.sqrt(np.sum(solution.fun**2) / (len(measurements) - len(constants))))
-    return at(solution.x), _uncertainty(jacobian, scatter, constants)
-
-
-def _require_identified(
-    jacobian: NDArray[np.float64], solution: NDArray[np.float64], constants: Sequence[str], bound: float
-) -> None:
-    def where(flags: NDArray[np.bool_]) -> list[str]:
-        return [name for name, flag in zip(constants, flags.tolist(), strict=True) if flag]
-
-    unseen = where(np.abs(jacobian).max(axis=0) < MIN_SENSITIVITY)
+        require_known(name, known, f"constant {name!r} cannot be calibrated.")
+    require(len(set(constants)) == len(constants), "name each constant to calibrate once.")
+    seen = _seen(measurements, hardware, software, predict)
+    unseen = [name for name in constants if name not in seen]
     require(
         not unseen,
         f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
     )
-    # Columns of length 1: the singular values then compare directions, not units.
-    scaled = jacobian / np.linalg.norm(jacobian, axis=0)
-    _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
-    if singular[-1] < MIN_SEPARATION * singular[0]:
-        # The weakest direction mixes the constants that can stand in for each other.
-        weights = np.abs(directions[-1])
-        confused = where(weights > 0.3 * weights.max())
-        raise InvalidInputError(
-            f"the measurements cannot tell {' and '.join(confused)} apart: add measurements that separate them, or fix "
-            "one of them."
+    moving = tuple(constants) or tuple(seen)
+    require(len(moving) > 0, "the measurements depend on no constant.")
+    fit = _Fit.of(measurements, hardware, software, moving, predict)
+
+    def group_error(group: str) -> GroupError:
+        mine, others = ([m for m in measurements if (m.group == group) is own] for own in (True, False))
+        held_out = None
+        if others:
+            of_others = _Fit.of(others, hardware, software, moving, predict)
+            held_out = mean_error(mine, *of_others.constants, predict)
+        return GroupError(
+            group=group,
+            num_measurements=len(mine),
+            before=mean_error(mine, hardware, software.costs, predict),
+            in_sample=mean_error(mine, *fit.constants, predict),
+            held_out=held_out,
         )
-    # A solution on the bound is no minimum.
-    stuck = where(np.abs(solution) > bound - 1e-3)
-    require(
-        not stuck,
-        f"the fit pushes {', '.join(stuck)} beyond a factor of {SEARCH_FACTOR:.0f} from its starting value: check the "
-        "units of the measurements.",
+
+    return CalibrationResult(
+        hardware=_with_sources(fit.constants[0], fit, source),
+        software=_software_with_sources(software, fit, source),
+        constants=fit.moved(),
+        groups=tuple(group_error(group) for group in sorted({m.group for m in measurements})),
     )
 
 
-def _uncertainty(jacobian: NDArray[np.float64], scatter: float, constants: Sequence[str]) -> dict[str, float]:
-    """Return relative standard errors; raise where the measurements scatter too much for a constant to be known."""
-    covariance = np.linalg.inv(jacobian.T @ jacobian) * scatter**2
-    # Logarithms were fitted: a standard error of 0.1 there is exp(0.1) - 1 = 10.5 % of the constant.
-    errors = np.expm1(np.sqrt(np.diag(covariance))).tolist()
-    unsure = [f"{name} (±{e:.0%})" for name, e in zip(constants, errors, strict=True) if e > MAX_UNCERTAINTY]
-    require(
-        not unsure,
-        f"the measurements scatter by {scatter:.0%} about the fit and leave {', '.join(unsure)} uncertain: add "
-        "measurements where it matters, or leave it out.",
+def _seen(measurements: Sequence[Timed], hardware: HardwareSpec, software: Software, predict: Predict) -> list[str]:
+    """Return the constants above 0 on which a measured time depends."""
+    seen = []
+    before = np.log([predict(m, hardware, software.costs) for m in measurements])
+    for name in (*CONSTANTS, *SOFTWARE_CONSTANTS):
+        holder: HardwareSpec | SoftwareCosts = hardware if name in CONSTANTS else software.costs
+        if not getattr(holder, name):
+            continue
+        moved = replace(holder, **{name: 2.0 * getattr(holder, name)})
+        cluster = moved if isinstance(moved, HardwareSpec) else hardware
+        costs = moved if isinstance(moved, SoftwareCosts) else software.costs
+        after = np.log([predict(m, cluster, costs) for m in measurements])
+        if float(np.abs(after - before).max()) >= MIN_SENSITIVITY:
+            seen.append(name)
+    return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """The posterior over some constants, with one of `names` per knob."""
+
+    names: tuple[str, ...]
+    component: Component
+
+    @classmethod
+    def of(
+        cls,
+        measurements: Sequence[Timed],
+        hardware: HardwareSpec,
+        software: Software,
+        names: tuple[str, ...],
+        predict: Predict,
+    ) -> "_Fit":
+        """Return the posterior; the scatter of the measurements is what they show about the first fit."""
+        known = [_known_step(m, predict) for m in measurements]
+        first = cls._with_noise(known, hardware, software, names, NOISE)
+        left = np.array(list(first.left.values()))
+        # So few measurements say little of their scatter: as many as constants are met whatever it is.
+        freedom = len(known) - len(names)
+        noise = float(np.sqrt(np.sum(left**2) / freedom)) if freedom >= LEAST_FREEDOM else NOISE
+        noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
+        fit = cls(names=names, component=cls._with_noise(known, hardware, software, names, noise))
+        far = [
+            name for name, log in zip(names, fit.component.logs.tolist(), strict=True)
+            if abs(log) > np.log(LARGEST_FACTOR)
+        ]  # fmt: skip
+        require(
+            not far,
+            f"the fit pushes {', '.join(far)} beyond a factor of {LARGEST_FACTOR:.0f} from its starting value: check "
+            "the units of the measurements.",
+        )
+        return fit
+
+    @staticmethod
+    def _with_noise(
+        known: Sequence[KnownStep], hardware: HardwareSpec, software: Software, names: tuple[str, ...], noise: float
+    ) -> Component:
+        in_cluster = {name: PRIOR_SPREAD for name in names if name in CONSTANTS}
+        in_software = {name: PRIOR_SPREAD for name in names if name in SOFTWARE_CONSTANTS}
+        prior = Prior(
+            hardware=replace(hardware, spreads=in_cluster),
+            software=replace(software, spreads=in_software, cluster_spread=1.0, left_open=noise),
+            table=tuple(
+                Knob(name=name, hardware=(name,)) if name in in_cluster else Knob(name=name, software=(name,))
+                for name in names
+            ),
+        )
+        return Posterior.of([prior], known).likeliest
+
+    @property
+    def constants(self) -> tuple[HardwareSpec, SoftwareCosts]:
+        """The constants at the maximum."""
+        return self.component.constants
+
+    def moved(self) -> tuple[FittedConstant, ...]:
+        """Return every constant before and after."""
+        before, (hardware, costs) = self.component.prior, self.constants
+        spreads = np.expm1(np.sqrt(np.diag(self.component.covariance))).tolist()
+        found = []
+        for name, spread in zip(self.names, spreads, strict=True):
+            old: object = before.hardware if name in CONSTANTS else before.software.costs
+            new: object = hardware if name in CONSTANTS else costs
+            value = getattr(old, name), getattr(new, name)
+            found.append(FittedConstant(name=name, before=value[0], after=value[1], uncertainty=spread))
+        return tuple(found)
+
+    def spreads(self, of: Sequence[str]) -> dict[str, float]:
+        """Return the posterior's standard deviations of the logarithms of those constants that moved."""
+        deviations = np.sqrt(np.diag(self.component.covariance)).tolist()
+        return {name: spread for name, spread in zip(self.names, deviations, strict=True) if name in of}
+
+
+def _known_step(measurement: Timed, predict: Predict) -> KnownStep:
+    def price(hardware: HardwareSpec, costs: SoftwareCosts) -> NDArray[np.float64]:
+        return np.array([predict(measurement, hardware, costs)])
+
+    # Names must differ: what is left of each measurement is kept by its name.
+    return KnownStep(price=price, seconds=measurement.time_ms * 1e-3, name=f"{id(measurement)}")
+
+
+def _with_sources(fitted: HardwareSpec, fit: _Fit, source: str) -> HardwareSpec:
+    before, spreads = fit.component.prior.hardware, fit.spreads(CONSTANTS)
+    return replace(
+        fitted, sources={**before.sources, **dict.fromkeys(spreads, source)}, spreads={**fitted.spreads, **spreads}
     )
-    return dict(zip(constants, errors, strict=True))
+
+
+def _software_with_sources(software: Software, fit: _Fit, source: str) -> Software:
+    spreads = fit.spreads(SOFTWARE_CONSTANTS)
+    return replace(
+        software,
+        costs=fit.constants[1],
+        spreads={**software.spreads, **spreads},
+        sources={**software.sources, **dict.fromkeys(spreads, source)},
+    )

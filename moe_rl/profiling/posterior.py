@@ -65,6 +65,7 @@ KNOBS = (
     Knob(name="left by overlap", software=("overlap_left",)),
     Knob(name="activation", software=("clamped_activation_bytes",)),
     Knob(name="optimizer on the host", software=("host_adam_gb_per_s",)),
+    Knob(name="RL framework", software=("framework_share",)),
     Knob(name="everything", software=("everything",)),
 )
 
@@ -77,11 +78,13 @@ class Prior:
     software: Software
     weight: float = 1.0
     """How likely this kind of software is, before anything was measured."""
+    table: tuple[Knob, ...] = KNOBS
+    """Knobs of which those with a spread may move."""
 
     @property
     def knobs(self) -> tuple[Knob, ...]:
         """Those that may move."""
-        return tuple(knob for knob in KNOBS if knob.spread(self.hardware, self.software) > 0)
+        return tuple(knob for knob in self.table if knob.spread(self.hardware, self.software) > 0)
 
     @property
     def spreads(self) -> Floats:
@@ -165,36 +168,97 @@ class Posterior:
         """The component with most weight: plans and figures are made with its constants."""
         return max(self.components, key=lambda component: component.weight)
 
-    def forecasts(self, price: Price) -> list[Interval]:
-        """Return the N figures with their 80 % intervals."""
-        per_component = [
-            _figures(component, *component.prior.slopes(price, component.logs)) for component in self.components
-        ]
-        weights = [component.weight for component in self.components]
-        figures = zip(*per_component, strict=True)
-        return [Mixture(weights=tuple(weights), parts=tuple(parts)).interval() for parts in figures]
-
-    def ratio(self, price: Price, other: Price, *, alike: float = 0.0) -> Interval:
-        """Return the ratio of seconds of two settings (each N = 1): what they share cancels.
-
-        `alike`: correlation of what is left to the two settings alone; 1 for one run under two plans.
-        """
+    def figures(self, price: Price) -> "Figures":
+        """Return the N figures of `price` with all that their intervals and ratios need."""
         parts = []
         for component in self.components:
             base, slopes = component.prior.slopes(price, component.logs)
-            other_base, other_slopes = component.prior.slopes(other, component.logs)
-            difference = slopes[0] - other_slopes[0]
-            alone = 2.0 * (1.0 - alike) * component.prior.software.left_open**2
-            variance = float(difference @ component.covariance @ difference) + alone
-            parts.append((float(base[0] - other_base[0]), sqrt(variance)))
-        return Mixture(weights=tuple(part.weight for part in self.components), parts=tuple(parts)).interval()
+            parts.append(ComponentFigures(component=component, base=base, slopes=slopes))
+        return Figures(parts=tuple(parts))
+
+    def forecasts(self, price: Price) -> list[Interval]:
+        """Return the N figures with their 80 % intervals."""
+        figures = self.figures(price)
+        return [figures.interval(index) for index in range(len(figures))]
+
+    def ratio(self, price: Price, other: Price) -> Interval:
+        """Return the ratio of seconds of two settings (each N = 1): what they share cancels."""
+
+        def both(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+            return np.concatenate([price(hardware, costs), other(hardware, costs)])
+
+        return self.figures(both).ratio(0, 1)
+
+    def sentence(self) -> str:
+        """Say which software the known steps show, and which constants they moved most."""
+        component, count = self.likeliest, len(self.likeliest.left)
+        moved = sorted(
+            zip(np.exp(component.logs), component.prior.knobs, strict=True), key=lambda one: -abs(log(one[0]))
+        )
+        largest = ", ".join(f"{knob.name} x{factor:.2f}" for factor, knob in moved[:MOVED] if abs(log(factor)) >= NUDGE)
+        weight = f" ({component.weight:.0%})" if len(self.components) > 1 else ""
+        return (
+            f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
+            f"{'; moved most: ' if largest else ', as shipped'}{largest}."
+        )
 
 
-def _figures(component: Component, base: Floats, slopes: Floats) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of the logarithm of every figure."""
-    variance = np.einsum("nk,kj,nj->n", slopes, component.covariance, slopes)
-    spread = np.sqrt(variance + component.prior.software.left_open**2)
-    return list(zip(base.tolist(), spread.tolist(), strict=True))
+# Constants that a sentence about known steps names.
+MOVED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentFigures:
+    """N figures under one kind of software."""
+
+    component: Component
+    base: Floats
+    """[N] logarithms of seconds."""
+    slopes: Floats
+    """[N, K] how each moves with the knobs."""
+
+    def spread(self, direction: Floats, alone: float) -> float:
+        """Return the standard deviation of a sum of logarithms that moves by `direction` [K] with the knobs."""
+        return sqrt(float(direction @ self.component.covariance @ direction) + alone**2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """N forecast figures: their intervals, and those of their ratios."""
+
+    parts: tuple[ComponentFigures, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts[0].base)
+
+    @property
+    def _weights(self) -> tuple[float, ...]:
+        return tuple(part.component.weight for part in self.parts)
+
+    def interval(self, index: int, *, alone: float | None = None, beside: float = 1.0) -> Interval:
+        """Return one figure with its interval.
+
+        `alone`: standard deviation of what no constant explains; None: the software's. `beside`: share of the
+        constants' spread that counts; 0 where the setting itself was timed, which is then known whatever they are.
+        """
+        normals = []
+        for part in self.parts:
+            own = part.component.prior.software.left_open if alone is None else alone
+            normals.append((float(part.base[index]), part.spread(beside * part.slopes[index], own)))
+        return Mixture(weights=self._weights, parts=tuple(normals)).interval()
+
+    def ratio(self, index: int, other: int, *, alone: float | None = None) -> Interval:
+        """Return the ratio of two figures: what they share cancels.
+
+        `alone`: standard deviation of what the constants do not explain of it. By default that of two settings, each
+        of which is off by itself.
+        """
+        normals = []
+        for part in self.parts:
+            own = sqrt(2.0) * part.component.prior.software.left_open if alone is None else alone
+            spread = part.spread(part.slopes[index] - part.slopes[other], own)
+            normals.append((float(part.base[index] - part.base[other]), spread))
+        return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
 
 def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:

@@ -13,15 +13,19 @@ from moe_rl.report.words import read_words
 WORDS: dict[str, dict[str, Any]] = read_words("columns.yaml")
 # The columns that a terminal shows, with and without times; the page and `--json` have all.
 DEFAULT_TIMED = (
-    "imbalance", "step_time_s", "speedup_vs_static", "vs_best_engine", "fraction_of_forced_balance",
-    "peak_memory_bytes",
+    "imbalance", "step_time_s", "step_time_interval_s", "speedup_vs_static", "vs_best_engine",
+    "fraction_of_forced_balance", "peak_memory_bytes",
 )  # fmt: skip
 DEFAULT_WITHOUT_ENGINE = (
-    "imbalance", "step_time_s", "speedup_vs_static", "fraction_of_forced_balance", "moved_bytes",
-    "peak_memory_bytes",
+    "imbalance", "step_time_s", "step_time_interval_s", "speedup_vs_static", "fraction_of_forced_balance",
+    "moved_bytes", "peak_memory_bytes",
 )  # fmt: skip
 DEFAULT_LOADS = ("imbalance", "node_imbalance", "node_bound", "placement_bound", "replicas_per_plan", "moved_bytes")
 ALL = "all"
+
+
+# A number, or both ends of an interval.
+Figure = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,8 @@ class Column:
     heading: str
     """Two short lines."""
     meaning: str
-    write: Callable[[float], str]
-    value: Callable[[StepPrediction], float | None]
+    write: Callable[[Figure], str]
+    value: Callable[[StepPrediction], Figure | None]
 
     def text(self, prediction: StepPrediction) -> str:
         """Return the figure as text; empty where it was not computed."""
@@ -59,7 +63,7 @@ def columns(report: ReportData) -> list[Column]:
     return found
 
 
-def _value(report: ReportData, name: str) -> Callable[[StepPrediction], float | None]:
+def _value(report: ReportData, name: str) -> Callable[[StepPrediction], Figure | None]:
     """Return the function that reads a column's figure: a bound from the report, all else from the policy."""
     if name == "vs_best_engine":
         return report.speedup_vs_best_engine
@@ -69,8 +73,12 @@ def _value(report: ReportData, name: str) -> Callable[[StepPrediction], float | 
     return lambda row: getattr(report.bounds[row.policy], bound) if row.policy in report.bounds else None
 
 
-def _form(form: str, largest: float) -> tuple[str, Callable[[float], str]]:
+def _form(form: str, largest: Figure) -> tuple[str, Callable[[Figure], str]]:
     """Return the unit of a column by its largest figure, and the function that writes its figures."""
+    if form == "interval":
+        unit, size = time_unit([largest[1]])
+        places = decimals(largest[1] / size, 3)
+        return unit, lambda ends: "-".join(f"{end / size:.{places}f}" for end in ends)
     if form == "gib":
         return "GiB", lambda value: f"{value / GIB:.1f}"
     if form not in ("seconds", "bytes"):
@@ -81,11 +89,15 @@ def _form(form: str, largest: float) -> tuple[str, Callable[[float], str]]:
 
 
 def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column]:
-    """Return the columns of these names, in this order, or ("all",) of them; without names six that matter most."""
+    """Return the columns of these names, in this order, or ("all",) of them; without names those that matter most."""
     check_columns(names)
     found = {column.field: column for column in columns(report)}
     timed = DEFAULT_WITHOUT_ENGINE if report.best_engine is None else DEFAULT_TIMED
     wanted = tuple(names) or (timed if report.timed else DEFAULT_LOADS)
+    if not names and "step_time_interval_s" in found:
+        # A terminal of 80 columns has room for six figures.
+        dropped = "moved_bytes" if report.best_engine is None else "fraction_of_forced_balance"
+        wanted = tuple(name for name in wanted if name != dropped)
     return [found[name] for name in (found if wanted == (ALL,) else wanted) if name in found]
 
 

@@ -15,8 +15,8 @@ from moe_rl.report.units import format_count
 
 BEST = 10
 LIMITS = 3  # The largest parts of a step are named as its limits.
-# The simulator does not tell apart steps whose lengths differ by less. Of 34 published pairs of settings it puts
-# the slower first in all three that it takes to differ by less, and the faster in 29 of the other 31.
+# Of settings whose forecasts differ by less the simplest comes first. Whether two settings can be told apart is a
+# question to the interval of their ratio.
 ALIKE = 0.03
 
 
@@ -72,6 +72,18 @@ class TunedSetting(Shape):
     """Shares of the step by part."""
     resident_slots: int = 0
     """Copies of experts per rank and layer for which the peak has room; balanced routing gains nothing from them."""
+    tokens_per_s_interval: tuple[float, float] | None = None
+    """Both ends of the 80 % interval; None far behind the fastest."""
+    behind_fastest: tuple[float, float] | None = None
+    """The same of this setting's step over the fastest's: where it holds 1, the two are not told apart."""
+    peak_interval_gib: tuple[float, float] | None = None
+    cp_comm_type: str | None = None
+    """How the CP ranks exchange keys and values; None without context parallelism."""
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the fastest setting is called faster than this one."""
+        return self.behind_fastest is not None and self.behind_fastest[0] > 1.0
 
     @property
     def limits(self) -> str:
@@ -82,6 +94,10 @@ class TunedSetting(Shape):
     def lines(self, framework: str) -> str:
         """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""
         return PASTED[framework](self)
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:,.0f}-{interval[1]:,.0f}"
 
 
 SIZES = (
@@ -104,10 +120,12 @@ def _sizes(row: TunedSetting) -> dict[str, object]:
 
 def _others(row: TunedSetting) -> dict[str, object]:
     """Return what is not a parallel size, under the names of Megatron's configuration."""
-    if row.dispatcher == "alltoall":
-        return RECOMPUTE[row.recompute] | {"moe_token_dispatcher_type": "alltoall"}
-    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
-    return RECOMPUTE[row.recompute] | flex
+    dispatch: dict[str, object] = {"moe_token_dispatcher_type": "alltoall"}
+    if row.dispatcher != "alltoall":
+        dispatch = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
+    # p2p is Megatron's default.
+    exchange = {} if row.cp_comm_type in (None, "p2p") else {"cp_comm_type": row.cp_comm_type}
+    return RECOMPUTE[row.recompute] | dispatch | exchange
 
 
 def _megatron(row: TunedSetting) -> str:
@@ -161,8 +179,10 @@ class Tuned:
     num_sequences: int
     num_shapes: int
     num_alike: int
-    """How many of the first settings are as fast as the fastest."""
+    """How many settings the interval of the ratio does not tell apart from the fastest."""
     settings: tuple[TunedSetting, ...]
+    notes: tuple[str, ...] = ()
+    """Which software was priced, and what lies outside the fitted runs."""
 
     @property
     def best(self) -> TunedSetting:
@@ -182,40 +202,44 @@ class Tuned:
         said = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
         if self.num_alike > 1:
             said.append(
-                f"The first {self.num_alike} settings are as fast to the simulator, which tells {ALIKE:.0%} apart: of "
-                "these the one with fewest kinds of parallelism is first."
+                f"{self.num_alike} settings are not told apart from the fastest: the 80 % interval of their ratio "
+                f"holds 1. Of those within {ALIKE:.0%} the one with fewest kinds of parallelism is first."
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
             grown = {name: row.parts[name] * (1 + longer) - best.parts.get(name, 0.0) for name in row.parts}
             name, more = max(grown.items(), key=lambda part: part[1])
-            if longer >= ALIKE:
+            if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 said.append(
                     f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
                     f"{name.replace('_', ' ')} takes {more:.1%} of the best step more."
                 )
             elif row is not best:
                 said.append(
-                    f"EP{ep} is as fast ({row.name}, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU) with a peak of "
-                    f"{row.peak_gib:.1f} GiB."
+                    f"EP{ep} is not told apart ({row.name}, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU) with a peak "
+                    f"of {row.peak_gib:.1f} GiB."
                 )
         return said
 
     def as_json(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
-        rows = [{**asdict(row), "limits": row.limits} for row in self.settings]
+        rows = [
+            {name: value for name, value in asdict(row).items() if value is not None} | {"limits": row.limits}
+            for row in self.settings
+        ]
         facts = {name: getattr(self, name) for name in ("model", "cluster", "gpus", "num_tokens", "num_sequences")}
-        return {"schema": "moe_rl.tune/1", **facts, "settings": rows}
+        return {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        head = "  tokens/s/GPU  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
+        head = "  tokens/s/GPU  80 % of these  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
         rows = [
-            f"{row.tokens_per_s_per_gpu:14,.0f}  {row.peak_gib:8.1f}  {row.num_micro_batches:4} x "
+            f"{row.tokens_per_s_per_gpu:14,.0f}  {_ends(row.tokens_per_s_interval):>13}  {row.peak_gib:8.1f}  "
+            f"{row.num_micro_batches:4} x "
             f"{format_count(row.micro_batch_tokens):>6}  {row.recompute:9}  {row.dispatcher:10}  "
             f"{row.name}; {row.limits}"
             for row in self.settings[:BEST]
         ]
-        return "\n".join([head, *rows, "", *self.sentences()])
+        return "\n".join([head, *rows, "", *self.sentences(), *(f"note: {note}" for note in self.notes)])
 
     def picture(self) -> Markup:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""
@@ -237,7 +261,9 @@ class Tuned:
         said = self.sentences()
         pasted = [f"\n\n{framework}:\n{self.best.lines(framework)}" for framework in PASTED]
         table = str(self).partition("\n\n")[0] + "".join(pasted)
-        return render_picture(f"moe_rl tune, {self.gpus} GPUs", said[0], self.picture(), table, said[1:])
+        return render_picture(
+            f"moe_rl tune, {self.gpus} GPUs", said[0], self.picture(), table, [*said[1:], *self.notes]
+        )
 
     def save(self, path: Path | str) -> None:
         """Write a page (.html) or the picture alone (.svg)."""

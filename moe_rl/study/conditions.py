@@ -18,11 +18,11 @@ from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.scenario import Scenario
+from moe_rl.study.population import population_cautions, population_notes
+from moe_rl.study.scenario import Scenario, Simulate
 from moe_rl.yaml_files import read_yaml
 
 MOE_RL = "moe-rl"
-Simulate = Callable[[StepSetting], SimulationResult]
 SENTENCES: dict[str, str] = read_yaml(Path(__file__).with_name("sentences.yaml"))
 SMALL_PART = 0.5  # A trace that fills less of its micro-batches than this is too short for them.
 # The bundled trace on 16 H100: 42 % of 0.5 M tokens' step, and 1.15x by ultraep; 16 % of 2 M tokens', and 1.23x.
@@ -80,8 +80,8 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "model": problem.model.name,
         "cluster": topology.hardware.name,
         "fabric": topology.hardware.fabric,
-        "software": options.chosen_software().name,
-        "software_chosen_by": _chosen_by(options),
+        "software": scenario.software.name,
+        "software_chosen_by": chosen_by(options),
         **conditions,
         **{name: getattr(options, name) for name in SAID},
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
@@ -111,30 +111,28 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _chosen_by(options: SimulationOptions) -> str:
+def chosen_by(options: SimulationOptions) -> str:
+    """Return why this software was priced."""
     if options.names_software:
         return "--software"
+    if options.known_step:
+        return "--known-step"
     return "graphs, fused operators or overlap in the setting" if options.shows_tuned_software else "nothing known"
-
-
-def other_software(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> tuple[str, SimulationResult]:
-    """Return the other kind of software, and the same plans priced under it."""
-    options = scenario.options
-    other = TYPICAL if options.chosen_software().name == TUNED else TUNED
-    costs = load_software(other).costs
-    return other, simulate(replace(scenario.training_step.setting, software=costs))
 
 
 def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
     """Say which software was priced and why, and what the other kind would give."""
-    options = scenario.options
-    name, (other, priced) = options.chosen_software().name, other_software(scenario, result, simulate)
+    name = scenario.software.name
+    other = TYPICAL if name == TUNED else TUNED
+    if scenario.options.known_step:
+        return f"software: {name} ({chosen_by(scenario.options)}), with the constants that the known steps show."
+    priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
-    seconds, others = result.static.step_time_s, priced.static.step_time_s
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
     return (
-        f"software: {name} ({_chosen_by(options)}); with --software {other} static takes {others:.3g} s instead of "
-        f"{seconds:.3g} s, and {best} is {gain:.2f}x as fast."
+        f"software: {name} ({chosen_by(scenario.options)}); with --software {other} static takes "
+        f"{priced.static.step_time_s:.3g} s instead of {result.static.step_time_s:.3g} s, and {best} is {gain:.2f}x as "
+        "fast."
     )
 
 
@@ -188,6 +186,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         **{name: 100 * getattr(options, name) for name in SHARES},
     }
     said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
+    said += population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name) if timed else []
     said += [
         SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
         for name, holds in holding.items()
@@ -208,8 +207,10 @@ def cautions(
     said = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
     if scenario.options.objective != "time":
         return said
+    lengths = scenario.batch.lengths
+    outside = population_cautions(scenario.options, packed=bool((lengths != lengths[0]).any()))
     assumed = scenario.topology.hardware.assumption()
-    return [*said, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed])]
+    return [*said, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:

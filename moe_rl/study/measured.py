@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from moe_rl.config import load_cluster, load_model
-from moe_rl.core.cost import LayerRows, all_to_all_time, gemm_time
+from moe_rl.core.cost import TUNED_COSTS, LayerRows, all_to_all_time, gemm_time
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.software import SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.measurements import Measurement, read_measurements
 from moe_rl.simulators.balanced import uniform_load
@@ -19,6 +20,8 @@ from moe_rl.simulators.base_time import layer_parts
 from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
+from moe_rl.study.known_steps import PricedRun, stated_rows
+from moe_rl.study.options import SimulationOptions
 from moe_rl.yaml_files import read_yaml
 
 YAML = (".yaml", ".yml", ".json")
@@ -46,21 +49,52 @@ class TimedStep:
         return cls(run=WholeRun.of(row, lambda name: load_model(name).spec, load_cluster))
 
 
-def read_timed(path: Path, cluster: str) -> Sequence[Measurement | TimedStep]:
-    """Read a CSV of operations, or a YAML file of whole steps (`points`), run on `cluster` where a row names none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """A whole step in the words of the options, as `--known-step` takes it."""
+
+    run: PricedRun
+    seconds: float
+
+    @property
+    def time_ms(self) -> float:
+        """Milliseconds of the step."""
+        return 1e3 * self.seconds
+
+    @property
+    def group(self) -> str:
+        """The model: what is held out together."""
+        return self.run.model
+
+
+Timing = Measurement | TimedStep | TimedRun
+
+
+def read_timed(path: Path, cluster: str) -> Sequence[Timing]:
+    """Read a CSV of operations, or a YAML file of whole steps, run on `cluster` where a row names none.
+
+    `steps` are rows in the words of the options, `points` have the form of published runs.
+    """
     if path.suffix not in YAML:
         return read_measurements(path)
-    rows = read_yaml(path).get("points")
+    content = read_yaml(path)
+    if isinstance(content.get("steps"), list):
+        stated = stated_rows(content["steps"], SimulationOptions(cluster=cluster), name=path.name)
+        return [TimedRun(run=run, seconds=seconds) for run, seconds in stated]
+    rows = content.get("points")
     if not isinstance(rows, list) or not rows:
         raise InvalidInputError(f"{path} holds no steps: a list `points` is missing or empty.")
     return [TimedStep.of({"cluster": cluster, "name": f"step {number}", **row}) for number, row in enumerate(rows, 1)]
 
 
-def predicted_seconds(timed: Measurement | TimedStep, hardware: HardwareSpec) -> float:
-    """Return what the simulator says that it takes on `hardware`, routing being uniform."""
+def predicted_seconds(timed: Timing, hardware: HardwareSpec, costs: SoftwareCosts = TUNED_COSTS) -> float:
+    """Return what the simulator says that it takes on `hardware` under this software, routing being uniform."""
+    if isinstance(timed, TimedRun):
+        return float(timed.run.price(hardware, costs)[0])
     if isinstance(timed, TimedStep):
-        return 1.0 / timed.run.predicted(hardware).tokens_per_s_per_gpu
-    model, setting = timed.model(), StepSetting(dispatcher=timed.dispatcher, precision=timed.precision)
+        return 1.0 / timed.run.predicted(hardware, costs).tokens_per_s_per_gpu
+    model = timed.model()
+    setting = StepSetting(dispatcher=timed.dispatcher, precision=timed.precision, software=costs)
     backward, tokens = timed.phase == "backward", timed.tokens_per_rank
     part = layer_parts(model, hardware, setting, backward=backward, moe_layer=True)["attention"]
     attention = part.per_token * tokens + part.per_square * tokens * timed.sequence_length

@@ -62,6 +62,10 @@ Names = Annotated[list[str], _read_by(_parts, "")]
 Numbers = Annotated[
     list[int], _read_by(lambda text: [int(part) for part in text.split(",")], "{!r} is not a list of whole numbers")
 ]
+# Given as often as there are values; each may hold commas, as a line of a log does.
+Repeated = Annotated[
+    list[str], BeforeValidator(lambda given: [str(given)] if isinstance(given, str | float | int) else given)
+]
 Slots = Annotated[
     int | Literal["auto"],
     _read_by(lambda text: text if text == AUTO else int(text), f"neither a whole number nor {AUTO}"),
@@ -80,6 +84,8 @@ class Shown:
     choices: Sequence[str] = ()
     """Words that it takes; any without."""
     at_least: int | None = None
+    repeated: bool = False
+    """True: the option may be given several times."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -217,6 +223,9 @@ class SimulationOptions(TraceOptions):
     overlap_param_gather: bool = True
     replica_exposed: float = 0.3  # core.cost.REPLICA_CONTENTION, which loads numpy
     software: Names = []
+    known_step: Repeated = []
+    known_step_config: Repeated = []
+    known_memory: float | None = None
     log_prob_passes: int = 0
     forward_only: bool = False
 
@@ -407,7 +416,7 @@ def takes_options(schema: type[BaseModel]) -> Callable[[Function], Function]:
     return decorate
 
 
-def _whole_names(schema: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+def whole_names(schema: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` by field; a short name of the command line (`ep`) stands for its field."""
     short = {SHOWN[field].also.removeprefix("--"): field for field in schema.model_fields if SHOWN[field].also}
     for name in given:
@@ -435,13 +444,13 @@ def merge_options(
     content: dict[str, Any] = {}
     if config is not None:
         read = {str(key).replace("-", "_"): value for key, value in read_yaml(_located_setting(config)).items()}
-        content = {name: _as_number(schema, name, value) for name, value in _whole_names(schema, read).items()}
+        content = {name: _as_number(schema, name, value) for name, value in whole_names(schema, read).items()}
         # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
     said = {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
     }
-    said = {name: _as_number(schema, name, value) for name, value in _whole_names(schema, said).items()}
+    said = {name: _as_number(schema, name, value) for name, value in whole_names(schema, said).items()}
     return checked({**(below or {}), **content, **said}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
 
 

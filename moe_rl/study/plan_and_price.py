@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,13 @@ from moe_rl.core.certificate import certify
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
-from moe_rl.core.topology import ClusterTopology
+from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import ALL_LEVERS
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.domain_engine import engine_of
 from moe_rl.planner.moonep import MoonEpPlanner
 from moe_rl.planner.registry import POLICIES, make_planner
+from moe_rl.profiling.posterior import NORMAL_80
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.simulation import BASELINE, UNPACKED, LoadBounds, PolicyLoads
 from moe_rl.simulators.result import SimulationResult
@@ -29,7 +30,8 @@ from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.simulators.timeline import chrome_json, step_timeline
 from moe_rl.study.batch import Batch, counts_of
 from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, software_note, trace_facts
-from moe_rl.study.scenario import Progress, Scenario
+from moe_rl.study.intervals import intervals_of
+from moe_rl.study.scenario import Progress, Scenario, Simulate
 from moe_rl.version import __version__
 
 RESAMPLES = 128  # Traces that might have been recorded instead, by which the headline's interval is estimated.
@@ -120,17 +122,21 @@ def predict(
     setting = scenario.training_step.setting
     result = simulate(setting)
     predictions = {name: policy.prediction for name, policy in result.policies.items()}
+    yardsticks = {name: policy.prediction for name, policy in result.yardsticks().items()}
+    if timed:
+        intervals = intervals_of(scenario, simulate, [*predictions, *yardsticks])
+        predictions, yardsticks = (intervals.beside(rows) for rows in (predictions, yardsticks))
     shown = {name: one if timed else replace(one, **UNTIMED) for name, one in predictions.items()}
     alone = shown.pop(UNPACKED) if split else None
     fastest = min(shown.values(), key=lambda one: one.step_time_s or 0.0)
-    speedups = _speedups(scenario, shown[BASELINE], fastest) if timed and scenario.resampled else ()
+    speedups = _speedups(scenario, shown[BASELINE], fastest) if timed and fastest.speedup_interval else ()
     return SimulationReport(
         trace=trace_facts(scenario),
         setting=setting_facts(scenario, result, timed=timed),
         policies=tuple(shown.values()),
         balancing_alone=alone,
         speedups=speedups,
-        yardsticks=tuple(yardstick.prediction for yardstick in result.yardsticks().values()) if timed else (),
+        yardsticks=tuple(yardsticks.values()) if timed else (),
         loads={name: PolicyLoads.from_rank_loads(policy.rank_load) for name, policy in result.policies.items()},
         bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
@@ -154,9 +160,22 @@ def predict(
 
 
 def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) -> tuple[float, ...]:
-    """Return the speed-up of the fastest policy, and both ends of its interval."""
-    speedup, seconds = best.speedup_vs_static or 1.0, static.breakdown_s or {}
-    topology, rows = scenario.topology, list[NDArray[np.float32]]()
+    """Return the speed-up of the fastest policy, and both ends of its 80 % interval.
+
+    It holds the error of the model, and of a drawn batch also which sequences were recorded: both on logarithms.
+    """
+    speedup = best.speedup_vs_static or 1.0
+    low, high = best.speedup_interval or [speedup, speedup]
+    below, above = _left_open_by_the_draw(scenario, static) if scenario.resampled else (0.0, 0.0)
+    # The draw's interval reaches 2.2 standard errors to either side.
+    drawn = [NORMAL_80 / STANDARD_ERRORS * -math.log(max(1e-6, 1.0 - below)), NORMAL_80 / STANDARD_ERRORS * above]
+    down, up = math.hypot(math.log(speedup / low), drawn[0]), math.hypot(math.log(high / speedup), drawn[1])
+    return speedup, speedup * math.exp(-down), speedup * math.exp(up)
+
+
+def _left_open_by_the_draw(scenario: Scenario, static: StepPrediction) -> tuple[float, float]:
+    """Return by which shares the speed-up of a recording's other sequences may lie below and above."""
+    topology, rows, seconds = scenario.topology, list[NDArray[np.float32]](), static.breakdown_s or {}
     parts = tuple(scenario.source.parts(scenario.batch.step))
     for part in parts:
         pairs = counts_of(part).tokens_per_expert
@@ -166,7 +185,7 @@ def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) 
     below, above = imbalance_left_open(np.concatenate(rows), lengths, drawn=drawn, seed=seed)
     # The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
     waits = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
-    return speedup, max(0.0, speedup * (1.0 - waits * below)), speedup * (1.0 + waits * above)
+    return waits * below, waits * above
 
 
 def _sequences_wanted(scenario: Scenario, speedups: tuple[float, ...]) -> list[str]:
@@ -208,10 +227,11 @@ def beside_static(policies: Sequence[str]) -> Sequence[str]:
     return policies if BASELINE in policies else [BASELINE, *policies]
 
 
-def pricing_of(
-    scenario: Scenario, plans: Mapping[str, Plan]
-) -> tuple[Callable[[StepSetting], SimulationResult], dict[str, StepLoad]]:
-    """Return a function that prices the plans under a setting, and the load that occurs under each plan's layout."""
+def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate, dict[str, StepLoad]]:
+    """Return a function that prices the plans under a setting, and the load that occurs under each plan's layout.
+
+    The function also takes other constants of the cluster than the scenario's.
+    """
     batch, reroute = scenario.batch, scenario.options.reroute
     timed = scenario.options.objective == "time"
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
@@ -225,9 +245,10 @@ def pricing_of(
     loads = {name: occurring[id(load)] for name, load in planned.items()}
     destinations: DestinationsByPolicy = {}  # Where rows go does not depend on the setting: counted for the first.
 
-    def simulate(setting: StepSetting) -> SimulationResult:
+    def simulate(setting: StepSetting, hardware: HardwareSpec | None = None) -> SimulationResult:
         repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
-        step = replace(scenario.training_step, setting=setting, load=occurring[id(batch.load)])
+        topology = scenario.topology if hardware is None else replace(scenario.topology, hardware=hardware)
+        step = replace(scenario.training_step, setting=setting, topology=topology, load=occurring[id(batch.load)])
         return simulate_policies(plans, step, loads=repacked, destinations=destinations)
 
     return simulate, loads

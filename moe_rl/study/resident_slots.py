@@ -8,12 +8,20 @@ copy pays.
 """
 
 import logging
+from dataclasses import replace
 
+import numpy as np
+
+from moe_rl.core.cost import Floats
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.software import SoftwareCosts
+from moe_rl.core.topology import HardwareSpec
 from moe_rl.planner.registry import POLICIES
 from moe_rl.report.units import GIB, counted
+from moe_rl.simulators.balanced import flops_per_token
 from moe_rl.simulators.result import PolicyResult
+from moe_rl.study.known_steps import UPDATE, KnownMemory, OwnStep, PricedRun, posterior_of, surprises
 from moe_rl.study.options import AUTO, SimulationOptions
 from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.scenario import Progress, Scenario, state_scenario
@@ -27,13 +35,54 @@ LEAST_GAIN = 0.005  # Share of the step that a slot has to save: with other seed
 SPARE_MEMORY = 0.044  # Share of a GPU's memory that stays free: the mean error of forecast peaks (docs/simulator.md).
 
 
-def open_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem, with slots chosen."""
+def open_scenario(
+    trace: TraceLike, options: SimulationOptions, progress: Progress, *, measured: SimulationOptions | None = None
+) -> Scenario:
+    """Read the trace, resolve model and cluster, and state the planning problem, with slots chosen.
+
+    `measured`: options of the setting that `--known-step` timed where it names none; None: the same `options`.
+    """
     scenario = state_scenario(trace, options, progress)
+    if options.known_step or options.known_memory is not None:
+        own = scenario if measured is None else state_scenario(trace, measured, progress)
+        scenario = _with_measured(scenario, own, progress)
     for name in KINDS:
         if getattr(options, name) == AUTO:
             scenario = _with_slots_chosen(scenario, name, progress)
     return scenario
+
+
+def _with_measured(scenario: Scenario, own: Scenario, progress: Progress) -> Scenario:
+    """Return the scenario under the constants that known steps of the setting `own`, or of others, show."""
+    options = scenario.options
+    options.require_times("--known-step is time")
+    progress("pricing known steps", 0, 1)
+    plans = make_plans(own, ["static"], lambda *_: None)
+    simulate, _ = pricing_of(own, plans)
+    setting = own.training_step.setting
+    found = simulate(setting).static
+    memory = KnownMemory.of(options.known_memory, found.memory.peak_bytes / GIB)
+    if not options.known_step:
+        return replace(scenario, memory=memory)
+
+    def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+        return np.array([simulate(replace(setting, software=costs), hardware).static.step_time_s])
+
+    squares = own.training_step.lengths.astype(np.float64) ** 2
+    effective = float(squares.sum()) / max(1.0, float(own.training_step.lengths.sum()))
+    run = PricedRun(
+        price=price,
+        tokens=float(found.tokens),
+        gpus=own.topology.num_ranks * own.options.pipeline_model_parallel_size,
+        flops=found.tokens * flops_per_token(own.model.spec, effective),
+    )
+    posterior, left = posterior_of(options, scenario.topology.hardware, {UPDATE: run}, own.training_step.lengths)
+    logger.warning("%s", posterior.sentence())
+    for sentence in surprises(posterior):
+        logger.warning("%s", sentence)
+    # A point of a sweep has another setting than the one that was timed.
+    at_own = scenario.options == own.options
+    return replace(scenario.with_posterior(posterior, left[UPDATE] if at_own else OwnStep()), memory=memory)
 
 
 def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Scenario:

@@ -46,16 +46,18 @@ class RlStepOptions(LengthOptions):
     reference_passes: int = 1
     old_log_prob_passes: int = 1
     update_epochs: int = 1
-    framework_share: float = 0.63  # simulators.rl_step.FITTED, which loads numpy
+    framework_share: float | None = None
     weight_sync_seconds: float | None = None
     weight_sync_transport: str = ""
     offload_seconds: float | None = None
 
-    def rl_setting(self, train_gpus: int) -> "RlStepSetting":
-        """Return the simulator's setting."""
+    def rl_setting(self, train_gpus: int, framework_share: float) -> "RlStepSetting":
+        """Return the simulator's setting; `framework_share` is the software's, where no option states it."""
         from moe_rl.simulators.rl_step import RlStepSetting
 
         other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout_enforce_eager, "train_gpus": train_gpus}
+        if self.framework_share is None:
+            other["framework_share"] = framework_share
         told = {item.name for item in fields(RlStepSetting)} - set(other)
         return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in told})
 
@@ -67,6 +69,15 @@ OPTION_OF = {
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
     "offload_s": "offload_seconds", "trainer_ep_size": "expert_model_parallel_size",
 }  # fmt: skip
+
+
+class KnownStepOptions(RlStepOptions):
+    """The setting of a step that was measured, where it is not the command's own: a row in the user's words."""
+
+    gpus: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    imbalance: float = 1.0
 
 
 class TuneOptions(LengthOptions):

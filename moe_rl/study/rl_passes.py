@@ -1,41 +1,68 @@
 """What balancing an update brings to the whole step of RL, from a trace or from lengths alone: `moe-rl rl-step`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import load_cluster
+from moe_rl.config import load_cluster, load_software
+from moe_rl.core.cost import Floats
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
+from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.profiling.posterior import Posterior
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.units import GIB
 from moe_rl.report.whole_step import Misfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
-from moe_rl.simulators.result import PolicyResult
+from moe_rl.simulators.result import PolicyResult, SimulationResult
 from moe_rl.simulators.rl_step import RlStep, framework_seconds, rl_step, sync_setting
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.weight_sync import price_sync
+from moe_rl.study.conditions import chosen_by
+from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
+from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
+from moe_rl.study.lengths import drawn_lengths, needed
 from moe_rl.study.options import SCALED, SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
+from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes
 from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rl_options import RL, LengthOptions, RlStepOptions
+from moe_rl.study.rl_options import RL, RlStepOptions
 from moe_rl.study.scenario import Progress, Scenario, named_model
 from moe_rl.study.traces import TraceLike
 
 FORCED = "forced_balance"
 # A planned sync is worth a word from two per cent of a step on.
 WORTH_SAYING = 1.02
+logger = logging.getLogger(__name__)
+
 # Parts of an update that every mini-batch has again.
 ONCE_PER_UPDATE = (*STEP_PARTS, "pipeline_bubble")
+
+
+# (cluster, software) -> seconds by policy: one forward pass and one update.
+PassSeconds = Callable[[HardwareSpec, SoftwareCosts], dict[str, tuple[float, float]]]
+# Standard deviation of the logarithm of a step of RL that no constant explains: published steps of models that were
+# held out are 12.6 % off on average, others' 18 %.
+RL_LEFT_OPEN = 0.18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlIntervals:
+    """Both ends of the 80 % intervals of a step of RL."""
+
+    step_time_s: list[float]
+    speedup: list[float]
+    """Of the step over that under static placement; what both share cancels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +76,72 @@ class TrainingPasses:
     """[N] tokens of the samples, prompts included."""
     seconds: Mapping[str, tuple[float, float]]
     """By policy, static first: one forward pass and one update."""
+    costs: SoftwareCosts
+    posterior: Posterior
+    seconds_under: PassSeconds
+    """`seconds` under other constants."""
+    own_step: OwnStep = field(default_factory=OwnStep)
+    """What a known step of RL says of this very step beside the constants."""
+
+    def under(self, hardware: HardwareSpec, costs: SoftwareCosts) -> "TrainingPasses":
+        """Return the passes under other constants."""
+        return replace(self, hardware=hardware, costs=costs, seconds=self.seconds_under(hardware, costs))
+
+    def with_known_step(self, options: RlStepOptions) -> "TrainingPasses":
+        """Return the passes under the constants that `--known-step` shows; a number is the whole step of RL."""
+        if not options.known_step:
+            return self
+
+        def step(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+            return np.array([self.under(hardware, costs).steps(options)["static"].step_time_s])
+
+        def update(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+            return np.array([self.seconds_under(hardware, costs)["static"][1]])
+
+        tokens = float(self.lengths.sum())
+        timed = {
+            RL_STEP: PricedRun(price=step, tokens=tokens, gpus=self.train_gpus),
+            UPDATE: PricedRun(price=update, tokens=tokens, gpus=self.train_gpus),
+        }
+        posterior, left = posterior_of(options, load_cluster(options.cluster), timed, self.lengths)
+        for sentence in (posterior.sentence(), *surprises(posterior)):
+            logger.warning("%s", sentence)
+        factor, before = left[UPDATE].factor, self.seconds_under
+
+        def timed_passes(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
+            seconds = before(hardware, costs).items()
+            return {name: (factor * forward_s, factor * update_s) for name, (forward_s, update_s) in seconds}
+
+        passes = replace(self, posterior=posterior, own_step=left[RL_STEP], seconds_under=timed_passes)
+        return passes.under(*posterior.likeliest.constants)
+
+    def intervals(self, options: RlStepOptions) -> dict[str, RlIntervals]:
+        """Return the 80 % intervals of every policy's step and of its speed-up over static placement."""
+        names = list(self.seconds)
+
+        def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+            steps = self.under(hardware, costs).steps(options)
+            return np.array([steps[name].step_time_s for name in names])
+
+        figures, found = self.posterior.figures(price), self.steps(options)
+        alone = self.own_step.left_open if self.own_step.left_open is not None else RL_LEFT_OPEN
+        static, intervals = names.index("static"), {}
+        for index, name in enumerate(names):
+            gain = found["static"].step_time_s / found[name].step_time_s
+            ratio = figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
+            step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=alone)
+            intervals[name] = RlIntervals(
+                step_time_s=around(found[name].step_time_s, step),
+                speedup=[1.0, 1.0] if name == "static" else around(gain, ratio),
+            )
+        return intervals
 
     def steps(self, options: RlStepOptions) -> dict[str, RlStep]:
         """Return the step of RL under every policy; what the framework adds is static's for all of them."""
-        setting = options.rl_setting(self.train_gpus)
+        setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
         static_forward_s, static_update_s = self.seconds["static"]
         framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
-        return {
+        found = {
             name: rl_step(
                 self.model,
                 self.hardware,
@@ -68,23 +154,31 @@ class TrainingPasses:
             )
             for name, (forward_s, update_s) in self.seconds.items()
         }
+        factor = self.own_step.factor
+        return {
+            name: replace(step, parts_s={part: factor * seconds for part, seconds in step.parts_s.items()})
+            for name, step in found.items()
+        }
 
 
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
     options.require_times("a step of RL is time")
+    check_population(options)
     require(
         not options.forward_only and not options.log_prob_passes,
         "--forward-only and --log-prob-passes describe a single pass: a step of RL has its own passes.",
     )
-    return _of_lengths(options) if trace is None else _of_trace(trace, options, progress)
+    passes = _of_lengths(options) if trace is None else _of_trace(trace, options, progress)
+    return passes.with_known_step(options)
 
 
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
         given, flag = getattr(options, name), SHOWN[name].flags[0]
         require(given is None, f"{flag} {given} describes a step without a trace: leave it out.")
-    scenario = open_scenario(trace, options, progress)
+    # A known step is one of RL here, and of no scenario.
+    scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
     require(
         scenario.options.batch != SCALED,
         f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads: a step of RL has the samples of "
@@ -93,7 +187,12 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     plans = make_plans(scenario, beside_static(options.policy), progress)
     progress("simulating", 0, 1)
     passes = _passes(scenario, plans, mini_batches=options.mini_batches)
-    return replace(passes, seconds={name: passes.seconds[name] for name in plans})
+
+    def of_plans(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
+        seconds = passes.seconds_under(hardware, costs)
+        return {name: seconds[name] for name in plans}
+
+    return replace(passes, seconds={name: passes.seconds[name] for name in plans}, seconds_under=of_plans)
 
 
 def _passes(
@@ -102,18 +201,31 @@ def _passes(
     """Price a forward pass and an update under every plan and under forced balance, in a setting (the scenario's)."""
     simulate, _ = pricing_of(scenario, plans)
     pass_setting = setting or scenario.training_step.setting
-    update, forward = simulate(pass_setting), simulate(replace(pass_setting, forward_only=True))
-    seconds = {}
-    for name, result in update.policies.items():
-        seconds[name] = (forward.policies[name].step_time_s, _of_mini_batches(result, mini_batches))
-    seconds[FORCED] = (forward.forced_balance.step_time_s, _of_mini_batches(update.forced_balance, mini_batches))
+
+    def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
+        own = replace(pass_setting, software=costs)
+        update, forward = simulate(own, hardware), simulate(replace(own, forward_only=True), hardware)
+        seconds = {
+            name: (forward.policies[name].step_time_s, _of_mini_batches(result, mini_batches))
+            for name, result in update.policies.items()
+        }
+        return {**seconds, FORCED: _forced_seconds(forward, update, mini_batches)}
+
+    hardware = scenario.topology.hardware
     return TrainingPasses(
         model=scenario.model.spec,
-        hardware=scenario.topology.hardware,
+        hardware=hardware,
         train_gpus=scenario.topology.num_ranks * pass_setting.pipeline_model_parallel_size,
         lengths=scenario.batch.lengths,
-        seconds=seconds,
+        seconds=seconds_under(hardware, pass_setting.software),
+        costs=pass_setting.software,
+        posterior=scenario.posterior,
+        seconds_under=seconds_under,
     )
+
+
+def _forced_seconds(forward: SimulationResult, update: SimulationResult, mini_batches: int) -> tuple[float, float]:
+    return forward.forced_balance.step_time_s, _of_mini_batches(update.forced_balance, mini_batches)
 
 
 def _of_mini_batches(result: PolicyResult, mini_batches: int) -> float:
@@ -208,50 +320,38 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
     return 1 << max(0, int(np.ceil(np.log2(2 * size / (hardware.hbm_gib * GIB)))))
 
 
-def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
-    """Return [N] lognormal lengths of the samples that the options describe."""
-    samples, mean = _needed(options, "num_samples"), _needed(options, "mean_length")
-    require(options.length_spread >= 0, f"--length-spread must be at least 0, got {options.length_spread}.")
-    longest = options.max_length or 4 * mean
-    require(mean <= longest, f"--mean-length {mean} is above --max-length {longest}.")
-    sigma = float(np.sqrt(np.log1p(options.length_spread**2)))
-    # exp(N(-s^2 / 2, s)) has mean 1.
-    drawn = mean * np.random.default_rng(options.seed).lognormal(-(sigma**2) / 2, sigma, samples)
-    lengths: NDArray[np.int64] = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
-    return lengths
-
-
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
-    gpus, budget = _needed(options, "train_gpus"), _needed(options, "micro_batch_tokens")
+    gpus, budget = needed(options, "train_gpus"), needed(options, "micro_batch_tokens")
     lengths = drawn_lengths(options)
     model, hardware = named_model(options, "a step of RL"), load_cluster(options.cluster)
-    priced = partial(
-        trainer_seconds, model, hardware, options.step_setting(), lengths,
-        train_gpus=gpus, ep_size=options.expert_model_parallel_size, micro_batch_tokens=budget,
-        mini_batches=options.mini_batches,
-    )  # fmt: skip
+    setting = options.step_setting()
+
+    def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
+        priced = partial(
+            trainer_seconds, model, hardware, replace(setting, software=costs), lengths,
+            train_gpus=gpus, ep_size=options.expert_model_parallel_size, micro_batch_tokens=budget,
+            mini_batches=options.mini_batches,
+        )  # fmt: skip
+        return {"static": priced(imbalance=options.imbalance), "forced_balance": priced()}
+
     return TrainingPasses(
         model=model,
         hardware=hardware,
         train_gpus=gpus,
         lengths=lengths,
-        seconds={"static": priced(imbalance=options.imbalance), "forced_balance": priced()},
+        seconds=seconds_under(hardware, setting.software),
+        costs=setting.software,
+        posterior=Posterior.of(priors_of(options, hardware, known=False)),
+        seconds_under=seconds_under,
     )
 
 
-def _needed(options: LengthOptions, name: str) -> int:
-    value, flag = getattr(options, name), SHOWN[name].flags[0]
-    require(value is not None, f"without a trace {flag} is needed.")
-    require(value >= 1, f"{flag} must be at least 1, got {value}.")
-    return int(value)
-
-
-def rl_notes(options: RlStepOptions, *, of_lengths: bool) -> list[str]:
+def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool) -> list[str]:
     """Return what a reader must know beside the numbers."""
-    said = [
-        "simulated: five constants of rollout, weight sync and framework were fitted on 14 published NeMo-RL steps on "
-        "H100, which the forecast meets within 7 % on average, and within 13 % when their model is held out."
-    ]
+    software = passes.posterior.likeliest.prior.software.name
+    said = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
+    said += population_notes(passes.model, passes.hardware, software)
+    said += population_cautions(options, packed=True)
     said += filter(None, [load_cluster(options.cluster).assumption()])
     if of_lengths:
         said.append(
@@ -284,20 +384,56 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     return [f"{head}{step.step_time_s / after:.2f}x of a step, not yet measured on a GPU."]
 
 
-def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> dict[str, dict[str, RlStep]]:
+def _rl_fit_note(passes: TrainingPasses) -> str:
+    """Say what the parts of a step of RL were fitted on, and whether this one is of that kind."""
+    said = (
+        "simulated: five constants of rollout, weight sync and framework were fitted on the totals of 14 published "
+        "steps of NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B and Qwen3-235B), within 7 % on average, and within 13 % when "
+        "their model is held out"
+    )
+    elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
+    return f"{said}; {passes.hardware.name} was not among them." if elsewhere else f"{said}."
+
+
+def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:
+    """Say which software was priced, and what the other kind would give."""
+    if options.known_step:
+        return f"software: {software}, with the constants that the known steps show."
+    other = load_software(TYPICAL if software == TUNED else TUNED)
+    priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
+    return (
+        f"software: {software} ({chosen_by(options)}); with --software {other.name} a step under static takes "
+        f"{priced['static'].step_time_s:.3g} s instead of {own['static'].step_time_s:.3g} s."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlPoint:
+    """The step of RL under every policy, at one value of a swept option."""
+
+    steps: Mapping[str, RlStep]
+    intervals: Mapping[str, RlIntervals]
+
+    @classmethod
+    def of(cls, passes: TrainingPasses, options: RlStepOptions) -> "RlPoint":
+        """Return the steps that these options make of the passes."""
+        return cls(steps=passes.steps(options), intervals=passes.intervals(options))
+
+
+def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> dict[str, RlPoint]:
     """Return steps by "name=value" for every value of one option of the RL step; without a sweep, by ""."""
     if not sweep:
-        return {"": passes.steps(options)}
+        return {"": RlPoint.of(passes, options)}
     name, _, values = sweep.partition("=")
     field = name.lstrip("-").replace("-", "_")
     swept = field in RlStepOptions.model_fields and SHOWN[field].panel == RL
     require(bool(values) and swept, f"--sweep {sweep!r} must read NAME=VALUE,VALUE with an option of the RL step.")
     given = options.model_dump(exclude_unset=True)
     points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
-    return {f"{field}={value}": passes.steps(point) for value, point in points.items()}
+    return {f"{field}={value}": RlPoint.of(passes, point) for value, point in points.items()}
 
 
-def as_json(steps: Mapping[str, RlStep]) -> dict[str, object]:
+def as_json(steps: Mapping[str, RlStep], intervals: Mapping[str, RlIntervals]) -> dict[str, object]:
     """Return the figures by policy, with what balancing brings to the step and to the update alone."""
     static = steps["static"]
     return {
@@ -306,6 +442,8 @@ def as_json(steps: Mapping[str, RlStep]) -> dict[str, object]:
             "step_time_s": step.step_time_s,
             "speedup_vs_static": static.step_time_s / step.step_time_s,
             "update_speedup_vs_static": static.parts_s["update"] / step.parts_s["update"],
+            "step_time_interval_s": intervals[name].step_time_s,
+            "speedup_interval": intervals[name].speedup,
         }
         for name, step in steps.items()
     }

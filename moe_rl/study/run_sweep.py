@@ -115,7 +115,7 @@ def run_sweep(
         for point, its_options in zip(grid.points, grid.options, strict=True):
             with located(describe(point)):
                 _check(trace, its_options)
-    task = partial(_figures_of_point, trace, grid, command)
+    task = partial(_figures_of_point, trace, grid, options, command)
     settings = _settings(trace, options, grid)
     lines = finish_points(out, settings, grid.points, task, executor, name=describe, progress=progress, tell=tell)
     return _sweep(grid, lines)
@@ -149,10 +149,12 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
     return settings
 
 
-def _figures_of_point(trace: TraceLike, grid: Grid, command: str, index: int) -> dict[str, object]:
-    """Return the figures of a point, wherever that runs."""
+def _figures_of_point(
+    trace: TraceLike, grid: Grid, options: SimulationOptions, command: str, index: int
+) -> dict[str, object]:
+    """Return the figures of a point, wherever that runs; a known step is one of `options`, before they are varied."""
     with located(describe(grid.points[index])), collected_notes() as warnings:
-        scenario = open_scenario(trace, grid.options[index], _silent)
+        scenario = open_scenario(trace, grid.options[index], _silent, measured=options)
         return _figures(predict(scenario, _silent, command=command, warnings=warnings))
 
 

@@ -6,8 +6,8 @@ S sequences, L MoE layers, E experts.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -16,17 +16,23 @@ from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.software import Software
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import POLICIES, make_planner
+from moe_rl.profiling.posterior import Posterior
 from moe_rl.replay import Trace, TraceSource
 from moe_rl.report.units import counted, listed
 from moe_rl.simulators.balanced import micro_batch_cost
 from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
 from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
+from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
 from moe_rl.study.options import AUTO, DRAWN, LARGEST, RECORDED, SCALED, SimulationOptions
+from moe_rl.study.population import check_population
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
 
@@ -34,6 +40,14 @@ logger = logging.getLogger(__name__)
 
 # Called with (what is done now, items done, items in all).
 Progress = Callable[[str, int, int], None]
+
+
+class Simulate(Protocol):
+    """Prices the plans of a scenario under a setting, on its cluster or on one with other constants."""
+
+    def __call__(self, setting: StepSetting, hardware: HardwareSpec | None = None) -> SimulationResult:
+        """Return every policy's step."""
+
 
 # Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
 FULL_SIZE_TOKENS = 8192
@@ -69,6 +83,12 @@ class Scenario:
     """The batch as planners know it."""
     homes_chosen_at: PlanProblem | None
     """The earlier step at which homes were chosen, under `--reorder-interval`; None: they are chosen at this one."""
+    posterior: Posterior
+    """Over the constants: the prior where no step is known."""
+    memory: KnownMemory
+    """What a known peak says of forecast peaks."""
+    own_step: OwnStep = field(default_factory=OwnStep)
+    """What a known step of this very setting says of it beside the constants."""
 
     @property
     def resampled(self) -> bool:
@@ -79,6 +99,30 @@ class Scenario:
     def knows_earlier_steps(self) -> bool:
         """True where `history` is of earlier steps, not a part of this one that stands in for them."""
         return self.history is not None and self.history.startswith("previous")
+
+    def with_posterior(self, posterior: Posterior, own_step: OwnStep) -> Self:
+        """Return the same step planned and priced with the constants that known steps show."""
+        hardware, costs = posterior.likeliest.constants
+        costs = replace(costs, everything=costs.everything * own_step.factor)
+        topology = replace(self.topology, hardware=hardware)
+        setting = replace(self.training_step.setting, software=costs)
+        step = replace(self.training_step, topology=topology, setting=setting)
+        cost = cost_params_for(step)
+        earlier = self.homes_chosen_at and replace(self.homes_chosen_at, topology=topology, cost=cost)
+        return replace(
+            self,
+            topology=topology,
+            training_step=step,
+            problem=_problem(self.told, step, cost, self.problem.history, self.options),
+            homes_chosen_at=earlier,
+            posterior=posterior,
+            own_step=own_step,
+        )
+
+    @property
+    def software(self) -> Software:
+        """The training software whose costs the step is priced with."""
+        return self.posterior.likeliest.prior.software
 
     def with_slots(self, name: str, slots: int) -> Self:
         """Return the same step for planners that are given so many slots of a kind, called as in `PlanProblem`."""
@@ -94,6 +138,7 @@ class Scenario:
 def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
     """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are 0."""
     check_policies(options)
+    check_population(options)
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
     source, model = open_trace_of_model(trace, options)
@@ -161,6 +206,8 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         history=history_kind,
         told=told,
         homes_chosen_at=homes_chosen_at,
+        posterior=Posterior.of(priors_of(options, hardware, known=False)),
+        memory=KnownMemory(),
     )
 
 

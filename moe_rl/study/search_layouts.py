@@ -13,26 +13,35 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.config import load_cluster
+from moe_rl.config import load_cluster, load_software
+from moe_rl.core.cost import Floats
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.interval import Interval
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
+from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
+from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.report.tuning import ALIKE, SIZES, Shape, Tuned, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
+from moe_rl.simulators.base_time import default_cp_comm_type
 from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import StepSetting, TrainingRun
+from moe_rl.study.conditions import chosen_by
 from moe_rl.study.executors import Executor
 from moe_rl.study.expert_parts import model_in_parts
+from moe_rl.study.intervals import around
+from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
+from moe_rl.study.lengths import drawn_lengths
 from moe_rl.study.options import AUTO
+from moe_rl.study.population import check_population, population_cautions, population_notes
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
-from moe_rl.study.rl_passes import drawn_lengths
 from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
@@ -45,6 +54,13 @@ VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
 MOST_RESIDENT = 4  # Resident slots that `auto` makes room for: on the development trace a third saves nothing.
+
+# Fields of a shape that a `StepSetting` has.
+PARALLEL = (
+    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages",
+    "dispatcher",
+)  # fmt: skip
+COMPARED = 40  # Settings whose interval is computed: the fastest, and the first of every EP size.
 
 # Options that are searched where they are not given, and the part of a setting that each decides.
 SEARCHED = {
@@ -152,6 +168,17 @@ class ShapeTask:
         limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB
         return (limit - self._peak(run, tokens)) / _slot_bytes(run)
 
+    def repriced(self, row: TunedSetting, hardware: HardwareSpec, costs: SoftwareCosts) -> float:
+        """Return the seconds of a priced setting's balanced micro-batches under other constants."""
+        parallel = {name: getattr(row, name) for name in PARALLEL}
+        setting = replace(self.base, **parallel, recompute=row.recompute, software=costs)
+        run = replace(self, hardware=hardware)._run(row, setting)
+        per_rank = float(self.lengths.sum()) / run.topology.num_ranks
+        squares = float((self.lengths.astype(np.float64) ** 2).sum() / self.lengths.sum())
+        tokens = max(1, round(per_rank / row.num_micro_batches))
+        batch = BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=max(1, round(squares)))
+        return batch.step(row.num_micro_batches).step_time_s
+
     def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
         """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
         run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots
@@ -185,9 +212,17 @@ class ShapeTask:
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
             resident_slots=slots,
+            cp_comm_type=_exchange(run),
             peak_gib=(self._peak(run, fullest) + slots * _slot_bytes(run)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
+
+
+def _exchange(run: TrainingRun) -> str | None:
+    """Return how the CP ranks of a run exchange keys and values; None without context parallelism."""
+    if run.setting.context_parallel_size == 1:
+        return None
+    return run.setting.cp_comm_type or default_cp_comm_type(run.model, run.topology.hardware, run.setting)
 
 
 def _slot_bytes(run: TrainingRun) -> float:
@@ -221,7 +256,10 @@ def tune(
     model, lengths = _batch(trace, options)
     hardware = load_cluster(options.cluster)
     per_node = options.ranks_per_node or hardware.ranks_per_node
-    base, budget = options.step_setting(), options.micro_batch_tokens
+    check_population(options)
+    posterior = _posterior(options, hardware, lengths)
+    hardware, costs = posterior.likeliest.constants
+    base, budget = replace(options.step_setting(), software=costs), options.micro_batch_tokens
     require(
         budget is None or budget >= lengths.max(),
         f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
@@ -263,11 +301,69 @@ def tune(
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
     # group are not (GPT-OSS-20B: 5 x 24 collectives of some 25 us in a micro-batch, 0.5 % of a step of 3 s).
     alike = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
+    rows = _with_intervals(rows, task, posterior, KnownMemory.of(None, 1.0))
+    told_alike = sum(row.behind_fastest is not None and not row.told_apart for row in rows)
     rows[:alike] = sorted(rows[:alike], key=lambda row: row.num_kinds)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
-        num_sequences=len(lengths), num_shapes=len(shapes), num_alike=alike, settings=tuple(rows),
+        num_sequences=len(lengths), num_shapes=len(shapes), num_alike=told_alike, settings=tuple(rows),
+        notes=tuple(_notes(options, rows, task, posterior)),
     )  # fmt: skip
+
+
+def _posterior(options: TuneOptions, hardware: HardwareSpec, lengths: NDArray[np.int64]) -> Posterior:
+    """Return the constants after the known steps, whose settings `--known-step-config` has to say."""
+    if not options.known_step:
+        return Posterior.of(priors_of(options, hardware, known=False))
+    return posterior_of(options, hardware, {}, lengths)[0]
+
+
+def _with_intervals(
+    rows: list[TunedSetting], task: ShapeTask, posterior: Posterior, memory: KnownMemory
+) -> list[TunedSetting]:
+    """Return the settings, fastest first, with intervals beside those that compare with the fastest."""
+    first_of_size = {row.expert_model_parallel_size: index for index, row in reversed(list(enumerate(rows)))}
+    compared = sorted({*range(min(COMPARED, len(rows))), *first_of_size.values()})
+
+    def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
+        return np.array([task.repriced(rows[index], hardware, costs) for index in compared])
+
+    figures, found = posterior.figures(price), list(rows)
+    half = float(np.exp(NORMAL_80 * memory.spread))
+    for place, index in enumerate(compared):
+        row, step = rows[index], figures.interval(place)
+        behind = rows[0].tokens_per_s_per_gpu / row.tokens_per_s_per_gpu
+        ratio = figures.ratio(place, 0) if index else Interval(value=1.0, low=1.0, high=1.0)
+        speed, times = around(row.tokens_per_s_per_gpu, step.inverse), around(behind, ratio)
+        found[index] = replace(
+            row,
+            tokens_per_s_interval=(speed[0], speed[1]),
+            behind_fastest=(times[0], times[1]),
+            peak_interval_gib=(row.peak_gib / half, row.peak_gib * half),
+        )
+    return found
+
+
+def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, posterior: Posterior) -> list[str]:
+    """Say which software was priced, what the other kind would give, and what lies outside the fitted runs."""
+    software = posterior.likeliest.prior.software.name
+    if options.known_step:
+        said = [posterior.sentence(), *surprises(posterior)]
+    else:
+        other = load_software(TYPICAL if software == TUNED else TUNED)
+        some = rows[:COMPARED]
+        factors = [task.repriced(row, task.hardware, other.costs) for row in some]
+        before = [task.repriced(row, task.hardware, task.base.software) for row in some]
+        speeds = [row.tokens_per_s_per_gpu * own / moved for row, own, moved in zip(some, before, factors, strict=True)]
+        best = int(np.argmax(speeds))
+        said = [
+            f"software: {software} ({chosen_by(options)}); with --software {other.name} {some[best].name} would be "
+            f"first with {speeds[best]:,.0f} tokens/s/GPU."
+        ]
+    said += population_notes(task.model, task.hardware, software)
+    best_cp = options.model_copy(update={"context_parallel_size": rows[0].context_parallel_size})
+    said += population_cautions(best_cp, packed=True)
+    return [*said, *filter(None, [task.hardware.assumption()])]
 
 
 def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:

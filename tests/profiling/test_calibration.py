@@ -74,47 +74,49 @@ def test_the_standard_error_covers_the_truth() -> None:
             assert distance < 3 * np.log1p(item.uncertainty), (seed, item)
 
 
-def test_scatter_that_hides_a_constant_is_refused_by_name() -> None:
-    """Three exchanges that take 1, 30 and 1 ms do not say what the link carries."""
-    data = [
-        replace(m, time_ms=t)
-        for m, t in zip(
-            taken_on(HARDWARE, [measurement(kind="all_to_all", tokens_per_rank=n) for n in (8192, 8192, 8192)]),
-            (1.0, 30.0, 1.0),
-            strict=True,
-        )
-    ]
-    with pytest.raises(InvalidInputError, match=r"leave nvlink_gb_per_s \(±\d+%\) uncertain"):
-        calibrate(data, HARDWARE, ("nvlink_gb_per_s",), source="s")
+def test_scatter_shows_in_the_spread_of_the_constant() -> None:
+    """Six exchanges that take 1 or 30 ms hardly say what the link carries; six that agree do."""
+    exchanges = [measurement(kind="all_to_all", tokens_per_rank=n) for n in (4096, 8192, 16384) for _ in range(2)]
+    agreed = taken_on(HARDWARE, exchanges)
+    scattered = [replace(m, time_ms=m.time_ms * factor) for m, factor in zip(agreed, (1, 3) * 3, strict=True)]
+    ours, theirs = (
+        calibrate(data, HARDWARE, ("nvlink_gb_per_s",), source="s").constants[0] for data in (agreed, scattered)
+    )
+    assert ours.uncertainty < 1e-3
+    assert theirs.uncertainty > 0.15
 
 
-def test_a_group_without_which_nothing_is_known_has_no_held_out_error() -> None:
-    """Only the group "small" holds exchanges, so that a fit without it cannot know NVLink."""
+def test_a_group_without_which_nothing_is_known_is_predicted_as_before() -> None:
+    """Only the group "small" holds exchanges: without it NVLink stays where the prior has it."""
     items = [m for m in a_sweep() if m.group == "small" or m.kind == "expert_gemm"]
     result = calibrate(taken_on(TRUTH, items), HARDWARE, ("gemm_tflops", "nvlink_gb_per_s"), source="s")
     by_name = {group.group: group for group in result.groups}
-    assert by_name["small"].held_out is None
-    assert "nvlink_gb_per_s" in by_name["small"].refused
-    assert by_name["large"].held_out is not None
-    assert result.mean_error("held_out") == by_name["large"].held_out
+    assert by_name["small"].held_out > by_name["small"].in_sample  # its exchanges are as far off as before
+    assert by_name["large"].held_out < 0.5 * by_name["large"].before
 
 
-def test_a_constant_that_no_measurement_sees_is_refused_by_name() -> None:
+def test_a_constant_that_no_measurement_sees_is_refused_by_name_and_left_out_unnamed() -> None:
     data = taken_on(TRUTH, [measurement(tokens_per_rank=t) for t in (512, 2048, 8192)])
     with pytest.raises(InvalidInputError, match="do not depend on rdma_gb_per_s"):
         calibrate(data, HARDWARE, ("gemm_tflops", "rdma_gb_per_s"), source="s")
+    moved = {item.name for item in calibrate(data, HARDWARE, source="s").constants}
+    assert "gemm_tflops" in moved
+    assert not {"rdma_gb_per_s", "nvlink_gb_per_s", "host_layer_ms"} & moved
 
 
-def test_constants_that_act_alike_are_refused_together() -> None:
-    """One exchange size: bandwidth and latency cannot be told apart."""
+def test_constants_that_act_alike_share_what_was_measured_and_keep_their_spread() -> None:
+    """One exchange size: bandwidth and latency cannot be told apart, and neither becomes known."""
     data = taken_on(TRUTH, [measurement(kind="all_to_all", tokens_per_rank=t) for t in (256, 256, 256)])
-    with pytest.raises(InvalidInputError, match="cannot tell nvlink_gb_per_s and intra_node_latency_us apart"):
-        calibrate(data, HARDWARE, ("nvlink_gb_per_s", "intra_node_latency_us"), source="s")
+    alike = calibrate(data, HARDWARE, ("nvlink_gb_per_s", "intra_node_latency_us"), source="s")
+    assert all(item.uncertainty > 0.2 for item in alike.constants)
+    assert alike.mean_error("in_sample") < 0.01
 
 
-def test_too_few_measurements_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="1 measurements cannot determine 1 constants"):
-        calibrate([measurement()], HARDWARE, ("gemm_tflops",), source="s")
+def test_one_measurement_is_enough() -> None:
+    (data,) = taken_on(replace(HARDWARE, gemm_tflops=610.0), [measurement(tokens_per_rank=32768)])
+    (constant,) = calibrate([data], HARDWARE, ("gemm_tflops",), source="s").constants
+    assert constant.after == pytest.approx(610.0, rel=0.02)
+    assert 0.02 < constant.uncertainty < 0.1  # one measurement is taken to be 5 % off
 
 
 def test_an_unknown_constant_is_refused_with_the_nearest() -> None:

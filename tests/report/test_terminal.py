@@ -38,7 +38,13 @@ def test_columns_are_named_as_in_the_json_document() -> None:
     assert [column.field for column in chosen_columns(shown, asked)] == list(asked)
     figures = shown.policies[1].as_json()
     assert {column.field for column in columns(shown)} <= set(WORDS)
-    of_a_simulation = {"reorder_share", "peak_memory_bytes", "resident_bytes", "inter_node_copies_per_token"}
+    of_a_simulation = {
+        "reorder_share",
+        "peak_memory_bytes",
+        "resident_bytes",
+        "inter_node_copies_per_token",
+        "step_time_interval_s",
+    }
     assert set(WORDS) - set(figures) <= {"node_bound", "placement_bound", "vs_best_engine"} | of_a_simulation
     with pytest.raises(InvalidInputError, match="no column is called 'imbalanse'"):
         chosen_columns(shown, ("imbalanse",))

@@ -13,7 +13,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.tuning import ALIKE, PASTED, Shape, Tuned, TunedSetting
 from moe_rl.simulators.whole_runs import WholeRun
-from moe_rl.study.search_layouts import ShapeTask, shapes_of
+from moe_rl.study.search_layouts import COMPARED, ShapeTask, shapes_of
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.json"
 LONG_TAIL = {
@@ -46,8 +46,10 @@ def test_settings_are_in_order_and_their_parts_add_up(long_tail: Tuned) -> None:
     speeds = [row.tokens_per_s_per_gpu for row in long_tail.settings]
     slower = [speed for speed in speeds if speed < (1 - ALIKE) * max(speeds)]
     assert speeds[-len(slower) :] == sorted(slower, reverse=True)
-    alike = long_tail.settings[: long_tail.num_alike]
-    assert len(alike) + len(slower) == len(speeds)
+    alike = long_tail.settings[: len(speeds) - len(slower)]
+    told_apart = [row.told_apart for row in long_tail.settings if row.behind_fastest is not None]
+    assert long_tail.num_alike == told_apart.count(False) > 1
+    assert len(told_apart) <= COMPARED + len(long_tail.first_of("expert_model_parallel_size"))
     assert [row.num_kinds for row in alike] == sorted(row.num_kinds for row in alike)
     for row in long_tail.settings:
         assert sum(row.parts.values()) == pytest.approx(1.0)

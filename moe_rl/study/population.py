@@ -1,0 +1,60 @@
+"""Whose runs the constants were fitted on, and what lies outside them: said beside the figures, or refused."""
+
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.topology import HardwareSpec
+from moe_rl.study.options import SimulationOptions
+
+# Clusters and models of the published runs that the constants meet (tests/simulators/data).
+FITTED_CLUSTERS = {
+    "tuned": ("h100", "b200", "gb200", "gb300"),
+    "typical": ("h100", "h100-efa"),
+}
+FITTED_MODELS = {
+    "tuned": (
+        "Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "gpt-oss-120b", "Mixtral-8x22B", "Moonlight-16B-A3B",
+    ),
+    "typical": ("Qwen3-30B-A3B", "gpt-oss-20b", "DeepSeek-V3"),
+}  # fmt: skip
+# Published steps of RL: NeMo-RL.
+FITTED_RL_CLUSTERS = ("h100",)
+
+
+def check_population(options: SimulationOptions) -> None:
+    """Raise for a setting whose published runs the model does not meet at all."""
+    require(
+        not (options.use_megatron_fsdp and options.optimizer_offload_fraction > 0),
+        "--use-megatron-fsdp with --optimizer-offload-fraction is not forecast: the one published run with both takes "
+        "seven times as long as the model says (235B on 64 H100, marin-community/marin#8653).",
+    )
+
+
+def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str) -> list[str]:
+    """Return whether the GPU and the model are among those that the constants were fitted on."""
+    clusters = FITTED_CLUSTERS.get(software, FITTED_CLUSTERS["typical"])
+    models = FITTED_MODELS.get(software, FITTED_MODELS["typical"])
+    outside = [] if hardware.name in clusters else [f"cluster {hardware.name} (fitted: {', '.join(clusters)})"]
+    if model.name.lower() not in {name.lower() for name in models}:
+        outside.append(f"model {model.name} (fitted: {', '.join(models)})")
+    if not outside:
+        return []
+    return [
+        f"outside the runs that {software} software was fitted on: {'; '.join(outside)}. The interval was not checked "
+        "there; --known-step brings the forecast to your own run."
+    ]
+
+
+def population_cautions(options: SimulationOptions, *, packed: bool) -> list[str]:
+    """Return what published runs of such a setting contradict; `packed`: sequences of several lengths."""
+    said = []
+    if options.expert_model_parallel_size == 1:
+        said.append(
+            "outside the fitted runs: no expert parallelism. Published runs without it take 44 to 57 % longer than "
+            "forecast."
+        )
+    if options.context_parallel_size > 1 and packed and options.seq_length is None:
+        said.append(
+            "outside the fitted runs: packed sequences under context parallelism are priced as whole ones. Four "
+            "published runs of that kind took 5 to 16 times as long as forecast."
+        )
+    return said
