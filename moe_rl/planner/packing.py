@@ -212,7 +212,7 @@ def with_equal_counts(
 
 
 def _increase_of_moves(
-    cell_work: NDArray[np.float64], origin: NDArray[np.int32], work: NDArray[np.int64], targets: NDArray[np.int64]
+    cell_work: NDArray[Any], origin: NDArray[np.int32], work: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return [n, m] by how much the busiest cells of all micro-batches grow if sequence n moves to target m.
 

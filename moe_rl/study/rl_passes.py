@@ -371,7 +371,7 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     """Return what a planned weight sync would bring to the step, or that it would bring nothing."""
     if options.rollout_gpus is None:
         return []
-    setting = options.rl_setting(passes.train_gpus)
+    setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
     step = passes.steps(options)["static"]
     seconds = step.parts_s["weight_sync"]
     planned = price_sync("planned", sync_setting(passes.model, setting), passes.hardware)

@@ -10,6 +10,7 @@ v0 hands the micro-batches to the workers as a column of the batch, v1 ranks alo
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -37,10 +38,11 @@ TRAINERS = {
 def install_when_imported(settings: Settings) -> None:
     """Pack in this process as soon as verl imports a trainer's module; where nothing is to be packed, do nothing."""
     config = settings.balancer
-    if not (settings.balances and config.pack and POLICIES[config.policy].levers.pack):
+    packs = config.pack and not config.observe and POLICIES[config.policy].levers.pack
+    if not (settings.balances and packs):
         return
     for module, trainer in TRAINERS.items():
-        when_imported(module, lambda found, trainer=trainer: install(found, trainer, settings))
+        when_imported(module, partial(install, trainer=trainer, settings=settings))
 
 
 def install(module: ModuleType, trainer: str, settings: Settings) -> Callable[[], None]:
