@@ -71,7 +71,6 @@ LIGHT_MODULES = (
     "moe_rl.cli",
 )
 NEEDS_TORCH = {
-    "moe_rl.balancing.clock",
     "moe_rl.balancing.common_facts",
     "moe_rl.balancing.exchange",
     "moe_rl.balancing.heard",

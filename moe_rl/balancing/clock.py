@@ -7,15 +7,16 @@ Where a schedule calls the parts of the layers in the chunk's place (overlap_moe
 without recomputation of MoE layers, a layer's n-th run is micro-batch n.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class MicroBatchClock:
     """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
 
-    def __init__(self, chunk: torch.nn.Module, *, recomputes: bool = True) -> None:
+    def __init__(self, chunk: "torch.nn.Module", *, recomputes: bool = True) -> None:
         self._recomputes = recomputes
         self.trained = False
         """Whether a run with gradients was since an optimizer step last set this to False."""
@@ -51,6 +52,8 @@ class MicroBatchClock:
 
     def micro_batch(self, layer: int) -> int:
         """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""
+        import torch  # the name of this class loads without it
+
         self.trained |= torch.is_grad_enabled()
         if self._in_forward:
             return self._forwards - 1
