@@ -2,7 +2,7 @@
 
     python benchmarks/weight_syncs.py
 
-Rows and sources: tests/simulators/data/weight_syncs.yaml. A row counts at the geometric mean of its published range.
+Rows and sources: tests/simulators/weight_syncs.yaml. A row counts at the geometric mean of its published range.
 """
 
 import math
@@ -17,7 +17,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.weight_sync import SyncPrice, SyncSetting, price_sync
 
-DATA = Path(__file__).parents[1] / "tests" / "simulators" / "data" / "weight_syncs.yaml"
+DATA = Path(__file__).parents[1] / "tests" / "simulators" / "weight_syncs.yaml"
 FITTED, HELD_OUT = "fitted", "held out"
 
 
