@@ -281,7 +281,9 @@ def placement_files() -> dict[str, Any]:
             return restore_placement(balancer, folder)
 
         found: dict[str, Any] = {"missing": restored()}
-        found["unwritable"] = refusal(lambda: save_placement(balancer, f"{folder}/none"))
+        if dist.get_rank() == 0:  # a folder stands where the file belongs
+            Path(folder, "taken", "moe_rl_placement.json").mkdir(parents=True)
+        found["unwritable"] = refusal(lambda: save_placement(balancer, f"{folder}/taken"))
         save_placement(balancer, folder)
         found["own"] = restored()
         dist.barrier()

@@ -8,7 +8,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
 from moe_rl.simulators.rl_step import RlStepSetting, rl_step
-from moe_rl.simulators.weight_sync import TRANSPORTS, SyncSetting, SyncTimeline, price_sync, timeline_seconds
+from moe_rl.simulators.weight_sync import SyncSetting, SyncTimeline, timeline_seconds
 
 H100 = load_cluster("h100")
 MODEL = load_model("qwen3-30b-a3b").spec
@@ -23,17 +23,6 @@ def test_published_syncs_are_met() -> None:
 def test_published_syncs_that_no_constant_saw_are_met_half_of_the_time() -> None:
     """The done-line is 80 %; what misses is another transport under the same name, which the page names."""
     assert within(list(published(HELD_OUT)), 1.5) >= 0.5
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS.names)
-def test_no_transport_beats_the_bound_and_more_bytes_take_longer(transport: str) -> None:
-    small, large = (
-        SyncSetting(weights_bytes=size, num_tensors=size / 1e6, train_gpus=16, engine_gpus=16) for size in (1e9, 8e9)
-    )
-    assert price_sync(transport, small, H100).seconds < price_sync(transport, large, H100).seconds
-    setting = SyncSetting.of_model(MODEL, train_gpus=16, engine_gpus=16, engine_size=8)
-    price = price_sync(transport, setting, H100)
-    assert price.bound_s <= price.seconds
 
 
 def test_the_bound_counts_what_enters_a_node_and_what_leaves_the_trainer() -> None:
