@@ -7,6 +7,7 @@ every EP size starts from the same model.
 import contextlib
 import functools
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from moe_rl.megatron.on_cpu import cpu_megatron
 # On CPU the weights' generator is the CPU's own, and Megatron says so once per layer.
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
+DEVICE = torch.device(os.environ.get("MOE_RL_TEST_DEVICE", "cpu"))
+"""Of model and data. Numbers are drawn on the host, so that they are the same on every device."""
 VOCABULARY = 64
 SEQUENCE = 16
 BATCH = 2
@@ -54,8 +57,8 @@ def parallel(
     context: int = 1,
     expert_tensor: int = 1,
 ) -> Iterator[None]:
-    """Model-parallel groups with these sizes over all ranks, on CPU, torn down at the end."""
-    with cpu_megatron():
+    """Model-parallel groups with these sizes over all ranks, torn down at the end."""
+    with cpu_megatron() if DEVICE.type == "cpu" else contextlib.nullcontext():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
@@ -169,6 +172,7 @@ def build(
             **virtual,
         )
         adapt(gpt)
+        gpt.to(DEVICE)  # torch's own norms are made on the host
         draw_weights(gpt)
         module = Float16Module(cfg, gpt) if cfg.bf16 else gpt
         ddp = DistributedDataParallelConfig(
@@ -255,7 +259,7 @@ def draw_weights(gpt: GPTModel) -> None:
 def tokens_of(step: int, micro_batch: int, length: int = SEQUENCE) -> torch.Tensor:
     """[B, length + 1] token ids of this data-parallel rank."""
     seed = (step * 100 + micro_batch) * 100 + parallel_state.get_data_parallel_rank()
-    return torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCABULARY, (BATCH, length + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def skewed_routes(
@@ -267,7 +271,8 @@ def skewed_routes(
     shared = torch.Generator().manual_seed(step * 10 + micro_batch)
     weights = torch.rand((num_layers, num_experts), generator=shared) ** 4
     rows = (weights + 1e-3)[None].expand(SEQUENCE * BATCH, -1, -1).reshape(-1, num_experts)
-    return torch.multinomial(rows, top_k, generator=generator).view(SEQUENCE * BATCH, num_layers, top_k)
+    chosen = torch.multinomial(rows, top_k, generator=generator)
+    return chosen.view(SEQUENCE * BATCH, num_layers, top_k).to(DEVICE)
 
 
 def history() -> dict[str, list[float]]:
@@ -301,8 +306,8 @@ def forward_step(
     context, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     inputs, labels = (t.chunk(context, dim=1)[rank].contiguous() for t in (tokens[:, :-1], tokens[:, 1:]))
     size = inputs.shape[1]
-    mask = torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None]
-    positions = torch.arange(size).expand(tokens.shape[0], size)
+    mask = torch.triu(torch.ones(size, size, dtype=torch.bool, device=DEVICE), 1)[None, None]
+    positions = torch.arange(size, device=DEVICE).expand(tokens.shape[0], size)
     planned = how.get("return_schedule_plan", False)
     out = (gpt.build_schedule_plan if planned else model)(inputs, positions, mask, labels=labels)
 
@@ -333,7 +338,7 @@ def forward_backward(run: Run, step: int, routes: list[torch.Tensor], *, forward
         micro_batch_size=BATCH,
         forward_only=forward_only,
     )
-    loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros(())
+    loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device=DEVICE)
     dist.all_reduce(loss)
     return float(loss) * parallel_state.get_pipeline_model_parallel_world_size() / dist.get_world_size()
 

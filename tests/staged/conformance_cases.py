@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,6 +163,11 @@ def conformance(device: str = "cpu", sizes: tuple[int, ...] = SIZES) -> int:
     _beyond_gloo(device)
     _order_and_waits(device)
     return compared
+
+
+def on_device() -> int:
+    """Conformance of tensors on the device that MOE_RL_TEST_DEVICE names."""
+    return conformance(os.environ["MOE_RL_TEST_DEVICE"], sizes=(0, 7, 4099))
 
 
 def _beyond_gloo(device: str) -> None:
