@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -70,9 +71,9 @@ class Child:
         self.lines.put(None)
 
     def end(self) -> int:
-        """End the process, and return its code."""
+        """End the process with all that it has started, and return its code."""
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session of its own
         code = self.process.wait()
         self.log.close()
         return code

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.phases import phase_of
-from benchmarks.gpu.rows import Outcome, Row
+from benchmarks.gpu.rows import Outcome, Row, outcome_of
 
 FAULTS = ("wrong kernel", "hang", "missing module")
 """What a test may put in: a kernel that errs in its last bit, a step that never ends, an import that fails."""
@@ -26,16 +26,6 @@ class NotReachedError(Exception):
 def say(said: dict[str, object]) -> None:
     """Tell the parent something."""
     print(json.dumps(said), flush=True)
-
-
-def outcome_of(error: Exception) -> tuple[Outcome, str]:
-    """Return what an error of a step means: a kernel that faults is wrong; what is not there was not reached."""
-    sentence = f"{type(error).__name__}: {error}".splitlines()[0]
-    is_of_device = type(error).__name__ in ("CudaError", "AcceleratorError") or "CUDA error" in str(error)
-    is_fault = type(error).__module__ == "emulator.faults" and type(error).__name__ != "Unsupported"
-    if isinstance(error, AssertionError) or is_fault or (is_of_device and "out of memory" not in str(error)):
-        return Outcome.WRONG, sentence
-    return Outcome.NOT_REACHED, sentence
 
 
 @contextlib.contextmanager
@@ -69,9 +59,8 @@ def main() -> int:
 
         with Machine.here(rehearse=options.rehearse, out=options.out) as machine:
             machine.is_bent = fault == "wrong kernel"
-            for step in phase.steps:
-                if step in options.skip:
-                    continue
+            machine.steps = tuple(step for step in phase.steps if step not in options.skip)
+            for step in machine.steps:
                 say({"doing": step})
                 if fault == "hang" and at_step in ("", step):
                     time.sleep(3600)

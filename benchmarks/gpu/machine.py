@@ -38,6 +38,8 @@ class Machine:
     out: Path
     compiled: list[str]
     """Keys of launches that were not carried, so that Triton compiled them here."""
+    steps: tuple[str, ...] = ()
+    """That this process makes of its phase, in their order."""
     is_bent: bool = False
     """Whether results of specialized loops are bent, so that a test sees a wrong kernel."""
 

@@ -46,6 +46,19 @@ class Row:
         return json.dumps(_finite(asdict(self)), allow_nan=False)
 
 
+def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """Return what an error of a step means, and a sentence.
+
+    A comparison that fails and a kernel that faults are wrong; all else (what is not there, no memory) was not reached.
+    """
+    sentence = f"{type(error).__name__}: {error}".splitlines()[0]
+    is_of_device = type(error).__name__ in ("CudaError", "AcceleratorError") or "CUDA error" in str(error)
+    is_fault = type(error).__module__ == "emulator.faults" and type(error).__name__ != "Unsupported"
+    if isinstance(error, AssertionError) or is_fault or (is_of_device and "out of memory" not in str(error)):
+        return Outcome.WRONG, sentence
+    return Outcome.NOT_REACHED, sentence
+
+
 def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}

@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from benchmarks.gpu.rows import Outcome, Row
+from benchmarks.gpu.runtime_on_streams import CASES, LIMIT_S
 
 if TYPE_CHECKING:
     from benchmarks.gpu.machine import Machine
     from benchmarks.gpu.rows import Figure
 
-STEPS = ("four ranks on one device",)
-SCRIPT = Path(__file__).with_name("runtime_on_streams.py")
-LIMIT_S = 120
+STEPS = tuple(CASES)
 BEAT_S = 5.0
+REHEARSED_PATIENCE = 20.0
+"""Four ranks on a CPU that others use take their time."""
 
 
 def run(step: str, machine: Machine) -> dict[str, Figure]:
-    """Run the script, whose rows on stdout go on to the page; raise what it says where one of them is wrong."""
-    if not SCRIPT.is_file():
-        raise ModuleNotFoundError(f"{SCRIPT.name} is not there")
-    command = [sys.executable, str(SCRIPT), "--out", str(machine.out), "--limit-s", str(LIMIT_S)]
-    command += [] if machine.is_gpu else ["--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    # It says nothing while its ranks train, for longer than a step of ours may be silent.
+    """Return the figures of a case; raise what the script says if it is not right."""
+    global _rows
+    if _rows is None:
+        _rows = rows_of_script(machine)
+    with beating(machine):
+        row = next((row for row in _rows if row.step == step), None)
+    if row is None:
+        raise RuntimeError("the ranks' process ended before this case")
+    if row.outcome is Outcome.WRONG:
+        raise AssertionError(row.why)
+    if row.outcome is Outcome.NOT_REACHED:
+        raise RuntimeError(row.why)
+    return {**row.figures, "case seconds": row.seconds}
+
+
+_rows: Iterator[Row] | None = None
+"""Of the script that this process has started, which runs all cases that are wanted in their order."""
+
+
+def rows_of_script(machine: Machine) -> Iterator[Row]:
+    """Start the ranks, and yield the row of each case when it is there."""
+    patience = machine.full(1.0, REHEARSED_PATIENCE)
+    command = [sys.executable, "-m", "benchmarks.gpu.runtime_on_streams", "--limit-s", str(LIMIT_S * patience)]
+    command += ["--patience", str(patience), "--device", machine.device, "--cases", *machine.steps]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Row.parse(line)
+
+
+@contextlib.contextmanager
+def beating(machine: Machine) -> Iterator[None]:
+    """Tell the parent that this goes on: ranks train for longer than a step of ours may be silent."""
     over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(machine, over), daemon=True)
-    beating.start()
-    assert process.stdout is not None
-    outcomes: dict[str, int] = {}
-    for line in process.stdout:
-        if line.startswith("{"):
-            said = json.loads(line)
-            outcomes[said["outcome"]] = outcomes.get(said["outcome"], 0) + 1
-            print(json.dumps({**said, "phase": "runtime"}), flush=True)
-    code = process.wait()
-    over.set()
-    if outcomes.get("wrong"):
-        raise AssertionError(f"{outcomes['wrong']} of {sum(outcomes.values())} cases are wrong")
-    if code or not outcomes.get("right"):
-        raise RuntimeError(f"{SCRIPT.name} ended with code {code} after {sum(outcomes.values())} cases")
-    return {**outcomes}
 
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            machine.beat("runtime")
 
-def _beat(machine: Machine, over: threading.Event) -> None:
-    while not over.wait(BEAT_S):
-        machine.beat("runtime")
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
