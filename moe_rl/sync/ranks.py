@@ -28,6 +28,8 @@ from moe_rl.sync.executor import Exchange
 
 FAILURE = "failure"
 BEAT_S = 0.5
+LINGER_S = 8.0
+"""Longest wait of the store for ranks that have not heard of a failure: all must have within 10 s."""
 RUN_BITS = 32
 
 
@@ -69,13 +71,20 @@ class SyncGroup:
         A rank whose heart does not beat for `silence_s`, or a message that is overdue by as much, ends the sync. It
         must be longer than one message takes.
         """
-        self.rank, self.size, self.silence_s = rank, size, silence_s
-        self.store = _store(address, size, serves=serves, connect_s=connect_s)
-        group_store = PrefixStore("group", self.store)
-        # Any: torch's stubs lack send and recv.
-        self.group: Any = ProcessGroupGloo(group_store, rank, size, timedelta(hours=1))
-        # A client of its own: the other one may block in a call.
-        self.watch = _Watch(_store(address, size, serves=False, connect_s=connect_s), rank, silence_s)
+        self.rank, self.size, self.silence_s, self._serves = rank, size, silence_s, serves
+        try:
+            self.store = _store(address, size, serves=serves, connect_s=connect_s)
+            group_store = PrefixStore("group", self.store)
+            # Any: torch's stubs lack send and recv.
+            self.group: Any = ProcessGroupGloo(group_store, rank, size, timedelta(hours=1))
+            # A client of its own: the other one may block in a call.
+            watch_store = _store(address, size, serves=False, connect_s=connect_s)
+        except RuntimeError as error:  # DistNetworkError, DistStoreError and gloo's own are RuntimeErrors
+            verb = "serve" if serves else "reach"
+            raise SyncError(
+                f"rank {rank} cannot {verb} the meeting point {address.host}:{address.port}: {error}"
+            ) from error
+        self.watch = _Watch(watch_store, rank, silence_s)
         self._worker = _Waiter()
         self._runs = 0
 
@@ -87,13 +96,27 @@ class SyncGroup:
             self.fail(
                 str(error) if isinstance(error, SyncError) else f"rank {self.rank}: {kind and kind.__name__}: {error}"
             )
+            self._leave_failed_sync()
         self.watch.close()
         self._worker.close()
 
-    def fail(self, sentence: str) -> None:
-        """Tell all ranks why the sync ends; the first one that fails is heard."""
-        with contextlib.suppress(Exception):  # a store that is gone ends the others by itself
-            self.store.compare_set(FAILURE, "", sentence)
+    def fail(self, sentence: str) -> str:
+        """Tell all ranks why the sync ends, and return the reason that they hear: that of the first rank to fail."""
+        try:
+            return bytes(self.store.compare_set(FAILURE, "", sentence)).decode()
+        except RuntimeError:  # a store that is gone ends the others by itself
+            return sentence
+
+    def _leave_failed_sync(self) -> None:
+        """Note that this rank knows the failure. The rank that keeps the store leaves after the others, so that all
+        hear the same sentence; a dead one keeps it here for `LINGER_S`.
+        """
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this rank
+            self.store.set(f"left/{self.rank}", "1")
+            deadline = time.monotonic() + LINGER_S * self._serves
+            everybody = [f"left/{rank}" for rank in range(self.size)]
+            while time.monotonic() < deadline and not self.store.check(everybody):
+                time.sleep(BEAT_S / 10)
 
     def agree(self, ballot: Ballot, *, twins: Sequence[Sequence[int]] = ()) -> None:
         """Raise `SyncError` on every rank, with the same sentence, unless all ballots fit each other and have no
@@ -101,10 +124,12 @@ class SyncGroup:
 
         `twins` are trainers that hold the same experts, and so must have the same sum of weights. Rank 0 counts.
         """
-        self.store.set(f"vote/{self.rank}", json.dumps(asdict(ballot)))
+        with self._needs_store():
+            self.store.set(f"vote/{self.rank}", json.dumps(asdict(ballot)))
         if self.rank == 0:
             ballots = [Ballot(**json.loads(self.fetch(f"vote/{rank}", of=rank))) for rank in range(self.size)]
-            self.store.set("verdict", verdict(ballots, twins))
+            with self._needs_store():
+                self.store.set("verdict", verdict(ballots, twins))
         sentence = self.fetch("verdict", of=0).decode()
         if sentence:
             raise SyncError(f"nothing was sent: {sentence}")
@@ -117,12 +142,19 @@ class SyncGroup:
             self.watch.raise_failure()
             time.sleep(min(0.05, 0.001 + (time.monotonic() - begun) / 10))
         self.watch.waits_for(None)
-        return bytes(self.store.get(key))
+        with self._needs_store():
+            return bytes(self.store.get(key))
 
     def _has(self, key: str) -> bool:
-        try:
+        with self._needs_store():
             return bool(self.store.check([key]))
-        except Exception as error:
+
+    @contextlib.contextmanager
+    def _needs_store(self) -> Iterator[None]:
+        """Turn torch's errors about the connection to the store into ours."""
+        try:
+            yield
+        except RuntimeError as error:
             raise SyncError(f"rank {self.rank}: the store of the sync is gone: {error}") from error
 
     def run(self, work: Generator[Exchange, Mapping[int, torch.Tensor], None]) -> None:
@@ -166,7 +198,7 @@ class SyncGroup:
         other = self.watch.waiting.partner
         where = f"the connection to rank {other}" if other is not None else "a connection"
         reason = str(error).partition(". ")[0].rpartition("] ")[2] or type(error).__name__
-        return SyncError(f"rank {self.rank}, round {self.watch.waiting.round}: {where} broke ({reason}).")
+        return SyncError(self.fail(f"rank {self.rank}, round {self.watch.waiting.round}: {where} broke ({reason})."))
 
 
 def _store(address: Address, size: int, *, serves: bool, connect_s: float) -> Any:
@@ -203,7 +235,7 @@ class _Waiter:
             check()
         if self._error is not None:
             error, self._error = self._error, None
-            # Connections break because of somebody: if he has said why, that is the sentence.
+            # A connection breaks because its other end left: give the reason that it gave, if there is one.
             deadline = time.monotonic() + 2 * BEAT_S
             while time.monotonic() < deadline:
                 check()

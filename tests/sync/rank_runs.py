@@ -7,11 +7,14 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +34,8 @@ TRAINERS, ENGINES = SIZES.ranks, 2
 RNG = np.random.default_rng(5)
 HOMES = drawn_homes(RNG, SIZES)
 MAPS = [drawn_slots(RNG, SIZES, 1, 0) for _ in range(3)]
+PATIENCE_S, SHORT_S = 60.0, 10.0
+"""How long a rank may be silent: where nothing hangs, longer than any pause of a busy machine."""
 DENSE = (("embed", (60, 7)), ("empty", (0, 3)), ("norm", (16,)), ("router", (8, 16)), ("head", (50, 16)))
 
 
@@ -74,7 +79,7 @@ class Rank:
         plan: SyncPlan | None = None,
         read_step: int | None = None,
         own_step: int | None = None,
-        silence_s: float = 4.0,
+        silence_s: float = PATIENCE_S,
     ) -> str:
         """Return "" for a sync that ended well, else what this rank was told."""
         plan = plan or plan_sync(PROBLEM, message_bytes=1)
@@ -139,11 +144,11 @@ class Rank:
 
 def well(rank: Rank) -> dict[str, Any]:
     """Two syncs; the second brings another map with the weights."""
-    first = rank.sync(1, silence_s=60)
+    first = rank.sync(1)
     problem, _ = problem_with([MAPS[1], MAPS[2]])
     if rank.engine is not None:
         rank.take_map([MAPS[1], MAPS[2]][rank.rank - TRAINERS])
-    second = rank.sync(2, plan=plan_sync(problem, message_bytes=1), silence_s=60)
+    second = rank.sync(2, plan=plan_sync(problem, message_bytes=1))
     return {"said": [first, second], **rank.state(2)}
 
 
@@ -198,7 +203,7 @@ def stopped(rank: Rank) -> dict[str, Any]:
         group.group = Wrapped(group.group, send=stopping)
 
     assert rank.sync(1) == ""
-    said = rank.sync(2, spoil=stop if rank.rank == 3 else lambda group: None)
+    said = rank.sync(2, spoil=stop if rank.rank == 3 else lambda group: None, silence_s=SHORT_S)
     return {"said": said, **rank.state(2)}
 
 
@@ -231,7 +236,7 @@ def cut(rank: Rank) -> dict[str, Any]:
 
         group.group = Wrapped(group.group, send=losing)
 
-    return spoiled(rank, 1, lose)
+    return spoiled(rank, 1, lose, silence_s=SHORT_S)
 
 
 def flipped(rank: Rank) -> dict[str, Any]:
@@ -287,11 +292,11 @@ def late_loader(rank: Rank) -> dict[str, Any]:
 
 def joins(rank: Rank) -> dict[str, Any]:
     """A third engine comes to the second sync."""
-    said = [rank.sync(1, silence_s=60)] if rank.rank < TRAINERS + ENGINES else [""]
+    said = [rank.sync(1)] if rank.rank < TRAINERS + ENGINES else [""]
     problem, _ = problem_with(MAPS)
     if rank.rank >= TRAINERS + ENGINES:
         rank.ports.pop(0)
-    said.append(rank.sync(2, plan=plan_sync(problem, message_bytes=1), silence_s=60))
+    said.append(rank.sync(2, plan=plan_sync(problem, message_bytes=1)))
     return {"said": said, **rank.state(2)}
 
 
@@ -332,7 +337,7 @@ def main(name: str, mutant: str = "") -> None:
             pipes.append(ours)
             processes.append(process)
     # Ranks of a mutant may wait for ever, and one that is stopped answers never.
-    deadline = time.monotonic() + (15 if mutant else 120)
+    deadline = time.monotonic() + (30 if mutant else 240)
     results: list[Any] = [None] * size
     waiting = [rank for rank in range(size) if not (name == "stopped" and rank == 3)]
     for rank in waiting:
@@ -349,15 +354,19 @@ def _run(name: str, rank: int, ports: list[int], pipe: Any) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    import socket
-
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports below those that the system hands out by itself: while the ranks of an earlier sync of this run, or
+    of another test, open connections, none of theirs can be one of these.
+    """
+    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.sample(range(10_000, first_handed_out), 1_000)
+    ports = []
+    for port in candidates:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"{len(ports)} of 1,000 ports are free, {count} are needed.")
 
 
 if __name__ == "__main__":

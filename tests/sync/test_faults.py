@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moe_rl.sync.errors import SyncError
+from moe_rl.sync.ranks import Address, SyncGroup
 
 pytestmark = pytest.mark.multi_rank
 
@@ -22,6 +26,8 @@ def run(case: str, mutant: str = "") -> list[Any]:
     command = [sys.executable, str(HERE / "rank_runs.py"), case, *([mutant] if mutant else [])]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=HERE, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
+    if ran.stderr and not mutant:
+        sys.stderr.write(ran.stderr[-3000:])  # pytest shows it where the case does not end as it should
     return json.loads(ran.stdout)
 
 
@@ -70,6 +76,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: 
     for rank, result in enumerate(results):
         if rank != culprit:
             assert sentence in result["said"]
+    if case != "store_killed":  # without the store nobody can agree on a sentence
+        assert len({result["said"] for result in results if result is not None}) == 1
     for rank in ENGINES:
         assert "do not hold the weights of step 2" in results[rank]["refusal"]
 
@@ -100,3 +108,12 @@ def test_a_mutant_without_the_check_is_noticed(mutant: str, case: str) -> None:
     results = run(case, mutant)
     told = [result is not None and SENTENCES[case] in result["said"] for result in results]
     assert not all(told)
+
+
+def test_a_meeting_point_that_is_taken_is_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SyncError, match=rf"rank 0 cannot serve the meeting point 127\.0\.0\.1:{port}"):
+            SyncGroup(rank=0, size=1, address=Address(host="127.0.0.1", port=port), serves=True)
