@@ -58,6 +58,8 @@ class ExpertHomes:
         """Where the weights are; for layers of other pipeline stages, where they were last sent."""
         self._state_placement = placement
         """Where the optimizer state is: elsewhere only while weights are on an errand of their own."""
+        self._ever_moved = False
+        """Whether any rank of the run has moved an expert; all ranks know it alike."""
         self.groups = groups
         self._movable = movable
         self._max_scratch_bytes = max_scratch_bytes
@@ -86,7 +88,12 @@ class ExpertHomes:
 
         `weights_only` leaves the optimizer state where it is, which moves a fraction of the bytes: for an export. No
         optimizer step may run inside then. Gradients may wait: they stay, and so do their experts in the end.
+
+        While no expert has ever moved nobody is asked: a rank that alone has failed can save at once.
         """
+        if not self._ever_moved:
+            yield
+            return
         current = self.placement
         self._move(self.own_placement, weights_only=weights_only)
         try:
@@ -119,6 +126,7 @@ class ExpertHomes:
 
     def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
         """Move experts from the home slots `old` [layers, E] to `new`; return the bytes that this rank received."""
+        self._ever_moved = True
         experts, state = self._movable.ready()
         with ranges.range("reorder"):
             return migrate(

@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import give_up_cases
 import tiny_gpt
+import torch
 import torch.distributed as dist
 from checkpoint_cases import load, save, with_state
 from megatron.core import parallel_state
@@ -51,6 +53,44 @@ def told() -> Iterator[None]:
     except RuntimeError as error:
         waited = time.monotonic() - started
         raise RuntimeError(f"rank {dist.get_rank()} was told after {waited:.0f} s: {str(error)[:300]}") from error
+
+
+def raises_alone(*, balanced: bool) -> None:
+    """Rank 1's loss raises, and it saves what it has at once; then it ends, and the other rank waits for it no more."""
+    folder = Path(os.environ[FOLDER])
+    with tiny_gpt.parallel(2):
+        run, curve = tiny_gpt.build(), tiny_gpt.history()
+        balancer = attach(run.models, run.optimizer, BalancerConfig(objective="imbalance")) if balanced else None
+
+        def step_of(step: int) -> None:
+            routes = [tiny_gpt.skewed_routes(step, m) for m in range(give_up_cases.MICRO_BATCHES)]
+            if balancer is None:
+                tiny_gpt.update(run, step, routes, curve)
+                return
+            balancer.begin_pass(routes)
+            try:
+                tiny_gpt.update(run, step, routes, curve)
+            except BaseException:
+                balancer.give_up()
+                raise
+            balancer.end_pass()
+
+        step_of(0)
+        if dist.get_rank() == 0:
+            with told():
+                step_of(1)
+            return
+        with give_up_cases.in_the_loss(1, give_up_cases.OfTheUserError):
+            try:
+                step_of(1)
+            except give_up_cases.OfTheUserError:
+                with balancer.canonical() if balancer is not None else nullcontext():
+                    torch.save(run.gpt.state_dict(), folder / "of_rank_1.pt")
+                raise
+
+
+alone_in_megatron = functools.partial(raises_alone, balanced=False)
+alone_balanced = functools.partial(raises_alone, balanced=True)
 
 
 def in_a_reorder(happen: Callable[[], None]) -> None:

@@ -215,7 +215,8 @@ def run_through(
     with balancer.canonical() if balancer is not None else contextlib.nullcontext():
         found["saved"] = expert_tensors(run)
     step_of(BROKEN, forward_only=True)
-    for step in range(BROKEN, STEPS):
+    # What does not fit is left out, as a framework does after an error of memory.
+    for step in range(BROKEN + (error is torch.OutOfMemoryError), STEPS):
         step_of(step)
     if balancer is not None:
         balancer.reorder(balancer.megatron_placement)
@@ -245,6 +246,33 @@ for _name, _setting in SETTINGS.items():
     )
     globals()[f"{_name}_everywhere"] = functools.partial(broken_off, _name, _places)
     globals()[_name] = functools.partial(broken_off, _name, {each: PLACES[each] for each in FEW})
+
+
+def skipped_steps() -> dict[str, Any]:
+    """Megatron skips two steps for an infinity: weights stay as they are, and copies of them may."""
+    results: dict[str, Any] = {}
+    for name in ("replicas", "residents"):
+        setting = SETTINGS[name]
+        with tiny_gpt.parallel(**setting.parallel):
+            for balanced in (False, True):
+                run, curve = tiny_gpt.build(), tiny_gpt.history()
+                balancer = attach(run.models, run.optimizer, setting.config) if balanced else None
+                if balancer is not None:
+                    balancer.reorder(setting.placement(balancer, 1))
+                for step in range(STEPS):
+                    infinity = patch.object(type(run.optimizer), "prepare_grads", lambda _: True)
+                    if balancer is not None:
+                        balancer.begin_pass(setting.routes(step))
+                    run.model.zero_grad_buffer()
+                    run.optimizer.zero_grad()
+                    curve["loss"].append(tiny_gpt.forward_backward(run, step, setting.routes(step)))
+                    with infinity if step in (1, 2) else contextlib.nullcontext():
+                        stepped, norm, _ = run.optimizer.step()
+                    curve["grad_norm"].append(float(norm) if stepped else 1.0)
+                    if balancer is not None:
+                        balancer.end_pass()
+                results.setdefault(name, []).append(curve)
+    return results
 
 
 def checkpoint_after_a_break() -> dict[str, Any]:

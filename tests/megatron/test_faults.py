@@ -56,6 +56,19 @@ def test_the_other_rank_gets_an_error_wherever_one_is_killed(
     assert not launch.results
 
 
+@pytest.mark.parametrize("case", ["alone_in_megatron", "alone_balanced"])
+def test_a_rank_whose_loss_raises_alone_saves_at_once_and_the_other_ends_with_it(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    launch = launched(case, tmp_path)
+    assert "in the user's loss" in launch.failure
+    assert (tmp_path / "of_rank_1.pt").exists()
+    # Within the grace that the ranks have after one has failed, as in plain Megatron: else it would have been killed.
+    assert set(survivors(launch)) == {0}
+    assert not launch.results
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["killed_in_a_reorder_at_ep4", "killed_in_a_step_at_ep4"])
 def test_all_others_get_an_error_when_one_of_four_is_killed(

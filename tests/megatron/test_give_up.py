@@ -41,6 +41,13 @@ def test_a_run_goes_on_as_megatron_does_wherever_its_code_raised(case: str, outc
             assert relative_difference(ran["plain"], ran["ours"]) <= FP32_LIMIT, place
 
 
+@give_up_case("skipped_steps")
+def test_optimizer_steps_that_are_skipped_leave_no_gradients_where_copies_have_weights(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for name, (plain, ours) in rank.items():
+            assert relative_difference(plain, ours) <= FP32_LIMIT, name
+
+
 @give_up_case("checkpoint_after_a_break")
 def test_a_checkpoint_that_is_saved_after_a_break_is_a_plain_one(outcome: list[Any]) -> None:
     for rank in outcome:
