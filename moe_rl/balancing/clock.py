@@ -5,6 +5,14 @@ chunk of an interleaved pipeline, whatever the others do in between. So the n-th
 a layer that runs while its chunk does not is recomputing: its n-th recomputation of the pass belongs to micro-batch n.
 Where a schedule calls the parts of the layers in the chunk's place (overlap_moe_expert_parallel_comm), which goes
 without recomputation of MoE layers, a layer's n-th run is micro-batch n.
+
+A training pass may have forwards of the model between its micro-batches, such as a metric of the current policy. They
+run without gradients, and are not counted:
+
+    forward               micro-batch 0
+    forward, no_grad      OUTSIDE: on home slots alone
+    backward              recomputes layers of micro-batch 0
+    forward               micro-batch 1
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,11 +20,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# In the place of a micro-batch's number: the run is of none.
+OUTSIDE = -1
+
 
 class MicroBatchClock:
     """Counts the forward calls of one model chunk and the recomputations of each of its layers."""
 
     def __init__(self, chunk: "torch.nn.Module", *, recomputes: bool = True) -> None:
+        import torch  # here: who only plans has none
+
+        self._has_gradients = torch.is_grad_enabled
         self._recomputes = recomputes
         self.trained = False
         """Whether a run with gradients was since an optimizer step last set this to False."""
@@ -27,18 +41,19 @@ class MicroBatchClock:
         self.reset()
         self.stop()
 
-    def reset(self) -> None:
-        """Start a pass: the next forward is micro-batch 0."""
+    def reset(self, *, training: bool = False) -> None:
+        """Start a pass: the next forward is micro-batch 0; in a `training` pass the next one with gradients."""
         self.current_pass: object | None = object()
         """Another object in every pass, None between passes: no weight changes while it stays."""
+        self._training = training
         self._forwards = 0
-        self._in_forward = False
+        self._in_forward = self._outside = False
         self._recomputed: dict[int, int] = {}
 
     def stop(self) -> None:
         """End the pass: weights may change, and a layer that runs belongs to none."""
         self.current_pass = None
-        self._in_forward = False  # Ctrl-C in a forward passes by the hook that would say so
+        self._in_forward = self._outside = False  # Ctrl-C in a forward passes by the hook that would say so
 
     def remove(self) -> None:
         """Take the hooks off the chunk."""
@@ -50,19 +65,27 @@ class MicroBatchClock:
         """Whether a layer that starts now is recomputed in backward."""
         return self._recomputes and not self._in_forward
 
-    def micro_batch(self, layer: int) -> int:
-        """Return the micro-batch of the call that layer `layer` is in now; call once per run of the layer."""
-        import torch  # the name of this class loads without it
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches of the pass have begun."""
+        if self._recomputes:
+            return self._forwards
+        return max([self._forwards, *(last + 1 for last in self._recomputed.values())])
 
-        self.trained |= torch.is_grad_enabled()
+    def micro_batch(self, layer: int) -> int:
+        """Return the micro-batch that layer `layer` is in now, or OUTSIDE; call once per run of the layer."""
+        self.trained |= self._has_gradients()
+        if self._outside:
+            return OUTSIDE
         if self._in_forward:
             return self._forwards - 1
         self._recomputed[layer] = self._recomputed.get(layer, -1) + 1
         return self._recomputed[layer]
 
     def _enter(self, *_: Any) -> None:
-        self._forwards += 1
+        self._outside = self._training and not self._has_gradients()
+        self._forwards += not self._outside
         self._in_forward = True
 
     def _leave(self, *_: Any) -> None:
-        self._in_forward = False
+        self._in_forward = self._outside = False

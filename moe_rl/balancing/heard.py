@@ -174,6 +174,15 @@ class KnownSequence:
     """[n, l, K]"""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutKnowledge:
+    """What the log-prob passes of a rollout said, and what updates have learned of the drift since."""
+
+    sequences: dict[int, KnownSequence]
+    drift: NDArray[np.float64] | float
+    drifted: NDArray[np.float64] | None
+
+
 @dataclass(slots=True)
 class KnownRoutes:
     """What this rank knows of sequences that will come, from the passes in which it heard them."""
@@ -186,6 +195,8 @@ class KnownRoutes:
     """Of the log-prob passes since the update before."""
     mean: RankRows | None = None
     """A micro-batch like the mean one of the last pass, by which what is not known is guessed."""
+    mean_of_update: RankRows | None = None
+    """The same of the last update: a pass that knows none of its sequences may follow one over a validation set."""
     drift: NDArray[np.float64] | float = 1.0
     """[l, E] pairs that the next update will have, of one in the log-prob pass, as weights change."""
     drifted: NDArray[np.float64] | None = None
@@ -194,6 +205,8 @@ class KnownRoutes:
     """[l, E] by how much the drift has grown in the last update, as a factor."""
     updated: bool = True
     """Whether an update came after the last log-prob pass, so that the next one is of another rollout."""
+    before: "RolloutKnowledge | None" = None
+    """Of the rollout before the last log-prob pass, until an update says which of the two it is of."""
 
     def learn(self, heard: Sequence[HeardMicroBatch], *, foretold: RankRows | None = None, update: bool) -> RankRows:
         """Take what a pass says, and return its loads; `foretold` is what `expected` said of it."""
@@ -205,6 +218,7 @@ class KnownRoutes:
             routes=tuple(routes for part in parts for routes in part.routes),
         )
         if update:
+            self._settle(known)
             both = np.zeros((2, *self.shape[:2]), np.int64)
             if foretold is not None and foretold.known and self.sequences:
                 both[:] = found.pairs.sum(axis=0), foretold.pairs.sum(axis=0)
@@ -220,6 +234,7 @@ class KnownRoutes:
                 self.drift, self.drifted = now * np.sqrt(self.change), now
         else:
             if self.updated:
+                self.before = RolloutKnowledge(self.sequences, self.drift, self.drifted)
                 self.sequences = {}
             self.sequences |= {key: one for each in heard if len(each.held.sequence) for key, one in each.known()}
             self.drift, self.drifted = 1.0, None
@@ -227,7 +242,21 @@ class KnownRoutes:
         if found.rows.any():
             pairs, rows = (np.rint(each.mean(axis=0, keepdims=True)) for each in (found.pairs, found.rows))
             self.mean = RankRows(pairs=pairs.astype(np.int32), rows=rows.astype(np.int64))
+            self.mean_of_update = self.mean if update else self.mean_of_update
         return found
+
+    def _settle(self, came: Sequence["KnownRoutes"]) -> None:
+        """Go on with the rollout before, where the update that came is of it: the last pass was over other data."""
+        before, self.before = self.before, None
+        keys = {key for each in came for key in each.sequences if key != PADDING}
+        if before is not None and not keys & self.sequences.keys() and keys & before.sequences.keys():
+            self.sequences, self.drift, self.drifted = before.sequences, before.drift, before.drifted
+
+    def _known_of(self, key: int) -> tuple["KnownSequence | None", NDArray[np.float64] | float]:
+        """Return what is known of a sequence, and the drift of routers since."""
+        if key not in self.sequences and self.before is not None:
+            return self.before.sequences.get(key), self.before.drift
+        return self.sequences.get(key), self.drift
 
     def whole_or(self, held: Sequence[HeldRows], read: Callable[[], RankRows]) -> RankRows:
         """Return what the log-prob pass says of these rows where they are of sequences that it had whole, else `read`.
@@ -237,7 +266,7 @@ class KnownRoutes:
         for each in held:
             counts = np.bincount(each.sequence, minlength=len(each.keys))
             for key, count in zip(each.keys.tolist(), counts.tolist(), strict=True):
-                known = self.sequences.get(key)
+                known, _ = self._known_of(key)
                 if count and (known is None or int(known.counts[0].sum()) != count * self.shape[2]):
                     return read()
         return self.expected(held)
@@ -248,7 +277,13 @@ class KnownRoutes:
         Of micro-batches whose rows are not known there are `rows_of_unknown`, by default as many as in the mean one.
         """
         num_layers, num_experts, top_k = self.shape
-        mean = self.mean or RankRows(pairs=np.zeros((1, num_layers, num_experts), np.int32), rows=np.zeros(1, np.int64))
+        keys = {key for each in held for key in each.keys.tolist() if key != PADDING}
+        strange = bool(keys) and not any(self._known_of(key)[0] for key in keys)
+        mean = (
+            (self.mean_of_update if strange else None)
+            or self.mean
+            or RankRows(pairs=np.zeros((1, num_layers, num_experts), np.int32), rows=np.zeros(1, np.int64))
+        )
         pairs, per_row = np.zeros((len(held), num_layers, num_experts)), mean.pairs[0] / max(1, int(mean.rows[0]))
         rows = np.zeros(len(held), np.int64)
         routes, known = [], 0
@@ -258,12 +293,12 @@ class KnownRoutes:
             if not len(each.sequence):
                 of_sequence[0] = mean.rows[0] if rows_of_unknown is None else rows_of_unknown[index]
             for key, count in zip(each.keys.tolist(), of_sequence.tolist(), strict=True):
-                sequence = self.sequences.get(key)
+                sequence, drift = self._known_of(key)
                 if sequence is None:
                     pairs[index] += count * per_row
                     continue
                 # Of a sequence that tensor-parallel ranks share, this rank has a part.
-                pairs[index] += sequence.counts * (count * top_k / max(1, int(sequence.counts[0].sum()))) * self.drift
+                pairs[index] += sequence.counts * (count * top_k / max(1, int(sequence.counts[0].sum()))) * drift
                 drawn.append(sequence.drawn)
                 known += count
             rows[index] = of_sequence.sum()

@@ -52,9 +52,11 @@ class PassMetrics:
     notes: tuple[str, ...]
     """What the plan says of itself: which lever it makes no use of, and why, with figures."""
     actual_rows: NDArray[np.int64]
-    """[M, L, P] rows that every rank computed."""
+    """[M, L, P] rows that every rank computed, in the micro-batches that ran."""
     predicted_rows: NDArray[np.int64] | None
-    """[M, L, P] rows that the plan expects under the loads it was made for; None where these are not known."""
+    """[M, L, P] rows that the plan expects under the loads it was made for; None where these are not known.
+
+    M are fewer than of `actual_rows` where a pass runs more micro-batches than were announced."""
     static_rows: NDArray[np.int64] | None
     """[M, L, P] the same for homes alone."""
     replicas: int
@@ -108,8 +110,9 @@ class PassMetrics:
             values["moe_rl/largest_micro_batch_tokens"] = float(self.memory.largest_micro_batch)
         if self.predicted_rows is not None and self.predicted_rows.any():
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])
-            difference = np.abs(self.predicted_rows - self.actual_rows).sum()
-            values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(self.actual_rows.sum())))
+            planned = self.actual_rows[: len(self.predicted_rows)]
+            difference = np.abs(self.predicted_rows - planned).sum()
+            values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(planned.sum())))
         if self.would_be is not None:
             values["moe_rl/would_be_imbalance"] = imbalance(self.would_be.rows[None])
             values["moe_rl/would_be_moe_layer_s"] = self.would_be.moe_layer_s

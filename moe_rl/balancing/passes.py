@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import gathered
-from moe_rl.balancing.heard import HeldRows, KnownRoutes, RouteCounter
+from moe_rl.balancing.heard import PADDING, HeldRows, KnownRoutes, RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, GradientsWaitError, ImaginedHomes, MovableExperts
 from moe_rl.balancing.loads import SOURCES, RankRows, Source
 from moe_rl.balancing.migrate import ExpertGrid
@@ -60,10 +60,27 @@ class _Prepared(Generic[Tables]):
     num_micro_batches: int | None
     """M, where it is known before planning."""
     forward_only: bool
+    held: Sequence[HeldRows]
+    """Of which sequences its rows are; empty where that is not known."""
     counter: RouteCounter | None
     """Hears the routers in the pass; None where nobody asks what they choose."""
     prepare: Callable[[], None]
     """Prepares the same pass once more, for the homes of then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogProbs:
+    """Forward-only passes since the last update: they are of its rollout, or of a validation set."""
+
+    sequences: tuple[frozenset[int], ...]
+    """Of every pass, the keys of this rank's."""
+    proposals: tuple[Future[PlannedPass] | None, ...]
+    """Of every pass, the homes that were chosen by it; as many, or one fewer while the last one ends."""
+    proposed: Future[PlannedPass] | None
+    """Homes that were due before the first of them; so are the others."""
+    postponed: Future[PlannedPass] | None
+    are_usual: bool
+    updates: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +159,14 @@ class PassCycle(ABC, Generic[Tables]):
         """Whether the last forecast peak fits, and whose it is."""
         self._reordered = 0, 0.0
         """Bytes that this rank received before the pass that is under way, and seconds."""
+        self._warned_of_micro_batches = False
+        """Whether it was said that a pass ran more or fewer micro-batches than were announced."""
         self._warned_of_gradients = False
         """Whether it was said that experts stay because gradients wait."""
         self._log_probs = False
         """Whether passes without backward go before the updates."""
+        self._last_log_probs: _LogProbs | None = None
+        """None where an update has come since."""
         self._updates = 0, 1
         """Those since the last of these passes, and those of the rollout before."""
 
@@ -190,12 +211,12 @@ class PassCycle(ABC, Generic[Tables]):
         self._require_no_pass("packed()")
         if self.config.observe:
             return [list(batch) for batch in micro_batches]
+        held = [HeldRows.of_tokens([each]) for each in tokens]
+        self._forget_strange_passes(held)
         self._rearrange()
+        read: Read = partial(self._known.expected, held)  # on the thread, when the passes before are known
         if routes is not None:
             read = self._reader(routes, self._planner.layers)
-        else:
-            held = [HeldRows.of_tokens([each]) for each in tokens]
-            read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
         homes = self.placement.home_rank[self._planner.layers]
         lengths = [len(each) for each in tokens]
         mine = self._thread.submit(lambda: self._own_sequences(read(), homes, lengths, micro_batches)).result()
@@ -382,6 +403,7 @@ class PassCycle(ABC, Generic[Tables]):
                 homes=homes,
                 num_micro_batches=count,
                 forward_only=forward_only,
+                held=held,
                 counter=counter,
                 prepare=prepare_again,
             )
@@ -427,10 +449,14 @@ class PassCycle(ABC, Generic[Tables]):
         self._require_ready()
         # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
         if self._prepared:
+            coming = self._prepared[0]
+            if not coming.forward_only and self._forget_strange_passes(coming.held):
+                self._prepare_again()
             homes = self._prepared[0].homes
             if homes is not None and homes is self._proposed and not self._rearrange():
-                self._prepare_for_present_homes()
+                self._prepare_again()
         elif not forward_only:
+            self._forget_strange_passes(tokens or ())
             self._rearrange()
         told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
         if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
@@ -463,7 +489,7 @@ class PassCycle(ABC, Generic[Tables]):
             self._activate(planned, tables, waits, num_micro_batches=total)
             self._listen(prepared.counter)
             for clock in self._clocks:
-                clock.reset()
+                clock.reset(training=not prepared.forward_only)
             self._say(self._notes(planned.plan))
             self._say_memory(planned)
         except BaseException:
@@ -521,15 +547,17 @@ class PassCycle(ABC, Generic[Tables]):
     def _metrics_of(self, running: RunningPass) -> PassMetrics:
         """Return what a pass did, and start to learn from it; a collective of the EP group."""
         parts = [running.planned, *(each.result()[0] for each in running.later)]
-        planned = joined(parts)
+        planned, did = joined(parts), self._ran(running)
+        ran = len(did["actual_rows"])
+        self._say_micro_batches(running.num_micro_batches, ran)
         metrics = PassMetrics(
             policy=planned.plan.policy,
             source="plan" if planned.counted is None else planned.counted.source,
             known_share=1.0 if planned.counted is None else planned.counted.known,
             misfit=None if planned.misfit is OBSERVED else planned.misfit,
             notes=self._notes(planned.plan),
-            predicted_rows=planned.predicted_rows if planned.misfit in (None, OBSERVED) else None,
-            static_rows=planned.static_rows,
+            predicted_rows=_first(planned.predicted_rows, ran) if planned.misfit in (None, OBSERVED) else None,
+            static_rows=_first(planned.static_rows, ran),
             replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
             residents=0 if self.config.observe else int((self.placement.resident_experts >= 0).sum()),
             plan_time_s=planned.plan_time_s,
@@ -538,19 +566,24 @@ class PassCycle(ABC, Generic[Tables]):
             memory=planned.memory,
             reordered_bytes=self._reordered[0],
             reorder_s=self._reordered[1],
-            **self._ran(running),
+            **did,
         )
-        if self.memory is not None and planned.held is not None and metrics.actual_rows.any():
-            did = (each[None].astype(float) for each in (metrics.actual_rows, planned.held))
-            self.fitting_tokens = self.memory(*did, self.placement).largest_micro_batch
+        as_announced = ran == running.num_micro_batches
+        if self.memory is not None and planned.held is not None and metrics.actual_rows.any() and as_announced:
+            rows, tokens = (each[None].astype(float) for each in (metrics.actual_rows, planned.held))
+            self.fitting_tokens = self.memory(rows, tokens, self.placement).largest_micro_batch
         if running.counter is not None:
             self._learned = self._learn(running, running.counter, planned.counted)
+            self._last_log_probs = self._with_log_probs(running.counter.held) if running.forward_only else None
             self._log_probs |= running.forward_only
             now, before = self._updates
             self._updates = (0, now or before) if running.forward_only else (now + 1, before)
             metrics = replace(metrics, would_be=self._would_be(planned, running, self._learned))
             if self.config.reorders and running.forward_only == self._log_probs:
                 self._proposed, self._postponed = self._proposal(self._learned), None
+            if self._last_log_probs is not None:
+                proposals = (*self._last_log_probs.proposals, self._proposed)
+                self._last_log_probs = replace(self._last_log_probs, proposals=proposals)
         return metrics
 
     def _would_be(self, planned: PlannedPass, running: RunningPass, loads: Future[RankRows]) -> PassOutcome | None:
@@ -612,8 +645,48 @@ class PassCycle(ABC, Generic[Tables]):
         self._reordered = received, time.perf_counter() - started
         return True
 
-    def _prepare_for_present_homes(self) -> None:
-        """Prepare anew the passes that were prepared for the homes that are proposed: experts stay."""
+    def _with_log_probs(self, held: Sequence[HeldRows]) -> _LogProbs:
+        """Return the forward-only passes since the last update, with one over these rows."""
+        keys = frozenset(key for each in held for key in each.keys.tolist() if key != PADDING)
+        if self._last_log_probs is not None:
+            return replace(self._last_log_probs, sequences=(*self._last_log_probs.sequences, keys))
+        return _LogProbs(
+            sequences=(keys,),
+            proposals=(),
+            proposed=self._proposed,
+            postponed=self._postponed,
+            are_usual=self._log_probs,
+            updates=self._updates,
+        )
+
+    def _forget_strange_passes(self, held: Sequence[HeldRows]) -> bool:
+        """Let the last forward-only pass that had sequences of this update say the homes; return whether others come.
+
+        A later one was over a validation set. Where none had any, homes are chosen as if they had not been. A
+        collective of the run, once after such passes; `held` are the rows of the update, on all ranks or on none.
+        Between the two a driver may have handed sequences to other ranks.
+        """
+        passes = self._last_log_probs
+        if passes is None or not held or self._homes is None or not self.config.reorders:
+            return False
+        self._last_log_probs = None
+        coming = {key for each in held for key in each.keys.tolist() if key != PADDING}
+        everyone = gathered((passes.sequences, coming))
+        updated = set[int]().union(*(sequences for _, sequences in everyone))
+        by_pass = zip(*(sequences for sequences, _ in everyone), strict=True)
+        of_update = [any(sequences & updated for sequences in of_ranks) for of_ranks in by_pass]
+        if of_update[-1]:
+            return False
+        if any(of_update):
+            last = max(index for index, shares in enumerate(of_update) if shares)
+            self._proposed, self._postponed = passes.proposals[last], None
+        else:
+            self._proposed, self._postponed = passes.proposed, passes.postponed
+            self._log_probs, self._updates = passes.are_usual, passes.updates
+        return True
+
+    def _prepare_again(self) -> None:
+        """Prepare anew the passes that were prepared for other homes than those that are due now."""
         prepared = list(self._prepared)
         self.drop_prepared()
         for each in prepared:
@@ -623,6 +696,10 @@ class PassCycle(ABC, Generic[Tables]):
         """Start to take what the routers chose in a pass, and return its loads when they are there."""
         if self._learned is not None:
             self._learned.result()  # what went wrong on the thread is said here
+        ran = self._micro_batches_begun
+        if 0 < ran < len(counter.held):  # of those that were announced and did not come nothing was heard
+            counter.held = counter.held[:ran]
+            foretold = None if foretold is None else foretold.micro_batches(slice(ran))
         heard = counter.on_host(self._add_up)
         update = not running.forward_only
         return self._thread.submit(lambda: self._known.learn(heard(), foretold=foretold, update=update))
@@ -685,6 +762,37 @@ class PassCycle(ABC, Generic[Tables]):
                     logger.warning("moe_rl: %s", note)
         self._said = beginnings
 
+    def _say_micro_batches(self, announced: int, ran: int) -> None:
+        """Warn once, on one rank, that a pass had other micro-batches than it was planned for."""
+        if ran == announced or self._warned_of_micro_batches:
+            return
+        self._warned_of_micro_batches = True
+        if dist.get_rank() == 0:
+            rest = "those beyond ran without copies" if ran > announced else "copies for the others served nobody"
+            logger.warning(
+                "moe_rl: a pass was planned for %d micro-batches and ran %d: %s. Results are right, metrics are of "
+                "those that ran.", announced, ran, rest,
+            )  # fmt: skip
+
+    @property
+    def _micro_batches_begun(self) -> int:
+        return max(clock.micro_batches for clock in self._clocks)
+
+    def _of_all_ranks(self, announced: int, of_part: Callable[[range], NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Return what `of_part` says on every rank of the EP group of the micro-batches that ran, [M, ...] each.
+
+        `of_part(range)` is [len(range), ...]. In the exchange of the announced ones every rank says how many it began;
+        where these are more, another exchange follows. Where no layer can tell, all that were announced are given.
+        """
+        mine = of_part(range(announced))
+        told = self._gathered(np.append(mine.ravel(), self._micro_batches_begun))
+        ran = max(int(each[-1]) for each in told) or announced
+        found = [each[:-1].reshape(mine.shape) for each in told]
+        if ran > announced:
+            beyond = self._gathered(of_part(range(announced, ran)))
+            found = [np.concatenate(parts) for parts in zip(found, beyond, strict=True)]
+        return [each[:ran] for each in found]
+
     def _gathered(self, mine: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return what every rank of the EP group gave."""
         return self._thread.submit(self._planner.exchange.gather, mine).result()
@@ -702,3 +810,8 @@ class PassCycle(ABC, Generic[Tables]):
 
 def _part_of(read: Read | None, part: slice) -> Read | None:
     return None if read is None else lambda: read().micro_batches(part)
+
+
+def _first(rows: NDArray[np.int64] | None, count: int) -> NDArray[np.int64] | None:
+    """Return the rows of the first micro-batches."""
+    return None if rows is None else rows[:count]

@@ -136,14 +136,16 @@ class EpBalancer(PassCycle[Tables]):
             layer.counter = counter
 
     def _ran(self, running: RunningPass) -> dict[str, Any]:
-        sent = np.zeros((running.num_micro_batches, len(self._layers), self.placement.ep_size), np.int64)
-        for layer in self._layers:
-            for micro_batch, rows in layer.sent.items():
-                # A run that accumulates over more micro-batches than it said goes on without a plan.
-                if micro_batch < len(sent):
-                    sent[micro_batch, layer.index] = rows.cpu().numpy()
+        def sent(part: range) -> NDArray[np.int64]:
+            found = np.zeros((len(part), len(self._layers), self.placement.ep_size), np.int64)
+            for layer in self._layers:
+                for row, micro_batch in enumerate(part):
+                    if micro_batch in layer.sent:
+                        found[row, layer.index] = layer.sent[micro_batch].cpu().numpy()
+            return found
+
         return {
-            "actual_rows": np.sum(self._gathered(sent), axis=0),
+            "actual_rows": np.sum(self._of_all_ranks(running.num_micro_batches, sent), axis=0),
             "pushed_bytes": self._traffic.pushed,
             "returned_bytes": self._traffic.returned,
             "micro_batches_in_flight": None if running.forward_only else 1,

@@ -32,7 +32,7 @@ class LayerRun:
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     """[P] rows that this rank sent to every EP rank, by micro-batch."""
     micro_batch: int = -1
-    """Of the run that is under way; -1 outside of passes and beyond the plan."""
+    """Of the run that is under way; -1 outside of passes, and in a forward that is no micro-batch of one."""
     recomputing: bool = False
     counter: RouteCounter | None = None
     """Hears what the router chooses; None where nobody asks."""
@@ -51,12 +51,16 @@ class LayerRun:
         if self.clock.current_pass is None:
             return None
         self.recomputing = self.clock.recomputing
-        micro_batch = self.clock.micro_batch(self.index)
-        # A loop that accumulates over more micro-batches than it said: its router chooses, without copies.
-        if micro_batch >= len(self.targets):
-            return None
-        self.micro_batch = micro_batch
-        return self.targets[micro_batch]
+        self.micro_batch = self.clock.micro_batch(self.index)
+        return self.targets[self.micro_batch] if self.planned else None
+
+    @property
+    def planned(self) -> bool:
+        """Whether the run that is under way is of a micro-batch that was announced.
+
+        In another one, of a loop that accumulates over more than it said, the router chooses, without copies.
+        """
+        return 0 <= self.micro_batch < len(self.targets)
 
     def routed(self, router: Any, forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
         """Enter the layer, and return what `forward` of its router returns when it takes the replayed ids."""
@@ -76,7 +80,7 @@ class LayerRun:
     @property
     def exchange(self) -> ReplicaExchange | None:
         """The copies of the run of the layer that is under way; None without."""
-        return None if self.micro_batch < 0 else self.exchanges[self.micro_batch]
+        return self.exchanges[self.micro_batch] if self.planned else None
 
     def slots(self, ids: torch.Tensor, num_experts: int, num_homes: int) -> torch.Tensor:
         """Return [T, K] the slot of every pair of `ids` [T, K], and count which rank it goes to.

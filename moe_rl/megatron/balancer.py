@@ -273,20 +273,29 @@ class Balancer(PassCycle[PassTables]):
         return replace(placement, **merged)
 
     def _rows_that_ran(self, num_micro_batches: int) -> NDArray[np.int64]:
-        """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage."""
+        """Return [M, L, P] rows that every rank of the EP group computed; L counts the layers of this stage.
+
+        M are the micro-batches that ran, `num_micro_batches` were announced.
+        """
         if self._states[0].capacity_rows is not None:
-            sent = np.zeros((num_micro_batches, len(self._states), self._groups.ep_size), np.int64)
-            for index, state in enumerate(self._states):
-                for micro_batch, rows_to_rank in state.sent.items():
-                    sent[micro_batch, index] = rows_to_rank.cpu().numpy()
-            everyone: NDArray[np.int64] = np.sum(self._gathered(sent), axis=0)
-            return everyone
-        local = np.zeros((num_micro_batches, len(self._states)), np.int64)
-        for index, state in enumerate(self._states):
-            for micro_batch, rows in state.rows.items():
-                if micro_batch < num_micro_batches:
-                    local[micro_batch, index] = rows
-        return np.stack(self._gathered(local), axis=2)
+            rows_to_rank = [state.sent for state in self._states]
+            to_nobody = torch.zeros(self._groups.ep_size, dtype=torch.int64)
+            by_sender = self._of_all_ranks(
+                num_micro_batches,
+                lambda part: np.array(
+                    [[of_layer.get(m, to_nobody).cpu().numpy() for of_layer in rows_to_rank] for m in part], np.int64
+                ).reshape(len(part), len(rows_to_rank), -1),
+            )
+            received: NDArray[np.int64] = np.sum(by_sender, axis=0)
+            return received
+        rows = [state.rows for state in self._states]
+        by_rank = self._of_all_ranks(
+            num_micro_batches,
+            lambda part: np.array([[of_layer.get(m, 0) for of_layer in rows] for m in part], np.int64).reshape(
+                len(part), len(rows)
+            ),
+        )
+        return np.stack(by_rank, axis=2)
 
     def offload(self) -> None:
         """Give all memory of the balancer back while the parameters are away, for a rollout on the same device.

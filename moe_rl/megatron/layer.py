@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
-from moe_rl.balancing.clock import MicroBatchClock
+from moe_rl.balancing.clock import OUTSIDE, MicroBatchClock
 from moe_rl.balancing.heard import RouteCounter
 from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.errors import require
@@ -89,6 +89,7 @@ class LayerState:
     begun: bool = False
     """Whether `enter` has begun the run that `route` is about to continue."""
     micro_batch: int = 0
+    """Of the pass; `clock.OUTSIDE` in a forward that is none of its micro-batches."""
     recomputing: bool = False
     """Whether the run that is under way is a recomputation."""
     backward_ranges: BackwardRanges = field(default_factory=BackwardRanges)
@@ -101,6 +102,16 @@ class LayerState:
     """Whether combined rows are summed in the order of the logical experts; else in that of the slots."""
     combined_experts: tuple[torch.Tensor, torch.Tensor] | None = None
     """([S] expert of every slot, [S] rows that this rank sent there) in a run that sums in logical order."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the run that is under way is one of the pass, and not a recomputation of one."""
+        return not self.recomputing and self.micro_batch != OUTSIDE
+
+    @property
+    def buffer_rows(self) -> int | None:
+        """Rows of the experts' buffer in the run that is under way; None: as many as come."""
+        return None if self.micro_batch == OUTSIDE else self.capacity_rows
 
     @property
     def replica_table(self) -> SlotTable | None:
@@ -141,19 +152,19 @@ class ElasticMoELayer(MoELayer):
         table = None if state is None else state.replica_table or state.home_table
         if state is not None:
             state.combined_experts = None
-            if state.counter is not None and not state.recomputing:
+            if state.counter is not None and state.counts:
                 state.counter.hear_map(state.micro_batch, state.index, routing_map)
         if state is not None and table is not None:
             probs, routing_map = table.to_slots(probs, routing_map)
             if state.placement_bitwise:
                 state.combined_experts = table.expert, routing_map.sum(dim=0)
         prepared = super().preprocess(hidden_states, probs, routing_map)
-        if state is not None and state.capacity_rows is not None:
-            if not state.recomputing:
+        if state is not None and state.buffer_rows is not None:
+            if state.counts:
                 state.sent[state.micro_batch] = (
                     routing_map.sum(dim=0).view(self.token_dispatcher.ep_size, -1).sum(dim=1)
                 )
-            flex.limit_rows(self.token_dispatcher, state.capacity_rows)
+            flex.limit_rows(self.token_dispatcher, state.buffer_rows)
         return prepared
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -183,17 +194,18 @@ class ElasticMoELayer(MoELayer):
         if state is None:
             return super().routed_experts_compute(hidden_states, probs)
         rows, rows_per_slot, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        arrived, counts = len(rows), rows_per_slot
-        if state.capacity_rows is None:
+        arrived, counts, most = len(rows), rows_per_slot, state.buffer_rows
+        if most is None:
             counts = rows_per_slot.tolist()
-            state.rows[state.micro_batch] = sum(counts)
-        elif arrived < state.capacity_rows:  # more of them run as they are, and end_pass() raises
-            short = state.capacity_rows - arrived
+            if state.counts:
+                state.rows[state.micro_batch] = sum(counts)
+        elif arrived < most:  # more of them run as they are, and end_pass() raises
+            short = most - arrived
             rows, row_probs = F.pad(rows, (0, 0, 0, short)), F.pad(row_probs, (0, short))
         with self._range("expert_gemm"):
             if state.current is not None:
                 output = state.current.replicated.compute(rows, counts, row_probs)
-            elif state.capacity_rows is None:
+            elif most is None:
                 output = state.experts.forward_homes(rows, rows_per_slot, row_probs)
             else:
                 nothing = [None] * state.experts.num_local_experts
@@ -213,7 +225,7 @@ class ElasticMoELayer(MoELayer):
             output = output.index_select(0, order)
             dispatcher.reversed_local_input_permutation_mapping = token_of_row.index_select(0, order)
         output = super().postprocess(output, shared_expert_output)
-        if state is not None and state.plans is not None:
+        if state is not None and state.plans is not None and state.micro_batch != OUTSIDE:
             output = state.plans.end(state.micro_batch, output)
         return output
 
@@ -223,7 +235,7 @@ class ElasticMoELayer(MoELayer):
         if state is None:
             return nullcontext()
         phase = "recompute" if state.recomputing else "forward"
-        return ranges.range(category, layer=state.layer, micro_batch=state.micro_batch, phase=phase)
+        return ranges.range(category, layer=state.layer, micro_batch=max(0, state.micro_batch), phase=phase)
 
     def _mark_backward(self, category: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Mark the backward work between the gradients of `results` and those of `inputs`."""
@@ -261,11 +273,12 @@ class ElasticMoELayer(MoELayer):
         if state.gather is not None:
             state.gather.wait()
         state.experts.begin(state.clock.current_pass)
-        if state.plans is not None and state.overlapped:
-            state.current = state.plans.plan(state.micro_batch)
-        elif state.plans is not None:
+        plans = None if state.micro_batch == OUTSIDE else state.plans
+        if plans is not None and state.overlapped:
+            state.current = plans.plan(state.micro_batch)
+        elif plans is not None:
             with self._range("replicate"):
-                state.current = state.plans.begin(state.micro_batch, recomputing=state.recomputing)
+                state.current = plans.begin(state.micro_batch, recomputing=state.recomputing)
         self.token_dispatcher = state.home_dispatcher if state.replica_table is None else state.slot_dispatcher
 
 

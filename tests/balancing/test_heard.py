@@ -102,7 +102,32 @@ def test_drift_scales_what_was_foretold_to_what_came(rng: np.random.Generator) -
     assert error < np.abs(counted(found[1:]) - counted(moved[1:])).sum() / 3
     known.learn(heard([found[1:]], as_map=True), update=False)
     np.testing.assert_array_equal(known.expected([held_of(found[1:])]).pairs[0], counted(found[1:]))
+    known.learn(heard([found[1:]], as_map=True), update=True)
     assert known.expected([held_of(found[:1])]).known == 0, "the rollout before is forgotten"
+
+
+def test_a_pass_over_other_sequences_changes_nothing_of_what_an_update_is_expected_to_be(
+    rng: np.random.Generator,
+) -> None:
+    """Validation in the middle of a rollout, and in a run without log-prob passes."""
+    rollout, validation = samples(rng, [200, 200]), samples(rng, [90, 150])
+    undisturbed, disturbed = KnownRoutes(SHAPE), KnownRoutes(SHAPE)
+    for known in (undisturbed, disturbed):
+        known.learn(heard([rollout], as_map=True), update=False)
+        foretold = known.expected([held_of(rollout[:1])])
+        known.learn(heard([rollout[:1]], as_map=True), foretold=foretold, update=True)
+    disturbed.learn(heard([validation], as_map=True), update=False)
+    for _ in range(2):
+        one, other = (known.expected([held_of(rollout[1:])]) for known in (undisturbed, disturbed))
+        np.testing.assert_array_equal(one.pairs, other.pairs)
+        assert other.known == 1
+        for known in (undisturbed, disturbed):
+            known.learn(heard([rollout[1:]], as_map=True), foretold=one, update=True)
+    strangers = samples(rng, [60])
+    disturbed.learn(heard([validation], as_map=True), update=False)
+    one, other = (known.expected([held_of(strangers)]) for known in (undisturbed, disturbed))
+    np.testing.assert_array_equal(one.pairs, other.pairs)
+    assert other.source == "history"
 
 
 def test_a_change_goes_on_half_as_fast_as_it_went_in_the_next_rollout_too() -> None:
