@@ -41,7 +41,8 @@ def recorded(run: tiny_gpt.Run, *, routes_of: Any = occurring, provenance: str =
         balancer.begin_pass([tiny_gpt.held_rows(r) for r in routes_of(step)])
         with recorder.step(step):
             tiny_gpt.update(run, step, routes_of(step), curve)
-        tiny_gpt.forward_backward(run, 99, routes_of(0), forward_only=True)  # outside a step: not recorded
+        with torch.no_grad():  # outside a step: not recorded, and no micro-batch of the pass
+            tiny_gpt.forward_backward(run, 99, routes_of(0), forward_only=True)
         rows.append(balancer.end_pass().actual_rows.tolist())
     recorder.close()
     dist.barrier()
