@@ -17,8 +17,9 @@ from moe_rl.core.cost import REPLICA_CONTENTION
 from moe_rl.core.reduce import Filler
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner.base import OBJECTIVES, OURS
+from moe_rl.planner.base import OURS
 from moe_rl.planner.domain_engine import ENGINES
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.replay import TraceReader, TraceWriter
 from moe_rl.simulators.rl_step import FITTED, PRECISIONS
 from moe_rl.simulators.setting import OFFLOAD_MODULES
@@ -157,7 +158,7 @@ def test_lengths_weighted_by_tokens_are_called_so(tmp_path: Path) -> None:
 def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
     """Help is printed without numpy, so options.yaml has the words of tables that live elsewhere."""
     known: dict[str, Iterable[str]] = {
-        "objective": OBJECTIVES,
+        "objective": OBJECTIVES.names,
         "domain_balance": (OURS, *ENGINES),
         "layout": FRAMEWORK_LAYOUTS,
         "filler": Filler,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
 from moe_rl.planner.base import OURS
 from moe_rl.planner.domain_engine import engine_of
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.simulators.setting import DISPATCHERS
 
 EXPERTS = ("megatron", "grouped")
@@ -20,7 +21,7 @@ class BalancerConfig:
     parameters: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """The policy's own parameters."""
     objective: str = "time"
-    """"time" weighs replicas and moves by `core.cost`; "imbalance" counts rows alone."""
+    """Name in `planner.objective`: "time" weighs replicas and moves by `core.cost`; "imbalance" counts rows alone."""
     cluster: str = "h100"
     """Cluster file whose rates price a plan."""
     dispatcher: str | None = None
@@ -83,6 +84,7 @@ class BalancerConfig:
     """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
 
     def __post_init__(self) -> None:
+        OBJECTIVES[self.objective]  # Raises for an unknown name now, not in the first pass.
         require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")
         require(
             self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),

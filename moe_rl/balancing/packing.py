@@ -17,6 +17,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.packing import packed_on_their_ranks
 from moe_rl.simulators.balanced import cost_of_lengths
 from moe_rl.simulators.setting import StepSetting, TrainingRun
@@ -105,7 +106,7 @@ def packed_micro_batches(
     )
     work = np.zeros((1, len(tokens)), np.int64)
     bins = bins_of(topology, by_rank=config.replica_slots == 0)
-    if config.objective == "time":
+    if OBJECTIVES[config.objective].in_seconds:
         per_rank = tokens.sum() / topology.num_ranks / given.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)

@@ -25,6 +25,7 @@ from moe_rl.core.reduce import Filler, read_load
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.planner.base import COPIES, OURS, Levers, PlanProblem
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import count_sequences
 from moe_rl.simulators.balanced import micro_batch_cost
@@ -222,7 +223,7 @@ def plan_of_load(
         model=model,
         topology=moves_over,
         cost=cost_of_load(load, model=model, topology=topology, setting=setting, layout=layout, lengths=lengths),
-        objective=config.objective,
+        objective=OBJECTIVES[config.objective],
         replica_slots=config.replica_slots,
         cross_node_slots=config.cross_node_slots,
         resident_slots=config.resident_slots,

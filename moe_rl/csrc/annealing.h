@@ -5,11 +5,16 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "parallel.h"
 #include "rng.h"
 
 namespace moe_rl {
+
+// A row above a search's limit of rows costs as much as this many elsewhere.
+inline constexpr std::int64_t STEEP = 256;
+inline constexpr std::int32_t NO_LIMIT = std::numeric_limits<std::int32_t>::max();
 
 // Temperatures of a search. With half as many D0, D1 and E (README.md), whose copies are annealed, change by less than .005 %.
 inline constexpr int STAGES = 64;

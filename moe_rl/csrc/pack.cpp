@@ -19,8 +19,6 @@ namespace {
 // reorder.cpp. What a sequence costs beside
 // its experts is part of the cost: a micro-batch waits for its busiest place, so long sequences should meet long ones.
 
-constexpr std::int64_t STEEP = 256; // one row less above the limit is worth this many elsewhere
-
 // Sum over layers of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
 MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const std::int32_t *in,
                                                const std::int32_t *out, int bins, int layers, std::int32_t limit,

@@ -242,7 +242,7 @@ auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost
 
 auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_t move_cost,
                     std::int64_t move_inside_cost, In<std::int32_t, 2> start, In<std::int32_t, 2> current, int nodes,
-                    int ranks_per_node, bool by_rank, bool moving_is_free, std::int64_t iterations, std::int64_t iterations_inside,
+                    int ranks_per_node, bool by_rank, bool moving_is_free, bool peak, std::int64_t iterations, std::int64_t iterations_inside,
                     std::uint64_t seed, int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     const std::size_t ranks = static_cast<std::size_t>(nodes) * ranks_per_node;
@@ -261,7 +261,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
     }
     const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
                            ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),
-                           current.data(), by_rank, moving_is_free, iterations, iterations_inside, seed,
+                           current.data(), by_rank, moving_is_free, peak, iterations, iterations_inside, seed,
                            checked_bits(tokens, layers, nodes, experts)};
     return array_out(unlocked([&] { return reorder_step(step, num_threads); }), layers, experts);
 }
@@ -432,9 +432,10 @@ void bind_planner(nb::module_ &module) {
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a, "row_cost"_a, "move_cost"_a, "move_inside_cost"_a, "start"_a,
-               "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "iterations"_a, "iterations_inside"_a, "seed"_a,
+               "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "peak"_a, "iterations"_a, "iterations_inside"_a, "seed"_a,
                "num_threads"_a, "tokens"_a,
-               "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer.");
+               "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, or with "
+               "`peak` the fullest one of all cells.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a, "bin_of"_a, "bins"_a, "num_threads"_a,
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,

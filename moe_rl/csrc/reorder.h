@@ -43,11 +43,12 @@ struct ReorderProblem {
     std::int64_t row_cost;           // cost of a row in the busiest bin
     MoveCost moves;
     const TokenBits *tokens = nullptr; // which experts meet in a token; nullptr: not known, and copies cost nothing
+    bool peak = false; // the fullest bin of all cells alone counts, not the sum over cells
 };
 
 // Minimizes, over assignments with as many experts per bin as `bin_of` has, the sum over cells of the cost of the
 // busiest bin, plus the copies of tokens that the busiest node receives or sends, plus what moving costs. Starts from
-// `bin_of` and leaves the best assignment there. Returns its cost.
+// `bin_of` and leaves the best assignment there. Returns its cost, or with `peak` the rows of its fullest bin.
 std::int64_t reorder(const ReorderProblem &problem, std::int64_t iterations, std::uint64_t seed,
                      std::vector<std::int32_t> &bin_of);
 

@@ -214,7 +214,7 @@ class LayerReorder {
             return bin_of;
         const MoveCost moves{current.data(), bins / s_.nodes, s_.move_cost, s_.move_inside_cost};
         const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.row_cost, moves,
-                                     s_.tokens.routes ? &bits_ : nullptr};
+                                     s_.tokens.routes ? &bits_ : nullptr, s_.peak};
         Rng seeds = stream(s_.seed, layer_);
         const std::int64_t cost = reorder(problem, s_.iterations, seeds.next(), bin_of);
         if (s_.moving_is_free) {
@@ -240,7 +240,8 @@ class LayerReorder {
             rows.insert(rows.end(), from, from + s_.cells);
         }
         const MoveCost moves{current.data(), s_.ranks_per_node, s_.move_cost, s_.move_inside_cost};
-        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost, moves};
+        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost, moves,
+                                     nullptr, s_.peak};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
         reorder(problem, s_.iterations_inside, seeds.next(), bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)

@@ -109,6 +109,7 @@ struct ReorderStep {
     const std::int32_t *start, *current; // [L, E] ranks
     bool by_rank;      // balance ranks, not nodes: there will be no replicas
     bool moving_is_free;
+    bool peak;         // lower the fullest bin of all cells, not the sum over cells of the busiest ones
     std::int64_t iterations, iterations_inside;
     std::uint64_t seed;
     StepBits tokens;

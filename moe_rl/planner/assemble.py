@@ -114,14 +114,14 @@ def finish_plan(
         placement=placement,
         replicas=replicas,
         migration=migration,
-        objective=problem.objective,
+        objective=problem.objective.name,
         parameters=_parameters(planner),
         notes=notes,
         predicted_cost_s=predicted_cost_s,
     )
     if may is not None:
         plan = replace(plan, notes=(*notes, *idle_levers(plan, problem, may)))
-    if predicted_cost_s is None and problem.objective == "time":
+    if predicted_cost_s is None and problem.objective.in_seconds:
         plan = replace(plan, predicted_cost_s=predicted_cost(plan, problem))
     return plan
 

@@ -18,8 +18,8 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.objective import TIME, Objective, objective_of
 
-OBJECTIVES = ("time", "imbalance")
 OURS = "ours"
 """Of `domain_balance`: replicas inside a domain are planned here, and run anywhere."""
 
@@ -55,8 +55,8 @@ PLACEMENT = replace(ALL_LEVERS, pack=False)
 class PlanProblem:
     """One step to plan: its loads, the cluster, and what may be spent.
 
-    `objective` "time" prices replicas, moves and all-to-all with `cost`; "imbalance" balances token-expert pairs,
-    copies being free within the slot limits.
+    `objective` says by what plans are compared (its name is taken, too): "time" prices replicas, moves and all-to-all
+    with `cost`; "imbalance" balances token-expert pairs, copies being free within the slot limits.
     """
 
     load: StepLoad
@@ -65,7 +65,7 @@ class PlanProblem:
     model: MoeModelSpec
     topology: ClusterTopology
     cost: LayerCostParams
-    objective: str = "time"
+    objective: Objective = TIME
     replica_slots: int = 1
     """R, foreign experts that each rank may hold for a micro-batch, from its own node."""
     cross_node_slots: int = 0
@@ -95,7 +95,7 @@ class PlanProblem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.objective in OBJECTIVES, f"objective {self.objective!r} is not one of {', '.join(OBJECTIVES)}.")
+        object.__setattr__(self, "objective", objective_of(self.objective))
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
         require(self.steps_served >= 1, f"steps_served must be at least 1, got {self.steps_served}.")
@@ -138,7 +138,7 @@ class PlanProblem:
     @property
     def prices_layouts(self) -> bool:
         """Whether layouts can be compared by whole micro-batches: scaled loads keep theirs, whatever sequences cost."""
-        return self.objective == "time" and self.micro_batch_cost is not None and not self.load.scaled
+        return self.objective.in_seconds and self.micro_batch_cost is not None and not self.load.scaled
 
     def without_routes(self) -> Self:
         """Return the problem with loads that do not say which experts meet in a token."""

@@ -40,8 +40,8 @@ def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
         return "none are in force, and this plan leaves homes and residents as they are; a reorder chooses them"
     if problem.load.routes is None:
         return "the routes of single tokens are not known, and counts do not say which copies save a way"
-    if problem.objective != "time":
-        return f"they save time, which objective {problem.objective!r} does not count"
+    if not problem.objective.in_seconds:
+        return f"they save time, which objective {problem.objective.name!r} does not count"
     return "none saves more time than its transfer takes"
 
 
@@ -53,7 +53,7 @@ def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers)
         return "replica_slots and cross_node_slots are 0"
     if not (in_node or across):
         return "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0, or the plan may make none"
-    if problem.objective != "time":
+    if not problem.objective.in_seconds:
         return "no copy lowers the busiest rank"
     one = replicate_time(problem.cost, ONE) if in_node else prefetch_time(problem.cost, ONE)
     return (

@@ -2,8 +2,8 @@
 
 G EP groups, M micro-batches, L MoE layers, P ranks, E experts. Packing and reordering minimize the sum over
 micro-batches of the busiest node, not batch totals (`planner.search`); then every (group, micro-batch, layer) gets the
-replicas with which the busiest rank comes closest to the mean, or under objective "time" the ones that `core.cost`
-prices lowest (`csrc/cell.cpp`). Nothing is done that the plan's own prediction does not reward.
+replicas with which the busiest rank comes closest to the mean, or under an objective in seconds the ones that
+`core.cost` prices lowest (`csrc/cell.cpp`). Nothing is done that the plan's own prediction does not reward.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
+from moe_rl.planner.objective import Objective
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.packing import best_start, near_starts
 from moe_rl.planner.predict import cell_seconds
@@ -66,7 +67,7 @@ class Candidate:
     replicas: ReplicaPlan
     cell_cost: NDArray[np.float64]
     """[G, M, L] seconds, or rows of the busiest rank."""
-    in_seconds: bool
+    objective: Objective
     most_rows: int
     """Of the fullest rank in all cells that were planned."""
 
@@ -82,9 +83,8 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Routed experts: seconds of the slowest EP group, since groups run side by side; or rows of all groups."""
-        per_group = self.cell_cost.sum(axis=(1, 2))
-        return float(per_group.max(initial=0.0) if self.in_seconds else per_group.sum())
+        """What the objective makes of the routed experts."""
+        return self.objective.total(self.cell_cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class MoeRlPlanner(Planner):
     tolerance: float = 0.0005
     """Share of the highest rank load between which replica plans are not told apart."""
     cross_node_gain: float = 0.009
-    """Objective "imbalance": share of the mean node load that every cross-node copy must take off the highest."""
+    """Objectives in rows: share of the mean node load that every cross-node copy must take off the highest."""
     search_steps: int = 200
     """Steps of backtracking per target where all greedy methods fail."""
     static_buffers: bool = False
@@ -133,7 +133,7 @@ class MoeRlPlanner(Planner):
         require(self.num_threads >= 0, f"num_threads must be at least 0, got {self.num_threads}.")
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
-        """Return the plan; under objective "time" never slower, by its own prediction, than doing nothing.
+        """Return the plan; under an objective in seconds never slower, by its own prediction, than doing nothing.
 
         When sequences moved, the plan's loads are `relayout.load_of_plan(problem, plan.layout)`, not `problem.load`.
         """
@@ -167,7 +167,7 @@ class MoeRlPlanner(Planner):
             start=problem.starting_placement().home_rank,
         )
         best, notes = run.best(), tuple[str, ...]()
-        if self.static_buffers and run.options.packs:
+        if (self.static_buffers or problem.objective.is_peak) and run.options.packs:
             best = run.with_lower_peak(best)
         if engine is not None:
             problem, best, notes = self._over(engine, run, best, given, shown=shown)
@@ -188,7 +188,7 @@ class MoeRlPlanner(Planner):
             replicas=best.replicas,
             may=may,
             notes=(*self._notes(problem, may, best), *notes),
-            predicted_cost_s=best.cost if best.in_seconds and (engine or counted == has_routes) else None,
+            predicted_cost_s=best.cost if best.objective.in_seconds and (engine or counted == has_routes) else None,
         )
 
     def _over(
@@ -300,7 +300,7 @@ class _Run:
 
     def best(self) -> Candidate:
         """Return the candidate whose predicted cost, moves included, is lowest."""
-        problem, crosses = self.problem, self._crosses and self.problem.objective == "time"
+        problem, crosses = self.problem, self._crosses and self.problem.objective.in_seconds
         alone = crosses and not (self.options.packs or self.options.reorders or self.may.choose_residents)
         nothing = self._candidate(self.start, problem.layout, problem.load, final=alone)
         best = nothing if alone else min([nothing, *self._found(nothing)], key=self._with_moves)
@@ -353,7 +353,7 @@ class _Run:
         plan = finish_plan(under, self.planner, placement=placement, replicas=replicas, predicted_cost_s=0.0)
         cost: NDArray[np.float64] = (
             cell_seconds(plan, under)
-            if candidate.in_seconds
+            if candidate.objective.in_seconds
             else rank_load(plan, under.load).max(axis=3).astype(np.float64)
         )
         beside = problem.micro_batch_cost if candidate.step_s is not None else None
@@ -465,7 +465,8 @@ class _Run:
 
         The candidates share their layout, so that layers do not depend on each other.
         """
-        costs = [one.cell_cost.sum(axis=(0, 1)) + self._moves_by_layer(one.home, weights) for one in candidates]
+        by_layer = self.problem.objective.by_layer
+        costs = [by_layer(one.cell_cost) + self._moves_by_layer(one.home, weights) for one in candidates]
         choice = np.argmin(np.stack(costs), axis=0)
         homes = np.stack([candidate.home for candidate in candidates])
         mixed: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
@@ -502,7 +503,7 @@ class _Run:
         return candidates
 
     def _moves_s(self, candidate: Candidate) -> float:
-        if self.problem.objective == "imbalance":
+        if self.problem.objective.moves_are_free:
             return 0.0
         moved = migration_time(self.start, candidate.home, self.problem) / self.problem.steps_served
         return moved + residents_time(candidate.residents, candidate.home, self.problem)
@@ -572,7 +573,7 @@ class _Run:
         planner, problem = self.planner, self.problem
         if residents is None:
             residents = self._residents_in_force()
-        priced = problem.objective == "time"
+        priced = problem.objective.in_seconds
         across &= self._crosses
         every = max(1, load.num_micro_batches // JUDGED) if across and priced and not final else 1
         found = self.core.replicate(
@@ -618,7 +619,7 @@ class _Run:
             load=load,
             replicas=replicas,
             cell_cost=cost,
-            in_seconds=priced,
+            objective=problem.objective,
             most_rows=int(found["highest_load"].max(initial=0)),
             step_s=None if beside is None else beside.step_s(cost, layout, problem.topology),
         )

@@ -49,11 +49,11 @@ class Outlook:
     def of(cls, problem: PlanProblem) -> Self | None:
         """Return the outlook of a step, None where nothing is to be gained from one.
 
-        That is: homes serve one step, moves are free (objective "imbalance"), or no earlier step in
+        That is: homes serve one step, moves are free, or no earlier step in
         `PlanProblem.history` is of the same task.
         """
         served, history = problem.steps_served, problem.history
-        if served == 1 or history is None or problem.objective == "imbalance":
+        if served == 1 or history is None or problem.objective.moves_are_free:
             return None
         own, alike = len(_running(problem.load)), _of_the_same_task(problem.load, history)
         if len(alike) < 2:

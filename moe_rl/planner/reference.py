@@ -104,7 +104,14 @@ def plan_by_reference(problem: PlanProblem, planner: Planner, options: Reference
 
 
 def swap_homes(
-    rows: NDArray[np.integer], home: NDArray[np.int32], *, bins: int, proposals: int, patience: float, seed: int
+    rows: NDArray[np.integer],
+    home: NDArray[np.int32],
+    *,
+    bins: int,
+    proposals: int,
+    patience: float,
+    seed: int,
+    peak: bool = False,
 ) -> NDArray[np.int32]:
     """Return homes [L, E] that lower the sum over micro-batches of the busiest bin, from `rows` [C, L, E].
 
@@ -113,6 +120,7 @@ def swap_homes(
     swap helps, often 1-2 % above what two swaps together would reach; so in the first half a swap may worsen it by less
     than a threshold that falls from `patience` (a share of the first sum) to nothing. The best homes seen are returned.
     All layers take their next proposal together, as numpy is fast on many and slow on one; each is searched by itself.
+    With `peak` the fullest bin of all micro-batches comes first and the sum only tells equal ones apart.
     """
     cells, layers, experts = rows.shape
     home, width = home.copy(), (int(home.max(initial=0)) + 1) // bins
@@ -120,7 +128,7 @@ def swap_homes(
     layer = np.arange(layers)
     load = np.zeros((layers, bins, cells), np.int64)
     np.add.at(load, (layer[:, None], home // width), by_layer)
-    cost = load.max(axis=1).sum(axis=1)
+    cost = _cost_of_bins(load, peak=peak)
     best, best_cost, worsening = home.copy(), cost.copy(), patience * cost
     for step, (one, other) in enumerate(np.random.default_rng(seed).integers(0, experts, (proposals, 2, layers))):
         here, there = home[layer, one] // width, home[layer, other] // width
@@ -128,13 +136,23 @@ def swap_homes(
         after = load.copy()
         after[layer, here] += change
         after[layer, there] -= change
-        cost_after = after.max(axis=1).sum(axis=1)
+        cost_after = _cost_of_bins(after, peak=peak)
         at = np.flatnonzero((cost_after < cost + worsening * max(0.0, 1 - 2 * step / proposals)) & (here != there))
         home[at, one[at]], home[at, other[at]] = home[at, other[at]], home[at, one[at]]
         load[at], cost[at] = after[at], cost_after[at]
         better = np.flatnonzero(cost < best_cost)
         best[better], best_cost[better] = home[better], cost[better]
     return best
+
+
+def _cost_of_bins(load: NDArray[np.int64], *, peak: bool) -> NDArray[np.int64]:
+    """Return [L] what `swap_homes` lowers, from loads [L, bins, C]."""
+    busiest_LC = load.max(axis=1)
+    sums: NDArray[np.int64] = busiest_LC.sum(axis=1)
+    if peak:
+        # A row of the peak is worth more than all that the sum can change.
+        sums += busiest_LC.max(axis=1, initial=0) * (1 + load.sum(axis=(1, 2)))
+    return sums
 
 
 def busiest(rows: NDArray[np.integer], home: NDArray[np.integer], *, bins: int) -> NDArray[np.int64]:
@@ -159,9 +177,17 @@ def _homes(problem: PlanProblem, options: ReferenceOptions) -> list[NDArray[np.i
     home = start
     # With replicas a node's ranks are levelled later; without any, the ranks themselves are what counts. A move costs
     # time, unless only rows are counted: then every detour is free.
-    patience = PATIENCE if problem.objective == "imbalance" else 0.0
+    patience = PATIENCE if problem.objective.moves_are_free else 0.0
     for bins in (topology.num_nodes, load.ep_size):
-        home = swap_homes(rows, home, bins=bins, proposals=options.proposals, patience=patience, seed=problem.seed)
+        home = swap_homes(
+            rows,
+            home,
+            bins=bins,
+            proposals=options.proposals,
+            patience=patience,
+            seed=problem.seed,
+            peak=problem.objective.is_peak,
+        )
         found.append(home)
     return found
 
@@ -269,9 +295,10 @@ def _priced_plan(
 
     copies = _copies(problem, options, home)
     plan = plan_with(copies)
-    if problem.objective == "imbalance":
-        highest = rank_load(plan, problem.load).max(axis=3).sum(axis=(0, 1))
-        return _PricedPlan(plan=plan, cost=float(highest.sum()), per_layer=highest.astype(np.float64))
+    objective = problem.objective
+    if objective.copies_are_free:
+        highest = rank_load(plan, problem.load).max(axis=3).astype(np.float64)
+        return _PricedPlan(plan=plan, cost=objective.total(highest), per_layer=objective.by_layer(highest))
     # A copy costs time of its own: a cell keeps its copies only where it is faster with them.
     alone, seconds = cell_seconds(plan_with(copies[:0]), problem), cell_seconds(plan, problem)
     pays = seconds < alone
@@ -283,6 +310,6 @@ def _priced_plan(
     moves = [migration_time(start, np.where(layer, home, start), problem) for layer in moved_in]
     return _PricedPlan(
         plan=plan,
-        cost=float(seconds.sum(axis=(1, 2)).max(initial=0.0)) + moved_s,
-        per_layer=seconds.sum(axis=(0, 1)) + np.array(moves) / options.steps_served,
+        cost=objective.total(seconds) + moved_s,
+        per_layer=objective.by_layer(seconds) + np.array(moves) / options.steps_served,
     )

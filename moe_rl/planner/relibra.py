@@ -134,7 +134,7 @@ def _node_contribution(problem: PlanProblem, total: Ints) -> NDArray[np.float64]
 
 def _prices(problem: PlanProblem) -> NDArray[np.float64]:
     """Return seconds per computed row of a rank and per received row of a NIC, of a whole step's passes."""
-    if problem.objective == "imbalance":
+    if not problem.objective.in_seconds:
         return np.array([1.0, 0.0])
     cost = problem.cost
     sent = 2.0 * cost.a2a_row_bytes / cost.rdma_bytes_per_s
@@ -143,7 +143,7 @@ def _prices(problem: PlanProblem) -> NDArray[np.float64]:
 
 def _move_price(problem: PlanProblem, gb_per_s: float) -> float:
     """Return seconds per step of one expert's move, weights and optimizer state, when moves spread over the ranks."""
-    if problem.objective == "imbalance":
+    if problem.objective.moves_are_free:
         return 0.0
     return problem.model.expert_state_bytes / (gb_per_s * 1e9 * problem.topology.ep_size * problem.steps_served)
 

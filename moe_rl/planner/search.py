@@ -123,6 +123,7 @@ class Searcher:
             ranks_per_node=topology.ranks_per_domain,
             by_rank=options.by_rank and not inside,
             moving_is_free=weights.move_cost == 0 and turn == 0,
+            peak=self.problem.objective.is_peak,
             iterations=0 if inside else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
             iterations_inside=options.reorder_iterations // topology.num_nodes if inside else 0,
             seed=self.problem.seed * 1024 + turn,

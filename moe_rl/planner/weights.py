@@ -1,8 +1,8 @@
 """Prices of the searches over placements and layouts, as integers, so that every machine takes the same decisions.
 
-C cells ((EP group, micro-batch) pairs), L MoE layers, E experts, P ranks, N nodes. Costs are rows under the objective
-"imbalance" and picoseconds under "time". The searches see a first-order picture of `core.cost`: rows of the busiest
-node at their slope, and visits of the busiest node; what they propose is then priced exactly.
+C cells ((EP group, micro-batch) pairs), L MoE layers, E experts, P ranks, N nodes. Costs are picoseconds under an
+objective in seconds, else rows. The searches see a first-order picture of `core.cost`: rows of the busiest node at
+their slope, and visits of the busiest node; what they propose is then priced exactly.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class SearchWeights:
     def of(cls, problem: PlanProblem, *, by_rank: bool, steps_served: float) -> "SearchWeights":
         """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
         topology, load = problem.topology, problem.load
-        if problem.objective == "imbalance":
+        if not problem.objective.in_seconds:
             free = np.zeros((1, problem.layout.num_sequences), np.int64)
             return cls(row_cost=1, whole_row_cost=1, copy_cost=0, move_cost=0, move_inside_cost=0, sequence_cost=free)
         cost, hardware = problem.cost, topology.hardware

@@ -93,7 +93,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "cross_node_slots": problem.cross_node_slots,
         "resident_slots": problem.resident_slots,
         "domain_balance": None if problem.domain_balance == OURS else problem.domain_balance,
-        "objective": problem.objective,
+        "objective": problem.objective.name,
         "micro_batches": _micro_batch_rule(scenario),
         "load_bytes": int(scenario.batch.load.pairs.nbytes),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
@@ -144,7 +144,7 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
     said, problem = [], scenario.problem
     for name, plan in plans.items():
         exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
-        if exact and plan.replicas.copies and problem.objective == "time":
+        if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
             at = "at no size tried" if tokens is None else f"from {format_count(round(tokens))} tokens per rank on"
             said.append(f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement).")
@@ -154,7 +154,7 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
 def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResult) -> list[str]:
     """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
-    timed, exchanges = options.objective == "time", {"overlap_grad_reduce", "overlap_param_gather"}
+    timed, exchanges = options.in_seconds, {"overlap_grad_reduce", "overlap_param_gather"}
     selective = options.recompute_modules if options.recompute_granularity == "selective" else []
     unpriced = [name for name in selective if name not in ("moe", *RECOMPUTE_MODULES)]
     static = result.static.prediction
@@ -172,7 +172,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "unpriced": unpriced,
         "no_graphs": timed and options.cuda_graph_impl is None,
         "exchanges_hidden": timed and not options.forward_only and not options.model_fields_set & exchanges,
-        "untimed": options.objective == "imbalance",
+        "untimed": not timed,
     }
     facts = {
         "tokens": format_count(batch.num_tokens),
@@ -205,7 +205,7 @@ def cautions(
     `simulate` prices the same plans in another setting.
     """
     said = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
-    if scenario.options.objective != "time":
+    if not scenario.options.in_seconds:
         return said
     lengths = scenario.batch.lengths
     outside = population_cautions(scenario.options, packed=bool((lengths != lengths[0]).any()))

@@ -287,9 +287,16 @@ class SimulationOptions(TraceOptions):
             require(0 <= value < 1, f"{flag} must lie in 0 .. 1, 1 excluded, got {value}.")
         return self
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether the objective prices seconds."""
+        from moe_rl.planner.objective import OBJECTIVES  # Loads numpy, which help does without.
+
+        return OBJECTIVES[self.objective].in_seconds
+
     def require_times(self, asked: str) -> None:
-        """Raise under objective imbalance, which computes no times; `asked` is the start of the sentence."""
-        require(self.objective == "time", f"{asked}, which objective imbalance does not compute.")
+        """Raise under an objective in rows, which computes no times; `asked` is the start of the sentence."""
+        require(self.in_seconds, f"{asked}, which objective {self.objective} does not compute.")
 
     def given_slots(self, name: str, of: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `of` has no rule for."""

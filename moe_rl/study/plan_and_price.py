@@ -117,7 +117,7 @@ def predict(
     priced = make_plans(scenario, [*asked, *[UNPACKED] * split], progress)
     plans = {name: priced[name] for name in asked}
     progress("simulating", 0, 1)
-    timed = scenario.options.objective == "time"
+    timed = scenario.options.in_seconds
     simulate, loads = pricing_of(scenario, priced)
     setting = scenario.training_step.setting
     result = simulate(setting)
@@ -233,7 +233,7 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
     The function also takes other constants of the cluster than the scenario's.
     """
     batch, reroute = scenario.batch, scenario.options.reroute
-    timed = scenario.options.objective == "time"
+    timed = scenario.options.in_seconds
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
 
     def as_it_occurs(load: StepLoad) -> StepLoad:

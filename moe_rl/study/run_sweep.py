@@ -175,7 +175,7 @@ def _figures(report: SimulationReport) -> dict[str, object]:
 
 
 def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
-    timed = grid.options[0].objective == "time"
+    timed = grid.options[0].in_seconds
     metric = "speedup_vs_static" if timed else "imbalance"
     return Sweep(
         values={name: tuple(values) for name, values in grid.values.items()},

@@ -19,6 +19,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import Software
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.profiling.posterior import Posterior
 from moe_rl.replay import Trace, TraceSource
@@ -350,7 +351,7 @@ def _problem(
         model=step.model,
         topology=step.topology,
         cost=cost,
-        objective=options.objective,
+        objective=OBJECTIVES[options.objective],
         replica_slots=options.replica_slots,
         # auto starts from none: resident_slots.py adds one after the other.
         cross_node_slots=options.cross_node_slots if isinstance(options.cross_node_slots, int) else 0,

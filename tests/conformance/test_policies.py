@@ -34,7 +34,7 @@ def test_plans_are_valid_and_lose_no_row(name: str, problem: PlanProblem) -> Non
     loads = rank_load(plan, problem.load)
     assert (loads >= 0).all()
     assert (loads.sum(axis=3) == problem.load.pairs.sum(axis=(3, 4), dtype=np.int64)).all()
-    if problem.objective == "time":
+    if problem.objective.in_seconds:
         assert plan.predicted_cost_s == pytest.approx(predicted_cost(plan, problem), rel=1e-9)
     else:
         assert plan.predicted_cost_s is None

@@ -88,7 +88,7 @@ def test_plans_over_an_engine_are_valid_and_their_domains_level(
     domains = rows.reshape(*rows.shape[:3], problem.topology.num_nodes, -1)
     if ENGINES[engine].exact:
         assert int((domains.max(axis=4) - domains.min(axis=4)).max(initial=0)) <= 1
-    if problem.objective == "time":
+    if problem.objective.in_seconds:
         assert plan.predicted_cost_s == pytest.approx(
             predicted_cost(plan, replace(slots, load=load, layout=plan.layout)), rel=1e-9
         )

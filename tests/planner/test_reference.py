@@ -47,7 +47,7 @@ def test_every_plan_is_valid_names_its_planner_and_is_never_worse_than_doing_not
     assert validate_plan(problem, plan) == []
     assert any("reference planner" in note and "MOE_RL_NATIVE=0" in note for note in plan.notes)
     static = make_planner("static").plan(problem)
-    if problem.objective == "time":
+    if problem.objective.in_seconds:
         assert plan.predicted_cost_s <= static.predicted_cost_s * (1 + 1e-12)
     else:
         assert rank_load(plan, problem.load).max(axis=3).sum() <= rank_load(static, problem.load).max(axis=3).sum()
