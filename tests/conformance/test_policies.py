@@ -39,7 +39,7 @@ def test_plans_are_valid_and_lose_no_row(name: str, problem: PlanProblem) -> Non
     else:
         assert plan.predicted_cost_s is None
     assert plan.policy == name
-    assert plan.objective == problem.objective
+    assert plan.objective == problem.objective.name
     assert (problem.load.pairs == before).all()
 
 
