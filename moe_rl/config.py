@@ -52,8 +52,8 @@ class SourcedFloat(_Strict):
     """Standard deviation of its logarithm from one such cluster, or one such software, to the next; None: unknown."""
 
 
-def _bare_value(given: object) -> object:
-    return given if isinstance(given, dict) else {"value": given}
+def _bare_value(value: object) -> object:
+    return value if isinstance(value, dict) else {"value": value}
 
 
 # A bare number takes the source of its file.
@@ -76,11 +76,11 @@ class _Model(_Strict):
     def spec(self) -> MoeModelSpec:
         """Return the core's type."""
         values: dict[str, Any] = {name: count.value for name, count in self.counts().items()}
-        first = values.pop("first_moe_layer")
+        first_layer = values.pop("first_moe_layer")
         return MoeModelSpec(
             name=self.name,
             activation=self.activation,
-            moe_layer_ids=tuple(range(first, values["num_layers"])),
+            moe_layer_ids=tuple(range(first_layer, values["num_layers"])),
             **values,
         )
 
@@ -198,28 +198,28 @@ SAME_NODES = {"name", "num_nodes", "fabric"}
 
 def _cluster_content(path: Path) -> dict[str, Any]:
     """Return a cluster file's keys and those of the cluster that it is `like`, whose constants it need not repeat."""
-    own = read_yaml(path)
-    like = own.pop("like", None)
+    content = read_yaml(path)
+    like = content.pop("like", None)
     if like is None:
-        return own
+        return content
     base = CONFIGS / "clusters" / f"{str(like).lower()}.yaml"
     if base == path or not base.is_file():
         near = nearest_name(str(like).lower(), cluster_names())
         raise InvalidInputError(f"{path}: like must name another cluster, got {like!r}.{near}")
     repeated = _cluster_content(base)
-    if own.keys() <= SAME_NODES:
-        return {**repeated, **own}
-    for name, constant in own.items():
-        known = repeated.get(name)
-        if isinstance(constant, dict) and isinstance(known, dict) and "spread" in known:
-            constant.setdefault("spread", known["spread"])
+    if content.keys() <= SAME_NODES:
+        return {**repeated, **content}
+    for name, constant in content.items():
+        base_constant = repeated.get(name)
+        if isinstance(constant, dict) and isinstance(base_constant, dict) and "spread" in base_constant:
+            constant.setdefault("spread", base_constant["spread"])
     # A constant of another cluster is an assumption on this one, wherever it was measured.
     of_fabrics = repeated.get("fabrics", {})
     for constants in (repeated, *of_fabrics.values()):
         for constant in constants.values():
             if isinstance(constant, dict) and "source" in constant:
                 constant["source"] = f"assumed: as on {like}: {constant['source'].removeprefix('assumed: ')}"
-    return {**repeated, **own, "fabrics": {**of_fabrics, **own.get("fabrics", {})}}
+    return {**repeated, **content, "fabrics": {**of_fabrics, **content.get("fabrics", {})}}
 
 
 def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str:
@@ -290,12 +290,12 @@ def software_yaml(software: Software) -> str:
 
 def _software_content(path: Path) -> dict[str, Any]:
     """Return a software file's keys and those of the software that it is `like`."""
-    own = read_yaml(path)
-    like = own.pop("like", None)
+    content = read_yaml(path)
+    like = content.pop("like", None)
     if like is None:
-        return own
+        return content
     require_known(str(like), software_names(), f"{path}: like must name another software, got {like!r}.")
-    return {**_software_content(CONFIGS / "software" / f"{like}.yaml"), **own}
+    return {**_software_content(CONFIGS / "software" / f"{like}.yaml"), **content}
 
 
 def load_model(name: str) -> LoadedModel:
@@ -309,21 +309,24 @@ def load_model(name: str) -> LoadedModel:
         return LoadedModel(spec=spec, origin=str(path), assumptions=assumptions)
     if path.suffix in (".yaml", ".yml"):
         return _loaded(checked_yaml(path, ModelFile), str(path))
-    known = _models_by_name()
-    if name.lower() not in known:
-        near = nearest_name(name.lower(), known, listed_by="moe-rl models")
+    models = _models_by_name()
+    if name.lower() not in models:
+        near = nearest_name(name.lower(), models, listed_by="moe-rl models")
         any_other = "Any other: the path of its Hugging Face config.json, or of a folder that holds one."
         raise InvalidInputError(f"unknown model {name!r}.{near} {any_other}")
-    file = known[name.lower()]
+    file = models[name.lower()]
     return _loaded(file, file.source)
 
 
 def model_from_trace(
-    *, name: str, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, given: Mapping[str, int]
+    *, name: str, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, overrides: Mapping[str, int]
 ) -> LoadedModel:
-    """Return a model whose MoE shape is the trace's; widths are `given` ones, else `ASSUMED_SHAPE`."""
-    shape: dict[str, Any] = {**ASSUMED_SHAPE, **{key: value for key, value in given.items() if key in ASSUMED_SHAPE}}
-    assumed = tuple(sorted(set(ASSUMED_SHAPE) - set(given)))
+    """Return a model whose MoE shape is the trace's; widths are those of `overrides`, else `ASSUMED_SHAPE`."""
+    shape: dict[str, Any] = {
+        **ASSUMED_SHAPE,
+        **{key: value for key, value in overrides.items() if key in ASSUMED_SHAPE},
+    }
+    assumed = tuple(sorted(set(ASSUMED_SHAPE) - set(overrides)))
     spec = MoeModelSpec(
         name=name or FROM_TRACE,
         num_layers=max(moe_layer_ids) + 1,
@@ -337,34 +340,34 @@ def model_from_trace(
     loaded = LoadedModel(
         spec=spec, origin="layers, experts and top-k of the trace", assumptions=(note,) if assumed else ()
     )
-    return override_model(loaded, {key: value for key, value in given.items() if key not in ASSUMED_SHAPE})
+    return override_model(loaded, {key: value for key, value in overrides.items() if key not in ASSUMED_SHAPE})
 
 
-def override_model(model: LoadedModel, given: Mapping[str, int]) -> LoadedModel:
+def override_model(model: LoadedModel, overrides: Mapping[str, int]) -> LoadedModel:
     """Return the model with fields replaced by options.
 
     `num_layers` shortens or lengthens the run of MoE layers at the end; it is refused where MoE and dense layers
     alternate.
     """
-    changes = {key: value for key, value in given.items() if getattr(model.spec, key) != value}
+    changes = {key: value for key, value in overrides.items() if getattr(model.spec, key) != value}
     if not changes:
         return model
     values: dict[str, Any] = dict(changes)
     if "num_layers" in changes:
-        first = model.spec.moe_layer_ids[0]
+        first_layer = model.spec.moe_layer_ids[0]
         require(
-            model.spec.moe_layer_ids == tuple(range(first, model.spec.num_layers)),
+            model.spec.moe_layer_ids == tuple(range(first_layer, model.spec.num_layers)),
             f"--num-layers does not apply to model {model.spec.name!r}: its MoE layers are not consecutive.",
         )
-        values["moe_layer_ids"] = tuple(range(first, changes["num_layers"]))
+        values["moe_layer_ids"] = tuple(range(first_layer, changes["num_layers"]))
         # The same share of layers attends to a window; they alternate from the first.
         windowed = model.spec.num_sliding_window_layers * changes["num_layers"]
         values["num_sliding_window_layers"] = -(-windowed // model.spec.num_layers)
-    said = ", ".join(f"{key} {value}" for key, value in changes.items())
+    sentence = ", ".join(f"{key} {value}" for key, value in changes.items())
     return replace(
         model,
         spec=replace(model.spec, **values),
-        assumptions=(*model.assumptions, f"set by options: {said}"),
+        assumptions=(*model.assumptions, f"set by options: {sentence}"),
     )
 
 
@@ -375,12 +378,12 @@ def _is_path(name: str) -> bool:
 @functools.cache
 def _models_by_name() -> dict[str, _Model]:
     """Return every model file by its lower-case names: file name, own name and Hugging Face ids."""
-    known = {}
+    models = {}
     for stem in model_names():
         file = checked_yaml(CONFIGS / "models" / f"{stem}.yaml", ModelFile)
         for name in (stem, file.name, *file.hugging_face):
-            known[name.lower()] = file
-    return known
+            models[name.lower()] = file
+    return models
 
 
 def _loaded(file: _Model, origin: str) -> LoadedModel:

@@ -59,15 +59,15 @@ def _sparse_step(config: Config, num_layers: int) -> list[int]:
 def _after_dense(config: Config, num_layers: int) -> list[int]:
     if config.get("mlp_layer_types"):
         return [layer for layer, kind in enumerate(config["mlp_layer_types"][:num_layers]) if kind == "sparse"]
-    first, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
-    return [layer for layer in range(first, num_layers) if layer % every == 0]
+    first_layer, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
+    return [layer for layer in range(first_layer, num_layers) if layer % every == 0]
 
 
 def _interval(config: Config, num_layers: int) -> list[int]:
-    first, every = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_interval", 1))
-    last = int(config.get("moe_layer_end_index", -1))
-    last = num_layers - 1 if last == -1 else last
-    return [layer for layer in range(num_layers) if first <= layer <= last and (layer + 1) % every == 0]
+    first_layer, every = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_interval", 1))
+    last_layer = int(config.get("moe_layer_end_index", -1))
+    last_layer = num_layers - 1 if last_layer == -1 else last_layer
+    return [layer for layer in range(num_layers) if first_layer <= layer <= last_layer and (layer + 1) % every == 0]
 
 
 def _mixers(config: Config, _: int) -> list[int]:

@@ -58,24 +58,24 @@ NAMES = re.compile(r"\{([\w.]+:[\w.]+)\}")
 
 def with_names(text: str) -> str:
     """Return a text with the names for which each {module:name} in it stands."""
-    return NAMES.sub(lambda found: ", ".join(resolve_name(found[1])), text)
+    return NAMES.sub(lambda match: ", ".join(resolve_name(match[1])), text)
 
 
 def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
     # An unknown key first: it is often the misspelt name of a key that is then missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+    detail = problems[0]
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
         return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
-    if first["type"] == "missing":
+    if detail["type"] == "missing":
         return f"{spelled(key)} is missing."
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    if first["type"] == "value_error" and not key:
+    message = detail["msg"].removeprefix("Value error, ").rstrip(".")
+    if detail["type"] == "value_error" and not key:
         return message if message.endswith("?") else f"{message}."
-    if first["type"] == "value_error":
-        return f"{spelled(key)}: {message} (got {first['input']!r})."
-    return f"{spelled(key)} must be {wanted(first)}, got {first['input']!r}."
+    if detail["type"] == "value_error":
+        return f"{spelled(key)}: {message} (got {detail['input']!r})."
+    return f"{spelled(key)} must be {wanted(detail)}, got {detail['input']!r}."
 
 
 # Names of kinds of values in sentences.

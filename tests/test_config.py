@@ -140,7 +140,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 def from_trace(**given: int) -> LoadedModel:
-    return model_from_trace(name="mine", moe_layer_ids=(1, 2, 3), num_experts=16, top_k=2, given=given)
+    return model_from_trace(name="mine", moe_layer_ids=(1, 2, 3), num_experts=16, top_k=2, overrides=given)
 
 
 def test_a_model_from_the_trace_lists_what_it_assumes() -> None:

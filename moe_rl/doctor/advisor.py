@@ -91,16 +91,16 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """
     require(len(records) > 0, "there are no metrics to advise on.")
     read = _readings(records)
-    found = [
+    advice = [
         Advice(rule=rule.name, metric=metric, value=value, bound=rule.bound, advice=rule.advice, source=rule.source)
         for rule, metric, value in read
         if rule.speaks(value)
     ]
-    found += _layers(records[len(records) // 2 :])
-    if not read and not found:
-        known = ", ".join(metric for rule in RULES for metric in rule.metrics)
-        raise InvalidInputError(f"the metrics hold none that a rule reads: {known}.")
-    return found
+    advice += _layers(records[len(records) // 2 :])
+    if not read and not advice:
+        metrics = ", ".join(metric for rule in RULES for metric in rule.metrics)
+        raise InvalidInputError(f"the metrics hold none that a rule reads: {metrics}.")
+    return advice
 
 
 def _readings(records: Sequence[Mapping[str, object]]) -> list[tuple[Rule, str, float]]:
@@ -146,14 +146,14 @@ def verdict(records: Sequence[Mapping[str, object]]) -> Verdict:
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
     """Return the rules that could not judge a run, each with the reason."""
     read = {rule.name: rule.read(records) for rule in RULES}
-    return {name: each for name, each in read.items() if isinstance(each, str)}
+    return {name: reason for name, reason in read.items() if isinstance(reason, str)}
 
 
 def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
     """The finite values of a metric."""
-    found = (record.get(metric) for record in records)
+    values = (record.get(metric) for record in records)
     # NaN, such as a mean over no token, is no reading.
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:

@@ -62,7 +62,7 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, object]:
         """Return the document; keys may be added, never renamed."""
-        run, here = self.run, self.environment
+        run, environment = self.run, self.environment
         document: dict[str, object] = {
             "schema": SCHEMA,
             "healthy": self.healthy,
@@ -81,11 +81,11 @@ class Diagnosis:
                 "notes": list(run.notes),
                 "settings": settings_as_json(run.settings),
             }
-        if here is not None:
+        if environment is not None:
             document["environment"] = {
-                "python": here.python,
-                "packages": dict(sorted(here.versions.items())),
-                "checked": here.trains,
+                "python": environment.python,
+                "packages": dict(sorted(environment.versions.items())),
+                "checked": environment.trains,
             }
         return document
 
@@ -96,22 +96,22 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
     An environment without Megatron does not train, so nothing is said about it.
     """
     # People ask on a laptop about a run on a cluster: what is missing here says nothing of it.
-    here = environment if environment is not None and environment.trains else None
+    own_environment = environment if environment is not None and environment.trains else None
     settings = run.settings if run is not None else RunSettings()
     reader = READERS[settings.framework] if run is not None else None
     trains_by_rl = reader is not None and reader.trains_by_rl
-    case = Case(settings=settings, environment=here, attach=attach, trains_by_rl=trains_by_rl)
-    looked_for = [each for each in TRAPS if each.concerns(reader)]
+    case = Case(settings=settings, environment=own_environment, attach=attach, trains_by_rl=trains_by_rl)
+    looked_for = [trap for trap in TRAPS if trap.concerns(reader)]
     findings = [
         Finding(
-            trap=each,
-            severity=found.severity or each.severity,
-            sentence=found.sentence,
-            remedy=found.remedy or each.remedy,
-            places=tuple(dict.fromkeys(str(s.where) for s in found.settings if s.where is not None)),
+            trap=trap,
+            severity=finding.severity or trap.severity,
+            sentence=finding.sentence,
+            remedy=finding.remedy or trap.remedy,
+            places=tuple(dict.fromkeys(str(s.where) for s in finding.settings if s.where is not None)),
         )
-        for each in looked_for
-        for found in each.check(case)
+        for trap in looked_for
+        for finding in trap.check(case)
     ]
     # Stable: inside a severity findings stay in the order of traps.yaml.
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -127,13 +127,13 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
 
 def settings_as_json(settings: RunSettings) -> dict[str, object]:
     """Return every known setting: its value, how it was written, and where."""
-    known = {name: getattr(settings, name) for name in KINDS}
+    settings_by_name = {name: getattr(settings, name) for name in KINDS}
     return {
         name: {
             "value": setting.value,
             "written": setting.written,
             **({"where": str(setting.where)} if setting.where else {}),
         }
-        for name, setting in known.items()
+        for name, setting in settings_by_name.items()
         if setting is not None
     }

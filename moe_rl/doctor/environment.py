@@ -60,7 +60,7 @@ def probe() -> Environment:
     base = installed.get("transformer-engine")
     return Environment(
         python=platform.python_version(),
-        versions={name: found.version for name, found in installed.items()},
+        versions={name: package.version for name, package in installed.items()},
         modules=frozenset(name for name in MODULES if _found(name)),
         transformer_engine_built=base is not None and any(".so" in file.name for file in base.files or ()),
     )

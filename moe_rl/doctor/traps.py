@@ -63,7 +63,7 @@ class Found:
     def __init__(self, sentence: str, *about: object, severity: str | None = None, remedy: str | None = None) -> None:
         # The user's own text may hold braces: it is put in, never formatted.
         self.sentence = sentence.format(*about)
-        self.settings = [each for each in about if isinstance(each, Setting)]
+        self.settings = [item for item in about if isinstance(item, Setting)]
         self.severity, self.remedy = severity, remedy
 
 

@@ -56,11 +56,11 @@ def attach_verdict(run: ReadRun) -> Verdict:
 
 def _of_another_trainer(trainer: Setting[str]) -> Iterator[str]:
     """Yield that the run does not train with Megatron, and what there is for the trainer that it names."""
-    known = TRAINERS.get(trainer.value.lower())
-    title = trainer.value if known is None else known["title"]
+    sentence = TRAINERS.get(trainer.value.lower())
+    title = trainer.value if sentence is None else sentence["title"]
     yield f"the policy trains with {title} ({trainer}), and attach balances Megatron."
-    if known is not None:
-        yield known["advice"]
+    if sentence is not None:
+        yield sentence["advice"]
 
 
 def _of_the_model(settings: RunSettings) -> Iterator[str]:

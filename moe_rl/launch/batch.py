@@ -53,29 +53,29 @@ class BatchFacts:
 
     def micro_batch_tokens(self, context_parallel_size: int) -> int | None:
         """Return the token budget of a data-parallel rank's micro-batch: given, or of so many longest sequences."""
-        given = self.tokens or _product(self.tokens_per_gpu, context_parallel_size)
-        if given is not None and self.budget_is_used != 0:
-            return given
-        both = None
+        stated_tokens = self.tokens or _product(self.tokens_per_gpu, context_parallel_size)
+        if stated_tokens is not None and self.budget_is_used != 0:
+            return stated_tokens
+        tokens_per_sequence = None
         if self.response_length is not None:
-            both = self.response_length + (self.prompt_length or 0)
-        return _product(self.micro_batch_size, self.sequence_length or both)
+            tokens_per_sequence = self.response_length + (self.prompt_length or 0)
+        return _product(self.micro_batch_size, self.sequence_length or tokens_per_sequence)
 
 
-def _product(one: int | None, other: int | None) -> int | None:
-    return one * other if one and other else None
+def _product(factor: int | None, other: int | None) -> int | None:
+    return factor * other if factor and other else None
 
 
 def read_batch(raw: RawRun, keys: BatchKeys) -> BatchFacts:
     """Return what the files say under the keys of a framework (`batch` in its settings.yaml)."""
     values = {entry.key: None if entry.missing else entry.value for entry in raw.entries}
-    found: dict[str, int] = {}
+    numbers_by_name: dict[str, int] = {}
     for item in fields(BatchFacts):
         numbers = (_number(values[key]) for key in keys.get(item.name, ()) if key in values)
-        number = next((each for each in numbers if each is not None), None)
+        number = next((number for number in numbers if number is not None), None)
         if number is not None:
-            found[item.name] = number
-    return BatchFacts(**found)
+            numbers_by_name[item.name] = number
+    return BatchFacts(**numbers_by_name)
 
 
 def _number(value: object) -> int | None:

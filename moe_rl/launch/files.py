@@ -84,13 +84,13 @@ def _read_toml(path: Path, text: str, run: RawRun) -> None:
 
 def _dumped(path: Path, text: str) -> list[Entry]:
     """Return the settings of a log that holds Megatron's argument dump; none where it holds none."""
-    found = []
+    entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         if match := DUMPED.match(line):
             key, value = match.groups()
             where = Where(path=str(path), line=number)
-            found.append(Entry(key=key, value=(value,) if value else (), written=key, where=where))
-    return found
+            entries.append(Entry(key=key, value=(value,) if value else (), written=key, where=where))
+    return entries
 
 
 def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
@@ -121,8 +121,8 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
 
 def _is_loose(launch: Launch) -> bool:
     """Return whether arguments stand where a command should: the first word that is known is a flag."""
-    first = next((word for word in launch.words if word.text or not only_unset(word)), None)
-    return first is not None and bool(FLAG.match(first.text))
+    first_word = next((word for word in launch.words if word.text or not only_unset(word)), None)
+    return first_word is not None and bool(FLAG.match(first_word.text))
 
 
 def _num_settings(words: list[Text]) -> int:
@@ -133,11 +133,11 @@ def _words_of_variables(shell: Shell) -> list[Text]:
     """Return the words of all arrays and strings of arguments, for a script that starts nothing."""
     words: list[Text] = []
     for value in shell.variables.values():
-        for each in value:
-            if len(value) > 1 or OVERRIDE.fullmatch(each.text):
-                words.append(each)
-            elif re.search(r"(^|\s)--\w", each.text):
-                words += split(Text(text=each.text.replace("\\", " "), where=each.where))
+        for text in value:
+            if len(value) > 1 or OVERRIDE.fullmatch(text.text):
+                words.append(text)
+            elif re.search(r"(^|\s)--\w", text.text):
+                words += split(Text(text=text.text.replace("\\", " "), where=text.where))
     return words
 
 
@@ -148,9 +148,9 @@ def _variables(entry: Entry) -> dict[str, Text]:
     if entry.key in RUNTIME_ENVIRONMENT and isinstance(entry.value, tuple):
         text = " ".join(entry.value)
         try:
-            given = json.loads(text)
+            document = json.loads(text)
         except json.JSONDecodeError:
             return {}
-        inside = given.get("env_vars", given) if isinstance(given, dict) else {}
-        return {name: Text(text=str(value), where=entry.where) for name, value in dict(inside).items()}
+        variables = document.get("env_vars", document) if isinstance(document, dict) else {}
+        return {name: Text(text=str(value), where=entry.where) for name, value in dict(variables).items()}
     return {}

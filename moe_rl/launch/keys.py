@@ -69,7 +69,7 @@ class Reader:
     def read(self, raw: RawRun) -> ReadRun:
         """Return the run's settings; raises a sentence for a value of the wrong type."""
         raw = self.prepare(raw)
-        known: Known = {}
+        settings: Known = {}
         source: dict[str, str] = {}
         undecided: dict[str, str] = {}
         for entry in raw.entries:
@@ -85,21 +85,23 @@ class Reader:
             else:
                 setting = setting_of(entry, rule.field, rule.meaning)
             if setting is not None:
-                known[rule.field], source[rule.field] = setting, entry.key
+                settings[rule.field], source[rule.field] = setting, entry.key
             # A key that says nothing takes back what it said, and nothing that another key said of the same field.
             elif source.get(rule.field) == entry.key:
-                del known[rule.field], source[rule.field]
+                del settings[rule.field], source[rule.field]
         for name, (field_name, meaning) in VARIABLES.items():
-            if (given := variable(raw, name, meaning)) is not None:
-                known[field_name] = given
-        completed = self.complete(known, raw)
+            if (text := variable(raw, name, meaning)) is not None:
+                settings[field_name] = text
+        completed = self.complete(settings, raw)
         # A default is not known where the files set the key to something that only the machine knows.
-        known = {name: each for name, each in completed.items() if each.where is not None or name not in undecided}
+        settings = {
+            name: setting for name, setting in completed.items() if setting.where is not None or name not in undecided
+        }
         known_files = [name for name in raw.absent if self.knows(name)]
         unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
-        fields = {name: setting for name, setting in known.items() if name in KINDS}
-        options = {name: setting for name, setting in known.items() if name not in KINDS}
+        fields = {name: setting for name, setting in settings.items() if name in KINDS}
+        options = {name: setting for name, setting in settings.items() if name not in KINDS}
         return ReadRun(
             settings=RunSettings(framework=self.name, options=options, **fields),
             num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
@@ -136,7 +138,7 @@ def named_modules(value: object) -> object:
 
 def _largest(value: object) -> object:
     values = value if isinstance(value, list) else str(value).split()
-    return max(float(each) for each in values)
+    return max(float(item) for item in values)
 
 
 def _names_fp8(value: object) -> bool:
@@ -165,19 +167,19 @@ def rules_of(facts: Mapping[str, Any]) -> Keys:
     A rule is the field, or `sets` with the field and what its value means: `as` one of `MEANINGS`, `if_on` the value
     where the key is on, `if_is` on where the key is that word.
     """
-    return {section + key: _rule(said) for section, keys in facts["keys"].items() for key, said in keys.items()}
+    return {section + key: _rule(rule) for section, keys in facts["keys"].items() for key, rule in keys.items()}
 
 
-def _rule(said: Any) -> Rule:
-    given = {"sets": said} if isinstance(said, str) else dict(said)
-    field, meaning = given.pop("sets"), MEANINGS[given.pop("as")] if "as" in given else None
-    if "if_on" in given:
-        value = given.pop("if_on")
+def _rule(stated: Any) -> Rule:
+    fields = {"sets": stated} if isinstance(stated, str) else dict(stated)
+    field, meaning = fields.pop("sets"), MEANINGS[fields.pop("as")] if "as" in fields else None
+    if "if_on" in fields:
+        value = fields.pop("if_on")
         return Rule(field, lambda on: when(is_on(on), value))
-    if "if_is" in given:
-        word = given.pop("if_is")
+    if "if_is" in fields:
+        word = fields.pop("if_is")
         return Rule(field, lambda value: value == word)
-    return Rule(field, meaning, **given)
+    return Rule(field, meaning, **fields)
 
 
 def last_entry(raw: RawRun, key: str) -> Entry | None:
@@ -191,21 +193,21 @@ def last_value(raw: RawRun, key: str) -> object:
     return entry.value if entry is not None and not entry.missing else None
 
 
-def with_model(known: Known, raw: RawRun, key: str) -> Known:
+def with_model(settings: Known, raw: RawRun, key: str) -> Known:
     """Add the experts and layers of the model that `key` names, where moe_rl knows it; what the files say wins."""
     from moe_rl.config import load_model, model_names  # numpy, which no help of a command waits for
 
     entry = last_entry(raw, key)
     if entry is None or entry.missing or not isinstance(entry.value, str):
-        return known
+        return settings
     # `Qwen/Qwen3-30B-A3B` on the hub, `/models/Qwen3-30B-A3B` on a disk.
     candidates = {entry.value.lower(), PurePath(entry.value).name.lower()}
-    spec = next((load_model(each).spec for each in model_names() if each in candidates), None)
+    spec = next((load_model(name).spec for name in model_names() if name in candidates), None)
     if spec is None:
-        return known
+        return settings
     pattern = [int(layer in spec.moe_layer_ids) for layer in range(spec.num_layers)]
     shape = {"num_moe_experts": spec.num_experts, "num_layers": spec.num_layers, "moe_layer_freq": pattern}
-    return {field: said_by(entry, value) for field, value in shape.items()} | known
+    return {field: said_by(entry, value) for field, value in shape.items()} | settings
 
 
 def other_trainer(entry: Entry | None) -> Known:

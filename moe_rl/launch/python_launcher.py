@@ -45,13 +45,13 @@ def model_words(path: Path, text: str, run: RawRun) -> list[Text]:
         return []
     named = MODEL.search(text)
     roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
-    found = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
-    for target in found:
+    candidates = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
+    for target in candidates:
         # A model's file may start from one of the same name in another folder, never from itself.
         if target.is_file() and target != path:
-            inside = read_text(target)
+            text_of_target = read_text(target)
             run.files.append(str(target))
-            return model_words(target, inside, run) + _flag_words(_tree(target, inside), target, run)
+            return model_words(target, text_of_target, run) + _flag_words(_tree(target, text_of_target), target, run)
     run.absent["model arguments"] = f"{path} takes the model's arguments from scripts/models: give that file too."
     return []
 
@@ -69,10 +69,10 @@ def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
     run.notes.append(f"{path} is Python: what it computes was not followed.")
     words: list[Text] = []
     branches: list[int] = []
-    for string, line, inside in _strings(tree, _defaults(tree), inside_branch=False):
+    for string, line, in_branch in _strings(tree, _defaults(tree), inside_branch=False):
         if not string.lstrip().startswith("--"):
             continue
-        if inside:
+        if in_branch:
             branches.append(line)
         try:
             pieces = shlex.split(string)
@@ -92,26 +92,28 @@ def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
 def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
     """Yield what dicts, keywords, attributes, annotated fields and defaults of arguments set, in source order."""
     named: list[tuple[str, ast.expr]] = []
-    inside: list[ast.AST] = list(ast.iter_child_nodes(node))
+    children: list[ast.AST] = list(ast.iter_child_nodes(node))
     match node:
         case ast.Dict(keys=keys, values=values):
             pairs = [pair for pair in zip(keys, values, strict=True) if isinstance(pair[0], ast.Constant)]
             named = [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
             # `{**base, "a": 1}`: what stands in `base` is searched, under no key.
-            inside = [value for key, value in zip(keys, values, strict=True) if not isinstance(key, ast.Constant)]
+            children = [value for key, value in zip(keys, values, strict=True) if not isinstance(key, ast.Constant)]
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
-            given = [
-                (flag.lstrip("-").replace("-", "_"), each.value) for each in node.keywords if each.arg == "default"
+            settings = [
+                (flag.lstrip("-").replace("-", "_"), keyword.value)
+                for keyword in node.keywords
+                if keyword.arg == "default"
             ]
-            named, inside = given, []
+            named, children = settings, []
         case ast.Call(keywords=keywords):
-            named = [(each.arg, each.value) for each in keywords if each.arg]
-            inside = [node.func, *node.args, *(each.value for each in keywords if not each.arg)]
+            named = [(keyword.arg, keyword.value) for keyword in keywords if keyword.arg]
+            children = [node.func, *node.args, *(keyword.value for keyword in keywords if not keyword.arg)]
         # Megatron-Bridge's recipes: `cfg.model.x = ...` sets `model.x`, whatever the variable is called.
         case ast.Assign(targets=[ast.Attribute() as target], value=value):
-            named, inside = [(ast.unparse(target).partition(".")[2], value)], []
+            named, children = [(ast.unparse(target).partition(".")[2], value)], []
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-            named, inside = [(name, value)], []
+            named, children = [(name, value)], []
     for name, value in named:
         key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, ast.Dict):
@@ -127,7 +129,7 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
             yield Entry(key=key, value=literal, written=key, where=where)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             yield Entry(key=key, value=None, written=key, where=where, missing=(f"`{ast.unparse(value)[:60]}`",))
-    for child in inside:
+    for child in children:
         yield from _settings(child, prefix if isinstance(node, ast.Dict) else "", path)
 
 
@@ -143,52 +145,56 @@ def _defaults(tree: ast.AST) -> dict[str, object]:
     }
 
 
-def _decided(test: ast.expr, known: Mapping[str, object]) -> bool | None:
+def _decided(test: ast.expr, constants: Mapping[str, object]) -> bool | None:
     """Return whether a condition on such fields holds; None where they do not say."""
     try:
-        return bool(value_of(test, known))
+        return bool(value_of(test, constants))
     except (KeyError, ValueError, TypeError):  # another name, a call, or values of two kinds: `None > 0`
         return None
 
 
-def _formatted(node: ast.AST, known: Mapping[str, object]) -> object:
+def _formatted(node: ast.AST, constants: Mapping[str, object]) -> object:
     """Return what is formatted in where it is such a field's default, else NUL."""
     match node:
-        case ast.FormattedValue(value=ast.Attribute(attr=name), format_spec=None) if known.get(f".{name}") is not None:
-            return known[f".{name}"]
+        case ast.FormattedValue(value=ast.Attribute(attr=name), format_spec=None) if (
+            constants.get(f".{name}") is not None
+        ):
+            return constants[f".{name}"]
     return "\0"
 
 
-def _branch(node: ast.AST, known: Mapping[str, object]) -> list[ast.AST] | None:
+def _branch(node: ast.AST, constants: Mapping[str, object]) -> list[ast.AST] | None:
     """Return what of an `if` or `match` runs; None where that is not decided, or the node is neither."""
-    if isinstance(node, ast.If | ast.IfExp) and (decided := _decided(node.test, known)) is not None:
-        taken = node.body if decided else node.orelse
-        return [*taken] if isinstance(taken, list) else [taken]
+    if isinstance(node, ast.If | ast.IfExp) and (decided := _decided(node.test, constants)) is not None:
+        statements = node.body if decided else node.orelse
+        return [*statements] if isinstance(statements, list) else [statements]
     if isinstance(node, ast.Match) and isinstance(node.subject, ast.Attribute):
-        if (subject := f".{node.subject.attr}") not in known:
+        if (subject := f".{node.subject.attr}") not in constants:
             return None
         for case in node.cases:
             value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
-            same = isinstance(value, ast.Constant) and value.value == known[subject]
+            same = isinstance(value, ast.Constant) and value.value == constants[subject]
             if same or (isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None):
                 return [*case.body]
     return None
 
 
-def _strings(node: ast.AST, known: Mapping[str, object], *, inside_branch: bool) -> Iterator[tuple[str, int, bool]]:
+def _strings(node: ast.AST, constants: Mapping[str, object], *, inside_branch: bool) -> Iterator[tuple[str, int, bool]]:
     """Yield (text with NUL for formatted values, line, whether inside a branch) of every string, in source order."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value, node.lineno, inside_branch
         return
     if isinstance(node, ast.JoinedStr):
-        pieces = [piece.value if isinstance(piece, ast.Constant) else _formatted(piece, known) for piece in node.values]
+        pieces = [
+            piece.value if isinstance(piece, ast.Constant) else _formatted(piece, constants) for piece in node.values
+        ]
         yield "".join(str(piece) for piece in pieces), node.lineno, inside_branch
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
         return  # the name of an argument, not its value
-    taken = _branch(node, known)
-    branching = taken is None and isinstance(node, ast.If | ast.IfExp | ast.Match)
-    for child in ast.iter_child_nodes(node) if taken is None else taken:
-        yield from _strings(child, known, inside_branch=inside_branch or branching)
+    branch = _branch(node, constants)
+    branching = branch is None and isinstance(node, ast.If | ast.IfExp | ast.Match)
+    for child in ast.iter_child_nodes(node) if branch is None else branch:
+        yield from _strings(child, constants, inside_branch=inside_branch or branching)

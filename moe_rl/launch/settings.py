@@ -148,8 +148,8 @@ class RunSettings:
 
     def option(self, name: str) -> Setting[Any] | None:
         """Return an option under Megatron's name, whether a field holds it or not; None where it is not set."""
-        found: Setting[Any] | None = getattr(self, name) if name in KINDS else self.options.get(name)
-        return found
+        setting: Setting[Any] | None = getattr(self, name) if name in KINDS else self.options.get(name)
+        return setting
 
     def value_of(self, name: str) -> object:
         """Return the value of an option under Megatron's name; None where it is not set."""
@@ -243,11 +243,20 @@ def _converted(value: object, kind: Any) -> object:
 
 
 def _truth(value: object) -> bool:
-    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    truth_by_word = {
+        "true": True,
+        "1": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "0": False,
+        "no": False,
+        "off": False,
+    }
     text = str(value).strip().lower()
-    if text not in known:
+    if text not in truth_by_word:
         raise ValueError(value)
-    return known[text]
+    return truth_by_word[text]
 
 
 def layer_pattern(value: object) -> list[int]:

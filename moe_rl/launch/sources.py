@@ -99,10 +99,10 @@ class RawRun:
 
 
 def _flag(flag: Text, values: list[Text]) -> Entry:
-    name, joint, first = flag.text.partition("=")
+    name, joint, first_value = flag.text.partition("=")
     return Entry(
         key=name.lstrip("-").replace("-", "_"),
-        value=(*([first] if joint else []), *(value.text for value in values)),
+        value=(*([first_value] if joint else []), *(value.text for value in values)),
         written=name,
         where=flag.where,
         missing=(*flag.missing, *(name for value in values for name in value.missing)),

@@ -88,23 +88,23 @@ def _file_names(defaults: object) -> list[str]:
 
 def interpolated(entries: list[Entry]) -> list[Entry]:
     """Return the entries with `${other.key}` replaced; what cannot be resolved is named in `missing`."""
-    last = {entry.key: entry for entry in entries}
-    return [_resolved(entry, last, depth=0) for entry in entries]
+    entry_by_key = {entry.key: entry for entry in entries}
+    return [_resolved(entry, entry_by_key, depth=0) for entry in entries]
 
 
-def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
+def _resolved(entry: Entry, entry_by_key: Mapping[str, Entry], depth: int) -> Entry:
     if not isinstance(entry.value, str) or "${" not in entry.value:
         return entry
-    whole = INTERPOLATION.fullmatch(entry.value)
+    interpolation = INTERPOLATION.fullmatch(entry.value)
     # `${a}` alone keeps the type of `a`; inside a longer text it becomes text.
-    if whole:
-        value = _target(whole.group(1), last, depth)
+    if interpolation:
+        value = _target(interpolation.group(1), entry_by_key, depth)
         if value is None:
             return replace(entry, value=None, missing=(entry.value,))
         return replace(entry, value=value[0], missing=())
     text, missing = entry.value, entry.missing
     for match in INTERPOLATION.finditer(entry.value):
-        value = _target(match.group(1), last, depth)
+        value = _target(match.group(1), entry_by_key, depth)
         if value is None:
             missing += (match.group(),)
         else:
@@ -112,19 +112,19 @@ def _resolved(entry: Entry, last: Mapping[str, Entry], depth: int) -> Entry:
     return replace(entry, value=text, missing=missing or (() if "${" not in text else (text,)))
 
 
-def _target(inside: str, last: Mapping[str, Entry], depth: int) -> tuple[object] | None:
+def _target(expression: str, entry_by_key: Mapping[str, Entry], depth: int) -> tuple[object] | None:
     """Return the value that an interpolation stands for, in a tuple; None where it is not known."""
     # A key that stands for itself in a circle is not known, as one that is not there.
     if depth > 10:
         return None
-    resolver, _, argument = inside.partition(":")
+    resolver, _, argument = expression.partition(":")
     # `oc.env` without a default is the machine's to say; with one, a clean machine has it unset.
     if resolver in ("oc.env", "oc.select") and "," in argument:
         key, default = (piece.strip() for piece in argument.split(",", 1))
-        found = _target(key, last, depth + 1) if resolver == "oc.select" else None
-        return found or (value_of_word(default),)
-    key = argument.strip() if resolver == "oc.select" else inside.strip()
-    if key not in last:
+        target = _target(key, entry_by_key, depth + 1) if resolver == "oc.select" else None
+        return target or (value_of_word(default),)
+    key = argument.strip() if resolver == "oc.select" else expression.strip()
+    if key not in entry_by_key:
         return None
-    resolved = _resolved(last[key], last, depth + 1)
+    resolved = _resolved(entry_by_key[key], entry_by_key, depth + 1)
     return None if resolved.missing else (resolved.value,)

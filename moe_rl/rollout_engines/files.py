@@ -42,8 +42,8 @@ def _checked(rows: dict[int, list[int]], shape: Shape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
     require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have as many.")
     # `true` is an int to Python, and 3.0 is what a careless script writes.
-    whole = all(type(expert) is int for row in rows.values() for expert in row)
-    require(whole, "the rows must hold whole numbers alone.")
+    is_integral = all(type(expert) is int for row in rows.values() for expert in row)
+    require(is_integral, "the rows must hold whole numbers alone.")
     slots = np.array([rows[layer] for layer in shape.moe_layer_ids], np.int64)
     require(
         not slots.size or (int(slots.min()) >= 0 and int(slots.max()) < shape.num_experts),

@@ -324,7 +324,7 @@ def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[T
         moe_layer_ids=source.moe_layer_ids,
         num_experts=source.num_experts,
         top_k=source.top_k,
-        given=options.model_overrides(),
+        overrides=options.model_overrides(),
     )
     _check_model_fits(model, source)
     return source, model

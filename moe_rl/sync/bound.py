@@ -31,18 +31,18 @@ def least_steps(problem: SyncProblem) -> int:
     ranks_of_node = np.bincount(node_of)
     needed = _needed(problem)
     holders = problem.holders_of_atoms()
-    held = np.zeros_like(needed)
+    local_atoms = np.zeros_like(needed)
     atoms = np.arange(problem.num_atoms)
     for twin in holders.T:
-        held[node_of[twin], atoms] = True
-    away = needed & ~held
-    entering = away.sum(axis=1)
+        local_atoms[node_of[twin], atoms] = True
+    needed_from_others = needed & ~local_atoms
+    entering = needed_from_others.sum(axis=1)
     engine_ports = np.bincount(node_of[problem.trainer.size :], minlength=len(ranks_of_node))
     ingress = max(
         (-(-int(count) // int(ports)) for count, ports in zip(entering, engine_ports, strict=True) if count), default=0
     )
-    must_leave = away.any(axis=0)
-    leaving = Counter(map(bytes, held[:, must_leave].T))
+    must_leave = needed_from_others.any(axis=0)
+    leaving = Counter(map(bytes, local_atoms[:, must_leave].T))
     sets = {tuple(np.flatnonzero(np.frombuffer(key, bool)).tolist()): count for key, count in leaving.items()}
     egress = _least_even_share(sets, ranks_of_node.tolist())
     everything = -(-int(entering.sum()) // problem.size)

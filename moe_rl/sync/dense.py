@@ -67,7 +67,7 @@ class BatchTable:
     def from_json(cls, text: bytes) -> "BatchTable":
         """Return the table of `to_json`."""
         values = json.loads(text)
-        tensors = [DenseTensor(**each) for each in values.pop("tensors")]
+        tensors = [DenseTensor(**fields) for fields in values.pop("tensors")]
         return cls(tensors=tensors, **values)
 
 
@@ -107,7 +107,7 @@ def send_dense(
     packer = _Packer(size, trainers=trainers, rank=group.rank)
     number = 0
 
-    def send(table: BatchTable, own: dict[int, torch.Tensor]) -> None:
+    def send(table: BatchTable, buckets: dict[int, torch.Tensor]) -> None:
         nonlocal number
         if group.rank == 0:
             group.store.set(f"dense/{step}/{number}", table.to_json())
@@ -116,7 +116,7 @@ def send_dense(
 
         def read(parts: Parts) -> torch.Tensor:
             part_bytes = plan.problem.part_bytes
-            return own[parts.expert][parts.first * part_bytes : parts.stop * part_bytes]
+            return buckets[parts.expert][parts.first * part_bytes : parts.stop * part_bytes]
 
         group.run(rank_work(plan, group.rank, step=step, read=read, traffic=traffic))
 
@@ -124,7 +124,7 @@ def send_dense(
         packer.add(name, tensor)
         while packer.full_buckets >= trainers:
             send(*packer.take(trainers))
-    send(*packer.take(max(1, -(-packer.position // size)), last=True))
+    send(*packer.take(max(1, -(-packer.position // size)), is_last=True))
 
 
 def receive_dense(
@@ -138,10 +138,10 @@ def receive_dense(
     """Yield the tensors that trainers send, whole and in their order, on an engine rank."""
     size = bucket_size(problem, batch_bytes)
     unpacker = _Unpacker()
-    number, last = 0, False
-    while not last:
+    number, is_last = 0, False
+    while not is_last:
         table = BatchTable.from_json(group.fetch(f"dense/{step}/{number}", of=0))
-        number, last = number + 1, table.last
+        number, is_last = number + 1, table.last
         plan = plan_sync(dense_problem(problem, buckets=table.buckets, bucket_bytes=size), message_bytes=1)
         unpacker.begin(table)
 
@@ -186,18 +186,20 @@ class _Packer:
             self.own[bucket] = torch.zeros(self.size, dtype=torch.uint8)
         return self.own[bucket]
 
-    def take(self, buckets: int, *, last: bool = False) -> tuple[BatchTable, dict[int, torch.Tensor]]:
+    def take(self, buckets: int, *, is_last: bool = False) -> tuple[BatchTable, dict[int, torch.Tensor]]:
         """Return the next buckets and forget them; what stands behind them moves to the front.
 
         Only the last batch may have another number of buckets than trainers, or buckets would change their trainer.
         """
         end = buckets * self.size
-        begun = [tensor for position, tensor in self.tensors if position < end or last]
-        self.tensors = [(position - end, tensor) for position, tensor in self.tensors if not (position < end or last)]
-        own = {bucket: self._bucket(bucket) for bucket in range(self.rank, buckets, self.trainers)}
+        begun = [tensor for position, tensor in self.tensors if position < end or is_last]
+        self.tensors = [
+            (position - end, tensor) for position, tensor in self.tensors if not (position < end or is_last)
+        ]
+        bodies = {bucket: self._bucket(bucket) for bucket in range(self.rank, buckets, self.trainers)}
         self.own = {bucket - buckets: body for bucket, body in self.own.items() if bucket >= buckets}
         self.position -= end
-        return BatchTable(buckets=buckets, tensors=begun, last=last), own
+        return BatchTable(buckets=buckets, tensors=begun, last=is_last), bodies
 
 
 class _Unpacker:

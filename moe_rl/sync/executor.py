@@ -55,18 +55,18 @@ class _Staging:
 
     def slice(self, wanted: Parts) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return bytes and sums of parts that lie within an atom which is here, None where it is not."""
-        for whole in self._wholes(wanted):
-            body, sums = self.body[whole], self.sums[whole]
-            size = body.numel() // whole.num_parts
-            first, stop = wanted.first - whole.first, wanted.stop - whole.first
-            return body[first * size : stop * size], sums[first:stop]
+        for staged in self._wholes(wanted):
+            body, sums = self.body[staged], self.sums[staged]
+            size = body.numel() // staged.num_parts
+            start, stop = wanted.first - staged.first, wanted.stop - staged.first
+            return body[start * size : stop * size], sums[start:stop]
         return None
 
     def _wholes(self, wanted: Parts) -> list[Parts]:
         if wanted in self.body:
             return [wanted]
-        own = wanted[:2]
-        return [w for w in self.body if w[:2] == own and w.first <= wanted.first and wanted.stop <= w.stop]
+        unit = wanted[:2]
+        return [w for w in self.body if w[:2] == unit and w.first <= wanted.first and wanted.stop <= w.stop]
 
     @property
     def num_bytes(self) -> int:
@@ -116,25 +116,27 @@ class _RankWork:
     def _own_needs(self) -> Callable[[int, int], range]:
         """Return the function that says which parts of an expert this rank keeps: none on a trainer."""
         problem = self.plan.problem
-        own = next((each for each in problem.engine_ranks() if each.rank == self.rank), None)
-        if own is None:
+        engine_rank = next(
+            (engine_rank for engine_rank in problem.engine_ranks() if engine_rank.rank == self.rank), None
+        )
+        if engine_rank is None:
             return lambda layer, expert: range(0)
-        local = [set(row.tolist()) for row in own.engine.local_slots(own.index)]
-        parts = own.engine.parts_of(own.index, problem.parts_per_expert)
+        local = [set(row.tolist()) for row in engine_rank.engine.local_slots(engine_rank.index)]
+        parts = engine_rank.engine.parts_of(engine_rank.index, problem.parts_per_expert)
         return lambda layer, expert: parts if expert in local[layer] else range(0)
 
     def run(self) -> Generator[Exchange, Mapping[int, torch.Tensor], None]:
         """Yield the exchanges."""
         for number in sorted(self.rank_plan.rounds):
-            here = self.rank_plan.rounds[number]
-            outbox = {other: self._message(parts) for other, parts in here.sends.items()}
-            expected = {other: self._message_bytes(parts) for other, parts in here.receives.items()}
+            rank_round = self.rank_plan.rounds[number]
+            outbox = {other: self._message(parts) for other, parts in rank_round.sends.items()}
+            expected = {other: self._message_bytes(parts) for other, parts in rank_round.receives.items()}
             in_flight = sum(message.numel() for message in outbox.values()) + sum(expected.values())
-            waiting = sum(body.numel() for found in self.arrived.values() for body in found.values())
+            waiting = sum(body.numel() for bodies in self.arrived.values() for body in bodies.values())
             peak = in_flight + self.staging.num_bytes + waiting
             self.traffic.peak_staging_bytes = max(self.traffic.peak_staging_bytes, peak)
             inbox = yield Exchange(number, outbox, expected)
-            self._take_in(number, here, inbox)
+            self._take_in(number, rank_round, inbox)
             self._forget(number)
 
     def _message_bytes(self, runs: list[Parts]) -> int:
@@ -145,19 +147,19 @@ class _RankWork:
         """Return step, digest, sums and bytes of some parts."""
         bodies, sums = [], []
         for parts in runs:
-            kept = self.staging.slice(parts)
-            if kept is None:
+            staged = self.staging.slice(parts)
+            if staged is None:
                 assert self.read is not None, f"rank {self.rank} has no {parts} to send"
                 body = self.read(parts)
-                kept = body, part_sums(body, parts.num_parts)
-            bodies.append(kept[0])
-            sums.append(kept[1])
-            self.traffic.sent_bytes += kept[0].numel()
+                staged = body, part_sums(body, parts.num_parts)
+            bodies.append(staged[0])
+            sums.append(staged[1])
+            self.traffic.sent_bytes += staged[0].numel()
         header = torch.tensor([self.step, self.plan.digest], dtype=torch.int64)
         return torch.cat([torch.cat([header, *sums]).view(torch.uint8), *bodies])
 
-    def _take_in(self, number: int, here: RankRound, inbox: Mapping[int, torch.Tensor]) -> None:
-        for other, runs in here.receives.items():
+    def _take_in(self, number: int, rank_round: RankRound, inbox: Mapping[int, torch.Tensor]) -> None:
+        for other, runs in rank_round.receives.items():
             message = inbox[other]
             count = sum(parts.num_parts for parts in runs)
             words = message[: WORD * (HEADER_WORDS + count)].view(torch.int64)
@@ -171,35 +173,35 @@ class _RankWork:
             self.traffic.received_bytes += body.numel()
             at = 0
             for parts in runs:
-                own, own_sums = (
+                own_body, own_sums = (
                     body[at * self.part_bytes : (at + parts.num_parts) * self.part_bytes],
                     sums[at:][: parts.num_parts],
                 )
                 at += parts.num_parts
-                if not torch.equal(part_sums(own, parts.num_parts), own_sums):
+                if not torch.equal(part_sums(own_body, parts.num_parts), own_sums):
                     raise SyncError(
                         f"rank {self.rank}, round {number}: expert {parts.expert} of MoE layer {parts.layer} from rank "
                         f"{other} is not what its trainer sent."
                     )
-                self._keep(parts, own, own_sums)
+                self._keep(parts, own_body, own_sums)
 
     def _keep(self, parts: Parts, body: torch.Tensor, sums: torch.Tensor) -> None:
         """Stage what is passed on; write an expert whose parts have all come."""
         if parts in self.rank_plan.last_use:
             self.staging.body[parts], self.staging.sums[parts] = body, sums
         needed = self.needs(parts.layer, parts.expert)
-        first, stop = max(parts.first, needed.start), min(parts.stop, needed.stop)
-        if first >= stop:
+        start, stop = max(parts.first, needed.start), min(parts.stop, needed.stop)
+        if start >= stop:
             return
-        inside = body[(first - parts.first) * self.part_bytes : (stop - parts.first) * self.part_bytes]
+        needed_body = body[(start - parts.first) * self.part_bytes : (stop - parts.first) * self.part_bytes]
         arrived = self.arrived[parts.layer, parts.expert]
-        arrived[parts._replace(first=first, stop=stop)] = inside
-        if sum(each.num_parts for each in arrived) == len(needed):
+        arrived[parts._replace(first=start, stop=stop)] = needed_body
+        if sum(piece.num_parts for piece in arrived) == len(needed):
             assert self.write is not None, f"rank {self.rank} has nothing that takes experts"
             del self.arrived[parts.layer, parts.expert]
-            whole = parts._replace(first=needed.start, stop=needed.stop)
-            bodies = [arrived[each] for each in sorted(arrived)]
-            self.write(whole, bodies[0] if len(bodies) == 1 else torch.cat(bodies))
+            unit_parts = parts._replace(first=needed.start, stop=needed.stop)
+            bodies = [arrived[piece] for piece in sorted(arrived)]
+            self.write(unit_parts, bodies[0] if len(bodies) == 1 else torch.cat(bodies))
 
     def _forget(self, number: int) -> None:
         """Drop what is passed on no more."""
@@ -228,12 +230,12 @@ def in_process(
     waiting = {rank: exchange for rank, work in works.items() if (exchange := next(work, None)) is not None}
     while waiting:
         number = min(exchange.round for exchange in waiting.values())
-        here = {rank: exchange for rank, exchange in waiting.items() if exchange.round == number}
-        inboxes: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in here}
-        for rank, exchange in here.items():
+        exchanges = {rank: exchange for rank, exchange in waiting.items() if exchange.round == number}
+        inboxes: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in exchanges}
+        for rank, exchange in exchanges.items():
             for other, message in exchange.outbox.items():
                 inboxes[other][rank] = spoil(number, rank, other, message) if spoil else message
-        for rank, exchange in here.items():
+        for rank, exchange in exchanges.items():
             sizes = {other: message.numel() for other, message in inboxes[rank].items()}
             if sizes != exchange.expected:
                 raise SyncError(

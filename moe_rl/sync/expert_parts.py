@@ -36,10 +36,10 @@ class ExpertShape:
         """Bytes of a whole expert."""
         return 3 * self.hidden_size * self.ffn_size * self.dtype.itemsize
 
-    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """Return the bytes of parts `first` .. `stop` - 1, counted within these matrices: a whole expert or a shard."""
+    def pack(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes of parts `start` .. `stop` - 1, counted within these matrices: a whole expert or a shard."""
         pieces = []
-        for part in range(first, stop):
+        for part in range(start, stop):
             rows = slice(part * self.rows_per_part, (part + 1) * self.rows_per_part)
             pieces += [gate[rows].reshape(-1), up[rows].reshape(-1), down[:, rows].reshape(-1)]
         return torch.cat(pieces).to(self.dtype).view(torch.uint8)

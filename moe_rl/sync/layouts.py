@@ -154,16 +154,16 @@ class EngineLayout:
     def local_slots(self, index: int) -> NDArray[np.int32]:
         """Return [L, W / EP]: experts in the slots of rank `index` of the engine."""
         width = self.slots.shape[1] // self.ep_size
-        first = index // self.tp_size * width
-        return self.slots[:, first : first + width]
+        start = index // self.tp_size * width
+        return self.slots[:, start : start + width]
 
     def parts_of(self, index: int, parts_per_expert: int) -> range:
         """Return the parts of an expert that rank `index` takes."""
         if self.whole_tensors:
             return range(parts_per_expert)
         width = parts_per_expert // self.tp_size
-        first = index % self.tp_size * width
-        return range(first, first + width)
+        start = index % self.tp_size * width
+        return range(start, start + width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +206,10 @@ class SyncProblem:
                 f"engine {number} has {len(engine.slots)} MoE layers, the trainer {num_layers}.",
             )
             counts = np.zeros((num_layers, num_experts), np.int64)
-            inside = (engine.slots >= 0) & (engine.slots < num_experts)
-            require(bool(inside.all()), f"engine {number} has a slot whose expert lies outside 0 .. {num_experts - 1}.")
+            is_expert = (engine.slots >= 0) & (engine.slots < num_experts)
+            require(
+                bool(is_expert.all()), f"engine {number} has a slot whose expert lies outside 0 .. {num_experts - 1}."
+            )
             np.add.at(counts, (np.arange(num_layers)[:, None], engine.slots), 1)
             for layer, expert in np.argwhere(counts == 0):
                 raise InvalidInputError(f"engine {number}, MoE layer {layer}: no slot holds expert {expert}.")
@@ -264,11 +266,13 @@ class SyncProblem:
         """Return whether cutting experts into `count` pieces leaves no piece with two sets of trainers or nodes."""
         if count % self.trainer.etp_size:
             return False
-        first = self.trainer.size
+        first_rank = self.trainer.size
         width = self.parts_per_expert // count
         for engine in self.engines:
-            nodes = np.array(self.node_of[first : first + engine.size]).reshape(engine.ep_size, engine.tp_size)
-            first += engine.size
+            nodes = np.array(self.node_of[first_rank : first_rank + engine.size]).reshape(
+                engine.ep_size, engine.tp_size
+            )
+            first_rank += engine.size
             if engine.whole_tensors:
                 continue
             of_part = np.repeat(nodes, self.parts_per_expert // engine.tp_size, axis=1)
@@ -289,9 +293,9 @@ class SyncProblem:
         """Return, for every engine rank in order, the atoms that it needs at least a part of, ascending."""
         wanted: list[NDArray[np.int32]] = []
         row = np.arange(self.num_layers)[:, None] * self.num_experts
-        for each in self.engine_ranks():
-            experts = np.unique(row + each.engine.local_slots(each.index))
-            parts = each.engine.parts_of(each.index, self.parts_per_expert)
+        for engine_rank in self.engine_ranks():
+            experts = np.unique(row + engine_rank.engine.local_slots(engine_rank.index))
+            parts = engine_rank.engine.parts_of(engine_rank.index, self.parts_per_expert)
             units = np.arange(parts.start // self.parts_per_atom, (parts.stop - 1) // self.parts_per_atom + 1)
             wanted.append((experts[:, None] * self.atoms_per_expert + units).ravel().astype(np.int32))
         return wanted

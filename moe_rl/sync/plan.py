@@ -61,9 +61,16 @@ class SyncPlan:
     def digest(self) -> int:
         """A number that two plans share only if deliveries, homes and maps are equal, in 0 .. 2^56 - 1."""
         hashed = hashlib.blake2b(digest_size=7)
-        made, problem = self.deliveries, self.problem
+        deliveries, problem = self.deliveries, self.problem
         maps = [engine.slots for engine in problem.engines]
-        for column in (made.atom, made.source, made.ingress, made.step, problem.trainer.home_rank, *maps):
+        for column in (
+            deliveries.atom,
+            deliveries.source,
+            deliveries.ingress,
+            deliveries.step,
+            problem.trainer.home_rank,
+            *maps,
+        ):
             hashed.update(np.ascontiguousarray(column, np.int32).tobytes())
         hashed.update(str((self.steps_per_round, self.problem.expert_bytes, self.problem.parts_per_expert)).encode())
         return int.from_bytes(hashed.digest(), "big")
@@ -78,7 +85,7 @@ def plan_sync(problem: SyncProblem, *, message_bytes: int = MESSAGE_BYTES, relay
     steps_per_round = max(1, message_bytes // problem.atom_bytes)
     sender, spare = _senders(problem)
     wanted = problem.wanted_atoms()
-    given = ScheduleInput(
+    schedule_input = ScheduleInput(
         node_of=np.array(problem.node_of, np.int32),
         num_trainers=problem.trainer.size,
         holders=problem.holders_of_atoms(),
@@ -90,7 +97,7 @@ def plan_sync(problem: SyncProblem, *, message_bytes: int = MESSAGE_BYTES, relay
         steps_per_round=steps_per_round,
         relays=relays,
     )
-    return SyncPlan(problem=problem, deliveries=fill_calendars(given), steps_per_round=steps_per_round)
+    return SyncPlan(problem=problem, deliveries=fill_calendars(schedule_input), steps_per_round=steps_per_round)
 
 
 def _senders(problem: SyncProblem) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -103,9 +110,9 @@ def _senders(problem: SyncProblem) -> tuple[NDArray[np.int32], NDArray[np.int32]
     # Rank of an atom among those with the same holders, in ascending order.
     order = np.argsort(holders[:, 0], kind="stable")
     group = holders[order, 0]
-    first = np.searchsorted(group, group)
+    group_start = np.searchsorted(group, group)
     ordinal = np.empty(atoms, np.int64)
-    ordinal[order] = np.arange(atoms) - first
+    ordinal[order] = np.arange(atoms) - group_start
     sender = holders[np.arange(atoms), ordinal % twins]
     load = np.bincount(sender, minlength=problem.trainer.size)
     return sender, (load.max(initial=0) - load).astype(np.int32)

@@ -53,12 +53,12 @@ class RankPlan:
         peak = 0
         waiting: set[Parts] = set()
         for number in sorted(self.rounds):
-            here = self.rounds[number]
+            rank_round = self.rounds[number]
             moving = 0
-            for runs in (*here.sends.values(), *here.receives.values()):
+            for runs in (*rank_round.sends.values(), *rank_round.receives.values()):
                 moving += sum(parts.num_parts for parts in runs)
             peak = max(peak, moving + sum(parts.num_parts for parts in waiting))
-            for runs in here.receives.values():
+            for runs in rank_round.receives.values():
                 waiting.update(parts for parts in runs if parts in self.last_use)
             waiting = {parts for parts in waiting if self.last_use[parts] > number}
         return peak
@@ -71,26 +71,26 @@ class RankPlan:
     @classmethod
     def of_ranks(cls, plan: SyncPlan, ranks: Iterable[int]) -> dict[int, "RankPlan"]:
         """Return what some ranks do of the plan."""
-        problem, made = plan.problem, plan.deliveries
+        problem, deliveries = plan.problem, plan.deliveries
         node_of = np.array(problem.node_of)
         plans = {rank: cls(rounds=defaultdict(RankRound), last_use={}) for rank in ranks}
         nodes = np.unique(node_of[list(plans)])
-        involved = np.isin(made.source, list(plans)) | np.isin(node_of[made.ingress], nodes)
+        involved = np.isin(deliveries.source, list(plans)) | np.isin(node_of[deliveries.ingress], nodes)
         needs = _needs(problem, set(nodes.tolist()))
-        columns = (made.atom, made.source, made.ingress, made.step // plan.steps_per_round)
+        columns = (deliveries.atom, deliveries.source, deliveries.ingress, deliveries.step // plan.steps_per_round)
         for atom, source, ingress, number in zip(*(column[involved].tolist() for column in columns), strict=True):
-            whole = parts_of_atom(problem, atom)
+            unit_parts = parts_of_atom(problem, atom)
             if source in plans:
-                plans[source].rounds[number].sends[ingress].append(whole)
-                plans[source].last_use[whole] = number
+                plans[source].rounds[number].sends[ingress].append(unit_parts)
+                plans[source].last_use[unit_parts] = number
             if ingress in plans:
-                plans[ingress].rounds[number].receives[source].append(whole)
+                plans[ingress].rounds[number].receives[source].append(unit_parts)
             for other, parts in needs.get((atom, node_of[ingress]), ()):
                 if other == ingress:
                     continue
                 if ingress in plans:
                     plans[ingress].rounds[number + 1].sends[other].append(parts)
-                    plans[ingress].last_use[whole] = max(number + 1, plans[ingress].last_use.get(whole, 0))
+                    plans[ingress].last_use[unit_parts] = max(number + 1, plans[ingress].last_use.get(unit_parts, 0))
                 if other in plans:
                     plans[other].rounds[number + 1].receives[ingress].append(parts)
         return plans
@@ -99,21 +99,21 @@ class RankPlan:
 def parts_of_atom(problem: SyncProblem, atom: int) -> Parts:
     """Return the parts that an atom is."""
     expert, unit = divmod(atom, problem.atoms_per_expert)
-    first = unit * problem.parts_per_atom
-    return Parts(*divmod(expert, problem.num_experts), first, first + problem.parts_per_atom)
+    start = unit * problem.parts_per_atom
+    return Parts(*divmod(expert, problem.num_experts), start, start + problem.parts_per_atom)
 
 
 def _needs(problem: SyncProblem, nodes: set[int]) -> dict[tuple[int, int], list[tuple[int, Parts]]]:
     """Return (atom, node) -> engine ranks of that node with the parts of the atom that each needs."""
     needs: dict[tuple[int, int], list[tuple[int, Parts]]] = defaultdict(list)
     wanted = problem.wanted_atoms()
-    for each in problem.engine_ranks():
-        node = problem.node_of[each.rank]
+    for engine_rank in problem.engine_ranks():
+        node = problem.node_of[engine_rank.rank]
         if node not in nodes:
             continue
-        own = each.engine.parts_of(each.index, problem.parts_per_expert)
-        for atom in wanted[each.rank - problem.trainer.size].tolist():
-            whole = parts_of_atom(problem, atom)
-            first, stop = max(whole.first, own.start), min(whole.stop, own.stop)
-            needs[atom, node].append((each.rank, whole._replace(first=first, stop=stop)))
+        engine_parts = engine_rank.engine.parts_of(engine_rank.index, problem.parts_per_expert)
+        for atom in wanted[engine_rank.rank - problem.trainer.size].tolist():
+            unit_parts = parts_of_atom(problem, atom)
+            start, stop = max(unit_parts.first, engine_parts.start), min(unit_parts.stop, engine_parts.stop)
+            needs[atom, node].append((engine_rank.rank, unit_parts._replace(first=start, stop=stop)))
     return needs

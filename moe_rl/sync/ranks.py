@@ -165,16 +165,18 @@ class SyncGroup:
     def rounds(self, work: Generator[Exchange, Mapping[int, torch.Tensor], None]) -> Iterator[int]:
         """Drive a rank's work; yield the number of every round once its messages have come and are written."""
         self._runs += 1
-        first = self._runs << RUN_BITS  # rounds are counted through, so that ranks in different runs can be told apart
+        first_number = (
+            self._runs << RUN_BITS
+        )  # rounds are counted through, so that ranks in different runs can be told apart
         try:
             exchange = next(work)
             while True:
-                inbox = self._exchanged(exchange, first + exchange.round)
+                inbox = self._exchanged(exchange, first_number + exchange.round)
                 number = exchange.round
                 exchange = work.send(inbox)
                 yield number
         except StopIteration:
-            self.watch.waits_for(None, round_number=first + (1 << RUN_BITS) - 1)
+            self.watch.waits_for(None, round_number=first_number + (1 << RUN_BITS) - 1)
 
     def _exchanged(self, exchange: Exchange, number: int) -> dict[int, torch.Tensor]:
         boxes = {other: torch.empty(count, dtype=torch.uint8) for other, count in sorted(exchange.expected.items())}
@@ -311,8 +313,8 @@ class _Watch:
             return
         key = f"beat/{partner}"
         beat = self.store.get(key).decode() if self.store.check([key]) else ""
-        last, since = self._seen.get(partner, ("", now))
-        if beat != last or partner not in self._seen:
+        last_word, since = self._seen.get(partner, ("", now))
+        if beat != last_word or partner not in self._seen:
             self._seen[partner] = beat, now
             since = now
         if now - since > self.silence_s:
@@ -331,15 +333,15 @@ class _Watch:
 
 def verdict(ballots: Sequence[Ballot], twins: Sequence[Sequence[int]]) -> str:
     """Return why the sync cannot begin, "" if it can."""
-    first = ballots[0]
+    first_ballot = ballots[0]
     for rank, ballot in enumerate(ballots):
         if ballot.problem:
             return f"rank {rank}: {ballot.problem}"
     for rank, ballot in enumerate(ballots):
-        if ballot.step != first.step:
-            return f"rank {rank} wants to sync step {ballot.step}, rank 0 step {first.step}."
-        if ballot.plan_digest != first.plan_digest:
-            return f"rank {rank} has another plan of step {first.step} than rank 0: its layouts or maps differ."
+        if ballot.step != first_ballot.step:
+            return f"rank {rank} wants to sync step {ballot.step}, rank 0 step {first_ballot.step}."
+        if ballot.plan_digest != first_ballot.plan_digest:
+            return f"rank {rank} has another plan of step {first_ballot.step} than rank 0: its layouts or maps differ."
     for ranks in twins:
         if len({ballots[rank].weights_sum for rank in ranks}) > 1:
             return (

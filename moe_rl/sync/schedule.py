@@ -62,22 +62,22 @@ class Deliveries:
     step: NDArray[np.int32]
 
 
-def fill_calendars(given: ScheduleInput) -> Deliveries:
+def fill_calendars(demand: ScheduleInput) -> Deliveries:
     """Return the deliveries, by the C++ core where it is built."""
     core = native_core()
     if core is None:
-        return fill_calendars_in_python(given)
+        return fill_calendars_in_python(demand)
     atom, source, ingress, step = core.fill_calendars(
-        given.node_of, given.num_trainers, given.holders, given.sender, given.spare_sends, given.order,
-        given.wanted_start, given.wanted_atom, given.steps_per_round, given.relays,
+        demand.node_of, demand.num_trainers, demand.holders, demand.sender, demand.spare_sends, demand.order,
+        demand.wanted_start, demand.wanted_atom, demand.steps_per_round, demand.relays,
     )  # fmt: skip
     return Deliveries(atom=atom, source=source, ingress=ingress, step=step)
 
 
-def fill_calendars_in_python(given: ScheduleInput) -> Deliveries:
+def fill_calendars_in_python(demand: ScheduleInput) -> Deliveries:
     """Return the deliveries: the reference of the C++ core, step by step the same."""
-    calendars = _Calendars(given)
-    for place, atom in enumerate(given.order.tolist()):
+    calendars = _Calendars(demand)
+    for place, atom in enumerate(demand.order.tolist()):
         calendars.plan(atom, place)
     columns = np.array(calendars.deliveries, np.int32).reshape(-1, 4)
     columns = columns[np.argsort(columns[:, 3], kind="stable")]
@@ -95,28 +95,28 @@ def _lowest_zero(bits: int, start: int) -> int:
 class _Calendars:
     """Busy steps of every port as bits of an integer, and of every node: a bit is set where all its ports are busy."""
 
-    def __init__(self, given: ScheduleInput) -> None:
-        self.given = given
-        ranks, trainers = len(given.node_of), given.num_trainers
-        self.node_of = given.node_of.tolist()
+    def __init__(self, demand: ScheduleInput) -> None:
+        self.demand = demand
+        ranks, trainers = len(demand.node_of), demand.num_trainers
+        self.node_of = demand.node_of.tolist()
         self.out = [0] * ranks
         self.into = [0] * ranks
         # Hops from a trainer to an engine rank of its own node go by NVLink, which has ports of its own.
         self.inner_out = [0] * ranks
         self.inner_into = [0] * ranks
-        self.spare = given.spare_sends.tolist()
+        self.spare = demand.spare_sends.tolist()
         num_nodes = 1 + max(self.node_of)
         self.ports: list[list[int]] = [[] for _ in range(num_nodes)]
         self.full = [0] * num_nodes
         self.waiting = [0] * num_nodes  # atoms that each node still lacks
         self.load = [0] * ranks  # atoms taken in
         self.sent = [0] * ranks  # atoms sent over the NIC
-        self.wanted: list[dict[int, list[int]]] = [{} for _ in range(len(given.order))]
+        self.wanted: list[dict[int, list[int]]] = [{} for _ in range(len(demand.order))]
         for rank in range(trainers, ranks):
             node = self.node_of[rank]
             self.ports[node].append(rank)
-            start, stop = given.wanted_start[rank - trainers], given.wanted_start[rank - trainers + 1]
-            for atom in given.wanted_atom[start:stop].tolist():
+            start, stop = demand.wanted_start[rank - trainers], demand.wanted_start[rank - trainers + 1]
+            for atom in demand.wanted_atom[start:stop].tolist():
                 self.wanted[atom].setdefault(node, []).append(rank)
         for nodes in self.wanted:
             for node in nodes:
@@ -127,32 +127,32 @@ class _Calendars:
         """Bring an atom into all its nodes."""
         nodes = sorted(self.wanted[atom])
         # Another node is the first for every atom of a trainer, so that no node's ports pass on more than others.
-        turn = (place + place // self.given.num_trainers) % len(nodes)
+        turn = (place + place // self.demand.num_trainers) % len(nodes)
         nodes = nodes[turn:] + nodes[:turn]
-        sources, away = self._inside_nodes(atom, nodes)
-        sender = int(self.given.sender[atom])
+        sources, distant_nodes = self._inside_nodes(atom, nodes)
+        sender = int(self.demand.sender[atom])
         first_hop = not sources
-        while away:
+        while distant_nodes:
             candidates = list(sources)
-            if first_hop or self.spare[sender] > 0 or not self.given.relays:
+            if first_hop or self.spare[sender] > 0 or not self.demand.relays:
                 candidates.append((sender, 0))
-            source, node, step = self._earliest(candidates, away)
+            source, node, step = self._earliest(candidates, distant_nodes)
             if source == sender and not first_hop:
                 self.spare[sender] -= 1
             first_hop = False
             ingress = self._port(node, step, self.wanted[atom][node])
             self._book(atom, source, ingress, node, step)
-            away.remove(node)
-            if self.given.relays:
+            distant_nodes.remove(node)
+            if self.demand.relays:
                 sources.append((ingress, self._after(step)))
 
     def _inside_nodes(self, atom: int, nodes: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
         """Serve nodes that a trainer of the atom is in; return who then has it, from when, and the other nodes."""
-        sources, away = [], []
+        sources, distant_nodes = [], []
         for node in nodes:
-            near = [rank for rank in self.given.holders[atom].tolist() if self.node_of[rank] == node]
+            near = [rank for rank in self.demand.holders[atom].tolist() if self.node_of[rank] == node]
             if not near:
-                away.append(node)
+                distant_nodes.append(node)
                 continue
             pairs = [(source, rank) for source in near for rank in self.wanted[atom][node]]
             hops = [
@@ -165,13 +165,13 @@ class _Calendars:
             step = inner // INNER_PER_STEP
             self.waiting[node] -= 1
             self.deliveries.append((atom, source, ingress, step))
-            if self.given.relays:
+            if self.demand.relays:
                 sources.append((ingress, self._after(step)))
-        return sources, away
+        return sources, distant_nodes
 
     def _after(self, step: int) -> int:
         """Return the first step of the next round."""
-        return (step // self.given.steps_per_round + 1) * self.given.steps_per_round
+        return (step // self.demand.steps_per_round + 1) * self.demand.steps_per_round
 
     def _earliest(self, sources: list[tuple[int, int]], nodes: list[int]) -> tuple[int, int, int]:
         """Return the earliest (source, node, step).

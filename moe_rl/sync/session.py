@@ -49,8 +49,8 @@ def ballot(plan: SyncPlan, side: TrainerSide | EngineSide, *, rank: int, step: i
     """Return how this rank votes."""
     if isinstance(side, TrainerSide):
         return Ballot(step=step, plan_digest=plan.digest, weights_sum=side.weights_sum, problem=side.problem)
-    own = next(each for each in plan.problem.engine_ranks() if each.rank == rank)
-    planned, current = own.engine.local_slots(own.index), side.current_slots()
+    engine_rank = next(engine_rank for engine_rank in plan.problem.engine_ranks() if engine_rank.rank == rank)
+    planned, current = engine_rank.engine.local_slots(engine_rank.index), side.current_slots()
     problem = ""
     if not np.array_equal(planned, current):
         problem = "the engine holds another expert map than the plan: it rebalanced itself, or was told of another."

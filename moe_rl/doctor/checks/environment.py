@@ -18,40 +18,40 @@ def missing_psutil(case: Case) -> Iterator[Found]:
     """Megatron's distributed checkpointing needs psutil and does not declare it: without it the forked writer dies,
     and save waits for it without an error.
     """
-    here = case.environment
-    if here and "psutil" not in here.modules:
-        yield Found(f"{_megatron(here)} is installed without psutil.")
+    environment = case.environment
+    if environment and "psutil" not in environment.modules:
+        yield Found(f"{_megatron(environment)} is installed without psutil.")
 
 
 def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
     """The base package of transformer-engine is empty and raises RuntimeError on import; Megatron expects ImportError
     only, so that nothing that imports megatron.core works any more.
     """
-    here = case.environment
-    if here is None or "transformer-engine" not in here.versions or here.transformer_engine_built:
+    environment = case.environment
+    if environment is None or "transformer-engine" not in environment.versions or environment.transformer_engine_built:
         return
-    core = [name for name in here.versions if name.startswith("transformer-engine-cu")]
-    binding = "transformer-engine-torch" in here.versions or "transformer_engine_torch" in here.modules
+    core = [name for name in environment.versions if name.startswith("transformer-engine-cu")]
+    binding = "transformer-engine-torch" in environment.versions or "transformer_engine_torch" in environment.modules
     missing = [what for what, there in (("its CUDA core", core), ("its PyTorch binding", binding)) if not there]
     if missing:
-        version = here.versions["transformer-engine"]
+        version = environment.versions["transformer-engine"]
         yield Found(f"transformer-engine {version} is installed without {' and '.join(missing)}.")
 
 
 def missing_triton(case: Case) -> Iterator[Found]:
     """megatron-core 0.18 and later import triton at the top of modules that every run loads."""
-    here = case.environment
-    version = here.version("megatron-core") if here else None
-    if here and version and version[:2] >= HARD_TRITON and "triton" not in here.modules:
-        yield Found(f"{_megatron(here)} is installed without triton.")
+    environment = case.environment
+    version = environment.version("megatron-core") if environment else None
+    if environment and version and version[:2] >= HARD_TRITON and "triton" not in environment.modules:
+        yield Found(f"{_megatron(environment)} is installed without triton.")
 
 
 def megatron_without_replay(case: Case) -> Iterator[Found]:
     """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
-    here = case.environment
-    version = here.version("megatron-core") if here else None
-    if here and version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
-        yield Found(f"{_megatron(here)} is older than 0.16.")
+    environment = case.environment
+    version = environment.version("megatron-core") if environment else None
+    if environment and version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
+        yield Found(f"{_megatron(environment)} is older than 0.16.")
 
 
 def dispatcher_not_installed(case: Case) -> Iterator[Found]:
@@ -66,25 +66,28 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
     counts of another node: the first dispatch between nodes stops after 100 s with "timeout (dispatch CPU)", and the
     illegal memory access that follows is a consequence.
     """
-    here, backend, ranks = case.environment, case.flex_backend, case.settings.expert_model_parallel_size
-    if here is None or backend is None or backend.value != "deepep" or not spans_nodes(case):
+    environment, backend, ranks = case.environment, case.flex_backend, case.settings.expert_model_parallel_size
+    if environment is None or backend is None or backend.value != "deepep" or not spans_nodes(case):
         return
     for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
-        version = here.version(package)
+        version = environment.version(package)
         if version is not None and version >= NVSHMEM_TIMES_OUT:
             yield Found(
-                "{} crosses nodes ({}), and {} is installed.", backend, ranks, f"{package} {here.versions[package]}"
+                "{} crosses nodes ({}), and {} is installed.",
+                backend,
+                ranks,
+                f"{package} {environment.versions[package]}",
             )
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
     """Megatron's fp8 option is TransformerEngine's; without that package the model does not build."""
-    here, fp8 = case.environment, case.settings.fp8
-    if here and fp8 and "transformer_engine" not in here.modules:
+    environment, fp8 = case.environment, case.settings.fp8
+    if environment and fp8 and "transformer_engine" not in environment.modules:
         yield Found("{} needs TransformerEngine, which is not installed here.", fp8)
 
 
-def _megatron(here: Environment) -> str:
+def _megatron(environment: Environment) -> str:
     # A checkout on PYTHONPATH can be imported and has no version.
-    version = here.versions.get("megatron-core")
+    version = environment.versions.get("megatron-core")
     return f"megatron-core {version}" if version else "Megatron"

@@ -22,10 +22,11 @@ def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
     exact, engine_exact = bool(trainer), engine is None or engine.value
     if exact == engine_exact:
         return
-    said = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set" if trainer is None else "by {}"
+    sentence = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set" if trainer is None else "by {}"
     yield Found(
-        f"{{}} trains with {_scales(exact)} scales ({said}), the engine runs with {_scales(engine_exact)} ones ({{}}).",
-        *(each for each in (recipe, trainer, rollout if engine is None else engine) if each is not None),
+        f"{{}} trains with {_scales(exact)} scales ({sentence}), the engine runs with {_scales(engine_exact)} ones "
+        "({}).",
+        *(setting for setting in (recipe, trainer, rollout if engine is None else engine) if setting is not None),
     )
 
 

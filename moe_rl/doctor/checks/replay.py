@@ -37,19 +37,19 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
     if not replay or not layers:
         return
-    said = "{} adds layers of multi-token prediction while {} replays routes"
+    sentence = "{} adds layers of multi-token prediction while {} replays routes"
     covers, framework = case.settings.replay_covers_mtp, case.settings.framework
     # What each framework does about it: Megatron nothing, miles always, slime where the layers do not train.
     if framework == "megatron":
-        yield Found(f"{said}, by a list in which both kinds of layer stand.", layers, replay)
+        yield Found(f"{sentence}, by a list in which both kinds of layer stand.", layers, replay)
     elif covers:
-        yield Found(f"{said}, and {{}} replays in them too.", layers, replay, covers)
+        yield Found(f"{sentence}, and {{}} replays in them too.", layers, replay, covers)
     elif framework == "miles" or (framework == "slime" and not training):
         remedy = "Nothing, unless metrics of replay count more layers than the trace has."
-        left_out = f"{said}; {framework} leaves them out of replay."
+        left_out = f"{sentence}; {framework} leaves them out of replay."
         yield Found(left_out, layers, replay, severity=NOTE, remedy=remedy)
     else:
-        yield Found(f"{said}.", layers, replay, severity=WARNING)
+        yield Found(f"{sentence}.", layers, replay, severity=WARNING)
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
@@ -62,14 +62,14 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
     interleaved = stages if above(stages, 1) else layers if above(layers, 0) else None
     if not replay or interleaved is None:
         return
-    said = "{} interleaves pipeline stages while {} replays routes"
+    sentence = "{} interleaves pipeline stages while {} replays routes"
     if settings.framework == "nemo_rl":
-        yield Found(f"{said}: NeMo-RL stops at the start.", interleaved, replay)
+        yield Found(f"{sentence}: NeMo-RL stops at the start.", interleaved, replay)
     elif settings.framework == "megatron":
-        yield Found(f"{said}.", interleaved, replay, severity=WARNING)
+        yield Found(f"{sentence}.", interleaved, replay, severity=WARNING)
     else:
         remedy = "Compare one step with and without virtual stages before a long run."
-        by_chunk = f"{said}; {settings.framework} assigns routes by chunk."
+        by_chunk = f"{sentence}; {settings.framework} assigns routes by chunk."
         yield Found(by_chunk, interleaved, replay, severity=NOTE, remedy=remedy)
 
 
@@ -96,10 +96,10 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     num_dense = layers.count(0) if len(layers) > 1 else 0
     if num_dense or (len(layers) == 1 and layers[0] > 1):
         how_many = f"{num_dense} of {len(layers)} layers" if num_dense else f"all but every {layers[0]}th layer"
-        own = case.settings.framework == "megatron"
-        instances = ": the instances of RouterReplay count MoE layers only." if own else "."
-        said = f"{{}} makes {how_many} dense while {{}} replays routes{instances}"
-        yield Found(said, pattern, replay, severity=WARNING if own else NOTE)
+        is_megatron = case.settings.framework == "megatron"
+        instances = ": the instances of RouterReplay count MoE layers only." if is_megatron else "."
+        sentence = f"{{}} makes {how_many} dense while {{}} replays routes{instances}"
+        yield Found(sentence, pattern, replay, severity=WARNING if is_megatron else NOTE)
 
 
 def no_replay(case: Case) -> Iterator[Found]:
@@ -107,6 +107,6 @@ def no_replay(case: Case) -> Iterator[Found]:
     in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.
     """
     settings = case.settings
-    shown = settings.num_moe_experts or settings.expert_model_parallel_size
-    if case.is_moe and shown and not case.replays and not settings.rollout_returns_routes:
-        yield Found("{} says MoE, and no setting replays routes.", shown)
+    setting = settings.num_moe_experts or settings.expert_model_parallel_size
+    if case.is_moe and setting and not case.replays and not settings.rollout_returns_routes:
+        yield Found("{} says MoE, and no setting replays routes.", setting)

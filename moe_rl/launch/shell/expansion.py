@@ -42,7 +42,7 @@ class Expansion:
     def value(self, assignment: Assignment) -> Value:
         """Return what an assignment assigns."""
         if isinstance(assignment.value, tuple):
-            return [each for raw in assignment.value for each in self.expand(raw)]
+            return [text for raw in assignment.value for text in self.expand(raw)]
         return [self.expand_one(assignment.value)]
 
     def expand_one(self, raw: RawWord) -> Text:
@@ -62,7 +62,7 @@ class Expansion:
             pieces = self._part(part, raw.line)
             # Only what is expanded without quotes is split at blanks; text of the script never is.
             if part.kind != "text" and not part.quoted and not QUOTED_DEFAULT.search(part.text):
-                pieces = [piece for each in pieces for piece in split(each)]
+                pieces = [piece for text in pieces for piece in split(text)]
             for index, piece in enumerate(pieces):
                 # `a$X` with X="b c" is the words `ab` and `c`: only the first piece joins what stands before it.
                 if index and open_field is not None:
@@ -72,17 +72,17 @@ class Expansion:
         fields += [open_field] if open_field is not None else []
         # "${ARGS[@]}" of an empty array is no word at all, "$EMPTY" is an empty one.
         vanishes = any(part.kind == "variable" and part.text.endswith(("@", "*", "[@]", "[*]")) for part in raw.parts)
-        return [] if vanishes and [(each.text, each.missing) for each in fields] == [("", ())] else fields
+        return [] if vanishes and [(text.text, text.missing) for text in fields] == [("", ())] else fields
 
     def _part(self, part: Part, line: int) -> list[Text]:
         where = self.where(line)
         if part.kind == "text":
             return [Text(text=part.text, where=where)]
         if part.kind == "arithmetic":
-            inside = self.expand_one(RawWord(tuple(Parser(part.text, line=line).quoted(end="")), line))
-            number = None if inside.missing else evaluate(inside.text, self.numbers())
+            text = self.expand_one(RawWord(tuple(Parser(part.text, line=line).quoted(end="")), line))
+            number = None if text.missing else evaluate(text.text, self.numbers())
             if number is None:
-                return [Text(text="", where=where, missing=inside.missing or (f"$(({part.text}))",))]
+                return [Text(text="", where=where, missing=text.missing or (f"$(({part.text}))",))]
             return [Text(text=str(number), where=where)]
         if part.kind == "command":
             return [self.substituted(part.text, line)]
@@ -106,7 +106,7 @@ class Expansion:
             # "${A[*]}" is one word, with the first character of IFS between the elements.
             separators = self.variables.get("IFS")
             joint = separators[0].text[:1] if separators and separators[0].text else " "
-            return [Text(text=joint.join(each.text for each in value), where=where)]
+            return [Text(text=joint.join(field.text for field in value), where=where)]
         return value
 
     def _lookup(self, name: str, index: str | None, where: Where) -> list[Text] | None:
@@ -124,9 +124,9 @@ class Expansion:
         return [value[position]]
 
     def _operated(self, name: str, value: list[Text] | None, operation: str, where: Where) -> list[Text]:
-        text = " ".join(each.text for each in value) if value is not None else ""
-        empty = value is None or (not text and not any(each.missing for each in value))
-        operator = next((each for each in DEFAULTS if operation.startswith(each)), "")
+        text = " ".join(field.text for field in value) if value is not None else ""
+        empty = value is None or (not text and not any(field.missing for field in value))
+        operator = next((default for default in DEFAULTS if operation.startswith(default)), "")
         if operator:
             unset = empty if operator.startswith(":") else value is None
             # `+` gives its word where the variable is set, all others where it is not.
@@ -138,16 +138,18 @@ class Expansion:
             if operator[-1] == "=":
                 self.variables[name] = [default]
             return [default]
-        rest = trimmed(text, operation)
-        if value is None or rest is None:
+        trimmed_text = trimmed(text, operation)
+        if value is None or trimmed_text is None:
             return [Text(text="", where=where, missing=(f"${{{name}{operation}}}",))]
-        return [Text(text=rest, where=where, missing=tuple(n for each in value for n in each.missing))]
+        return [Text(text=trimmed_text, where=where, missing=tuple(n for field in value for n in field.missing))]
 
     def numbers(self) -> dict[str, int]:
         """Return the variables that are whole numbers."""
-        first = {name: value[0] for name, value in self.variables.items() if value}
+        first_texts = {name: value[0] for name, value in self.variables.items() if value}
         return {
-            name: int(text.text) for name, text in first.items() if not text.missing and NUMBER.fullmatch(text.text)
+            name: int(text.text)
+            for name, text in first_texts.items()
+            if not text.missing and NUMBER.fullmatch(text.text)
         }
 
     def where(self, line: int) -> Where:
@@ -168,7 +170,7 @@ def glued(left: Text, right: Text) -> Text:
 
 def split(value: Text) -> list[Text]:
     """Split an unquoted value at blanks; pieces of a text over several lines keep their own line."""
-    found = [
+    fields = [
         Text(
             text=match.group(),
             where=Where(path=value.where.path, line=value.where.line + value.text[: match.start()].count("\n")),
@@ -177,7 +179,7 @@ def split(value: Text) -> list[Text]:
         for match in re.finditer(r"\S+", value.text)
     ]
     # An unknown value may be empty, and a finding must still name what it hangs on.
-    return found or ([Text(text="", where=value.where, missing=value.missing)] if value.missing else [])
+    return fields or ([Text(text="", where=value.where, missing=value.missing)] if value.missing else [])
 
 
 def trimmed(text: str, operation: str) -> str | None:
@@ -190,7 +192,7 @@ def trimmed(text: str, operation: str) -> str | None:
     ends = range(len(text) + 1)
     # A doubled operator takes the longest piece that fits the pattern, a single one the shortest.
     for end in reversed(ends) if longest == front else ends:
-        piece, rest = (text[:end], text[end:]) if front else (text[end:], text[:end])
+        piece, remainder = (text[:end], text[end:]) if front else (text[end:], text[:end])
         if fnmatch.fnmatchcase(piece, pattern):
-            return rest
+            return remainder
     return text

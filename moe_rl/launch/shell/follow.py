@@ -101,8 +101,10 @@ class Shell(Expansion):
             case "for":
                 return self._for(command)
             case "for ((":
-                first, condition, step = (Command("((", text=each.strip() or "1") for each in command.text.split(";"))
-                self._run_one(first)
+                start, condition, step = (
+                    Command("((", text=expression.strip() or "1") for expression in command.text.split(";")
+                )
+                self._run_one(start)
                 return self._loop((condition,), (*command.bodies[0], step))
             case "while" | "until":
                 return self._loop(*command.bodies, until=command.kind == "until", at_most=MAX_ROUNDS)
@@ -176,18 +178,18 @@ class Shell(Expansion):
         for name in dict.fromkeys(name for end in ends for name in end):
             values = [end.get(name) for end in ends]
             # A variable that one branch alone sets may be unset: it differs, too.
-            known = next(value for value in values if value is not None)
-            if all(same(value, known) for value in values):
-                self.variables[name] = known
+            decided = next(value for value in values if value is not None)
+            if all(same(value, decided) for value in values):
+                self.variables[name] = decided
             else:
-                where = known[0].where if known else Where(path=str(self.path))
+                where = decided[0].where if decided else Where(path=str(self.path))
                 self.variables[name] = [Text(text="", where=where, missing=(name,))]
         return None
 
     def _for(self, command: Command) -> bool | None:
         (body,) = command.bodies
         # Words of a `for` are expanded once, before the body changes a variable of theirs.
-        for word in [each for raw in command.words for each in self.expand(raw)]:
+        for word in [text for raw in command.words for text in self.expand(raw)]:
             # One unknown word, such as $(ls), may stand for none or for many: the body runs once or never.
             if word.missing:
                 return self._any_of([body, ()])
@@ -209,7 +211,7 @@ class Shell(Expansion):
     def _simple(self, command: Command) -> bool | None:
         if not command.words or command.words[0].bare() in DECLARATIONS:
             return self._declare(command)
-        words = [each for raw in command.words for each in self.expand(raw)]
+        words = [text for raw in command.words for text in self.expand(raw)]
         name = words[0].text if words else ""
         if name in ("source", "."):
             return self._source(words)
@@ -232,10 +234,12 @@ class Shell(Expansion):
         if name == "false":
             return False
         # `A=1 python train.py`: A is set for this command alone.
-        own = {name: value[0] for name in self.exported if (value := self.variables.get(name))}
-        own |= {each.name: self.value(each)[0] for each in command.assignments if self.value(each)}
+        environment = {name: value[0] for name in self.exported if (value := self.variables.get(name))}
+        environment |= {
+            assignment.name: self.value(assignment)[0] for assignment in command.assignments if self.value(assignment)
+        }
         # Which of all commands is the run is decided at the end: scripts also start Ray, servers and downloads.
-        self.launches.append(Launch(words, own))
+        self.launches.append(Launch(words, environment))
         return None
 
     def _declare(self, command: Command) -> bool:
@@ -251,22 +255,24 @@ class Shell(Expansion):
     def _source(self, words: list[Text]) -> bool | None:
         if len(words) < 2:
             return None
-        target, said = words[1], f"{self.path} sources {words[1].text}"
+        target, sentence = words[1], f"{self.path} sources {words[1].text}"
         if PurePath(target.text).name in SET_UP:
             return True
         if target.missing:
-            self.run.absent[target.text] = f"{said}, and {', '.join(target.missing)} is not known: give that file too."
+            self.run.absent[target.text] = (
+                f"{sentence}, and {', '.join(target.missing)} is not known: give that file too."
+            )
             return None
         # From where the doctor runs, as the script itself would look; else beside the script.
         candidates = [Path(target.text), self.path.parent / target.text]
-        found = next((path for path in candidates if path.is_file()), None)
-        if found is None:
-            self.run.absent[target.text] = f"{said}, which is not there: give that file too."
+        sourced = next((path for path in candidates if path.is_file()), None)
+        if sourced is None:
+            self.run.absent[target.text] = f"{sentence}, which is not there: give that file too."
             return None
         if self.depth > MAX_DEPTH:
-            raise InvalidInputError(f"{said}: files that source one another in a circle.")
+            raise InvalidInputError(f"{sentence}: files that source one another in a circle.")
         self.depth += 1
-        self.follow_file(found, read_text(found))
+        self.follow_file(sourced, read_text(sourced))
         self.depth -= 1
         return True
 
@@ -284,24 +290,24 @@ class Shell(Expansion):
 
     def _print(self, name: str, arguments: list[Text], printed: list[str]) -> bool | None:
         """Run a command inside `$( )`: only those whose output follows from their arguments."""
-        texts = [each.text for each in arguments if each.text != "--"]
-        last = texts[-1] if texts else ""
+        texts = [argument.text for argument in arguments if argument.text != "--"]
+        last_text = texts[-1] if texts else ""
         match name:
-            case _ if any(each.missing for each in arguments):
+            case _ if any(argument.missing for argument in arguments):
                 printed.append(UNKNOWN)
             case "echo":
                 printed.append(" ".join(text for text in texts if text not in ("-n", "-e")))
             case "printf":
                 printed.append(printf(arguments, Where(path=str(self.path))).text)
             case "dirname":
-                printed.append(str(Path(last).parent))
+                printed.append(str(Path(last_text).parent))
             # Links are not followed: what a script sources is named by either path.
             case "realpath" | "readlink":
-                printed.append(last)
+                printed.append(last_text)
             case "basename":
-                printed.append(Path(last).name)
+                printed.append(Path(last_text).name)
             case "cd":
-                self.folder = self.folder / last
+                self.folder = self.folder / last_text
             case "pwd":
                 printed.append(str(self.folder))
             case _:
@@ -315,10 +321,10 @@ class Shell(Expansion):
         child.depth = self.depth
         child.follow(parse(text, line=line, where=str(self.path)))
         printed = child.printed or []
-        known = bool(printed) and UNKNOWN not in printed
-        shown = " ".join(text.strip().split("\n")[0].split())[:60]
+        is_certain = bool(printed) and UNKNOWN not in printed
+        excerpt = " ".join(text.strip().split("\n")[0].split())[:60]
         return Text(
-            text="\n".join(printed) if known else "",
+            text="\n".join(printed) if is_certain else "",
             where=self.where(line),
-            missing=() if known else (f"$({shown})",),
+            missing=() if is_certain else (f"$({excerpt})",),
         )

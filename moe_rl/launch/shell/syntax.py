@@ -112,10 +112,10 @@ class Parser:
 
     def advance(self, num_chars: int) -> str:
         """Return the next characters and go behind them."""
-        found = self.text[self.position : self.position + num_chars]
+        characters = self.text[self.position : self.position + num_chars]
         self.position += num_chars
-        self.line += found.count("\n")
-        return found
+        self.line += characters.count("\n")
+        return characters
 
     def take(self, pattern: str | re.Pattern[str]) -> str:
         """Return what stands here of a pattern, and go behind it; empty where nothing does."""
@@ -132,8 +132,8 @@ class Parser:
     def separators(self) -> None:
         """Skip blanks, newlines with the here-documents behind them, `;` and `&`."""
         self.take(BLANKS)
-        while found := self.take(SEPARATOR):
-            while found == "\n" and self.here_documents and not self.at_end:
+        while separator := self.take(SEPARATOR):
+            while separator == "\n" and self.here_documents and not self.at_end:
                 # The text of a here-document is skipped: it is input of a program, not of this run.
                 if self.take(r"[^\n]*\n?").strip() == self.here_documents[0]:
                     self.here_documents.pop(0)
@@ -150,11 +150,11 @@ class Parser:
 
     def joined(self) -> Command:
         """Return commands joined by `&&`, `||` or `|`."""
-        found = self.command()
+        command = self.command()
         while operator := self.take(JOINT):
             self.separators()
-            found = Command(operator, bodies=((found,), (self.command(),)))
-        return found
+            command = Command(operator, bodies=((command,), (self.command(),)))
+        return command
 
     def command(self) -> Command:
         """Return one command with its redirections left out."""
@@ -163,31 +163,31 @@ class Parser:
         kind = self.take(r"\(\(?|(?:if|case|for|while|until|function|!|\{|\[\[)" + EDGE)
         match kind:
             case "((":
-                found = Command(kind, text=self.closed("(", ")", depth=2))
+                command = Command(kind, text=self.closed("(", ")", depth=2))
             case "(" | "{":
-                found = Command(kind, bodies=(self.body(),))
+                command = Command(kind, bodies=(self.body(),))
                 self.expect({"(": ")", "{": "}"}[kind])
             case "!":
                 # The command behind it takes its own redirections, as after `function name`.
                 return Command(kind, bodies=((self.command(),),))
             case "[[":
-                found = self.double_bracket()
+                command = self.double_bracket()
             case "function":
                 self.take(BLANKS)
                 return self.function(self.word())
             case "if":
-                found = self.if_()
+                command = self.if_()
             case "case":
-                found = self.case()
+                command = self.case()
             case "for":
-                found = self.for_()
+                command = self.for_()
             case "while" | "until":
                 condition = self.body()
-                found = Command(kind, bodies=(condition, self.loop_body()))
+                command = Command(kind, bodies=(condition, self.loop_body()))
             case _:
                 return self.simple()
         self.redirections()
-        return found
+        return command
 
     def redirections(self) -> None:
         """Skip files that a command reads or writes, process substitutions among them."""
