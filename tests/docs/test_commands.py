@@ -97,7 +97,7 @@ def run(line: str, folder: Path) -> None:
 
 
 PASTED = [
-    ROOT / "README.md", ROOT / "docs" / "questions.md", ROOT / "docs" / "importance.md",
+    ROOT / "README.md", ROOT / "docs" / "reference" / "python.md", ROOT / "docs" / "importance.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]  # fmt: skip
 """Pages of which a newcomer pastes every block."""
