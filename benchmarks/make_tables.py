@@ -205,17 +205,29 @@ def public_names(names: str) -> str:
 
 
 def options_table(name: str) -> str:
-    """Return one row of Markdown per option of a schema: its flag, the field's type and default, what it does."""
-    lines = ["", "| option | in Python | default | what |", "|---|---|---|---|"]
-    for field, info in resolve_name(name).model_fields.items():
-        flags, value = (
-            ", ".join(f"`{flag}`" for flag in SHOWN[field].flags),
-            info.get_default(call_default_factory=True),
-        )
-        default = "" if value is None else f"`{value!r}`"
-        said = with_names(SHOWN[field].told).replace("|", BAR_IN_TABLE)
-        lines.append(f"| {flags} | `{field}` | {default} | {said} |")
-    return "".join(f"{line}\n" for line in (*lines, ""))
+    """Return a folded table per panel of the help: an option's flag, the field's type and default, what it does."""
+    fields = resolve_name(name).model_fields
+    panels: dict[str, list[str]] = {SHOWN[field].panel: [] for field in fields}
+    for field in fields:
+        panels[SHOWN[field].panel].append(field)
+    tables = []
+    for panel, names in panels.items():
+        rows = "".join(option_row(field, fields[field].get_default(call_default_factory=True)) for field in names)
+        heading = "| option | in Python | default | what |\n|---|---|---|---|\n"
+        tables.append(folded(f"{panel} ({len(names)})", heading + rows))
+    return "\n" + "\n".join(tables) + "\n"
+
+
+def option_row(field: str, default: object) -> str:
+    """Return a row of Markdown: the flags of a field of the options, its name, its default, what it does."""
+    flags = ", ".join(f"`{flag}`" for flag in SHOWN[field].flags)
+    shown = "" if default is None else f"`{default!r}`"
+    return f"| {flags} | `{field}` | {shown} | {with_names(SHOWN[field].told).replace('|', BAR_IN_TABLE)} |\n"
+
+
+def folded(summary: str, text: str) -> str:
+    """Return Markdown that GitHub and the site show as its summary until a reader opens it."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n</details>\n'
 
 
 def kernel_roofs() -> str:
