@@ -64,6 +64,13 @@ class ExpertHomes:
         self._movable = movable
         self._max_scratch_bytes = max_scratch_bytes
 
+    @property
+    def state_is_home(self) -> bool:
+        """Whether the optimizer state of this rank's experts is where the framework expects it."""
+        layers = list(self._movable.layers)
+        now, own = home_experts(self._state_placement)[layers], home_experts(self.own_placement)[layers]
+        return np.array_equal(now, own)
+
     def reorder(self, placement: ExpertPlacement) -> int:
         """Move experts to the homes of `placement`, with their optimizer state; return the bytes this rank received.
 
@@ -162,6 +169,11 @@ class ImaginedHomes(ExpertHomes):
     What a balanced run agrees on and refuses is agreed on and refused here too, so that it is the same placement. The
     weights stay where the framework put them, so there is nothing to bring home for a checkpoint.
     """
+
+    @property
+    def state_is_home(self) -> bool:
+        """True: nothing moves."""
+        return True
 
     def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
         return 0

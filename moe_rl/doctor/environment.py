@@ -20,7 +20,15 @@ PACKAGES = (
     "nvidia-nvshmem-cu12",
     "nvidia-nvshmem-cu13",
 )
-MODULES = ("megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep")
+MODULES = (
+    "megatron",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "triton",
+    "psutil",
+    "deep_ep",
+    "moe_rl._native",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.frameworks.post_import import when_imported, wrap
+from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.routes.chunk import MAGIC
 from moe_rl.routes.coded import CodedRoutes
 from moe_rl.routes.reader import Bytes

@@ -1,7 +1,7 @@
 """A Megatron run inside a framework: its balancer, or none, and the recorder of its routing."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
@@ -16,7 +17,9 @@ from megatron.core.utils import get_model_config
 from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed, gathered
+from moe_rl.balancing.homes import GradientsWaitError
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.native import native_core, why_not_native
 from moe_rl.frameworks.contract import Framework, logger
 from moe_rl.frameworks.prometheus import publish
 from moe_rl.frameworks.ranks import (
@@ -28,6 +31,7 @@ from moe_rl.frameworks.ranks import (
 from moe_rl.frameworks.router_shift import MicroBatchKeys, RouterShiftRun
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.megatron import Balancer, RoutingRecorder, attach
+from moe_rl.megatron.load_watch import LoadWatch
 from moe_rl.megatron.router_watch import RouterWatch
 from moe_rl.planner.registry import POLICIES
 
@@ -65,6 +69,18 @@ def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[tor
     return config
 
 
+def idle_levers(config: BalancerConfig) -> Iterator[str]:
+    """Yield of every lever that is on and cannot act in this process: which, and why."""
+    if config.pack and not config.observe and POLICIES[config.policy].levers.pack and native_core() is None:
+        yield f"pack is on and does nothing, because {why_not_native()}: sequences stay in their micro-batches."
+
+
+def say_once(sentence: str) -> None:
+    """Warn on rank 0."""
+    if dist.get_rank() == 0:
+        logger.warning("moe_rl: %s", sentence)
+
+
 def memory_bytes() -> int:
     """Return the bytes of this rank's device, or of the host where it is none."""
     if torch.cuda.is_available():
@@ -91,7 +107,11 @@ class MegatronRun:
         self._chunks = chunks
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
+        self._updates = 0
+        """Passes with backward that have begun."""
         self._away = False
+        self._loads = LoadWatch(chunks) if settings.measures_alone else None
+        """Of a run that is measured alone."""
         self._watch: RouterWatch | None = None
         if settings.record is not None:
             self.record(settings.record)
@@ -120,7 +140,7 @@ class MegatronRun:
         """
         models = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         balancer = None
-        if not settings.balances:
+        if not settings.balances or settings.measures_alone:
             return cls(framework, models, balancer, settings)
 
         def looked_at() -> str:
@@ -147,10 +167,18 @@ class MegatronRun:
             balancer = attach(models, optimizer, config)
             if not guarded:
                 balancer.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
+            for sentence in idle_levers(config):
+                say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:
             unbalanced(framework.name, error, strict=settings.strict)
         return cls(framework, models, balancer, settings)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do around a pass: it runs as the framework left it."""
+        parts = (self.balancer, self.router_shift, self._recorder, self._watch, self._loads)
+        return all(part is None for part in parts)
 
     @property
     def layer_ids(self) -> list[int]:
@@ -208,6 +236,9 @@ class MegatronRun:
         Whatever `call` raises, this rank is outside of a pass afterwards: it can save, export and go on.
         """
         try:
+            if self.balancer is not None and self._is_over():
+                self._switch_off()
+            self._updates += not forward_only
             return self._around(call, known, forward_only=forward_only, keys=keys)
         except BaseException:
             self.give_up()
@@ -220,6 +251,38 @@ class MegatronRun:
             self.balancer.give_up()
         if self._watch is not None:
             self._watch.give_up()
+        if self._loads is not None:
+            self._loads.give_up()
+
+    def _is_over(self) -> bool:
+        """Return whether balancing ends here, by `Settings.until`; a collective of the run if that is a file."""
+        until = self.settings.until
+        if until is None:
+            return False
+        if until.file is not None:
+            return bool(gathered(until.file.exists())[0])  # hosts may see a shared folder late: rank 0 decides
+        return until.updates is not None and self._updates >= until.updates
+
+    def _switch_off(self) -> None:
+        """Bring the experts home and go on without balancing; a collective.
+
+        While gradients wait for an optimizer step nothing may move: the pass after it tries again.
+        """
+        balancer = self.balancer
+        assert balancer is not None
+        balancer.drop_prepared()
+        try:
+            if balancer.homes_stay is None:
+                balancer.reorder(balancer.megatron_placement)
+        except GradientsWaitError:
+            return
+        balancer.detach()
+        self.balancer = None
+        if dist.get_rank() == 0:
+            logger.warning(
+                "moe_rl: switched off after %d updates (until): every expert is where Megatron puts it, and the run "
+                "goes on unbalanced.", self._updates,
+            )  # fmt: skip
 
     def _around(
         self,
@@ -236,6 +299,8 @@ class MegatronRun:
         self.last_metrics = {}
         if planned is not None:
             planned.begin_pass(**known or {}, forward_only=forward_only)
+        if self._loads is not None:
+            self._loads.begin_pass(forward_only=forward_only)
         if self._recorder is not None and not forward_only:
             with self._recorder.step(self._steps):
                 result = call()
@@ -246,6 +311,8 @@ class MegatronRun:
             self.last_metrics = planned.end_pass().as_dict()
             if self._limit is not None and not forward_only:
                 self.last_metrics["moe_rl/micro_batch_limit_tokens"] = float(self._limit)
+        if self._loads is not None:
+            self.last_metrics |= self._loads.end_pass()
         if self._watch is not None:
             self.last_metrics |= self._watch.end_pass()
         if self.router_shift is not None and not forward_only:
@@ -271,6 +338,9 @@ class MegatronRun:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._loads is not None:
+            self._loads.close()
+            self._loads = None
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None

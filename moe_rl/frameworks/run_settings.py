@@ -2,6 +2,8 @@
 
 MOE_RL=moe-rl                   the policy; this switches moe_rl on
 MOE_RL=observe                  policy moe-rl, planned beside the run and not carried out: metrics moe_rl/would_be_*
+MOE_RL=static                   nothing is planned or attached to layers: the metric moe_rl/imbalance alone
+MOE_RL_UNTIL=40                 switch off after 40 updates, or by MOE_RL_UNTIL=/shared/off once that file is there
 MOE_RL_REPLICA_SLOTS=2          any field of `BalancerConfig`, in capitals
 MOE_RL_CONFIG=run.yaml          a file with a block `moe_rl:`, which the variables above go before
 MOE_RL_RECORD=traces/run1       also record the routing of every training pass
@@ -27,6 +29,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import require_usable_policy
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
+from moe_rl.planner.static import StaticPlanner
 from moe_rl.yaml_files import read_yaml
 
 SWITCH = "MOE_RL"
@@ -35,6 +38,30 @@ PREFIX = "MOE_RL_"
 OBSERVE = "observe"
 # Variables, or beginnings of them, that other parts of moe_rl read.
 ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_ROUTES", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Until:
+    """When a run that is balanced switches that off, between two updates: one of the two."""
+
+    updates: int | None = None
+    """After so many updates."""
+    file: Path | None = None
+    """Once this file is there on the host of rank 0."""
+
+    @classmethod
+    def of(cls, value: int | str) -> "Until":
+        """Return what a setting says: a number of updates, or a path.
+
+        >>> Until.of(40).updates
+        40
+        """
+        if isinstance(value, int) and not isinstance(value, bool):
+            require(value >= 0, f"until is a number of updates, 0 or more, or a file, got {value}.")
+            return cls(updates=value)
+        if not isinstance(value, str) or not value:
+            raise InvalidInputError(f"until is a number of updates or a file, got {value!r}.")
+        return cls(file=Path(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +87,13 @@ class Settings:
     """Floor of the router-shift weight gamma; 0: the loss has none."""
     balances: bool = True
     """False where the router shift is all that was asked for."""
+    until: Until | None = None
+    """When balancing is switched off; None: never."""
+
+    @property
+    def measures_alone(self) -> bool:
+        """Whether the run only reports its imbalance: `static` is a policy of simulations, and plans nothing here."""
+        return self.balances and self.balancer.policy == StaticPlanner.name
 
     def in_common(self) -> dict[str, Any]:
         """Return what, beside `balancer`, all ranks must have in common: paths and ports may be those of a host."""
@@ -67,11 +101,13 @@ class Settings:
         facts |= {name: getattr(self, name) for name in ("strict", "check", "telemetry", "router_shift")}
         facts["whether routes are recorded"] = self.record is not None
         facts["whether a driver plans"] = self.plans is not None
+        facts["until"] = None if self.until is None else (self.until.updates, self.until.file is not None)
         return facts
 
 
 RUN_FIELDS: dict[str, type] = dict.fromkeys(("strict", "check", "telemetry"), bool)
 RUN_FIELDS |= {"record": str, "plans": str, "prometheus": int, "router_shift": float}
+UNTIL = "until"  # a number or a path
 FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 
@@ -94,6 +130,7 @@ def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
 def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, and `RUN_FIELDS`."""
     own = {name: block[name] for name in RUN_FIELDS if block.get(name) is not None}
+    until = block.get(UNTIL)
     for name, value in own.items():
         require_kind(name, value, RUN_FIELDS[name])
     floor = own.get("router_shift", 0.0)
@@ -102,8 +139,9 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
         name: Path(value) if isinstance(value, str) else value for name, value in own.items() if value != ""
     }
     return Settings(
-        balancer=balancer_config({name: value for name, value in block.items() if name not in RUN_FIELDS}),
+        balancer=balancer_config({name: value for name, value in block.items() if name not in (*RUN_FIELDS, UNTIL)}),
         given=frozenset(block),
+        until=None if until is None else Until.of(until),
         **run,
     )
 
@@ -118,7 +156,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     if not (given.get(SWITCH) or config or given.get(f"{PREFIX}ROUTER_SHIFT")):
         return None
     block = _block_of_file(Path(config)) if config else {}
-    known = {*get_type_hints(BalancerConfig), *RUN_FIELDS}
+    known = {*get_type_hints(BalancerConfig), *RUN_FIELDS, UNTIL}
     for variable, text in variables(given).items():
         name = variable.removeprefix(PREFIX).lower()
         if variable == SWITCH or name == "config":

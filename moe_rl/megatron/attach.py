@@ -114,7 +114,7 @@ def _looked_at(
     chunks: Sequence[torch.nn.Module], config: BalancerConfig
 ) -> tuple[list[tuple[torch.nn.Module, MoELayer]], list[Experts]]:
     """Return the MoE layers with their chunks, and views of their experts; raise where they cannot be balanced."""
-    found = [(chunk, layer) for chunk in chunks for layer in _moe_layers(chunk)]
+    found = [(chunk, layer) for chunk in chunks for layer in moe_layers(chunk)]
     require(bool(found), "the model has no MoELayer: there is nothing to balance.")
     for chunk in chunks:
         _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
@@ -198,14 +198,14 @@ def _of_all_stages(layer_ids: list[int]) -> tuple[int, ...]:
     return tuple(sorted({layer for layers in gathered(layer_ids) for layer in layers}))
 
 
-def _moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
+def moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
     """Yield the chunk's MoE layers but those of multi-token prediction, which no routing trace has: they stay plain."""
     if isinstance(chunk, MultiTokenPredictionLayer):
         return
     if isinstance(chunk, MoELayer):
         yield chunk
     for module in chunk.children():
-        yield from _moe_layers(module)
+        yield from moe_layers(module)
 
 
 def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:

@@ -31,6 +31,7 @@ from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.expert_state import ExpertOptimizerState, MegatronExperts
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
+from moe_rl.megatron.guards import NameGuards
 from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots, hook_entry
 from moe_rl.megatron.model_spec import step_setting_of, unwrapped
 from moe_rl.megatron.residents import ResidentCopies
@@ -78,6 +79,8 @@ class Balancer(PassCycle[PassTables]):
         self.layers = list(layers)
         self._states = list(states)
         self._groups = groups
+        self._guards: NameGuards | None = None
+        """None before `install`."""
         self._offloaded = False
         self._says_dynamic = True
         self._fixed_factor: float | None = getattr(layers[0].config, "moe_expert_rank_capacity_factor", None)
@@ -349,6 +352,10 @@ class Balancer(PassCycle[PassTables]):
             flex.limit_rows(layer.token_dispatcher, None)  # Megatron's fixed factor drops; ours is asked beforehand
             if layer.config.cuda_graph_impl == "none":  # a transformer layer with hooks cannot be captured
                 state.entry = hook_entry(chunk, layer)
+        homes = self._homes
+        self._guards = NameGuards(
+            self.layers, self._optimizer, state_is_home=lambda: homes is None or homes.state_is_home
+        )
         self.memory = self._forecast_of(chunks)
         if self.config.observe:  # nothing is ever copied
             self.transport.buffers.release()
@@ -364,6 +371,8 @@ class Balancer(PassCycle[PassTables]):
         self._require_no_pass("detach()")
         self.offload()
         self._experts.release()
+        if self._guards is not None:
+            self._guards.remove()
         self._thread.shutdown()
         self._planner.exchange.destroy()
         self._groups.destroy()

@@ -245,19 +245,20 @@ class ElasticMoELayer(MoELayer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return Megatron's; raise while experts are elsewhere than their names say, and so do the next two."""
-        self._require_home("saved")
+        self.require_home("saved")
         return super().state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what a distributed checkpoint holds."""
-        self._require_home("saved")
+        self.require_home("saved")
         return super().sharded_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._require_home("loaded")
+        self.require_home("loaded")
         super()._load_from_state_dict(*args, **kwargs)
 
-    def _require_home(self, what: str) -> None:
+    def require_home(self, what: str) -> None:
+        """Raise if experts are not where Megatron puts them; `what` nobody can do with them then: saved, loaded."""
         moved = self._elastic is not None and self._elastic.home_table is not None
         require(
             not moved,

@@ -16,7 +16,12 @@ REGISTRY = TRAPS
 WHOLE = Environment(
     python="3.12.4",
     versions={"megatron-core": "0.19.2", "transformer-engine": "2.14.0", "torch": "2.11.0"},
-    modules=frozenset({"megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep"}),
+    modules=frozenset(
+        {
+            *("megatron", "transformer_engine", "transformer_engine_torch", "triton", "psutil", "deep_ep"),
+            "moe_rl._native",
+        }
+    ),
     transformer_engine_built=True,
 )
 """A machine that trains, with everything a run could ask for."""
@@ -97,6 +102,7 @@ DEFECTS = {
     "megatron-without-replay": without("", versions={**WHOLE.versions, "megatron-core": "0.15.3"}),
     "dispatcher-not-installed": without("deep_ep"),
     "deepep-times-out-between-nodes": without("", versions={**WHOLE.versions, "nvidia-nvshmem-cu13": "3.7.2"}),
+    "packing-without-core": without("moe_rl._native"),
     "fp8-without-transformer-engine": without(
         "transformer_engine", versions={"megatron-core": "0.19.2", "torch": "2.11.0"}
     ),
@@ -106,6 +112,7 @@ ASKED_BY = {
     "megatron-without-replay": {"megatron", "megatron-log"},
     "dispatcher-not-installed": {"megatron", "verl", "slime"},
     "deepep-times-out-between-nodes": set(),  # no good run sends tokens between nodes by DeepEP; see the test below
+    "packing-without-core": set(),  # a trap of runs that are to be balanced; see the test below
     "fp8-without-transformer-engine": {"slime", "nemo_rl-fp8"},
 }
 """Runs for which the defect matters; for all where nothing is said."""
@@ -132,6 +139,13 @@ def test_deepep_between_nodes_and_a_newer_nvshmem_are_a_trap(
     assert (
         "deepep-times-out-between-nodes" in {name for name, _ in found(diagnose(path, environment=here))}
     ) is is_trap
+
+
+@pytest.mark.parametrize("run", GOOD)
+def test_without_the_core_runs_that_are_to_be_balanced_pack_nothing(run: str) -> None:
+    path, here = FIXTURES / GOOD[run].file, DEFECTS["packing-without-core"]
+    named = {name for name, _ in found(diagnose(path, environment=here, attach=True))}
+    assert ("packing-without-core" in named) == (GOOD[run].framework in ("verl", "slime", "miles"))
 
 
 @pytest.mark.parametrize("trap", ["missing-psutil", "missing-triton", "transformer-engine-half-installed"])

@@ -92,6 +92,13 @@ SEEDS = [
     Seed("no-replay", "nemo_rl", ("policy.router_replay.enabled", False), NOTE),
     Seed("padding-routes-on-one-expert", "verl", R2, NOTE, ((ROLLOUT + "enable_rollout_routing_replay", False),)),
     Seed("replay-without-packing", "verl", ("actor_rollout_ref.model.use_remove_padding", False), ERROR),
+    Seed(
+        "updates-planned-from-history",
+        "verl",
+        ("actor_rollout_ref.model.use_remove_padding", False),
+        NOTE,
+        ((ENGINE + "router_replay.mode", "disabled"), (ROLLOUT + "enable_rollout_routing_replay", False)),
+    ),
     Seed("padding-routes-on-one-expert", "miles", ("--qkv-format", "bshd"), WARNING),
     *option("quantization-padding-edits-routes", "moe_router_padding_for_quantization", True, WARNING),
     *option("quantization-padding-edits-routes", "moe_router_padding_for_fp8", True, WARNING, "megatron", "slime"),

@@ -20,9 +20,11 @@ import tiny_gpt
 from give_up_cases import OfTheUserError, in_the_loss
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from rollout_cases import held
 
+from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks import Settings, forward_backward
+from moe_rl.frameworks import Settings, forward_backward, settings_from_environment
 from moe_rl.frameworks import router_shift as shifts
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl, routes_of_padded, routes_of_skyrl
@@ -186,6 +188,99 @@ def around_of(run: MegatronRun) -> Callable[[], Callable[..., Any]]:
         return planned
 
     return schedule
+
+
+def measured_alone() -> dict[str, Any]:
+    """MOE_RL=static beside the plain run and beside a balancer whose policy is static; with full recomputation, and a
+    forward of the user's between micro-batches."""
+    gathers = [0]
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(*given: Any, **named: Any) -> Any:
+            gathers[0] += 1
+            return original(*given, **named)
+
+        return gather
+
+    results: dict[str, Any] = {}
+    with tiny_gpt.parallel(2):
+        for recompute in ({}, tap_cases.FULL_RECOMPUTE):
+            plain = trained(tiny_gpt.build(**recompute), get_forward_backward_func)
+            planned = tiny_gpt.build(**recompute)
+            balancer = attach(planned.models, planned.optimizer, BalancerConfig(policy="static"))
+            expected: list[dict[str, float]] = []
+            step = iter(range(STEPS))
+
+            def schedule(
+                balancer: Any = balancer, expected: Any = expected, step: Iterator[int] = step
+            ) -> Callable[..., Any]:
+                routes = batches(next(step))
+                return forward_backward(
+                    get_forward_backward_func(), balancer, lambda _: routes, on_metrics=expected.append
+                )
+
+            trained(planned, schedule)
+            run = tiny_gpt.build(**recompute)
+            given = settings_from_environment({"MOE_RL": "static", "MOE_RL_STRICT": "1"})
+            assert given is not None
+            exchange = patch.object(PlanExchange, "gather", counting(PlanExchange.gather))
+            with exchange:
+                around = MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given)
+                metrics: list[dict[str, float]] = []
+
+                def measured(around: MegatronRun = around, metrics: Any = metrics) -> Callable[..., Any]:
+                    function = around_of(around)()
+
+                    def noted(**kwargs: Any) -> Any:
+                        result = function(**kwargs)
+                        metrics.append(around.last_metrics)
+                        return result
+
+                    return noted
+
+                curve = trained(run, measured)
+            around.detach()
+            name = "recomputed" if recompute else "kept"
+            results[name] = {"plain": plain, "curve": curve, "metrics": metrics, "expected": expected}
+            results[name]["balancer"] = around.balancer is not None
+    return results | {"gathers": gathers[0]}
+
+
+def switched_off() -> dict[str, Any]:
+    """After two of four updates, by their number and by a file that appears; experts have moved by then."""
+    shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(shared)
+    file, results = Path(shared[0]) / "off", {}
+    with tiny_gpt.parallel(2):
+        plain = tiny_gpt.build()
+        results["plain"] = tiny_gpt.train(plain, steps=4, micro_batches=MICRO_BATCHES)
+        for until in ("2", str(file)):
+            told = {"MOE_RL": "moe-rl", "MOE_RL_OBJECTIVE": "imbalance", "MOE_RL_STRICT": "1", "MOE_RL_UNTIL": until}
+            given = settings_from_environment(told)
+            assert given is not None
+            run, curve = tiny_gpt.build(), tiny_gpt.history()
+            around = MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given, guarded=True)
+            found: dict[str, Any] = {"balanced": [], "metrics": []}
+            for step in range(4):
+                if step == 2 and torch.distributed.get_rank() == 0:
+                    found["moved"] = around.balancer.placement.home_rank.tolist()
+                    Path(shared[0], "off" if "/" in until else "other").touch()
+
+                def schedule(step: int = step, around: MegatronRun = around) -> Callable[..., Any]:
+                    known = {"routes": batches(step), "tokens": [held(step, m) for m in range(MICRO_BATCHES)]}
+                    function = get_forward_backward_func()
+                    return lambda **kwargs: around.around(lambda: function(**kwargs), known, forward_only=False)
+
+                with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
+                    tiny_gpt.update(run, step, batches(step), curve)
+                found["balanced"].append(around.balancer is not None)
+                found["metrics"].append("moe_rl/imbalance" in around.last_metrics)
+            named = zip(plain.gpt.named_parameters(), run.gpt.named_parameters(), strict=True)
+            found["apart"] = max(float((ours - theirs).detach().abs().max()) for (_, ours), (_, theirs) in named)
+            found["classes"] = {type(layer.mlp).__name__ for layer in run.gpt.decoder.layers} == {"MoELayer"}
+            around.detach()
+            results["file" if "/" in until else "updates"] = found | {"curve": curve}
+    return results
 
 
 def router_shift_after_a_break() -> dict[str, Any]:

@@ -108,6 +108,33 @@ def test_a_loop_whose_loss_raised_saves_and_goes_on(outcome: list[Any]) -> None:
         assert "moe_rl/imbalance" in rank["run"]["metrics"]
 
 
+@loop_case("measured_alone")
+def test_static_in_a_run_measures_the_imbalance_and_plans_nothing(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert rank["gathers"] == 0, "nothing is exchanged to plan"
+        for name in ("kept", "recomputed"):
+            found = rank[name]
+            assert found["curve"] == found["plain"], "to the bit"
+            assert not found["balancer"]
+            for measured, expected in zip(found["metrics"], found["expected"], strict=True):
+                assert list(measured) == ["moe_rl/imbalance"]
+                assert measured["moe_rl/imbalance"] == pytest.approx(expected["moe_rl/imbalance"], rel=1e-12)
+
+
+@loop_case("switched_off")
+def test_a_run_is_switched_off_between_updates(outcome: list[Any]) -> None:
+    for rank in outcome:
+        for name in ("updates", "file"):
+            found = rank[name]
+            assert found["balanced"] == found["metrics"] == [True, True, False, False]
+            assert relative_difference(rank["plain"], found["curve"]) <= FP32_LIMIT
+            # Adam at lr 3e-3 may turn the sign of an element whose gradient is 0, in each of four steps.
+            assert found["apart"] <= 2 * 4 * 3e-3, "every expert is where its name says"
+            assert found["classes"]
+    homes = outcome[0]["updates"]["moved"]
+    assert any(layer != sorted(layer) for layer in homes), "no expert had moved: the test is blind"
+
+
 @loop_case("router_shift_after_a_break")
 def test_log_probabilities_that_broke_off_are_stored_when_they_run_again(outcome: list[Any]) -> None:
     for rank in outcome:

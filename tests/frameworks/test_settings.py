@@ -13,7 +13,7 @@ from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import Settings, balancer_config, settings_from_environment
 from moe_rl.frameworks.ranks import largest_common_node
-from moe_rl.frameworks.run_settings import settings_from_mapping, variables
+from moe_rl.frameworks.run_settings import Until, settings_from_mapping, variables
 
 BLOCK: dict[str, Any] = {"policy": "moe-rl", "replica_slots": 2, "parameters": {"pack": False}, "strict": True}
 EXPECTED = BalancerConfig(policy="moe-rl", replica_slots=2, parameters={"pack": False})
@@ -47,6 +47,19 @@ def test_observe_is_the_policy_moe_rl_that_carries_nothing_out() -> None:
     assert observed is not None
     assert (observed.balancer.policy, observed.balancer.observe, observed.balancer.replica_slots) == ("moe-rl", True, 2)
     assert observed.balances
+
+
+def test_a_run_ends_after_a_number_of_updates_or_with_a_file() -> None:
+    by_number = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_UNTIL": "40"})
+    by_file = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_UNTIL": "/shared/off"})
+    assert by_number is not None
+    assert by_file is not None
+    assert (by_number.until, by_file.until) == (Until(updates=40), Until(file=Path("/shared/off")))
+    assert by_number.in_common() != by_file.in_common()
+    assert settings_from_mapping({"until": 40}).until == by_number.until
+    for wrong in (-1, True, ""):
+        with pytest.raises(InvalidInputError, match="until is a number of updates"):
+            settings_from_mapping({"until": wrong})
 
 
 @pytest.mark.parametrize("name", ["static_rows", "placement_bitwise", "experts"])

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from reorder_cases import distance, expert_tensors, random_placement, routes_of
 
-from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
+from moe_rl.megatron import Balancer, BalancerConfig, attach, guards, restore_placement, save_placement
 from moe_rl.megatron.checkpoint import FILE_NAME, resized
 
 BEFORE, AFTER = 2, 2
@@ -172,30 +174,91 @@ def saved_while_reordered() -> dict[str, Any]:
     return found
 
 
+class AutoBridge:
+    """Goes through parameters by attribute, as Megatron-Bridge's does (models/conversion/auto_bridge.py)."""
+
+    def export_hf_weights(self, model: list[Any], cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in model:
+            yield from tiny_gpt.gpt_of(chunk).named_parameters()
+
+    def load_hf_weights(self, model: list[Any], hf_path: str | None = None) -> None:
+        list(self.export_hf_weights(model))
+
+
+def named_params_and_buffers(args: Any, model: Any, convert_to_global_name: bool = True) -> Any:
+    """As slime's (backends/megatron_utils/update_weight/common.py)."""
+    return (each for chunk in model for each in chunk.named_parameters())
+
+
+def walkers() -> dict[str, Any]:
+    """Stand-ins of the packages that walk parameters, imported as they would be; and one that took a name of theirs."""
+    bridge = types.ModuleType("megatron.bridge.models.conversion.auto_bridge")
+    common = types.ModuleType("slime.backends.megatron_utils.update_weight.common")
+    user = types.ModuleType("slime_update")
+    vars(bridge)["AutoBridge"] = type("AutoBridge", (AutoBridge,), dict(vars(AutoBridge)))
+    vars(common)["named_params_and_buffers"] = vars(user)["named_params_and_buffers"] = named_params_and_buffers
+    return {module.__name__: module for module in (bridge, common, user)}
+
+
 def outside_canonical() -> dict[str, Any]:
     """What every way of saving and loading says while experts are elsewhere, and whether it works before and inside."""
+    guards.guard_walkers.cache_clear()
+    with tiny_gpt.parallel(2), patch.dict(sys.modules, walkers()):
+        return doors()
+
+
+def doors() -> dict[str, Any]:
+    """Every row of the table in `moe_rl.megatron.guards`."""
     found: dict[str, Any] = {"said": {}, "works": []}
-    with tiny_gpt.parallel(2):
-        run = with_state()
-        balancer = attached(run)
-        state = {name: value.clone() for name, value in run.gpt.state_dict().items() if value is not None}
-        ways: dict[str, Callable[[], Any]] = {
-            "state_dict": run.gpt.state_dict,
-            "wrapped": run.model.state_dict_for_save_checkpoint,
-            "sharded_state_dict": run.gpt.sharded_state_dict,
-            "distributed": lambda: save(run, shared_folder(), "fully_reshardable"),
-            "torch": lambda: save(run, shared_folder(), LEGACY),
-            "load": lambda: run.gpt.load_state_dict(state, strict=False),
-        }
+    bridge: Any = sys.modules["megatron.bridge.models.conversion.auto_bridge"]
+    slime: Any = sys.modules["slime_update"]
+    folder = shared_folder()
+    run = with_state()
+    balancer = attached(run)
+    state = {name: value.clone() for name, value in run.gpt.state_dict().items() if value is not None}
+    one_expert = run.gpt.decoder.layers[0].mlp.experts.local_experts[0]
+    of_expert = {name: value.clone() for name, value in one_expert.state_dict().items() if value is not None}
+    of_optimizer, at_home = run.optimizer.state_dict(), run.gpt.sharded_state_dict()
+    how = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+    ways: dict[str, Callable[[], Any]] = {
+        "state_dict": run.gpt.state_dict,
+        "wrapped": run.model.state_dict_for_save_checkpoint,
+        "sharded_state_dict": run.gpt.sharded_state_dict,
+        "distributed": lambda: save(run, shared_folder(), "fully_reshardable"),
+        "torch": lambda: save(run, shared_folder(), LEGACY),
+        "load": lambda: run.gpt.load_state_dict(state, strict=False),
+        "experts": run.gpt.decoder.layers[0].mlp.experts.state_dict,
+        "one_expert": run.gpt.decoder.layers[0].mlp.experts.local_experts[0].state_dict,
+        "one_linear": run.gpt.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.state_dict,
+        "load_expert": lambda: one_expert.load_state_dict(of_expert),
+        "optimizer": lambda: run.optimizer.save_parameter_state(f"{folder}/{dist.get_rank()}.pt"),
+        "one_optimizer": lambda: run.optimizer.chained_optimizers[-1].sharded_state_dict(at_home, metadata=how),
+        "load_optimizer": lambda: run.optimizer.load_state_dict(of_optimizer),
+        "bridge": lambda: list(bridge.AutoBridge().export_hf_weights(run.models, cpu=True)),
+        "bridge_load": lambda: bridge.AutoBridge().load_hf_weights(model=run.models),
+        "slime": lambda: list(slime.named_params_and_buffers(None, run.models)),
+    }
 
-        def works() -> list[str]:
-            return [name for name, way in ways.items() if not refusal(way)]
+    def works() -> list[str]:
+        return [name for name, way in ways.items() if not refusal(way)]
 
+    found["works"].append(works())
+    balancer.reorder(random_placement(balancer, 5))
+    found["said"] = {name: refusal(way) for name, way in ways.items()}
+    with balancer.canonical():
         found["works"].append(works())
-        balancer.reorder(random_placement(balancer, 5))
-        found["said"] = {name: refusal(way) for name, way in ways.items()}
-        with balancer.canonical():
-            found["works"].append(works())
+    with balancer.canonical(weights_only=True):
+        found["state_away"] = [name for name, way in ways.items() if refusal(way)]
+    # Made outside, walked inside: what an adapter may do with an exporter's iterator.
+    exported = bridge.AutoBridge().export_hf_weights(run.models)
+    with balancer.canonical(weights_only=True):
+        found["exported"] = len(list(exported))
+    run.optimizer.zero_grad()
+    found["trains"] = refusal(lambda: train(run, 1, 2))
+    balancer.reorder(balancer.megatron_placement)
+    balancer.detach()
+    found["works"].append(works())
+    found["names"] = len(list(run.gpt.named_parameters()))
     return found
 
 

@@ -40,10 +40,19 @@ def test_megatron_resumes_from_it_in_every_format_at_the_same_and_another_ep_siz
 
 @checkpoint_case("outside_canonical")
 def test_saving_and_loading_outside_canonical_is_an_error_on_every_path(outcome: list[Any]) -> None:
-    ways = ["state_dict", "wrapped", "sharded_state_dict", "distributed", "torch", "load"]
+    ways = [
+        *("state_dict", "wrapped", "sharded_state_dict", "distributed", "torch", "load"),
+        *("experts", "one_expert", "one_linear", "load_expert"),
+        *("optimizer", "one_optimizer", "load_optimizer"),
+        *("bridge", "bridge_load", "slime"),
+    ]
     for rank in outcome:
-        assert rank["works"] == [ways, ways]
+        assert rank["works"] == [ways, ways, ways], "before a move, inside canonical(), after detach()"
         assert [name for name, sentence in rank["said"].items() if "balancer.canonical()" in sentence] == ways
+        of_optimizer = ["distributed", "torch", "optimizer", "one_optimizer", "load_optimizer"]
+        assert rank["state_away"] == of_optimizer, "an export brings weights home, and leaves the optimizer's state"
+        assert rank["exported"] == rank["names"] > 0, "an iterator made outside and walked inside"
+        assert rank["trains"] == ""
 
 
 @checkpoint_case("weight_export")

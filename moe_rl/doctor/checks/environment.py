@@ -13,6 +13,9 @@ HAS_REPLAY = (0, 16)
 # 3.7.2.
 NVSHMEM_TIMES_OUT = (3, 6, 5)
 
+# Frameworks whose adapters let sequences change their micro-batch.
+PACKING = ("verl", "slime", "miles")
+
 
 def missing_psutil(case: Case) -> Iterator[Found]:
     """Megatron's distributed checkpointing needs psutil and does not declare it: without it the forked writer dies,
@@ -52,6 +55,15 @@ def megatron_without_replay(case: Case) -> Iterator[Found]:
     version = environment.version("megatron-core") if environment else None
     if environment and version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
         yield Found(f"{_megatron(environment)} is older than 0.16.")
+
+
+def packing_without_core(case: Case) -> Iterator[Found]:
+    """Dealing sequences out over micro-batches is a search in C++. Without it verl, slime and miles keep the
+    micro-batches that they have formed; everything else is planned by the reference planner. The run says so once.
+    """
+    here, framework = case.environment, case.settings.framework
+    if here and case.attach and framework in PACKING and "moe_rl._native" not in here.modules:
+        yield Found("moe_rl is installed here without its C++ core.")
 
 
 def dispatcher_not_installed(case: Case) -> Iterator[Found]:

@@ -154,3 +154,13 @@ def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
 
 def _may_move_experts(policy: str) -> bool:
     return policy in POLICIES and POLICIES[policy].levers.move_homes
+
+
+def updates_planned_from_history(case: Case) -> Iterator[Found]:
+    """The adapter knows which sequence a row is of where verl packs them. From padded rows it can only plan an update
+    by the mean of the pass before it, which balances what stays the same from update to update; the routes that the
+    log-prob pass has just shown are not used. The run says so once, and calls the source "history".
+    """
+    packed, framework = case.settings.packed, case.settings.framework
+    if framework == "verl" and packed is not None and not packed.value and not case.replays:
+        yield Found("{} pads the tokens, and nothing is replayed.", packed)

@@ -24,13 +24,13 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.post_import import wrap
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
 from moe_rl.frameworks.deepspeed.state import AutoEpExperts, why_fixed
 from moe_rl.frameworks.deepspeed.traps import let_registry_take_names
 from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supported
 from moe_rl.frameworks.ep_exchange import Weights, forward_of, parameters_of, replicated
 from moe_rl.frameworks.ep_layer import LayerRun
-from moe_rl.frameworks.post_import import wrap
 from moe_rl.frameworks.ranks import announce, require_distributed
 from moe_rl.huggingface import model_of_config
 from moe_rl.replay.hf_recorder import record_routing

@@ -17,8 +17,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from moe_rl.core.errors import require
+from moe_rl.core.post_import import when_imported
 from moe_rl.frameworks.megatron.attach import routes_of_nemo_rl
-from moe_rl.frameworks.post_import import when_imported
 from moe_rl.frameworks.run_settings import settings_from_environment
 
 logger = logging.getLogger("moe_rl.frameworks")

@@ -33,9 +33,9 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan
+from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.contract import Framework
-from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.routes import of_moe_layers, signed, with_missing_last_rows
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.contract import FRAMEWORK

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 from moe_rl.balancing.heard import HeldRows
 from moe_rl.core.errors import require
+from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.megatron.attach import looked_ahead
-from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.verl.contract import FRAMEWORK
@@ -78,7 +78,7 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
 
     Engines without optimizer (the reference) and value models stay plain.
     """
-    from moe_rl.frameworks.megatron_run import MegatronRun
+    from moe_rl.frameworks.megatron_run import MegatronRun, say_once
     from moe_rl.frameworks.router_shift import RouterShiftRun
     from moe_rl.frameworks.verl.ahead import LookAhead
 
@@ -89,6 +89,11 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
             "" if packed else "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
         )
         run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
+        if run.balancer is not None and not self.engine_config.use_remove_padding:
+            say_once(
+                "verl pads the tokens (use_remove_padding=False), so updates are planned from the pass before them "
+                "(source history), and not from their own log-prob pass."
+            )
         if settings.router_shift:
             FRAMEWORK.check()
             for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
@@ -105,7 +110,7 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
     @functools.wraps(function)
     def planned(**kwargs: Any) -> Any:
         engine, run, ahead = RUNS.get(kwargs["model"][0], (None, None, None))
-        if run is None or (run.balancer is None and run.router_shift is None):
+        if run is None or run.idle:
             return function(**kwargs)
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         known: dict[str, Any] | None = None  # the pass that is prepared

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from moe_rl.balancing.driver_packing import DriverPacking, PackedShares, packed_shares
 from moe_rl.balancing.schedule import cluster_topology, step_setting
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import logger
-from moe_rl.frameworks.post_import import when_imported, wrap
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.huggingface import model_of_config
 from moe_rl.planner.registry import POLICIES

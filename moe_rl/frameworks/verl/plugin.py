@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks.post_import import when_imported, wrap
+from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.ranks import unbalanced
 from moe_rl.frameworks.run_settings import settings_from_environment, variables
 
