@@ -30,6 +30,7 @@ from moe_rl.launch.readers import READERS
 from moe_rl.megatron.options import KNOWN
 from moe_rl.megatron.refusals import REFUSALS
 from moe_rl.report.bars import WORDS_RIGHT, Bar, Limit, rl_bars, stacked
+from moe_rl.report.faces import SimulationReport
 from moe_rl.report.maps import rank_maps
 from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
 from moe_rl.report.sweep_chart import sweep_panels
@@ -341,16 +342,53 @@ def wait_picture() -> Markup:
 def load_maps() -> Markup:
     """Draw the load of every rank and layer of the bundled trace before and after planning, side by side."""
     report = moe_rl.simulate("countdown-grpo", cluster="h100", ep=16, policy="static,moe-rl")
+    return side_by_side(report, ("before: static placement", "after: moe-rl"))
+
+
+def side_by_side(report: SimulationReport, titles: tuple[str, str]) -> Markup:
+    """Draw the maps of the loads under a report's two policies, a title above each."""
     maps = rank_maps(report)
     drawn = [str(maps.picture(name)) for name in maps.shown]
-    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', each) for each in drawn]
-    width, height = (max(int(size[axis]) for size in sizes if size) for axis in (1, 2))
+    sizes = [size_of(each) for each in drawn]
+    width, height = (max(size[axis] for size in sizes) for axis in (0, 1))
     both = Svg(height=height + 24, width=2 * width, label="Load of every rank before and after planning")
-    for index, (each, title) in enumerate(zip(drawn, ("before: static placement", "after: moe-rl"), strict=True)):
+    for index, (each, title) in enumerate(zip(drawn, titles, strict=True)):
         both.text(index * width + 52, 16, title, css="title")
-        inner = each.replace("<svg ", f'<svg x="{index * width}" y="24" width="{width}" height="{height}" ', 1)
-        both.raw(inner)
+        both.raw(placed(each, x=index * width, y=24, width=width, height=height))
     return both.markup()
+
+
+def first_look() -> Markup:
+    """Draw the demo for README: loads before and after planning, and below them a whole step of RL in seconds."""
+    report = moe_rl.simulate("countdown-grpo", config="demo", policy="static,moe-rl")
+    steps = moe_rl.rl_step("countdown-grpo", config="demo", policy="static,moe-rl")
+    busiest = {row.policy: row.imbalance for row in report.policies}
+    titles = (
+        f"static placement: busiest rank {busiest['static']:.2f} x mean",
+        f"moe-rl: busiest rank {busiest['moe-rl']:.2f} x mean",
+    )
+    maps, bars = str(side_by_side(report, titles)), str(rl_bars(steps))
+    width, height = size_of(maps)
+    bars_width, bars_height = size_of(bars)
+    whole = Svg(height=height + bars_height + 44, width=width, label="Load of every rank, and a step of RL, simulated")
+    whole.raw(placed(maps, x=0, y=0, width=width, height=height))
+    if report.rl is not None:
+        title = f"a whole step of RL, simulated: {report.rl.low:.2f}x to {report.rl.high:.2f}x as fast (80 % interval)"
+        whole.text(52, height + 30, title, css="title")
+    whole.raw(placed(bars, x=(width - bars_width) // 2, y=height + 44, width=bars_width, height=bars_height))
+    return whole.markup()
+
+
+def size_of(drawing: str) -> tuple[int, int]:
+    """Return the width and height of a picture."""
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)"', drawing)
+    assert size is not None, drawing[:200]
+    return int(size[1]), int(size[2])
+
+
+def placed(drawing: str, *, x: int, y: int, width: int, height: int) -> str:
+    """Return a picture as a part of another one."""
+    return drawing.replace("<svg ", f'<svg x="{x}" y="{y}" width="{width}" height="{height}" ', 1)
 
 
 def sweep_picture() -> Markup:
@@ -393,6 +431,7 @@ def roofs_picture() -> Markup:
 DRAWN = {
     "roofs": roofs_picture,
     "policies": wait_picture,
+    "first-look": first_look,
     "load-maps": load_maps,
     "sweep": sweep_picture,
     "tune": tune_picture,
