@@ -110,7 +110,7 @@ def pack_schedule(
     given = [[list(batch) for batch in batches] for batches in schedule]
     over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if over > token_budget:
-        logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed anew.", over, token_budget)
+        logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed again.", over, token_budget)
         return given
     packed = plan_of_load(
         read_load([trace], layout=layout, topology=topology),
@@ -128,7 +128,7 @@ def pack_schedule(
     both = (pair for ranks in zip(given, cells, strict=True) for pair in zip(*ranks, strict=True))
     emptied = sum(bool(before) and not after for before, after in both)
     if emptied:
-        logger.warning("moe_rl: packing would leave %d micro-batches empty: not packed anew.", emptied)
+        logger.warning("moe_rl: packing would leave %d micro-batches empty: not packed again.", emptied)
         return given
     return cells
 

@@ -32,7 +32,7 @@ def _load() -> tuple[ModuleType | None, str]:
 def _say_once(reason: str) -> None:
     logger.warning(
         "the C++ core is not available (%s): counting and drawing routes is slower, visits of nodes are those of "
-        "independent choices, and moe-rl plans come from the reference planner. Install with a C++20 compiler at hand "
+        "independent choices, and moe-rl plans come from the reference planner. Install with a C++20 compiler "
         "to build it.",
         reason,
     )

@@ -217,7 +217,7 @@ def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:
 
 
 def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:
-    """Write all parts to the directory `path` and return its reader; `shape` is what `TraceWriter` is told.
+    """Write all parts to the directory `path` and return its reader; `shape` is what `TraceWriter` takes.
 
     The trace is built beside `path` under a hidden name and takes its place when it is complete, so that bad input and
     interruptions leave `path` as it was.

@@ -139,7 +139,7 @@ def core_of_routes() -> ModuleType:
     native = native_core()
     if native is None:
         raise InvalidInputError(
-            f"coded routes need the C++ core, and {why_not_native()}; install with a C++20 compiler at hand, or keep "
+            f"coded routes need the C++ core, and {why_not_native()}; install with a C++20 compiler, or keep "
             "routes in a trace without --coded."
         )
     return native

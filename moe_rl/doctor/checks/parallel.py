@@ -15,7 +15,7 @@ def experts_not_divisible(case: Case) -> Iterator[Found]:
 
 def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
     """MoELayer.forward raises ValueError when it trains with TP > 1 and without sequence parallelism. With it the rows
-    of a token lie on one TP rank only, so counts must be summed over TP before planning.
+    of a token are on one TP rank only, so counts must be summed over TP before planning.
     """
     tensor, sequence = case.settings.tensor_model_parallel_size, case.settings.sequence_parallel
     if case.is_moe and tensor and above(tensor, 1) and sequence is not None and not sequence.value:

@@ -16,7 +16,7 @@ def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
 
 def replay_half_on(case: Case) -> Iterator[Found]:
     """R3 needs both sides. A trainer in R3 without routes from the engine fails on the first batch; an engine that
-    returns routes nobody replays pays for the transfer and changes nothing.
+    returns routes that are not replayed pays for the transfer and changes nothing.
     """
     settings, replay = case.settings, case.replays
     returns, engine = settings.rollout_returns_routes, settings.rollout_engine
@@ -53,7 +53,7 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
-    """With virtual stages the RouterReplay instances of a rank stand in the order of its chunks (layers 1 and 3, say),
+    """With virtual stages the RouterReplay instances of a rank are in the order of its chunks (layers 1 and 3, say),
     and forwards of one micro-batch run between forward and backward of another: routes assigned by position go to
     other layers, and the recompute queue mixes micro-batches.
     """

@@ -118,7 +118,7 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
     """vLLM loads weights by the map that it started with. After its balancer has rearranged experts, which it does for
     the first time after a quarter of step_interval, an update writes them into the slots of other experts, without a
-    word, and the rollouts come from a model that nobody trained.
+    word, and the rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):

@@ -4,7 +4,7 @@ MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `M
 `TrainingBatch` whose first field is the list of `TrainingSample`. Fields come and go between versions, so the ones
 needed are found by what they are: `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or
 int16 ids, the first list of a struct holds its token ids (older samples: prompt_ids, prompt_mask, completion_ids),
-`position_ids` of a micro-batch start anew with each packed sequence (PrimeIntellect-ai/prime-rl:
+`position_ids` of a micro-batch start again with each packed sequence (PrimeIntellect-ai/prime-rl:
 src/prime_rl/transport/types.py, src/prime_rl/trainer/batch.py).
 
 The last token of a sequence has no route (zero bytes, or no row). The micro-batch's padding, a last run of token id 1,
