@@ -44,7 +44,9 @@ def gdpo_advantages(
     """
     require(rewards.ndim == 2, f"expected rewards [N, R], a column per reward, got {tuple(rewards.shape)}.")
     columns = rewards.to(torch.float64).unbind(dim=1)
-    normalized = torch.stack([group_normalized_advantages(each, group_ids, epsilon=epsilon) for each in columns], dim=1)
+    normalized = torch.stack(
+        [group_normalized_advantages(column, group_ids, epsilon=epsilon) for column in columns], dim=1
+    )
     total = normalized.sum(dim=1) if weights is None else normalized @ weights.to(normalized)
     return _whitened(total, _lengths(lengths, group_ids)).to(working_dtype(rewards))
 
@@ -62,8 +64,8 @@ def pass_at_k_advantages(
     require(bool((size > 1).all()), "pass@k needs at least two responses in every group.")
     mates = group_ids[:, None] == group_ids[None, :]
     # [N, N] bool: 4 MB for 2,048 responses.
-    others = mates & ~torch.eye(len(values), dtype=torch.bool, device=values.device)
-    gap = values - torch.where(others, values, -torch.inf).amax(dim=1)
+    other_mates = mates & ~torch.eye(len(values), dtype=torch.bool, device=values.device)
+    gap = values - torch.where(other_mates, values, -torch.inf).amax(dim=1)
     advantages = gap.clamp(min=0.0)
     if normalize_by_std:
         advantages /= (total((values - total(values) / size).square()) / (size - 1.0)).sqrt() + epsilon
@@ -117,8 +119,8 @@ def optimal_token_baseline_advantages(
     require_same_shape(token_rewards, "token_rewards", fields | {"rollout_is_weights": rollout_is_weights})
     mask = response_mask != 0
     rewards, old, squared, weights = (
-        silenced(torch.ones_like(token_rewards) if each is None else each, mask, torch.float64)
-        for each in (token_rewards, old_log_prob, sum_pi_squared, rollout_is_weights)
+        silenced(torch.ones_like(token_rewards) if values is None else values, mask, torch.float64)
+        for values in (token_rewards, old_log_prob, sum_pi_squared, rollout_is_weights)
     )
     returns = rewards.flip(-1).cumsum(-1).flip(-1) * mask
     # The squared norm of a token's score function over the logits is 1 - 2 pi + sum pi^2; along a path they add up.
@@ -179,12 +181,12 @@ def gae(
     columns = torch.zeros_like(padded_values)
     # One step per column for all sequences at once: as many small kernels as the longest response has tokens.
     for t in reversed(range(padded_values.shape[1])):
-        here = valid[:, t]
+        valid_now = valid[:, t]
         delta = padded_rewards[:, t] + gamma * next_value - padded_values[:, t]
         # A masked token, such as a tool's output, hands on what stands behind it.
-        running = torch.where(here > 0, delta + gamma * decay * running, running)
-        next_value = torch.where(here > 0, padded_values[:, t], next_value)
-        columns[:, t] = running * here
+        running = torch.where(valid_now > 0, delta + gamma * decay * running, running)
+        next_value = torch.where(valid_now > 0, padded_values[:, t], next_value)
+        columns[:, t] = running * valid_now
     advantages = layout.from_padded(columns)
     returns = (advantages + clean_values) * mask
     return (_whitened(advantages, mask.to(advantages)) if whiten else advantages), returns
@@ -227,8 +229,8 @@ def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Callabl
     values = rewards.to(torch.float64)
     members, group_of = torch.unique(group_ids.to(torch.int64), return_inverse=True)
 
-    def total(each: Tensor) -> Tensor:
-        return each.new_zeros(members.numel()).index_add(0, group_of, each)[group_of]
+    def total(values: Tensor) -> Tensor:
+        return values.new_zeros(members.numel()).index_add(0, group_of, values)[group_of]
 
     return values, total(torch.ones_like(values)), total
 

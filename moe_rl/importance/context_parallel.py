@@ -109,9 +109,9 @@ _SPLITTERS = (
 )
 
 
-def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
+def known_context_parallel(context: ContextParallel | None) -> ContextParallel:
     """Return what was given, or whole sequences; raise where somebody in this process splits them and nothing was."""
-    if given is None and not torch.compiler.is_compiling():
+    if context is None and not torch.compiler.is_compiling():
         for name, ready, ranks in _SPLITTERS:
             # Looked up and never imported: without Megatron and verl this costs two lookups.
             module = sys.modules.get(name)
@@ -122,4 +122,4 @@ def known_context_parallel(given: ContextParallel | None) -> ContextParallel:
                     "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank "
                     f"(split by {name})."
                 )
-    return _WHOLE if given is None else given
+    return _WHOLE if context is None else context

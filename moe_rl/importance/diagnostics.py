@@ -52,10 +52,10 @@ def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
 
     Probabilities are kept 1e-8 from 0 and 1 (AReaL's value), in float64, which has room for it.
     """
-    p, q = (each.to(torch.float64).exp().clamp(1e-8, 1.0 - 1e-8) for each in (log_prob, other_log_prob))
-    token, rest = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
-    both = torch.maximum(p * token + (1.0 - p) * rest, -q * token - (1.0 - q) * rest)
-    return both.to(working_dtype(log_prob, other_log_prob))
+    p, q = (log_probs.to(torch.float64).exp().clamp(1e-8, 1.0 - 1e-8) for log_probs in (log_prob, other_log_prob))
+    token, complement = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
+    larger = torch.maximum(p * token + (1.0 - p) * complement, -q * token - (1.0 - q) * complement)
+    return larger.to(working_dtype(log_prob, other_log_prob))
 
 
 @torch.no_grad()
@@ -75,9 +75,9 @@ def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, pe
     # [T, K, K] of one layer: 4 MB for 65,536 tokens and top-8, against 394 MB for 94 layers at once.
     for layer in range(num_layers):
         ids = routed_experts[:, layer].to(torch.int64)
-        others = other_routed_experts[:, layer].to(torch.int64)
+        other_experts = other_routed_experts[:, layer].to(torch.int64)
         routed = ids >= 0
-        common = ((ids.unsqueeze(2) == others.unsqueeze(1)).any(dim=2) & routed).sum(dim=1)
+        common = ((ids.unsqueeze(2) == other_experts.unsqueeze(1)).any(dim=2) & routed).sum(dim=1)
         count = routed.sum(dim=1)
         agreement[:, layer] = torch.where(count > 0, common / count.clamp(min=1), agreement[:, layer])
     return agreement if per_layer else agreement.mean(dim=1)

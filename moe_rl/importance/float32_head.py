@@ -18,8 +18,8 @@ def float32_head(model: nn.Module) -> None:
     pipeline without head stays as it is. Raises `InvalidInputError` for a model without head, and for a head that adds
     its gradient to a buffer of its own, past the cast (`gradient_accumulation_fusion`).
     """
-    heads = [each for name, each in model.named_modules() if name.rpartition(".")[2] in HEADS]
-    earlier = any(getattr(each, "post_process", True) is False for each in model.modules())
+    heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] in HEADS]
+    earlier = any(getattr(module, "post_process", True) is False for module in model.modules())
     require(bool(heads) or earlier, f"the model has no layer named {' or '.join(HEADS)}.")
     for head in heads:
         fused = getattr(head, "gradient_accumulation_fusion", False)

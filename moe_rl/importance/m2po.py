@@ -32,5 +32,5 @@ def m2po_mask(
     left = values.flip(0).cumsum(0).flip(0) / (count - place).clamp(min=1)
     # The mean of those left falls along the order, so that the first place below the threshold is a count of the rest.
     dropped = torch.minimum(((left >= threshold) & (place < count)).sum(), (count - 1).clamp(min=0))
-    kept = torch.zeros_like(valid).scatter(0, ordered.indices, place >= dropped)
-    return (kept & valid).view_as(mask)
+    stays = torch.zeros_like(valid).scatter(0, ordered.indices, place >= dropped)
+    return (stays & valid).view_as(mask)

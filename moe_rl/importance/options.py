@@ -16,9 +16,9 @@ def option(default: Any, *, at_least: float | None = None, above: float | None =
 
 def require_word(name: str, value: object, words: Any) -> None:
     """Raise with the nearest word unless `value` is one of the words of a `Literal`."""
-    known = words.__args__  # a graph can be traced through it, but not through get_args
-    if value not in known:
-        raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), known)}")
+    allowed_words = words.__args__  # a graph can be traced through it, but not through get_args
+    if value not in allowed_words:
+        raise InvalidInputError(f"unknown {name} {value!r}.{nearest_name(str(value), allowed_words)}")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it no type
@@ -29,12 +29,12 @@ def _checks(options: type) -> tuple[tuple[str, tuple[str, ...], float | None, fl
 
 @functools.cache
 def _declared(options: type) -> tuple[tuple[str, tuple[str, ...], float | None, float | None], ...]:
-    found = []
+    specs = []
     for declared in fields(options):
         words = [kind for kind in (declared.type, *get_args(declared.type)) if get_origin(kind) is Literal]
         bounds = declared.metadata
-        found.append((declared.name, get_args(words[0]) if words else (), bounds.get("at_least"), bounds.get("above")))
-    return tuple(found)
+        specs.append((declared.name, get_args(words[0]) if words else (), bounds.get("at_least"), bounds.get("above")))
+    return tuple(specs)
 
 
 class Options:

@@ -96,9 +96,11 @@ def policy_loss(
     finite are masked and counted, or raise on all ranks over which `agree` sums. Nothing waits for the device.
     """
     rule = make_objective(objective, options)
-    found = policy_token_loss(inputs, rule, router_shift=router_shift, non_finite=non_finite, agree=agree)
+    token_loss = policy_token_loss(inputs, rule, router_shift=router_shift, non_finite=non_finite, agree=agree)
     mode = loss_agg_mode or rule.default_loss_agg_mode
-    return PolicyLossOutput(loss=reduce_loss(found.loss, found.valid, mode, totals), metrics=found.metrics)
+    return PolicyLossOutput(
+        loss=reduce_loss(token_loss.loss, token_loss.valid, mode, totals), metrics=token_loss.metrics
+    )
 
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()
@@ -206,14 +208,14 @@ def _weighted(rule: Objective, loss: Tensor, batch: ObjectiveBatch, use: RouterS
     if gamma is not None and use.sign_power == "inside":
         # 0 to the power of -1 would be infinite.
         gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())  # A = 0: gamma^0 = 1
-    for each in (batch.rollout_is_weights, gamma):
-        if each is None:
+    for factor in (batch.rollout_is_weights, gamma):
+        if factor is None:
             continue
         if rule.geometric_weights:
             # The objective's ratio is a geometric mean, and so is its weight.
-            mean = batch.valid.mean((each + _WEIGHT_EPS).log() * batch.valid.keep)
-            each = batch.valid.layout.expand(mean.exp(), loss)
-        loss = loss * each
+            mean = batch.valid.mean((factor + _WEIGHT_EPS).log() * batch.valid.keep)
+            factor = batch.valid.layout.expand(mean.exp(), loss)
+        loss = loss * factor
     return loss
 
 
@@ -231,8 +233,8 @@ def _metrics(terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, los
     silent = zero if terms.zero_gradient is None else (terms.zero_gradient * negative).sum()
     sums = [zero if mark is None else (mark * keep).sum() for mark in marks.values()]
     counts = torch.stack([*sums, keep.sum(), (response_mask != 0).sum().to(keep.dtype), negative.sum(), silent])
-    *sums, tokens, asked, negatives, silent = batch.valid.layout.context.sum(counts).unbind()
-    found = {name: value / tokens.clamp(min=1.0) for name, value in zip(marks, sums, strict=True)}
-    found["actor/non_finite_tokens"] = asked - tokens
-    found["actor/frac_negative_zero_grad"] = silent / negatives.clamp(min=1.0)
-    return measured(found | {name: value.detach() for name, value in terms.metrics.items()}, lost)
+    *sums, tokens, num_asked, negatives, silent = batch.valid.layout.context.sum(counts).unbind()
+    metrics = {name: value / tokens.clamp(min=1.0) for name, value in zip(marks, sums, strict=True)}
+    metrics["actor/non_finite_tokens"] = num_asked - tokens
+    metrics["actor/frac_negative_zero_grad"] = silent / negatives.clamp(min=1.0)
+    return measured(metrics | {name: value.detach() for name, value in terms.metrics.items()}, lost)

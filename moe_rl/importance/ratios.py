@@ -74,8 +74,8 @@ def importance_weights(
     layout = SequenceLayout.of(mask, cu_seqlens, context_parallel)
     raw = bounded_exp(level_log_ratio(numerator - denominator, mask, layout, level)) * mask
     weights = bounded(raw, mode, low, upper) * mask
-    inside = (raw >= low) & (raw <= upper)  # of the raw weights: bounded ones are all inside
-    return ImportanceWeights(weights=weights, kept=inside & mask)
+    in_band = (raw >= low) & (raw <= upper)  # of the raw weights: bounded ones are all inside
+    return ImportanceWeights(weights=weights, kept=in_band & mask)
 
 
 def reciprocal_band(lower: float, upper: float) -> str:

@@ -136,9 +136,9 @@ class RolloutCorrectionConfig(Options):
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return a preset of `ROLLOUT_PRESETS`, with other values for the fields in `changes`."""
         require_known(name, ROLLOUT_PRESETS, f"unknown preset {name!r}.")
-        known = [declared.name for declared in fields(cls)]
+        field_names = [declared.name for declared in fields(cls)]
         for field_name in changes:
-            require_known(field_name, known, f"a rollout correction has no field {field_name!r}.")
+            require_known(field_name, field_names, f"a rollout correction has no field {field_name!r}.")
         return cls(**(ROLLOUT_PRESETS[name] | changes))
 
 

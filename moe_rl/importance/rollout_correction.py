@@ -103,16 +103,16 @@ def apply_rollout_correction(
             weights = weights / factor
             metrics["rollout_is_batch_norm_factor"] = factor
 
-    kept = mask
+    stays = mask
     if config.rollout_token_veto_threshold is not None:
-        within, found = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
-        kept, metrics = kept & within, metrics | found
+        within, counts = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
+        stays, metrics = stays & within, metrics | counts
     if config.rollout_rs is not None:
         bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
-        within, found = rejection_mask(old, rollout, mask, layout, bands)
-        kept, metrics = kept & within, metrics | found
+        within, counts = rejection_mask(old, rollout, mask, layout, bands)
+        stays, metrics = stays & within, metrics | counts
     # In the input's dtype: verl multiplies by the mask, and other frameworks index with it.
-    modified = torch.where(kept, response_mask, torch.zeros_like(response_mask))
+    modified = torch.where(stays, response_mask, torch.zeros_like(response_mask))
     return weights, modified, measured({f"rollout_corr/{name}": value for name, value in metrics.items()}, unusable)
 
 

@@ -24,16 +24,16 @@ def rejection_mask(
     old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, layout: SequenceLayout, bands: dict[str, Band]
 ) -> Rejection:
     """Apply every option of `bands`; inputs are clean log-probabilities and a bool mask of one shape."""
-    kept = mask
+    stays = mask
     metrics: dict[str, Tensor] = {}
     for option, band in bands.items():
         statistic, per_sequence = _statistic(option, old_log_prob, rollout_log_prob, mask, layout)
-        inside = (statistic >= band.lower) & (statistic <= band.upper)
-        kept = kept & inside  # a token stays only where every option keeps it
-        metrics |= _option_metrics(option, statistic, per_sequence, inside, mask, layout, band)
-    metrics["rollout_rs_masked_fraction"] = layout.token_mean(~kept, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(kept, mask, layout).sum() / max(layout.num_sequences, 1)
-    return kept, metrics
+        in_band = (statistic >= band.lower) & (statistic <= band.upper)
+        stays = stays & in_band  # a token stays only where every option keeps it
+        metrics |= _option_metrics(option, statistic, per_sequence, in_band, mask, layout, band)
+    metrics["rollout_rs_masked_fraction"] = layout.token_mean(~stays, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(stays, mask, layout).sum() / max(layout.num_sequences, 1)
+    return stays, metrics
 
 
 @torch.no_grad()
@@ -41,8 +41,8 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold
     """Drop every sequence that has a valid token with w below `threshold`."""
     catastrophic = (log_ratio < math.log(threshold)) & mask  # in log space nothing underflows
     vetoed = layout.max(catastrophic.to(log_ratio.dtype), mask) > 0
-    kept = mask & ~layout.expand(vetoed, mask)
-    return kept, {
+    stays = mask & ~layout.expand(vetoed, mask)
+    return stays, {
         "rollout_is_catastrophic_token_fraction": layout.token_mean(catastrophic, mask),
         "rollout_is_veto_fraction": vetoed.sum() / max(layout.num_sequences, 1),
     }
@@ -83,9 +83,9 @@ def _statistic(
     return layout.expand(per_sequence, values), per_sequence
 
 
-def _any_rejected(kept: Tensor, mask: Tensor, layout: SequenceLayout) -> Tensor:
+def _any_rejected(stays: Tensor, mask: Tensor, layout: SequenceLayout) -> Tensor:
     """Return [N]: 1 where a valid token of the sequence was rejected."""
-    rejected = (mask & ~kept).to(torch.float32)
+    rejected = (mask & ~stays).to(torch.float32)
     return (layout.sum(rejected) > 0).to(torch.float32)
 
 
@@ -93,7 +93,7 @@ def _option_metrics(
     option: str,
     statistic: Tensor,
     per_sequence: Tensor | None,
-    inside: Tensor,
+    in_band: Tensor,
     mask: Tensor,
     layout: SequenceLayout,
     band: Band,
@@ -104,7 +104,7 @@ def _option_metrics(
     valid = count > 0
     sequences = layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence
     rows = sequence_metrics(sequences, valid, bounded=sequences, lower=band.lower, upper=band.upper)
-    rows["seq_masked_fraction"] = mean_of(_any_rejected(inside & mask, mask, layout).to(dtype), valid)
+    rows["seq_masked_fraction"] = mean_of(_any_rejected(in_band & mask, mask, layout).to(dtype), valid)
     # The std is that of the statistic cut to its band; k2, k3 and binary_kl end at 0 below.
     clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
     tokens = layout.token_means(
@@ -112,7 +112,7 @@ def _option_metrics(
             "mean": statistic,
             "clamped": clamped,
             "squares": clamped.square(),
-            "masked_fraction": ~inside,
+            "masked_fraction": ~in_band,
             "fraction_high": statistic > band.upper,
             "fraction_low": statistic < band.lower,
         },

@@ -75,13 +75,13 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
 
 
 def _chosen_log_probs(scores: Tensor, ids: Tensor, score_function: str) -> Tensor:
-    chosen = scores.gather(1, ids.clamp(min=0))
+    scores_of_choices = scores.gather(1, ids.clamp(min=0))
     if score_function == "softmax":
-        log_probs = chosen - scores.logsumexp(dim=1, keepdim=True)
+        log_probs = scores_of_choices - scores.logsumexp(dim=1, keepdim=True)
     elif score_function == "sqrtsoftplus":
-        log_probs = 0.5 * torch.nn.functional.softplus(chosen).log()
+        log_probs = 0.5 * torch.nn.functional.softplus(scores_of_choices).log()
     else:
-        log_probs = torch.nn.functional.logsigmoid(chosen)
+        log_probs = torch.nn.functional.logsigmoid(scores_of_choices)
         if score_function == "sigmoid-normalized":
             log_probs = log_probs - torch.nn.functional.logsigmoid(scores).logsumexp(dim=1, keepdim=True)
     return torch.where(ids >= 0, log_probs, torch.zeros_like(log_probs))
@@ -180,8 +180,8 @@ def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None) -> Tensor:
     for start in range(0, new.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
         # The same grid on both sides: rounding only one reads as a shift of 0.0038 (`BFLOAT16_NOISE`).
-        ours = new[rows].to(old.dtype) if old.dtype in _LOW_PRECISION else new[rows]
-        delta = ours.float().clamp(min=LOG_PROB_FLOOR).sub_(old[rows].float().clamp(min=LOG_PROB_FLOOR)).abs_()
+        new_log_probs = new[rows].to(old.dtype) if old.dtype in _LOW_PRECISION else new[rows]
+        delta = new_log_probs.float().clamp(min=LOG_PROB_FLOOR).sub_(old[rows].float().clamp(min=LOG_PROB_FLOOR)).abs_()
         if valid is None:
             sums[1, rows] = float(delta.shape[1])
         else:
@@ -204,21 +204,24 @@ def shift_of(
     routed = (count > 0) & ~shift.isnan()
     ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
     percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
-    values = {f"layer_{layer}/shift": each[0] / each[1].clamp(min=1.0) for layer, each in layers.items()}
-    for name, each in {
+    values = {
+        f"layer_{layer}/shift": sums_of_layer[0] / sums_of_layer[1].clamp(min=1.0)
+        for layer, sums_of_layer in layers.items()
+    }
+    for name, statistic in {
         "gamma_mean": ratio,
         "gamma_floor_frac": raw < floor,
         "shift_abs_mean": shift,
         "clipfrac_gamma_0_8": shift > -math.log(0.8),
     }.items():
         # A masked sum, not an index: indexing by a bool mask would wait for the device.
-        values[name] = torch.where(routed, each.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
+        values[name] = torch.where(routed, statistic.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
     lowest = torch.where(routed, ratio, 1.0)
     values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
     # gamma falls with the shift: its 1st percentile is exp of minus the shift's 99th.
-    for name, value in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
-        values[f"gamma_raw_{name}"] = value
-    metrics = {f"router_corr/{name}": value for name, value in values.items()}
+    for name, sums_of_layer in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
+        values[f"gamma_raw_{name}"] = sums_of_layer
+    metrics = {f"router_corr/{name}": sums_of_layer for name, sums_of_layer in values.items()}
     return RouterShift(ratio=ratio, shift=shift, shift_p99=percentiles[2], metrics=metrics)
 
 

@@ -77,11 +77,14 @@ def _is_transformers_router(module: nn.Module) -> bool:
 
 def _transformers_scores(module: Any) -> str:
     """Return what the router says of itself; sigmoid with a correction bias (DeepSeek-V3) or in Llama-4."""
-    own = getattr(module, "score_fn", None)  # DeepSeek-V4
-    if own is not None:
+    score_fn = getattr(module, "score_fn", None)  # DeepSeek-V4
+    if score_fn is not None:
         points = torch.tensor([-2.0, 0.3, 1.7])
-        known = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
-        return next((name for name, f in known.items() if torch.allclose(own(points), f)), type(own).__name__)
+        scores_by_function = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
+        return next(
+            (name for name, f in scores_by_function.items() if torch.allclose(score_fn(points), f)),
+            type(score_fn).__name__,
+        )
     biased = hasattr(module, "e_score_correction_bias") or type(module).__name__ == "Llama4Router"
     return str(getattr(module, "expert_selection_fn", "sigmoid" if biased else "softmax"))  # Cohere2 names it
 
@@ -103,8 +106,8 @@ def _read_megatron(module: Any, args: tuple[Any, ...], output: Any) -> tuple[Ten
     """
     logits = module.gating(args[0].detach())
     # Stable, so that the ids of a token come in rising order whatever it is sorted by.
-    chosen = output[1].to(torch.int8).sort(dim=1, descending=True, stable=True)
-    ids = torch.where(chosen.values[:, : module.topk] > 0, chosen.indices[:, : module.topk], -1)
+    by_choice = output[1].to(torch.int8).sort(dim=1, descending=True, stable=True)
+    ids = torch.where(by_choice.values[:, : module.topk] > 0, by_choice.indices[:, : module.topk], -1)
     return logits.reshape(-1, logits.shape[-1]), ids
 
 
@@ -146,7 +149,7 @@ class RouterStore:
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        return sum(each.num_bytes for each in self._routers if each is not None)
+        return sum(router.num_bytes for router in self._routers if router is not None)
 
     def expert_ids(self, router: int) -> Tensor:
         """Return the experts [T, K] that a router used, -1 where no forward held the token."""
@@ -154,14 +157,14 @@ class RouterStore:
 
     def put(self, router: int, keys: Tensor, ids: Tensor, log_probs: Tensor, num_experts: int) -> None:
         """Keep what a router of this rank did with the tokens `keys` [R]; -1 is no token."""
-        found = store_router_log_probs(ids, log_probs, num_experts=num_experts, word=self._word)
+        packed = store_router_log_probs(ids, log_probs, num_experts=num_experts, word=self._word)
         stored = self._routers[router]
         missing = self.num_tokens + 1 - (0 if stored is None else len(stored.words))
         if stored is None or missing:  # at first, and where another pass of the same rollout brings more tokens
-            rest = found.words.new_full((missing, ids.shape[1]), found.no_route)
-            words = rest if stored is None else torch.cat([stored.words, rest])
+            padding = packed.words.new_full((missing, ids.shape[1]), packed.no_route)
+            words = padding if stored is None else torch.cat([stored.words, padding])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
-        stored.words[keys + 1] = found.words
+        stored.words[keys + 1] = packed.words
         stored.words[0] = stored.no_route
         if router == 0:  # the others get the same rows
             self._put.append(keys)
@@ -175,11 +178,11 @@ class RouterStore:
         put, self._put = self._put, []
         if group is None or dist.get_world_size(group) == 1 or not put:
             return
-        mine = torch.cat(put)
-        everyones = _gathered(mine, group) + 1
+        own_keys = torch.cat(put)
+        everyones = _gathered(own_keys, group) + 1
         for stored in filter(None, self._routers):
             # Bytes, since gloo and NCCL know no 16-bit integers.
-            words = _gathered(stored.words[mine + 1].view(torch.uint8), group)
+            words = _gathered(stored.words[own_keys + 1].view(torch.uint8), group)
             stored.words[everyones] = words.view(stored.words.dtype)
 
     def read_by(self, router: int) -> bool:
@@ -198,8 +201,8 @@ class RouterStore:
         assert self._mistaken is not None
         missing = self.num_tokens + 1 - len(self._tokens)
         self._tokens = nn.functional.pad(self._tokens, (0, max(missing, 0)), value=-1)
-        known = self._tokens[keys + 1]
-        self._tokens[keys + 1] = torch.where(known < 0, input_ids, known)
+        noted = self._tokens[keys + 1]
+        self._tokens[keys + 1] = torch.where(noted < 0, input_ids, noted)
         # Of two rows with one key, the first has been kept or overwritten by the other: one of them differs now.
         wrong = (self._tokens[keys + 1] != input_ids) & (keys >= 0)
         self._mistaken += torch.stack([wrong.sum(), (keys >= 0).sum()])
@@ -270,15 +273,15 @@ class UpdatePass:
         """
         sums = self.sums[:, keys.reshape(-1).to(self.sums.device) + 1]
         sums = sums if sum_over_ranks is None else sum_over_ranks(sums)
-        asked = keys.reshape(-1).to(sums.device) >= 0
-        found = shift_of(sums * asked, self._layers, floor=floor, noise=noise)
-        lost = torch.stack([(asked & (sums[1] == 0)).sum(), asked.sum()])
+        has_key = keys.reshape(-1).to(sums.device) >= 0
+        router_shift = shift_of(sums * has_key, self._layers, floor=floor, noise=noise)
+        lost = torch.stack([(has_key & (sums[1] == 0)).sum(), has_key.sum()])
         unusable = {"the old pass or this one has no route": lost}
         if self.store.mistaken is not None:
             unusable["tap.rows names keys of other tokens"] = self.store.mistaken
-        metrics = measured(found.metrics, unusable)
-        ratio, shift = found.ratio.view(keys.shape), found.shift.view(keys.shape)
-        return replace(found, ratio=ratio, shift=shift, metrics=metrics)
+        metrics = measured(router_shift.metrics, unusable)
+        ratio, shift = router_shift.ratio.view(keys.shape), router_shift.shift.view(keys.shape)
+        return replace(router_shift, ratio=ratio, shift=shift, metrics=metrics)
 
 
 @torch.no_grad()
@@ -303,11 +306,11 @@ def rollout_router_shift(
     for router in range(expert_ids.shape[1]):
         stored = store.of(router, torch.arange(len(expert_ids)))
         require(stored.words.dtype == torch.int32, "the gamma of a rollout needs a store of torch.int32 words.")
-        ours, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
-        theirs, their_order = expert_ids[:, router].sort(dim=1)
+        trainer_ids, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
+        rollout_ids, their_order = expert_ids[:, router].sort(dim=1)
         new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)
         old = combine_weights[:, router].gather(1, their_order).float().log().log_softmax(dim=1)
-        same = (ours == theirs).all(dim=1) & (theirs >= 0).all(dim=1)
+        same = (trainer_ids == rollout_ids).all(dim=1) & (rollout_ids >= 0).all(dim=1)
         of_layer = layer_sums(new, old, same)
         sums, layers[router] = sums + of_layer, of_layer.sum(dim=1)
     return shift_of(sums if sum_over_ranks is None else sum_over_ranks(sums), layers, floor=floor, noise=noise)
@@ -351,27 +354,27 @@ class RouterTap:
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
-        found = [(module, kind) for _, module in modules for kind in ROUTER_KINDS if kind.matches(module)]
-        known = {id(module) for module, _ in found}
-        _refuse_strange_routers(modules, known)
+        routers = [(module, kind) for _, module in modules for kind in ROUTER_KINDS if kind.matches(module)]
+        router_ids = {id(module) for module, _ in routers}
+        _refuse_strange_routers(modules, router_ids)
         # A stage of dense layers hands on what the stages before it summed.
         known_kinds = ", ".join(ROUTER_KINDS.names)
-        require(bool(found) or pipeline is not None, f"no router of a known kind ({known_kinds}) in the model.")
-        for module, kind in found:
+        require(bool(routers) or pipeline is not None, f"no router of a known kind ({known_kinds}) in the model.")
+        for module, kind in routers:
             named = kind.score_function(module)
             require(
                 named in _READ_AS,
                 f"{type(module).__name__} scores its logits by {named!r}, which is not read; these are: "
                 f"{', '.join(_READ_AS)}.",
             )
-        self._routers, self._chunks, self._pipeline, self._split = found, chunks, pipeline, split
+        self._routers, self._chunks, self._pipeline, self._split = routers, chunks, pipeline, split
         # PEFT keeps a router beside its copies that are trained (`modules_to_save`), of which one runs.
         names: dict[int, str] = {}
         for number, chunk in enumerate(chunks):
             prefix = f"chunk {number}, " if len(chunks) > 1 else ""
             names |= {id(module): prefix + _COPY.sub("", name) for name, module in chunk.named_modules()}
-        self._places = tuple(dict.fromkeys(names[id(module)] for module, _ in found))
-        self._place = [self._places.index(names[id(module)]) for module, _ in found]
+        self._places = tuple(dict.fromkeys(names[id(module)] for module, _ in routers))
+        self._place = [self._places.index(names[id(module)]) for module, _ in routers]
         self._log_probs, self._word, self._agreement = log_probs or _fused_on_a_gpu, word, agreement
         self._forward: _ForwardRows | None = None
         # Of the pass that runs: whether rows were set in it, and whether a router has read any.
@@ -444,8 +447,8 @@ class RouterTap:
             where.agreement = torch.zeros(0, device=logits.device)
         missing = store.num_tokens - len(where.agreement)
         where.agreement = nn.functional.pad(where.agreement, (0, missing)) if missing else where.agreement
-        own = logits.topk(ids.shape[1], dim=1).indices
-        share = router_agreement(ids[:, None], own[:, None]) / len(self)
+        own_choice = logits.topk(ids.shape[1], dim=1).indices
+        share = router_agreement(ids[:, None], own_choice[:, None]) / len(self)
         where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
 
     @contextmanager
@@ -578,13 +581,13 @@ class RouterTap:
 
         @torch.no_grad()
         def pass_on(chunk: int, keys: Tensor) -> None:
-            first, last = chunk == 0 and me == 0, chunk == last_chunk and me == len(ranks) - 1
+            is_first, is_last = chunk == 0 and me == 0, chunk == last_chunk and me == len(ranks) - 1
             rows = keys.to(update.sums.device) + 1
-            if not first:
+            if not is_first:
                 before = torch.empty_like(update.sums[:, rows])
                 dist.recv(before, src=ranks[me - 1], group=group)
                 update.sums[:, rows] += before - sent[:, rows]
-            if not last:
+            if not is_last:
                 running = update.sums[:, rows].contiguous()
                 sent[:, rows] = running
                 waiting.append((dist.isend(running, dst=ranks[(me + 1) % len(ranks)], group=group), running))
@@ -631,12 +634,12 @@ _COMPILED_BEFORE = (
 )
 
 
-def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], known: set[int]) -> None:
+def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], router_ids: set[int]) -> None:
     """Raise for a module that is named like a router and that no kind reads: its layer would be left out in silence."""
     for name, module in modules:
         kind = type(module).__name__.lower()
         routes = kind.endswith(("router", "gating", "gate")) and "shared" not in name
-        if routes and id(module) not in known and not any(id(child) in known for child in module.modules()):
+        if routes and id(module) not in router_ids and not any(id(child) in router_ids for child in module.modules()):
             raise InvalidInputError(
                 f"{name} ({type(module).__name__}) looks like a router, but no known kind reads it "
                 f"({', '.join(ROUTER_KINDS.names)}): register one in ROUTER_KINDS."
@@ -649,5 +652,5 @@ def _fused_on_a_gpu(logits: Tensor, ids: Tensor, *, score_function: ScoreFunctio
         return router_log_probs(logits, ids, score_function=score_function)
     # By name: this package is plain torch, and kernels come with Triton.
     kernels = importlib.import_module("moe_rl.kernels")
-    found: Tensor = kernels.gather_logprobs(logits, ids, score_function=score_function)
-    return found
+    log_probs: Tensor = kernels.gather_logprobs(logits, ids, score_function=score_function)
+    return log_probs

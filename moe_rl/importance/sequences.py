@@ -44,7 +44,7 @@ class SequenceLayout:
         if tokens.ndim == 2:
             width, num_sequences = tokens.shape[1], tokens.shape[0]
             starts = torch.arange(num_sequences + 1, device=tokens.device) * width
-            found = torch.arange(tokens.numel(), device=tokens.device) // max(width, 1)
+            sequence_of_token = torch.arange(tokens.numel(), device=tokens.device) // max(width, 1)
         elif cu_seqlens is None:
             raise InvalidInputError("packed [T] tensors need cu_seqlens [N + 1], the start of each sequence.")
         else:
@@ -54,8 +54,16 @@ class SequenceLayout:
             places = torch.arange(tokens.shape[0], device=tokens.device)
             # Empty sequences share their start with the next one: `right` gives the last of them, which holds the
             # token.
-            found = (torch.searchsorted(starts, places, right=True) - 1).clamp(min=0, max=max(num_sequences - 1, 0))
-        return cls(num_sequences=num_sequences, starts=starts, sequence_of_token=found, width=width, context=context)
+            sequence_of_token = (torch.searchsorted(starts, places, right=True) - 1).clamp(
+                min=0, max=max(num_sequences - 1, 0)
+            )
+        return cls(
+            num_sequences=num_sequences,
+            starts=starts,
+            sequence_of_token=sequence_of_token,
+            width=width,
+            context=context,
+        )
 
     @property
     def is_packed(self) -> bool:
@@ -140,9 +148,9 @@ class SequenceLayout:
         """int64, token shape: the number of each valid token's unbroken run within its whole sequence, from 0."""
         flat = valid.reshape(-1)
         # An empty sequence at the end starts behind the last token; a spare place takes it.
-        first = flat.new_zeros(flat.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
+        is_start = flat.new_zeros(flat.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
         # A run starts at a valid token that is its sequence's first or follows a masked one.
-        started = (flat * (1 - flat.roll(1) * (1 - first))).long().cumsum(dim=0)
+        started = (flat * (1 - flat.roll(1) * (1 - is_start))).long().cumsum(dim=0)
         base = torch.cat([started.new_zeros(1), started])[self.starts[self.sequence_of_token]]
         return (started - base - 1).clamp_(min=0).view_as(valid)
 
@@ -175,8 +183,8 @@ class SequenceLayout:
         if self.context.size == 1:
             return flat
         # Gathered by the only collective there is: each rank fills its own places of the sum.
-        whole = flat.new_zeros(flat.shape[0] * self.context.size)
-        return self.context.sum(whole.index_copy(0, self._whole_places(), flat))
+        all_ranks = flat.new_zeros(flat.shape[0] * self.context.size)
+        return self.context.sum(all_ranks.index_copy(0, self._whole_places(), flat))
 
     def here(self, everywhere: Tensor, like: Tensor) -> Tensor:
         """Take this rank's tokens out of what `everywhere` gives: to the shape of `like`."""
@@ -189,8 +197,8 @@ class SequenceLayout:
         chunks = torch.tensor(self.context.chunks, device=self.starts.device)
         half = self._piece_lengths()[self.sequence_of_token]
         place, part = self._place_and_part()
-        first = self.starts[self.sequence_of_token] * self.context.size
-        return first + chunks[part] * half + place - part * half
+        start = self.starts[self.sequence_of_token] * self.context.size
+        return start + chunks[part] * half + place - part * half
 
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""

@@ -49,9 +49,9 @@ class Metrics(dict[str, Tensor]):
 
 def measured(values: Mapping[str, Tensor], unusable: Mapping[str, Tensor]) -> Metrics:
     """Return `values` as metrics that know which inputs were unusable."""
-    found = Metrics(values)
-    found.unusable = dict(unusable)
-    return found
+    metrics = Metrics(values)
+    metrics.unusable = dict(unusable)
+    return metrics
 
 
 def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
@@ -108,7 +108,7 @@ def usable_tokens(
     lost = {what: torch.stack([(where & valid).sum(), number]) for what, where in bad.items()}
     if non_finite == "raise":
         # One collective and one wait for all inputs, and only where a bad token must raise.
-        counts = torch.stack([each[0] for each in lost.values()]).float() if lost else torch.zeros(0)
+        counts = torch.stack([counts_lost[0] for counts_lost in lost.values()]).float() if lost else torch.zeros(0)
         for what, count in zip(lost, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
         return valid, lost
@@ -121,15 +121,15 @@ def usable_tokens(
 def not_log_probs(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return what is wrong with log-probabilities -> True where it is: values above 0, probabilities as a rule."""
     return {
-        f"{name} is above 0, which no log-probability is,": each.detach() > LARGEST_LOG_PROB
-        for name, each in values.items()
-        if each is not None
+        f"{name} is above 0, which no log-probability is,": tensor.detach() > LARGEST_LOG_PROB
+        for name, tensor in values.items()
+        if tensor is not None
     }
 
 
-def require_same_shape(reference: Tensor, reference_name: str, others: Mapping[str, Tensor | None]) -> None:
+def require_same_shape(reference: Tensor, reference_name: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Raise unless every given tensor has the shape of `reference`."""
-    for name, tensor in others.items():
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != reference.shape:
             raise InvalidInputError(
                 f"{name} has shape {tuple(tensor.shape)}, but {reference_name} has {tuple(reference.shape)}."
@@ -145,8 +145,8 @@ def usable_pair(
     """Return the log-probabilities of two policies, 0 where they cannot be used, and what `usable_tokens` returns."""
     require_same_shape(response_mask, "response_mask", pair)
     mask, lost = usable_tokens(response_mask, pair, non_finite, agree, unusable=not_log_probs(pair))
-    first, second = (silenced(values, mask, working_dtype(*pair.values())) for values in pair.values())
-    return first, second, mask, lost
+    numerator, second = (silenced(values, mask, working_dtype(*pair.values())) for values in pair.values())
+    return numerator, second, mask, lost
 
 
 def silenced(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,8 +27,8 @@ def value_loss(
     default width. VAPO's value pre-training minimizes it on the returns of `vapo_gae`.
     """
     require(clip_width >= 0, f"clip_width must be >= 0, got {clip_width}.")
-    given = {"old_values": old_values, "returns": returns, "response_mask": response_mask}
-    require_same_shape(values, "values", given)
+    tensors = {"old_values": old_values, "returns": returns, "response_mask": response_mask}
+    require_same_shape(values, "values", tensors)
     dtype = working_dtype(values, old_values, returns)
     current, old, target = values.to(dtype), old_values.detach().to(dtype), returns.detach().to(dtype)
     # The larger of both: the clip may slow the critic down, and never hides a large error.

@@ -84,20 +84,22 @@ class _Nesting:
                 continue
             call = Call(layer=name.layer, micro_batch=name.micro_batch, phase=name.phase, occurrence=seen[name])
             seen[name] += 1
-            known, stack = self._ranges[item.thread], open_ranges[item.thread]
-            while stack and known[stack[-1]][0].end_us <= item.start_us:
+            closed_ranges, stack = self._ranges[item.thread], open_ranges[item.thread]
+            while stack and closed_ranges[stack[-1]][0].end_us <= item.start_us:
                 stack.pop()
-            known.append((item, name, call, stack[-1] if stack else -1))
-            stack.append(len(known) - 1)
-        self._starts = {thread: [r[0].start_us for r in known] for thread, known in self._ranges.items()}
+            closed_ranges.append((item, name, call, stack[-1] if stack else -1))
+            stack.append(len(closed_ranges) - 1)
+        self._starts = {
+            thread: [r[0].start_us for r in closed_ranges] for thread, closed_ranges in self._ranges.items()
+        }
 
     def innermost(self, thread: str, time_us: float) -> tuple[str, Call] | None:
         """Return (category, call) of the range that opened last and is still open, or None."""
-        known = self._ranges.get(thread, [])
+        closed_ranges = self._ranges.get(thread, [])
         position = bisect.bisect_right(self._starts.get(thread, []), time_us) - 1
         # The last range that opened may be closed: climb to the one around it.
         while position >= 0:
-            candidate, name, call, parent = known[position]
+            candidate, name, call, parent = closed_ranges[position]
             if candidate.end_us > time_us:
                 return name.category, call
             position = parent
@@ -145,8 +147,8 @@ def _seconds_by(attributed: Sequence[AttributedWork], key: Callable[[AttributedW
     """Return summed seconds by key; work with the key None does not count."""
     seconds: dict[Key, float] = defaultdict(float)
     for item in attributed:
-        if (found := key(item)) is not None:
-            seconds[found] += item.seconds
+        if (group := key(item)) is not None:
+            seconds[group] += item.seconds
     return dict(seconds)
 
 

@@ -81,8 +81,14 @@ class CalibrationResult:
 
         Groups without the figure do not count; None where no group has it.
         """
-        known = [(error, one.num_measurements) for one in self.groups if (error := getattr(one, figure)) is not None]
-        return sum(error * count for error, count in known) / sum(count for _, count in known) if known else None
+        weighted_errors = [
+            (error, group.num_measurements) for group in self.groups if (error := getattr(group, figure)) is not None
+        ]
+        return (
+            sum(error * count for error, count in weighted_errors) / sum(count for _, count in weighted_errors)
+            if weighted_errors
+            else None
+        )
 
 
 class Timed(Protocol):
@@ -121,9 +127,9 @@ def calibrate(
     moved. One measurement is enough: what it does not determine stays where the prior has it, with the prior's spread.
     Raises `InvalidInputError` for an unknown constant, a named one that no measurement depends on, and wrong units.
     """
-    known = (*CONSTANTS, *SOFTWARE_CONSTANTS)
+    names_of_constants = (*CONSTANTS, *SOFTWARE_CONSTANTS)
     for name in constants:
-        require_known(name, known, f"constant {name!r} cannot be calibrated.")
+        require_known(name, names_of_constants, f"constant {name!r} cannot be calibrated.")
     require(len(set(constants)) == len(constants), "name each constant to calibrate once.")
     seen = _seen(measurements, hardware, software, predict)
     unseen = [name for name in constants if name not in seen]
@@ -136,16 +142,18 @@ def calibrate(
     fit = _Fit.of(measurements, hardware, software, moving, predict)
 
     def group_error(group: str) -> GroupError:
-        mine, others = ([m for m in measurements if (m.group == group) is own] for own in (True, False))
+        inside_group, outside = (
+            [m for m in measurements if (m.group == group) is in_group] for in_group in (True, False)
+        )
         held_out = None
-        if others:
-            of_others = _Fit.of(others, hardware, software, moving, predict)
-            held_out = mean_error(mine, *of_others.constants, predict)
+        if outside:
+            of_others = _Fit.of(outside, hardware, software, moving, predict)
+            held_out = mean_error(inside_group, *of_others.constants, predict)
         return GroupError(
             group=group,
-            num_measurements=len(mine),
-            before=mean_error(mine, hardware, software.costs, predict),
-            in_sample=mean_error(mine, *fit.constants, predict),
+            num_measurements=len(inside_group),
+            before=mean_error(inside_group, hardware, software.costs, predict),
+            in_sample=mean_error(inside_group, *fit.constants, predict),
             held_out=held_out,
         )
 
@@ -191,14 +199,14 @@ class _Fit:
         predict: Predict,
     ) -> "_Fit":
         """Return the posterior; the scatter of the measurements is what they show about the first fit."""
-        known = [_known_step(m, predict) for m in measurements]
-        first = cls._with_noise(known, hardware, software, names, NOISE)
-        left = np.array(list(first.left.values()))
+        known_steps = [_known_step(m, predict) for m in measurements]
+        first_fit = cls._with_noise(known_steps, hardware, software, names, NOISE)
+        left = np.array(list(first_fit.left.values()))
         # So few measurements say little of their scatter: as many as constants are met whatever it is.
-        freedom = len(known) - len(names)
+        freedom = len(known_steps) - len(names)
         noise = float(np.sqrt(np.sum(left**2) / freedom)) if freedom >= LEAST_FREEDOM else NOISE
         noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
-        fit = cls(names=names, component=cls._with_noise(known, hardware, software, names, noise))
+        fit = cls(names=names, component=cls._with_noise(known_steps, hardware, software, names, noise))
         far = [
             name for name, log in zip(names, fit.component.logs.tolist(), strict=True)
             if abs(log) > np.log(LARGEST_FACTOR)
@@ -212,7 +220,11 @@ class _Fit:
 
     @staticmethod
     def _with_noise(
-        known: Sequence[KnownStep], hardware: HardwareSpec, software: Software, names: tuple[str, ...], noise: float
+        known_steps: Sequence[KnownStep],
+        hardware: HardwareSpec,
+        software: Software,
+        names: tuple[str, ...],
+        noise: float,
     ) -> Component:
         in_cluster = {name: PRIOR_SPREAD for name in names if name in CONSTANTS}
         in_software = {name: PRIOR_SPREAD for name in names if name in SOFTWARE_CONSTANTS}
@@ -224,7 +236,7 @@ class _Fit:
                 for name in names
             ),
         )
-        return Posterior.of([prior], known).likeliest
+        return Posterior.of([prior], known_steps).likeliest
 
     @property
     def constants(self) -> tuple[HardwareSpec, SoftwareCosts]:
@@ -235,13 +247,13 @@ class _Fit:
         """Return every constant before and after."""
         before, (hardware, costs) = self.component.prior, self.constants
         spreads = np.expm1(np.sqrt(np.diag(self.component.covariance))).tolist()
-        found = []
+        constants = []
         for name, spread in zip(self.names, spreads, strict=True):
             old: object = before.hardware if name in CONSTANTS else before.software.costs
             new: object = hardware if name in CONSTANTS else costs
             value = getattr(old, name), getattr(new, name)
-            found.append(FittedConstant(name=name, before=value[0], after=value[1], uncertainty=spread))
-        return tuple(found)
+            constants.append(FittedConstant(name=name, before=value[0], after=value[1], uncertainty=spread))
+        return tuple(constants)
 
     def spreads(self, of: Sequence[str]) -> dict[str, float]:
         """Return the posterior's standard deviations of the logarithms of those constants that moved."""

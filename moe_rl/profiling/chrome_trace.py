@@ -51,8 +51,8 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
 
 def _object(holder: object, name: str) -> dict[str, Any]:
     """Return the JSON object of that name, {} where there is none."""
-    found = holder.get(name) if isinstance(holder, dict) else None
-    return found if isinstance(found, dict) else {}
+    value = holder.get(name) if isinstance(holder, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def _read_json(path: Path) -> Any:
@@ -105,15 +105,15 @@ def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
     work = []
     for thread, events in by_thread.items():
         events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
-        own = [float(event.get("dur", 0)) for event in events]
+        self_us = [float(event.get("dur", 0)) for event in events]
         callers: list[int] = []
         for position, event in enumerate(events):
             # The stack holds the operators that are still open; the top one is the caller.
             while callers and events[callers[-1]]["ts"] + events[callers[-1]].get("dur", 0) <= event["ts"]:
                 callers.pop()
             if callers:
-                own[callers[-1]] -= float(event.get("dur", 0))
+                self_us[callers[-1]] -= float(event.get("dur", 0))
             callers.append(position)
         # The host runs an operator itself: it is its own launch.
-        work += [_work(event, max(0.0, time), event, thread) for event, time in zip(events, own, strict=True)]
+        work += [_work(event, max(0.0, time), event, thread) for event, time in zip(events, self_us, strict=True)]
     return tuple(work)

@@ -40,10 +40,10 @@ def measured_parts(per_rank: Sequence[Sequence[AttributedWork]], waiting: WaitSp
     """
     require(len(per_rank) > 0, "no recordings were given.")
     totals = [seconds_by_part(attributed) for attributed in per_rank]
-    measured = {part: max(mine.get(part, 0.0) for mine in totals) for mine in totals for part in mine}
+    measured = {part: max(of_rank.get(part, 0.0) for of_rank in totals) for of_rank in totals for part in of_rank}
     if ALL_TO_ALL in measured:
         # The rank that spends least in it waits least: nearest to the transfer alone.
-        measured[ALL_TO_ALL] = min(mine.get(ALL_TO_ALL, 0.0) for mine in totals)
+        measured[ALL_TO_ALL] = min(of_rank.get(ALL_TO_ALL, 0.0) for of_rank in totals)
     if waiting is not None:
         measured[ALL_TO_ALL] = waiting.transfer_s
         if EXPERT_GEMM in measured:
@@ -75,9 +75,9 @@ def compare(
         for side in (predicted, measured):
             if "attention" in side:
                 side[OUTSIDE_EXPERTS] = side.get(OUTSIDE_EXPERTS, 0.0) + side.pop("attention")
-    known = dict.fromkeys(PART_OF_PREDICTION.values())
+    parts_priced = dict.fromkeys(PART_OF_PREDICTION.values())
     return [
         ComparedPart(part=part, predicted_s=predicted.get(part, 0.0), measured_s=measured.get(part, 0.0))
-        for part in known
+        for part in parts_priced
         if part in predicted or part in measured
     ]

@@ -91,7 +91,7 @@ class Measurement:
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Read a CSV whose header names the fields of `Measurement`."""
-    known = fields(Measurement)
+    columns = fields(Measurement)
     require(path.exists(), f"{path} does not exist.")
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -100,9 +100,9 @@ def read_measurements(path: Path) -> list[Measurement]:
         raise InvalidInputError(f"{path} is not a readable CSV: {error}.") from None
     require(bool(rows), f"{path} holds no measurements.")
     header = {name for name in rows[0] if name is not None}
-    missing = sorted({item.name for item in known if item.default is MISSING} - header)
+    missing = sorted({item.name for item in columns if item.default is MISSING} - header)
     require(not missing, f"{path} lacks the columns {', '.join(missing)}.")
-    names = [item.name for item in known]
+    names = [item.name for item in columns]
     for column in sorted(header):
         require_known(column, names, f"{path} has an unknown column {column!r}.")
     # Line 1 is the header.

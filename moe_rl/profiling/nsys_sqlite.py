@@ -42,7 +42,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
             linked = RUNTIME in tables
             named = {f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName": "s.value"}
             named |= {f"{table} w": f"'{name}'" for table, name in COPIES.items() if table in tables}
-            work = [one for table, name in named.items() for one in _work(database, table, name, linked=linked)]
+            work = [item for table, name in named.items() for item in _work(database, table, name, linked=linked)]
             ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None

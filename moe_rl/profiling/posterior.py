@@ -150,9 +150,9 @@ class Posterior:
     components: tuple[Component, ...]
 
     @classmethod
-    def of(cls, priors: Sequence[Prior], known: Sequence[KnownStep] = ()) -> "Posterior":
+    def of(cls, priors: Sequence[Prior], known_steps: Sequence[KnownStep] = ()) -> "Posterior":
         """Return the posterior over the constants, and over which of the priors' software runs."""
-        fits = [_maximum(prior, known) for prior in priors]
+        fits = [_maximum(prior, known_steps) for prior in priors]
         evidence = np.array([fit[2] + log(prior.weight) for fit, prior in zip(fits, priors, strict=True)])
         weights = np.exp(evidence - evidence.max())
         weights /= weights.sum()
@@ -193,7 +193,8 @@ class Posterior:
         """Say which software the known steps show, and which constants they moved most."""
         component, count = self.likeliest, len(self.likeliest.left)
         moved = sorted(
-            zip(np.exp(component.logs), component.prior.knobs, strict=True), key=lambda one: -abs(log(one[0]))
+            zip(np.exp(component.logs), component.prior.knobs, strict=True),
+            key=lambda log_and_knob: -abs(log(log_and_knob[0])),
         )
         largest = ", ".join(f"{knob.name} x{factor:.2f}" for factor, knob in moved[:MOVED] if abs(log(factor)) >= NUDGE)
         weight = f" ({component.weight:.0%})" if len(self.components) > 1 else ""
@@ -243,8 +244,8 @@ class Figures:
         """
         normals = []
         for part in self.parts:
-            own = part.component.prior.software.left_open if alone is None else alone
-            normals.append((float(part.base[index]), part.spread(beside * part.slopes[index], own)))
+            left_open = part.component.prior.software.left_open if alone is None else alone
+            normals.append((float(part.base[index]), part.spread(beside * part.slopes[index], left_open)))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
     def ratio(self, index: int, other: int, *, alone: float | None = None) -> Interval:
@@ -255,23 +256,23 @@ class Figures:
         """
         normals = []
         for part in self.parts:
-            own = sqrt(2.0) * part.component.prior.software.left_open if alone is None else alone
-            spread = part.spread(part.slopes[index] - part.slopes[other], own)
+            left_open = sqrt(2.0) * part.component.prior.software.left_open if alone is None else alone
+            spread = part.spread(part.slopes[index] - part.slopes[other], left_open)
             normals.append((float(part.base[index] - part.base[other]), spread))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
 
-def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:
+def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:
     """Return knobs, covariance, log-evidence (Laplace), and what is left of every known step."""
     spreads, alone = prior.spreads, prior.software.left_open
     precision = np.diag(spreads**-2.0)
     logs: Floats = np.zeros(len(spreads))
-    if not known:
+    if not known_steps:
         return logs, np.diag(spreads**2), 0.0, {}
-    measured = np.log([step.seconds for step in known])
+    measured = np.log([step.seconds for step in known_steps])
 
     def linear(at: Floats) -> tuple[Floats, Floats]:
-        pairs = [prior.slopes(step.price, at) for step in known]
+        pairs = [prior.slopes(step.price, at) for step in known_steps]
         return np.array([base[0] for base, _ in pairs]), np.array([slopes[0] for _, slopes in pairs])
 
     for _ in range(ROUNDS):
@@ -285,9 +286,9 @@ def _maximum(prior: Prior, known: Sequence[KnownStep]) -> tuple[Floats, Floats, 
     covariance: Floats = np.asarray(np.linalg.inv(precision + slopes.T @ slopes / alone**2), np.float64)
     # How far the measured steps lie from what the prior expects, and how far they may.
     offset = measured - forecast + slopes @ logs
-    expected = slopes @ np.diag(spreads**2) @ slopes.T + alone**2 * np.eye(len(known))
+    expected = slopes @ np.diag(spreads**2) @ slopes.T + alone**2 * np.eye(len(known_steps))
     evidence = -0.5 * float(offset @ np.linalg.solve(expected, offset)) - 0.5 * float(np.linalg.slogdet(expected)[1])
-    left = {step.name: float(rest) for step, rest in zip(known, measured - forecast, strict=True)}
+    left = {step.name: float(residual) for step, residual in zip(known_steps, measured - forecast, strict=True)}
     return logs, covariance, evidence, left
 
 

@@ -49,14 +49,14 @@ class RangeName:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Return the name that `text` spells, or None when it is not one of ours."""
-        found = _PATTERN.fullmatch(text)
-        if found is None or found[1] not in CATEGORIES:
+        match = _PATTERN.fullmatch(text)
+        if match is None or match[1] not in CATEGORIES:
             return None
         return cls(
-            category=found[1],
-            layer=None if found[2] is None else int(found[2]),
-            micro_batch=None if found[3] is None else int(found[3]),
-            phase=found[4],
+            category=match[1],
+            layer=None if match[2] is None else int(match[2]),
+            micro_batch=None if match[3] is None else int(match[3]),
+            phase=match[4],
         )
 
 

@@ -92,9 +92,9 @@ def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedS
 def _expert_call_seconds(per_rank: Sequence[Sequence[AttributedWork]], phase: str) -> list[float]:
     """Return the mean over ranks of every call's expert time."""
     ranks = [expert_seconds(attributed) for attributed in per_rank]
-    calls: set[Call] = {call for mine in ranks for call in mine if call.phase == phase}
+    calls: set[Call] = {call for of_rank in ranks for call in of_rank if call.phase == phase}
     # A rank without rows in a call launched no expert kernel and counts as 0.
-    return [fmean(mine.get(call, 0.0) for mine in ranks) for call in calls]
+    return [fmean(of_rank.get(call, 0.0) for of_rank in ranks) for call in calls]
 
 
 def _row(shape: RecordedShape, kind: str, phase: str, seconds: Sequence[float]) -> Measurement:

@@ -35,8 +35,8 @@ class WaitSplit:
     @property
     def slowest_experts_s(self) -> float:
         """Sum over calls of the slowest rank's expert time: the other ranks wait for it."""
-        calls = {call for mine in self.experts_s for call in mine}
-        return sum(max(mine.get(call, 0.0) for mine in self.experts_s) for call in calls)
+        calls = {call for of_rank in self.experts_s for call in of_rank}
+        return sum(max(of_rank.get(call, 0.0) for of_rank in self.experts_s) for call in calls)
 
     @property
     def expert_loss_s(self) -> float:
@@ -53,7 +53,7 @@ class WaitSplit:
 
     @property
     def _mean_experts_s(self) -> float:
-        return sum(sum(mine.values()) for mine in self.experts_s) / len(self.experts_s)
+        return sum(sum(of_rank.values()) for of_rank in self.experts_s) / len(self.experts_s)
 
 
 def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
@@ -64,18 +64,18 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
     require(len(per_rank) > 1, "waiting can be told from transfer only with recordings of two ranks or more.")
     measured = [all_to_all_seconds(attributed) for attributed in per_rank]
     keys = set(measured[0])
-    for rank, mine in enumerate(measured):
+    for rank, durations in enumerate(measured):
         require(
-            set(mine) == keys,
-            f"recording {rank} has {len(mine)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they cannot "
-            "be compared.",
+            set(durations) == keys,
+            f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they "
+            "cannot be compared.",
         )
     require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
     # The rank that joins last waits for nobody: its time is the transfer.
-    transfers = {key: min(mine[key] for mine in measured) for key in measured[0]}
+    transfers = {key: min(durations[key] for durations in measured) for key in measured[0]}
     transfer = sum(transfers.values())
     return WaitSplit(
         transfers_s=transfers,
-        wait_s=tuple(sum(mine.values()) - transfer for mine in measured),
+        wait_s=tuple(sum(durations.values()) - transfer for durations in measured),
         experts_s=tuple(expert_seconds(attributed) for attributed in per_rank),
     )

@@ -23,8 +23,8 @@ def policy_colors(names: Iterable[str]) -> dict[str, str]:
     True
     """
     names = list(names)
-    shown = {POLICY_COLORS[name] for name in names if name in POLICY_COLORS}
-    series = itertools.cycle([color for color in SERIES if color not in shown])
+    used_colors = {POLICY_COLORS[name] for name in names if name in POLICY_COLORS}
+    series = itertools.cycle([color for color in SERIES if color not in used_colors])
     return {name: POLICY_COLORS.get(name) or next(series) for name in names}
 
 

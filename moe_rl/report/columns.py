@@ -49,18 +49,20 @@ class Column:
 def columns(report: ReportData) -> list[Column]:
     """Return the columns that at least one policy fills; those of times carry * where loads are scaled."""
     rows = (*report.policies, *report.yardsticks)
-    found = []
+    columns_of_report = []
     for name, words in WORDS.items():
         value = _value(report, name)
         filled = [figure for row in rows if (figure := value(row)) is not None]
         if not filled or (words.get("idle") and not any(filled)):
             continue
         unit, write = _form(words["form"], max(filled))
-        first, second = (line.format(unit=unit) for line in words["heading"])
+        first_line, second = (line.format(unit=unit) for line in words["heading"])
         mark = "*" if report.scaled and words.get("scaled") else ""
-        heading = f"{first}{mark}\n{second}"
-        found.append(Column(field=name, heading=heading, meaning=words["meaning"], write=write, value=value))
-    return found
+        heading = f"{first_line}{mark}\n{second}"
+        columns_of_report.append(
+            Column(field=name, heading=heading, meaning=words["meaning"], write=write, value=value)
+        )
+    return columns_of_report
 
 
 def _value(report: ReportData, name: str) -> Callable[[StepPrediction], Figure | None]:
@@ -91,18 +93,20 @@ def _form(form: str, largest: Figure) -> tuple[str, Callable[[Figure], str]]:
 def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column]:
     """Return the columns of these names, in this order, or ("all",) of them; without names those that matter most."""
     check_columns(names)
-    found = {column.field: column for column in columns(report)}
+    column_by_field = {column.field: column for column in columns(report)}
     timed = DEFAULT_WITHOUT_ENGINE if report.best_engine is None else DEFAULT_TIMED
     wanted = tuple(names) or (timed if report.timed else DEFAULT_LOADS)
-    if not names and "step_time_interval_s" in found:
+    if not names and "step_time_interval_s" in column_by_field:
         # A terminal of 80 columns has room for six figures.
         dropped = "moved_bytes" if report.best_engine is None else "fraction_of_forced_balance"
         wanted = tuple(name for name in wanted if name != dropped)
-    return [found[name] for name in (found if wanted == (ALL,) else wanted) if name in found]
+    return [
+        column_by_field[name] for name in (column_by_field if wanted == (ALL,) else wanted) if name in column_by_field
+    ]
 
 
 def check_columns(names: Iterable[str]) -> None:
     """Raise for a name that no column has."""
-    known = (ALL, *WORDS)
+    names_of_columns = (ALL, *WORDS)
     for name in names:
-        require_known(name, known, f"--columns: no column is called {name!r}.")
+        require_known(name, names_of_columns, f"--columns: no column is called {name!r}.")

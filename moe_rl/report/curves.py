@@ -88,18 +88,18 @@ def line_chart(
 
 def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: bool = True) -> None:
     """Draw lines, grid and texts of the axes; without `numbers` the plot shares the y axis of the plot to its left."""
-    shown = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
-    every = [point for points in shown.values() for point in points]
+    visible_points = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
+    every = [point for points in visible_points.values() for point in points]
     require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
     # A band may reach beyond every line, and must not leave the plot.
     edges = [y for line in lines.values() for _, *ends in line.band for y in ends if axes.can_show(y)]
     low, high, marks = _y_axis([*(y for _, y in every), *edges], axes)
     places = [x for x, _ in every] + list(axes.marks or ())
-    first, last = min(places), max(places)
+    leftmost, rightmost = min(places), max(places)
     bottom, right = box.top + box.height, box.left + box.width
 
     def x_of(x: float) -> float:
-        start, end, value = (math.log(v) if axes.log_x else v for v in (first, last, x))
+        start, end, value = (math.log(v) if axes.log_x else v for v in (leftmost, rightmost, x))
         # A single x stands in the middle.
         share = (value - start) / (end - start) if end > start else 0.5
         return box.left + box.inset + (box.width - 2 * box.inset) * share
@@ -117,7 +117,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
             svg.text(box.left - 7, y_of(mark) + 4, text, anchor="end", css="tick")
     if marks[0] > low:
         svg.line(box.left, bottom, right, bottom, "axis")
-    round_marks = {mark: f"{mark:.4g}" for mark in ticks(last, at_most=8) if first <= mark <= last}
+    round_marks = {mark: f"{mark:.4g}" for mark in ticks(rightmost, at_most=8) if leftmost <= mark <= rightmost}
     ends = [-math.inf, -math.inf]
     for mark, text in (round_marks if axes.marks is None else axes.marks).items():
         x, half = x_of(mark), LETTER * len(text) / 2
@@ -130,12 +130,12 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
             ends[row] = center + half
     for line in lines.values():
         band = [(x_of(x), y_of(max(start, low)), y_of(end)) for x, start, end in line.band if axes.can_show(end)]
-        around = [(x, start) for x, start, _ in band] + [(x, end) for x, _, end in reversed(band)]
-        if around:
-            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in around)
+        outline = [(x, start) for x, start, _ in band] + [(x, end) for x, _, end in reversed(band)]
+        if outline:
+            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
             svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
     for name, line in lines.items():
-        _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in shown[name]])
+        _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in visible_points[name]])
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:

@@ -69,8 +69,8 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     details = [WORDS["busiest"].format(static=static, saved=saved)]
     if gain - 1.0 >= LITTLE:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
-    first, *more = [*_misfit(report, best), *_rl_step(report, best), title]
-    return Headline(title=first, more=tuple(more), details=tuple(details))
+    lead, *more = [*_misfit(report, best), *_rl_step(report, best), title]
+    return Headline(title=lead, more=tuple(more), details=tuple(details))
 
 
 def _beside_engine(report: ReportData, best: StepPrediction) -> str:
@@ -86,15 +86,15 @@ def _misfit(report: ReportData, best: StepPrediction) -> list[str]:
     misfit = report.misfit
     if misfit is None:
         return []
-    said = WORDS["misfit"].format(misfit=misfit)
+    sentence = WORDS["misfit"].format(misfit=misfit)
     remedy = misfit.remedy
     if remedy is None:
-        return [said, WORDS["no_remedy"]]
+        return [sentence, WORDS["no_remedy"]]
     longer = f"takes {remedy.slower:.0%} longer" if remedy.slower >= 0 else f"takes {-remedy.slower:.0%} less time"
     if remedy.gpu_factor > 1:
         longer += f" on {remedy.gpu_factor} times the GPUs"
     rl_step = "" if remedy.rl_speedup is None else WORDS["remedy_rl"].format(gain=remedy.rl_speedup)
-    return [f"{said} {WORDS['remedy'].format(remedy=remedy, cost=longer, best=best, rl_step=rl_step)}"]
+    return [f"{sentence} {WORDS['remedy'].format(remedy=remedy, cost=longer, best=best, rl_step=rl_step)}"]
 
 
 def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
@@ -118,12 +118,12 @@ def _shares(report: ReportData, what: str, figure: str) -> str:
     `figure` is the attribute of a policy that is compared: lower is better.
     """
     alone = () if report.balancing_alone is None else (report.balancing_alone,)
-    found = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
-    static, unpacked, whole = (found.get(name) for name in ("static", UNPACKED, WHOLE))
-    if report.best.policy != WHOLE or not (static and unpacked and whole):
+    figures = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
+    static, unpacked, all_levers = (figures.get(name) for name in ("static", UNPACKED, WHOLE))
+    if report.best.policy != WHOLE or not (static and unpacked and all_levers):
         return ""
     # Packing may also undo a little of what balancing gains: shares stay within 0 and 100 %.
-    balancing = min(max((static - unpacked) / (static - whole), 0.0), 1.0)
+    balancing = min(max((static - unpacked) / (static - all_levers), 0.0), 1.0)
     return str(WORDS["shares"].format(balancing=balancing, what=what, packing=1.0 - balancing))
 
 
@@ -145,12 +145,12 @@ def _runner_up(report: ReportData, best: StepPrediction) -> list[str]:
 
 
 def _price(best: StepPrediction) -> list[str]:
-    said = []
+    sentences = []
     if best.replicas_per_plan:
-        said.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
+        sentences.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
     if best.moved_bytes:
-        said.append(f"{format_bytes(best.moved_bytes)} of experts moved per step")
-    return [f"Cost: {' and '.join(said)}."] if said else []
+        sentences.append(f"{format_bytes(best.moved_bytes)} of experts moved per step")
+    return [f"Cost: {' and '.join(sentences)}."] if sentences else []
 
 
 def _balance_only(report: ReportData, static: StepPrediction) -> Headline:

@@ -105,8 +105,8 @@ def save_as(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
 
 def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]:
     """Return the bars of the first screen: static, the best published policy, the best, and forced balance."""
-    shown = (report.baseline, report.runner_up, report.best, report.yardstick("forced_balance"))
-    rows = list({row.policy: row for row in shown if row is not None}.values())
+    compared = (report.baseline, report.runner_up, report.best, report.yardstick("forced_balance"))
+    rows = list({row.policy: row for row in compared if row is not None}.values())
     lengths = [(row.step_time_s or 0.0) if report.timed else row.imbalance for row in rows]
     figures = [
         f"{format_time(length)}, {row.speedup_vs_static or 1.0:.2f}x" if report.timed else f"{length:.2f} x mean"
@@ -141,24 +141,24 @@ def _charts(report: ReportData) -> dict[str, dict[str, Any] | None]:
 
 def _chart(drawing: Markup, bars: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return a drawing with name and color of every part that some bar shows."""
-    shown = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
+    parts = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
     return {
         "drawing": drawing,
-        "parts": [{"name": part_name(part), "color": part_color(part)} for part in shown],
+        "parts": [{"name": part_name(part), "color": part_color(part)} for part in parts],
         "hides": any(value < 0 for bar in bars for value in bar.values()),
     }
 
 
-def policy_rows(report: ReportData, shown: Sequence[Column]) -> dict[str, Any]:
+def policy_rows(report: ReportData, columns: Sequence[Column]) -> dict[str, Any]:
     """Return the shown columns and the rows of the policy table, for a template."""
     best = report.best.policy
 
     def row(prediction: StepPrediction) -> dict[str, Any]:
-        cells = [column.text(prediction) for column in shown]
+        cells = [column.text(prediction) for column in columns]
         return {"name": prediction.policy, "cells": cells, "best": prediction.policy == best != "static"}
 
     return {
-        "columns": [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in shown],
+        "columns": [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in columns],
         "rows": [row(prediction) for prediction in report.policies],
         "yardsticks": [row(prediction) for prediction in report.yardsticks],
     }

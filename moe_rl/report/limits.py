@@ -66,8 +66,8 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
         return {}
 
     def above(names: tuple[str, ...], other: Mapping[str, float]) -> float:
-        own = best.breakdown_s or {}
-        return max(0.0, sum(own.get(name, 0.0) - other.get(name, 0.0) for name in names))
+        breakdown_s = best.breakdown_s or {}
+        return max(0.0, sum(breakdown_s.get(name, 0.0) - other.get(name, 0.0) for name in names))
 
     cut = {
         "packing": above(PER_RANK_PARTS, ideal.breakdown_s),
@@ -104,8 +104,8 @@ def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: 
         "largest": _largest_parts(best) if verdict == "kernel" else "",
     }
     # Node, placement and split are told alike: as waiting for routing.
-    said = WORDS["limits"].get(verdict) or WORDS["limits"]["routing" if seconds else "untimed"]
-    return (sentence.format(**facts) for sentence in said)
+    template = WORDS["limits"].get(verdict) or WORDS["limits"]["routing" if seconds else "untimed"]
+    return (sentence.format(**facts) for sentence in template)
 
 
 def _largest_parts(best: StepPrediction) -> str:

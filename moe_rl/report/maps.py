@@ -84,8 +84,8 @@ class MapKind:
     @property
     def gradient(self) -> Markup:
         """Stops of the scale's CSS gradient."""
-        said = (f"rgb{color} {at / self.top:.1%}" for at, color in zip(stops(self.top), _COLORS, strict=True))
-        return Markup(", ".join(said))
+        stops_in_css = (f"rgb{color} {at / self.top:.1%}" for at, color in zip(stops(self.top), _COLORS, strict=True))
+        return Markup(", ".join(stops_in_css))
 
     def picture(self, name: str) -> Markup:
         """Draw the map of a policy: layers from top to bottom, columns from left to right."""
@@ -109,8 +109,8 @@ class MapKind:
         edges = range(self.every, columns, self.every) if self.every else range(0)
         for edge in edges:
             svg.line(left + edge * width / columns, above - 4, left + edge * width / columns, bottom + 4, "node")
-        said = self.across + (" (dashed: node boundary)" if len(edges) else "")
-        svg.text(left + width / 2, height - 6, said, anchor="middle", css="label")
+        caption = self.across + (" (dashed: node boundary)" if len(edges) else "")
+        svg.text(left + width / 2, height - 6, caption, anchor="middle", css="label")
         middle = max(above + (bottom - above) / 2, WORDS_LENGTH / 2)
         svg.text(13, middle, "MoE layer", anchor="middle", css="label", turn=True)
         return svg.markup()
@@ -155,5 +155,5 @@ def micro_batch_maps(report: ReportData) -> MapKind:
 
 
 def _maps(report: ReportData, kind: str, values: Mapping[str, NDArray[np.float32]], *, every: int) -> MapKind:
-    shown = tuple(prediction.policy for prediction in report.before_and_after)
-    return MapKind(**WORDS[kind], every=every, layer_ids=report.layer_ids, values=values, shown=shown)
+    policies = tuple(prediction.policy for prediction in report.before_and_after)
+    return MapKind(**WORDS[kind], every=every, layer_ids=report.layer_ids, values=values, shown=policies)

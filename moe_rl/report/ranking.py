@@ -16,8 +16,8 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     flips = [ranking for ranking in report.sensitivity if not ranking.holds]
     if not flips:
         return (f"The ranking of the policies holds with every constant {OFF} lower or higher; {gain}",)
-    said = "; ".join(f"{_name(ranking)}: {_turned(ranking)}" for ranking in flips)
-    return (f"With constants {OFF} off the ranking of the policies flips: {said}. Throughout, {gain}",)
+    turns = "; ".join(f"{_name(ranking)}: {_turned(ranking)}" for ranking in flips)
+    return (f"With constants {OFF} off the ranking of the policies flips: {turns}. Throughout, {gain}",)
 
 
 def ranking_rows(report: ReportData) -> list[dict[str, object]]:

@@ -185,8 +185,8 @@ class ReportData:
     @property
     def runner_up(self) -> StepPrediction | None:
         """The best policy beside `best` that is neither static nor a part of `moe-rl`; None where there is none."""
-        others = [row for row in self.policies if row is not self.best and row.policy not in (BASELINE, *PARTS)]
-        return min(others, key=self._figure, default=None)
+        rivals = [row for row in self.policies if row is not self.best and row.policy not in (BASELINE, *PARTS)]
+        return min(rivals, key=self._figure, default=None)
 
     def _figure(self, prediction: StepPrediction) -> float:
         """Return the figure that ranks policies, the lower the better: step time, or imbalance without times."""
@@ -195,15 +195,15 @@ class ReportData:
     @property
     def layer_ids(self) -> list[int]:
         """[L] decoder layers of the MoE layers; counted from 0 where the trace does not say."""
-        given = self.trace.get("moe_layer_ids")
+        layer_ids = self.trace.get("moe_layer_ids")
         layers = len(self.loads[self.policies[0].policy].imbalance_by_layer)
-        return [int(layer) for layer in given] if isinstance(given, list | tuple) else list(range(layers))
+        return [int(layer) for layer in layer_ids] if isinstance(layer_ids, list | tuple) else list(range(layers))
 
     @property
     def before_and_after(self) -> tuple[StepPrediction, ...]:
         """The first policy and the best one; the first and the second where the first is the best."""
-        first, best = self.policies[0], self.best
-        return self.policies[:2] if first is best else (first, best)
+        baseline, best = self.policies[0], self.best
+        return self.policies[:2] if baseline is best else (baseline, best)
 
     def yardstick(self, name: str) -> StepPrediction | None:
         """Return the yardstick of that name, if it was computed."""

@@ -72,7 +72,7 @@ def standalone(drawing: Markup, colors: Mapping[str, str] = LIGHT) -> Markup:
     # Inside a page a drawing takes the width of its column; a file of its own needs a size and the namespace.
     box = drawing.split('viewBox="0 0 ', 1)[1].split('"', 1)[0]
     width, height = box.split()
-    start, rest = str(drawing).removeprefix("<svg ").split(">", 1)
+    start, body = str(drawing).removeprefix("<svg ").split(">", 1)
     style = STYLE.format_map(colors)
     paper = f'<style>{style}</style><rect width="{width}" height="{height}" fill="{colors["paper"]}"/>'
-    return Markup(f'{head}width="{width}" height="{height}" {start}>{paper}{rest}')
+    return Markup(f'{head}width="{width}" height="{height}" {start}>{paper}{body}')

@@ -59,7 +59,7 @@ class SweepData:
         """What the sweep found, in a sentence: the best policy anywhere, and from where to where its figure goes."""
         most = max if self.metric == "speedup_vs_static" else min
         best, name = most(((p, n) for p in self.points for n in self.policies if n in p.policies),
-                          key=lambda each: each[0].policies[each[1]])  # fmt: skip
+                          key=lambda pair: pair[0].policies[pair[1]])  # fmt: skip
         low, high = (end(p.policies[name] for p in self.points if name in p.policies) for end in (min, max))
         where = f"best at {describe(best.point)}"
         if self.metric == "imbalance":

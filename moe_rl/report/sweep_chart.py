@@ -142,18 +142,23 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
 
     Where those are too many, only the first of the others varies, and the rest stay at their first values.
     """
-    others = {name: values for name, values in sweep.values.items() if name != parameter}
-    if math.prod(map(len, others.values())) > MAX_PANELS:
-        first = next(name for name, values in others.items() if len(values) > 1)
-        others = {name: _spread(values) if name == first else values[:1] for name, values in others.items()}
-    held = [dict(zip(others, combination, strict=True)) for combination in itertools.product(*others.values())]
+    other_parameters = {name: values for name, values in sweep.values.items() if name != parameter}
+    if math.prod(map(len, other_parameters.values())) > MAX_PANELS:
+        longest = next(name for name, values in other_parameters.items() if len(values) > 1)
+        other_parameters = {
+            name: _spread(values) if name == longest else values[:1] for name, values in other_parameters.items()
+        }
+    fixed_values = [
+        dict(zip(other_parameters, combination, strict=True))
+        for combination in itertools.product(*other_parameters.values())
+    ]
     return [
         _Panel(
             parameter=parameter,
             held=fixed,
             points=[p for p in sweep.points if all(p.point[name] == value for name, value in fixed.items())],
         )
-        for fixed in held
+        for fixed in fixed_values
     ]
 
 
@@ -171,9 +176,9 @@ def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
 
 
 def _limits(sweep: SweepData) -> tuple[float, float]:
-    shown = [value for point in sweep.points for value in point.policies.values()]
-    shown += [point.yardsticks["forced_balance"] for point in sweep.points if "forced_balance" in point.yardsticks]
-    low, high = min(1.0, *shown), max(1.02, *shown)
+    values = [value for point in sweep.points for value in point.policies.values()]
+    values += [point.yardsticks["forced_balance"] for point in sweep.points if "forced_balance" in point.yardsticks]
+    low, high = min(1.0, *values), max(1.02, *values)
     # Markers reach 3 units beyond their point: 6 % of a panel of 200 keeps them inside.
     room = 0.06 * (high - low)
     return low - room, high + room
@@ -190,7 +195,7 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
         "dispatcher": f"dispatcher {setting.get('dispatcher')}",
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
     }
-    said = [sentence for name, sentence in sentences.items() if name in setting]
+    parts = [sentence for name, sentence in sentences.items() if name in setting]
     simulated = "Simulated from recorded loads, scaled" if setting.get("scaled") else "Simulated from recorded loads"
     left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"] if drawn < len(sweep.points) else []
-    return [sweep.what, "; ".join([simulated, *said, *left_out])]
+    return [sweep.what, "; ".join([simulated, *parts, *left_out])]

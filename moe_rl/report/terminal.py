@@ -26,16 +26,16 @@ NARROW, LINES = 80, 8
 
 def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
     """Return one line per policy, the yardsticks set apart below; `names` are columns as `--columns` takes them."""
-    shown = chosen_columns(report, names)
-    table = figures_table("policy", *(column.heading for column in shown))
+    columns = chosen_columns(report, names)
+    table = figures_table("policy", *(column.heading for column in columns))
     table.columns[0].vertical = "bottom"
     best = report.best.policy
     for index, prediction in enumerate(report.policies):
         style = "bold green" if prediction.policy == best != "static" else ""
-        cells = (column.text(prediction) for column in shown)
+        cells = (column.text(prediction) for column in columns)
         table.add_row(Text(prediction.policy), *cells, style=style, end_section=index == len(report.policies) - 1)
     for prediction in report.yardsticks:
-        table.add_row(Text(prediction.policy), *(column.text(prediction) for column in shown), style="dim")
+        table.add_row(Text(prediction.policy), *(column.text(prediction) for column in columns), style="dim")
     return table
 
 
@@ -49,13 +49,13 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
         console.print(Text(line, style="dim"), width=width)
     with _wide_enough(console, table := policy_table(report, names)):
         console.print(table)
-    said = _sentences(report)
+    sentences = _sentences(report)
     always = len(headline(report).lines) + len(report.cautions)
-    shown = said if explain else _that_fit(said, console, width, always=always)
-    for sentence in shown:
+    printed = sentences if explain else _that_fit(sentences, console, width, always=always)
+    for sentence in printed:
         console.print(sentence, width=width)
     hidden = len(columns(report)) - len(chosen_columns(report, names))
-    left = [f"{len(said) - len(shown)} more sentences: --explain"] if len(shown) < len(said) else []
+    left = [f"{len(sentences) - len(printed)} more sentences: --explain"] if len(printed) < len(sentences) else []
     left += [f"{hidden} more columns: --columns all"] if hidden else []
     if left and not explain:
         console.print(Text("; ".join([*left, "all of it: --html"]), style="dim"), width=width)
@@ -75,11 +75,17 @@ def _wide_enough(console: Console, table: Table) -> Iterator[None]:
 
 def _sentences(report: ReportData) -> list[Text]:
     """Return every sentence of the report, what matters most first."""
-    said, limited = headline(report), limits(report)
+    sentences, limited = headline(report), limits(report)
     limiting = limited.sentences if limited else ()
-    explained = (*ranking_sentences(report), *said.details[:1], *limiting[:1], *said.details[1:], *limiting[1:])
+    explained = (
+        *ranking_sentences(report),
+        *sentences.details[:1],
+        *limiting[:1],
+        *sentences.details[1:],
+        *limiting[1:],
+    )
     return [
-        *(Text(line, style="bold") for line in said.lines),
+        *(Text(line, style="bold") for line in sentences.lines),
         *(Text(printable(caution), style="yellow") for caution in report.cautions),
         *map(Text, explained),
         *(Text(printable(f"note: {note}"), style="yellow") for note in report.notes),
@@ -154,6 +160,6 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
 
 
 def _best(sweep: SweepData, point: SweptPoint) -> str:
-    shown = {name: value for name, value in point.policies.items() if name in sweep.policies}
-    chosen = max if sweep.metric == "speedup_vs_static" else min
-    return chosen(shown, key=lambda name: shown[name], default="")
+    figures = {name: value for name, value in point.policies.items() if name in sweep.policies}
+    extreme = max if sweep.metric == "speedup_vs_static" else min
+    return extreme(figures, key=lambda name: figures[name], default="")

@@ -45,8 +45,8 @@ class Shape:
     @property
     def name(self) -> str:
         """The parallel layout in a few letters."""
-        others = (f" {letters}{size}" for letters, size in self._beside_ep().items())
-        return f"EP{self.expert_model_parallel_size}{''.join(others)}"
+        degrees = (f" {letters}{size}" for letters, size in self._beside_ep().items())
+        return f"EP{self.expert_model_parallel_size}{''.join(degrees)}"
 
     @property
     def num_kinds(self) -> int:
@@ -191,17 +191,17 @@ class Tuned:
 
     def first_of(self, key: str) -> dict[Any, TunedSetting]:
         """Return the first setting for every value of a field."""
-        found: dict[Any, TunedSetting] = {}
+        best_by_value: dict[Any, TunedSetting] = {}
         for row in self.settings:
-            found.setdefault(getattr(row, key), row)
-        return found
+            best_by_value.setdefault(getattr(row, key), row)
+        return best_by_value
 
     def sentences(self) -> list[str]:
         """Return what the search found in words: the best, and why larger or smaller EP groups are slower."""
         best = self.best
-        said = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
+        sentences = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
         if self.num_alike > 1:
-            said.append(
+            sentences.append(
                 f"{self.num_alike} settings are not told apart from the fastest: the 80 % interval of their ratio "
                 f"holds 1. Of those within {ALIKE:.0%} the one with fewest kinds of parallelism is first."
             )
@@ -210,16 +210,16 @@ class Tuned:
             grown = {name: row.parts[name] * (1 + longer) - best.parts.get(name, 0.0) for name in row.parts}
             name, more = max(grown.items(), key=lambda part: part[1])
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
-                said.append(
+                sentences.append(
                     f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
                     f"{name.replace('_', ' ')} takes {more:.1%} of the best step more."
                 )
             elif row is not best:
-                said.append(
+                sentences.append(
                     f"EP{ep} is not told apart ({row.name}, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU) with a peak "
                     f"of {row.peak_gib:.1f} GiB."
                 )
-        return said
+        return sentences
 
     def as_json(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
@@ -258,11 +258,11 @@ class Tuned:
 
     def page(self) -> bytes:
         """Return the picture with the table and the lines to paste, as a page."""
-        said = self.sentences()
+        sentences = self.sentences()
         pasted = [f"\n\n{framework}:\n{self.best.lines(framework)}" for framework in PASTED]
         table = str(self).partition("\n\n")[0] + "".join(pasted)
         return render_picture(
-            f"moe_rl tune, {self.gpus} GPUs", said[0], self.picture(), table, [*said[1:], *self.notes]
+            f"moe_rl tune, {self.gpus} GPUs", sentences[0], self.picture(), table, [*sentences[1:], *self.notes]
         )
 
     def save(self, path: Path | str) -> None:

@@ -48,9 +48,9 @@ def decimals(largest: float, count: int) -> int:
     return max(0, count - before_the_point)
 
 
-def counted(count: object, one: str, several: str) -> str:
+def counted(count: object, singular: str, several: str) -> str:
     """Return e.g. "1 micro-batch" or "32 micro-batches"."""
-    return f"{count} {one if count == 1 else several}"
+    return f"{count} {singular if count == 1 else several}"
 
 
 def sequences_of(setting: Mapping[str, object]) -> str:
@@ -82,8 +82,8 @@ def parallelism(setting: Mapping[str, object]) -> str:
     name = f"EP{int(str(setting['ep_size'])) // int(str(parts))}" + (f" x ETP{parts}" if parts != 1 else "")
     expert = name if groups == 1 else f"{groups} EP groups of {name}"
     sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
-    others = {name: setting.get(key, 1) for name, key in sizes.items()}
-    return ", ".join([expert, *(f"{name}{size}" for name, size in others.items() if size != 1)])
+    degrees = {name: setting.get(key, 1) for name, key in sizes.items()}
+    return ", ".join([expert, *(f"{name}{size}" for name, size in degrees.items() if size != 1)])
 
 
 def ticks(top: float, *, at_most: int = 6) -> list[float]:

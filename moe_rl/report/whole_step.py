@@ -44,8 +44,8 @@ class RlGain:
     def shares(self) -> dict[str, float]:
         """Shares of the parts under static placement, the largest first."""
         parts = self.steps["static"].parts_s
-        whole = sum(parts.values())
-        return {name: seconds / whole for name, seconds in sorted(parts.items(), key=lambda part: -part[1])}
+        total = sum(parts.values())
+        return {name: seconds / total for name, seconds in sorted(parts.items(), key=lambda part: -part[1])}
 
     @property
     def brings_little(self) -> bool:

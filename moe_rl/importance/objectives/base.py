@@ -249,9 +249,9 @@ class Objective:
         widths = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": dual}
         if self.name not in exact:
             # Whether somebody set 0.2 or left it, nobody can tell, and for a sequence's mean 0.2 is no clip at all.
-            widths = {name: each for name, each in widths.items() if each not in (0.2, None)}
-            for name, each in widths.items():
-                require(name in self.options, f"{flag} {each:g} does not act on {self.name!r}, which has no {name}.")
+            widths = {name: width for name, width in widths.items() if width not in (0.2, None)}
+            for name, width in widths.items():
+                require(name in self.options, f"{flag} {width:g} does not act on {self.name!r}, which has no {name}.")
         return self.from_settings(widths, options)
 
     @property
@@ -290,5 +290,5 @@ class Objective:
 
 def either(*marks: Tensor | None) -> Tensor | None:
     """Tokens that any of the marks has."""
-    given = [mark for mark in marks if mark is not None]
-    return functools.reduce(torch.logical_or, given) if given else None
+    masks = [mark for mark in marks if mark is not None]
+    return functools.reduce(torch.logical_or, masks) if masks else None

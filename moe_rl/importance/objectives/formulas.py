@@ -348,9 +348,9 @@ def dppo_kl(
     Source: arXiv 2602.04879; verl `compute_policy_loss_dppo_kl`.
     """
     p, q = _probability(b.log_prob), _probability(b.old_log_prob)
-    rest = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
+    complement = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
     # -q d = q (log q - log p), the first term of the KL.
-    divergence = -q * b.moved.detach() + (1.0 - q) * rest
+    divergence = -q * b.moved.detach() + (1.0 - q) * complement
     dropped = _beyond(b, divergence * (p - q).sign(), clip_ratio_low, clip_ratio_high)
     return _kept(b, b.weight, dropped, clip_ratio_c)
 
@@ -466,11 +466,11 @@ def _prime_rl(b: ObjectiveBatch, dropped: Tensor, adv_tau: float, kl_tau: float)
     """prime-rl's loss and its names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
     loss = -adv_tau * b.advantages * ~dropped * b.log_ratio.exp() + kl_tau * _square(b.moved)
     mismatch_kl = kl_estimate(b.old_log_prob, b.log_prob.detach(), "k3")
-    masked, kept = dropped & b.valid.mask, ~dropped & b.valid.mask
+    masked, unmasked = dropped & b.valid.mask, ~dropped & b.valid.mask
     high, low, mean = masked & (b.advantages > 0), masked & (b.advantages < 0), b.valid.layout.token_means
     metrics = {
         **mean({"masked_mismatch_kl": mismatch_kl}, masked),
-        **mean({"unmasked_mismatch_kl": mismatch_kl}, kept),
+        **mean({"unmasked_mismatch_kl": mismatch_kl}, unmasked),
         **mean({"is_masked": masked, "is_masked_low": low, "is_masked_high": high}, b.valid.mask),
         **mean({"masked_advantage_positive": high, "masked_advantage_negative": low}, masked),
     }
@@ -494,9 +494,9 @@ def _largest(b: ObjectiveBatch, scores: Tensor, allowed: Tensor, share: float) -
     layout = b.valid.layout
     count = (b.valid.counts.sum().to(torch.float64) * share).floor().clamp(min=1.0)
     everywhere = layout.everywhere(scores.masked_fill(~allowed, -torch.inf))
-    # topk needs a number that the host knows: a bound from the shape, which `taken` cuts to the real count.
+    # topk needs a number that the host knows: a bound from the shape, which `is_among` cuts to the real count.
     most = min(max(int(everywhere.numel() * share), 1), everywhere.numel())
-    found = everywhere.topk(most)
-    taken = found.values.isfinite() & (torch.arange(most, device=scores.device) < count)
-    marks = torch.zeros_like(everywhere).scatter(0, found.indices, taken.to(scores.dtype))
+    largest = everywhere.topk(most)
+    is_among = largest.values.isfinite() & (torch.arange(most, device=scores.device) < count)
+    marks = torch.zeros_like(everywhere).scatter(0, largest.indices, is_among.to(scores.dtype))
     return layout.here(marks, scores) > 0
