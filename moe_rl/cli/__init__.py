@@ -20,9 +20,9 @@ def main() -> None:
     except TyperException as error:
         from moe_rl.cli.help import refusal
 
-        said = refusal(error, sys.argv[1:])
-        if said:
-            say(f"error: {said}")
+        sentence = refusal(error, sys.argv[1:])
+        if sentence:
+            say(f"error: {sentence}")
         sys.exit(BAD_INPUT)
     except InvalidInputError as error:
         say(f"error: {error}")

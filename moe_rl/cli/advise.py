@@ -17,17 +17,17 @@ def advise(
     from moe_rl.doctor import advisor
 
     records = advisor.read_metrics(metrics)
-    found, silent = advisor.advise(records), advisor.not_judged(records)
+    advice, silent = advisor.advise(records), advisor.not_judged(records)
     verdict = advisor.verdict(records)
     if as_json:
-        print_json({"advice": [asdict(each) for each in found], **asdict(verdict), "not_judged": silent})
+        print_json({"advice": [asdict(item) for item in advice], **asdict(verdict), "not_judged": silent})
         return
     console = results()
     heads = {True: "This run is in danger", False: "No danger is seen", None: "Not judged whether the run is in danger"}
     console.print(f"{heads[verdict.in_danger]}: {verdict.reason}\n", soft_wrap=True)
-    for each in found:
-        console.print(f"{each.rule}: {each}\n", soft_wrap=True)
-    if not found:
+    for item in advice:
+        console.print(f"{item.rule}: {item}\n", soft_wrap=True)
+    if not advice:
         console.print("No rule speaks: what is logged is within every bound.")
     for rule, why in silent.items():
         console.print(f"not judged: {rule}: {why}.", soft_wrap=True)

@@ -62,14 +62,14 @@ def planner(
             say(line)
         return
     benchmark = _benchmark("bench_planner")
-    known = benchmark.ALL_SECTIONS
-    chosen = [section.strip() for section in sections.split(",")] if sections else list(known)
-    for section in chosen:
-        require_known(section, known, f"--sections: {section!r} is unknown.")
+    all_sections = benchmark.ALL_SECTIONS
+    names = [section.strip() for section in sections.split(",")] if sections else list(all_sections)
+    for section in names:
+        require_known(section, all_sections, f"--sections: {section!r} is unknown.")
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
-        document = benchmark.run_sections(chosen, trace or benchmark.DEV_TRACE, command=command_line())
+        document = benchmark.run_sections(names, trace or benchmark.DEV_TRACE, command=command_line())
     deliver({}, json.dumps(document, indent=1) + "\n", json_path)
 
 
@@ -106,8 +106,8 @@ def _kernels(suite: str, summary: str) -> None:
         document = _run(selection, device, budget_s)
         _show(document, json_path)
 
-    said = f"{summary} Every result is checked first. Needs a checkout."
-    app.command(suite, cls=TwoLevelCommand, help=said)(worded("bench kernels", time_suite))
+    help_text = f"{summary} Every result is checked first. Needs a checkout."
+    app.command(suite, cls=TwoLevelCommand, help=help_text)(worded("bench kernels", time_suite))
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:

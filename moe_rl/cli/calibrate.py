@@ -49,8 +49,8 @@ def calibrate_cluster(
     moved = [item.name for item in result.constants if item.name in SOFTWARE_CONSTANTS]
     if moved:
         sources = {**result.software.sources, **{name: _source(result, name, rows, measurements) for name in moved}}
-        own = replace(result.software, name=out.stem, sources=sources)
-        files[out.with_suffix(f".software{out.suffix}")] = software_yaml(own).encode()
+        calibrated = replace(result.software, name=out.stem, sources=sources)
+        files[out.with_suffix(f".software{out.suffix}")] = software_yaml(calibrated).encode()
     write_outputs(files)
     if as_json:
         print_json(_document(result, hardware, out))
@@ -65,11 +65,11 @@ def _named(
 ) -> HardwareSpec:
     """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
     fitted = {item.name: _source(result, item.name, rows, files) for item in result.constants if item.name in CONSTANTS}
-    kept = {
+    constants = {
         name: text if text.startswith("cluster ") else f"cluster {before.name}: {text}"
         for name, text in before.sources.items()
     }
-    return replace(result.hardware, name=out.stem, sources=kept | fitted)
+    return replace(result.hardware, name=out.stem, sources=constants | fitted)
 
 
 def _source(result: CalibrationResult, name: str, rows: Sequence[object], files: Sequence[Path]) -> str:

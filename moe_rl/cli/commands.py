@@ -33,12 +33,12 @@ COMMANDS = {
 
 def command_named(name: str) -> Any:
     """Return the command or group of that name, whose module is imported now; KeyError where there is none."""
-    module, attribute, said = COMMANDS[name]
+    module, attribute, summary = COMMANDS[name]
     command = getattr(import_module(f"moe_rl.cli.{module}"), attribute)
     if isinstance(command, typer.Typer):
         return get_command(command)
     alone = plain_app()
-    alone.command(name, cls=TwoLevelCommand, help=unwrapped(command), short_help=said)(worded(name, command))
+    alone.command(name, cls=TwoLevelCommand, help=unwrapped(command), short_help=summary)(worded(name, command))
     return get_command(alone)
 
 

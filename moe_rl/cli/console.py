@@ -91,12 +91,12 @@ def progress_bar() -> Iterator[Advance]:
         def advance(what: str, done: int, total: int) -> None:
             # One step of one is no progress to show: the bar pulses, which needs a task that never had a total.
             counted = total if total > 1 else None
-            (shown,) = progress.tasks
-            if counted is None and shown.total is not None:
-                progress.remove_task(shown.id)
+            (task,) = progress.tasks
+            if counted is None and task.total is not None:
+                progress.remove_task(task.id)
                 progress.add_task(what, total=None)
             else:
-                progress.update(shown.id, description=what, completed=done, total=counted)
+                progress.update(task.id, description=what, completed=done, total=counted)
 
         progress.add_task("", total=None)
         yield advance

@@ -45,8 +45,8 @@ def print_adapter(name: str, *, as_json: bool) -> None:
     framework = FRAMEWORKS[name]
     report = framework.report()
     if as_json:
-        found = [{"what": sentence, "as_expected": good} for sentence, good in report]
-        print_json({"framework": name, "found": found, "facts": list(framework.facts), "lines": list(framework.lines)})
+        rows = [{"what": sentence, "as_expected": good} for sentence, good in report]
+        print_json({"framework": name, "found": rows, "facts": list(framework.facts), "lines": list(framework.lines)})
     else:
         for sentence, good in report:
             results().print(f"{'ok' if good else 'NOT'}  {sentence}")

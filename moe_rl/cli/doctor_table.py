@@ -30,7 +30,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def what_was_read(diagnosis: Diagnosis) -> list[str]:
     """Return lines on the files, on settings that were not understood, and on the environment."""
     lines = []
-    run, here = diagnosis.run, diagnosis.environment
+    run, environment = diagnosis.run, diagnosis.environment
     if run is not None:
         reader = READERS[run.settings.framework]
         lines.append(f"{reader.title}: {', '.join(run.files)}")
@@ -42,10 +42,10 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         if len(run.unresolved) > NUM_SHOWN:
             lines.append(f"not resolved: {len(run.unresolved) - NUM_SHOWN} more (--json lists them)")
         lines += [f"note: {note}" for note in run.notes]
-    if here is not None and here.trains:
-        packages = ", ".join(f"{name} {version}" for name, version in sorted(here.versions.items()))
-        lines.append(f"environment: Python {here.python}, {packages}")
-    elif here is not None:
+    if environment is not None and environment.trains:
+        packages = ", ".join(f"{name} {version}" for name, version in sorted(environment.versions.items()))
+        lines.append(f"environment: Python {environment.python}, {packages}")
+    elif environment is not None:
         lines.append("environment: no Megatron here, so the installation was not checked")
     return lines
 
@@ -55,8 +55,8 @@ def verdict_lines(diagnosis: Diagnosis) -> list[str]:
     verdict = diagnosis.verdict
     if verdict is None:
         return []
-    told = {finding.sentence for finding in diagnosis.findings}
-    reasons = [f"  {reason}" for reason in verdict.reasons if reason not in told]
+    sentences = {finding.sentence for finding in diagnosis.findings}
+    reasons = [f"  {reason}" for reason in verdict.reasons if reason not in sentences]
     return [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
 
 
@@ -65,8 +65,8 @@ def findings_table(diagnosis: Diagnosis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0), pad_edge=False, show_header=False)
     table.add_column("severity", no_wrap=True, vertical="top")
     table.add_column("finding", overflow="fold")
-    for (severity, _, _), found in _by_trap(diagnosis).items():
-        table.add_row(Text(severity, style=STYLES[severity]), _told(found))
+    for (severity, _, _), findings in _by_trap(diagnosis).items():
+        table.add_row(Text(severity, style=STYLES[severity]), _told(findings))
     return table
 
 
@@ -78,18 +78,18 @@ def _by_trap(diagnosis: Diagnosis) -> dict[tuple[str, str, str], list[Finding]]:
     return groups
 
 
-def _told(found: list[Finding]) -> Text:
-    trap = found[0].trap
-    told = Text(f"{trap.name}: {trap.title}\n", style="bold")
-    for finding in found:
-        told.append(f"{printable(finding.sentence)}\n", style="not bold")
-    told.append(f"Why: {trap.why}\n", style="not bold dim")
-    told.append(f"Do: {found[0].remedy}", style="not bold green")
-    return told
+def _told(findings: list[Finding]) -> Text:
+    trap = findings[0].trap
+    text = Text(f"{trap.name}: {trap.title}\n", style="bold")
+    for finding in findings:
+        text.append(f"{printable(finding.sentence)}\n", style="not bold")
+    text.append(f"Why: {trap.why}\n", style="not bold dim")
+    text.append(f"Do: {findings[0].remedy}", style="not bold green")
+    return text
 
 
 def summary(diagnosis: Diagnosis) -> str:
     """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps looked for"."""
     counts = [(diagnosis.count(severity), severity) for severity in SEVERITIES]
-    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts)
-    return f"{said}; {diagnosis.num_checked} traps looked for"
+    counted = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts)
+    return f"{counted}; {diagnosis.num_checked} traps looked for"

@@ -25,8 +25,8 @@ class WholeLines(TyperGroup):
         if not args and self.no_args_is_help:
             typer.echo(ctx.get_help())
             raise typer.Exit
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
+        remaining: list[str] = super().parse_args(ctx, args)
+        return remaining
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write name and line of each command."""
@@ -84,7 +84,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = read_yaml(Path(__file__).with_name("opt
 def worded(name: str, function: Callable[..., None]) -> Callable[..., None]:
     """Give the parameters of the command `name` their words from options.yaml, and return the function."""
     signature = inspect.signature(function, eval_str=True)
-    parameters = [_worded(each, WORDS.get(name, {})) for each in signature.parameters.values()]
+    parameters = [_worded(parameter, WORDS.get(name, {})) for parameter in signature.parameters.values()]
     # typer reads it through inspect; mypy knows no such attribute of a function
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
@@ -92,15 +92,15 @@ def worded(name: str, function: Callable[..., None]) -> Callable[..., None]:
 
 def _worded(parameter: inspect.Parameter, of_command: Mapping[str, Any]) -> inspect.Parameter:
     words: dict[str, Any] = {}
-    for said in (WORDS["every command"].get(parameter.name, {}), of_command.get(parameter.name, {})):
-        words |= {"help": said} if isinstance(said, str) else said
+    for texts in (WORDS["every command"].get(parameter.name, {}), of_command.get(parameter.name, {})):
+        words |= {"help": texts} if isinstance(texts, str) else texts
     if not words or get_origin(parameter.annotation) is Annotated:
         return parameter
-    made: Any = typer.Argument if words.pop("argument", False) else typer.Option
+    kind: Any = typer.Argument if words.pop("argument", False) else typer.Option
     flags = words.pop("flags", [f"--{parameter.name.replace('_', '-')}"])
     words["rich_help_panel"] = words.pop("panel", None)
     words["show_default"] = parameter.default not in (parameter.empty, None, "")
-    info = made(*(flags if made is typer.Option else ()), **words)
+    info = kind(*(flags if kind is typer.Option else ()), **words)
     return parameter.replace(annotation=Annotated[parameter.annotation, info])
 
 
@@ -137,15 +137,15 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
         names = error.param.opts if error.param else ["the value"]
-        given = {argument.partition("=")[0] for argument in arguments}
-        name = next((name for name in names if name in given), names[0])
+        flags = {argument.partition("=")[0] for argument in arguments}
+        name = next((name for name in names if name in flags), names[0])
         return f"{name} must be {wanted(problem)}, got {problem['input']!r}."
     context = getattr(error, "ctx", None)
     if context is None:
-        said = error.format_message().rstrip(".")
-        return said and f"{said}."
-    said, near = _mistyped(error, context)
-    return f"{said}.{near} See {context.command_path} --help."
+        message = error.format_message().rstrip(".")
+        return message and f"{message}."
+    message, near = _mistyped(error, context)
+    return f"{message}.{near} See {context.command_path} --help."
 
 
 def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
     return error.format_message().rstrip("."), ""
 
 
-def _near(name: str, known: Sequence[str]) -> str:
+def _near(name: str, names: Sequence[str]) -> str:
     """Return the known name closest to `name` as a question; "" where none is close."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

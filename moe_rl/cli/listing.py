@@ -75,19 +75,19 @@ def policies(as_json: bool = False) -> None:
             "moves homes": policy.levers.move_homes,
             "needs an earlier step": policy.needs_history,
             "what": policy.summary,
-            "parameters": {name: given.default for name, given in inspect.signature(policy).parameters.items()},
+            "parameters": {name: parameter.default for name, parameter in inspect.signature(policy).parameters.items()},
         }
         for policy in POLICIES
     ]
     if as_json:
         print_json(rows)
         return
-    shown = [{key: value for key, value in row.items() if key != "parameters"} for row in rows]
-    _print(shown, as_json, "parameters, for --policy-option:")
+    rows_shown = [{key: value for key, value in row.items() if key != "parameters"} for row in rows]
+    _print(rows_shown, as_json, "parameters, for --policy-option:")
     console = results()
     for row in rows:
-        given = ", ".join(f"{name}={value}" for name, value in row["parameters"].items())
-        console.print(f"  {row['policy']}: {given or 'none'}", soft_wrap=True)
+        parameters = ", ".join(f"{name}={value}" for name, value in row["parameters"].items())
+        console.print(f"  {row['policy']}: {parameters or 'none'}", soft_wrap=True)
 
 
 def _print(rows: Rows, as_json: bool, below: str) -> None:

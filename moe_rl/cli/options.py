@@ -25,7 +25,9 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        parameters_of_command = [
+            p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"
+        ]
         of_a_run = [LAUNCH, _help_all(schema)] if issubclass(schema, SimulationOptions) else []
         fields = sorted(schema.model_fields.items(), key=lambda item: SHOWN[item[0]].panel != COMMON)
         added = [_parameter(SHOWN[name], field) for name, field in fields]
@@ -33,18 +35,18 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
         @functools.wraps(command)
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
             values.pop("help_all", None)
-            given = {name: values.pop(name) for name in schema.model_fields}
-            typed = {name for name, value in given.items() if value is not None}
+            settings = {name: values.pop(name) for name in schema.model_fields}
+            typed = {name for name, value in settings.items() if value is not None}
             below = _launched(launch, schema) if launch and issubclass(schema, SimulationOptions) else {}
             below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
             try:
-                options = merge_options(schema, given, config, below=below)
+                options = merge_options(schema, settings, config, below=below)
             except InvalidInputError as error:
                 raise InvalidInputError(_as_typed(str(error))) from error
             command(**values, options=options)
 
         # typer reads it through inspect; mypy knows no such attribute of a function
-        run.__signature__ = inspect.Signature([*own, CONFIG, *of_a_run, *added])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*parameters_of_command, CONFIG, *of_a_run, *added])  # type: ignore[attr-defined]
         return run
 
     return decorate
@@ -61,9 +63,9 @@ REPLACED_BY = {
 def _as_typed(sentence: str) -> str:
     """Return a sentence about an option with the name that was typed: `--ep` for `--expert-model-parallel-size`."""
     typed = {argument.partition("=")[0] for argument in sys.argv}
-    for shown in SHOWN.values():
-        if shown.also in typed and shown.flags[0] not in typed and sentence.startswith(f"{shown.flags[0]} "):
-            return shown.also + sentence.removeprefix(shown.flags[0])
+    for flag in SHOWN.values():
+        if flag.also in typed and flag.flags[0] not in typed and sentence.startswith(f"{flag.flags[0]} "):
+            return flag.also + sentence.removeprefix(flag.flags[0])
     return sentence
 
 
@@ -75,36 +77,36 @@ CONFIG, LAUNCH = _keyword("config", Path | None), _keyword("launch", list[Path] 
 
 
 def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
-    said = f"Show all {len(schema.model_fields)} options of the setting."
-    asked = typer.Option("--help-all", is_eager=True, callback=print_all, help=said)
-    return _keyword("help_all", Annotated[bool, asked], False)
+    help_text = f"Show all {len(schema.model_fields)} options of the setting."
+    option = typer.Option("--help-all", is_eager=True, callback=print_all, help=help_text)
+    return _keyword("help_all", Annotated[bool, option], False)
 
 
 def _launched(files: list[Path], schema: type[SimulationOptions]) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
     from moe_rl.study.launch import launch_options
 
-    found, said = launch_options(files, schema)
-    say_notes(said)
-    return found
+    options, sentences = launch_options(files, schema)
+    say_notes(sentences)
+    return options
 
 
-def _parameter(shown: Shown, field: FieldInfo) -> inspect.Parameter:
-    flag, *short = shown.flags
+def _parameter(shown_flag: Shown, field: FieldInfo) -> inspect.Parameter:
+    flag, *short = shown_flag.flags
     # An option that is on by default needs a flag that turns it off.
     flag += flag.replace("--", "/--no-") if field.default is True else ""
     kind: Any = field.annotation
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
-        kind = list[str] if shown.repeated else str
+        kind = list[str] if shown_flag.repeated else str
     default = ",".join(field.default) if isinstance(field.default, list) else field.default
-    told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown.help
+    is_told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown_flag.help
     info = typer.Option(
         flag,
         *short,
-        help=shown.told if told else f"{shown.told} Default: {default}.",
-        rich_help_panel=shown.panel,
+        help=shown_flag.told if is_told else f"{shown_flag.told} Default: {default}.",
+        rich_help_panel=shown_flag.panel,
         show_default=False,
         metavar="INTEGER" if field.annotation in (int, int | None) else None,
     )
-    return _keyword(shown.name, Annotated[kind | None, info])
+    return _keyword(shown_flag.name, Annotated[kind | None, info])

@@ -43,8 +43,8 @@ def profile(
     if measurements is not None:
         require(measurements.suffix == ".csv", f"--measurements {measurements} must end in .csv.")
         # Before the recordings are read, which takes longest.
-        given = {"--model": model, "--expert-model-parallel-size": expert_model_parallel_size}
-        absent = [name for name, value in (given | {"--tokens-per-rank": tokens_per_rank}).items() if value is None]
+        flags = {"--model": model, "--expert-model-parallel-size": expert_model_parallel_size}
+        absent = [name for name, value in (flags | {"--tokens-per-rank": tokens_per_rank}).items() if value is None]
         require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
         SHOWN["moe_token_dispatcher_type"].check(moe_token_dispatcher_type)
         spec = load_model(str(model)).spec
@@ -91,10 +91,10 @@ def _document(profiled: AttributedStep, prediction: PredictedStep | None) -> dic
             "unlinked_kernels": run.unlinked,
         }
         if busy is not None:
-            own = busy[index]
-            ranks[str(rank)]["busy"] = asdict(own) | {
-                "exposed_communication_s": own.exposed_communication_s,
-                "idle_s": own.idle_s,
+            busy_of_rank = busy[index]
+            ranks[str(rank)]["busy"] = asdict(busy_of_rank) | {
+                "exposed_communication_s": busy_of_rank.exposed_communication_s,
+                "idle_s": busy_of_rank.idle_s,
             }
     document: dict[str, object] = {
         "schema": "moe_rl.profile/1",

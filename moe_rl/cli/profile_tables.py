@@ -41,20 +41,20 @@ def _written(seconds: Iterable[float]) -> tuple[str, Callable[[float], str]]:
 
 def _categories(profiled: AttributedStep) -> Table:
     per_rank = profiled.seconds
-    sums = [(name, [mine[name] for mine in per_rank]) for name in CATEGORIES]
-    shown = [(name, seconds) for name, seconds in sums if name not in SELDOM or any(seconds)]
+    sums = [(name, [of_rank[name] for of_rank in per_rank]) for name in CATEGORIES]
+    rows = [(name, seconds) for name, seconds in sums if name not in SELDOM or any(seconds)]
     kinds = [
         ("communication", profiled.kernel_seconds(communication=True)),
         ("computation", profiled.kernel_seconds(communication=False)),
     ]
     busy = profiled.busy or []
     spans = [
-        ("communication not hidden", [mine.exposed_communication_s for mine in busy]),
-        ("idle", [mine.idle_s for mine in busy]),
-        ("first to last kernel", [mine.span_s for mine in busy]),
+        ("communication not hidden", [of_rank.exposed_communication_s for of_rank in busy]),
+        ("idle", [of_rank.idle_s for of_rank in busy]),
+        ("first to last kernel", [of_rank.span_s for of_rank in busy]),
     ]
     steps = f", {profiled.steps} steps" if profiled.steps > 1 else ""
-    return _by_rank(profiled, f"by rank{steps}", [shown, kinds, spans if busy else []])
+    return _by_rank(profiled, f"by rank{steps}", [rows, kinds, spans if busy else []])
 
 
 def _by_rank(

@@ -37,24 +37,24 @@ def check(
 
     with progress_bar() as advance:
         advance("checking", 0, 1)
-        found = check_recorded(
+        outcome = check_recorded(
             routes, options, reference=reference, tokens=tokens, policy_versions=_versions(policy_versions)
         )
     if as_json:
-        print_json(found.as_dict())
+        print_json(outcome.as_dict())
     else:
-        for name, verdict in list(found.faulty.items())[:SHOWN]:
+        for name, verdict in list(outcome.faulty.items())[:SHOWN]:
             typer.echo(f"sequence {name}: {verdict}")
-        if len(found.faulty) > SHOWN:
-            typer.echo(f"and {len(found.faulty) - SHOWN} more")
-        typer.echo(f"{len(found.names) - len(found.faulty)} of {len(found.names)} sequences are right")
-    if found.faulty:
+        if len(outcome.faulty) > SHOWN:
+            typer.echo(f"and {len(outcome.faulty) - SHOWN} more")
+        typer.echo(f"{len(outcome.names) - len(outcome.faulty)} of {len(outcome.names)} sequences are right")
+    if outcome.faulty:
         raise typer.Exit(1)
 
 
-def _versions(given: str | None) -> range | None:
-    if given is None:
+def _versions(text: str | None) -> range | None:
+    if text is None:
         return None
-    first, _, last = given.partition(":")
-    require(first.isdecimal() and (not last or last.isdecimal()), f"--policy-versions {given!r} must be 6 or 6:8.")
-    return range(int(first), int(last or first) + 1)
+    start, _, stop = text.partition(":")
+    require(start.isdecimal() and (not stop or stop.isdecimal()), f"--policy-versions {text!r} must be 6 or 6:8.")
+    return range(int(start), int(stop or start) + 1)

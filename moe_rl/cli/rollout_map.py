@@ -19,16 +19,16 @@ from moe_rl.study.traces import digest_of
 def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: Path, json_path: Path | None) -> None:
     """Write the map, and beside it where it comes from, which engines refuse inside."""
     engine = ROLLOUT_ENGINES[engine_name]
-    beside = out.with_name(out.name + ".provenance.json")
+    provenance = out.with_name(out.name + ".provenance.json")
     require(out.suffix == ".json", f"--out {out} must end in .json.")
-    check_outputs({"--out": out, "": beside, "--json": json_path}, inputs=(trace,))
+    check_outputs({"--out": out, "": provenance, "--json": json_path}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
-        made = plan_rollout_map(trace, engine_name, options, advance)
-        content = encoded_map(engine, made.expert_map)
-        origin = made.as_json() | {"trace_sha256": digest_of(trace), "command": command_line()}
-    files = {out: content, beside: (json.dumps(origin, indent=1) + "\n").encode()}
-    _deliver(made, [*made.notes, *warnings], files, json_path)
-    for line in engine.told(made.expert_map, out):
+        rollout_map = plan_rollout_map(trace, engine_name, options, advance)
+        content = encoded_map(engine, rollout_map.expert_map)
+        origin = rollout_map.as_json() | {"trace_sha256": digest_of(trace), "command": command_line()}
+    files = {out: content, provenance: (json.dumps(origin, indent=1) + "\n").encode()}
+    _deliver(rollout_map, [*rollout_map.notes, *warnings], files, json_path)
+    for line in engine.told(rollout_map.expert_map, out):
         say(line)
 
 
@@ -40,26 +40,26 @@ def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_pat
     _deliver(scored, [*scored.notes, *warnings], {}, json_path)
 
 
-def _deliver(made: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
-    document = json.dumps(made.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
-    deliver(files, document, json_path, lambda console: _print(made, console))
+def _deliver(rollout_map: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
+    document = json.dumps(rollout_map.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
+    deliver(files, document, json_path, lambda console: _print(rollout_map, console))
     say_notes(notes)
 
 
-def _print(made: RolloutMap, console: Console) -> None:
-    facts = made.facts
+def _print(rollout_map: RolloutMap, console: Console) -> None:
+    facts = rollout_map.facts
     console.print(
-        f"{made.engine.name}, EP{facts['ep_size']}, {facts['slots_per_rank']} slots per rank, "
+        f"{rollout_map.engine.name}, EP{facts['ep_size']}, {facts['slots_per_rank']} slots per rank, "
         f"{facts['requests_at_once']} requests at once; planned on {facts['planned_on']}, scored on "
         f"{facts['scored_on']}",
         soft_wrap=True,
     )
-    choices = [choice.name for choice in made.engine.choices]
+    choices = [choice.name for choice in rollout_map.engine.choices]
     console.print("max/mean rank load of decode batches, and experts read by the rank that reads most, simulated")
     table = figures_table("map", *(heading for name in choices for heading in (name, "read")), gap=2)
-    for name, scores in made.scores.items():
-        shown = [(f"{scores[choice].imbalance:.3f}", f"{scores[choice].active_slots:.1f}") for choice in choices]
-        table.add_row(name, *(cell for pair in shown for cell in pair))
+    for name, scores in rollout_map.scores.items():
+        figures = [(f"{scores[choice].imbalance:.3f}", f"{scores[choice].active_slots:.1f}") for choice in choices]
+        table.add_row(name, *(cell for pair in figures for cell in pair))
     console.print(table)
-    for choice in made.engine.choices:
+    for choice in rollout_map.engine.choices:
         console.print(f"{choice.name}: {choice.when}", soft_wrap=True)

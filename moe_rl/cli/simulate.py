@@ -36,8 +36,8 @@ def simulate_trace(
     from moe_rl.study.rl_passes import predict_with_rl
 
     if expert_map is not None:
-        others = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
-        refused = [name for name, value in others.items() if value]
+        flags = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
+        refused = [name for name, value in flags.items() if value]
         require(not refused, f"--expert-map has no {', '.join(refused)}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
         return
@@ -83,18 +83,18 @@ def demo(
     from moe_rl.config import bundled_traces
 
     if train:
-        others = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
-        refused = [name for name, value in (others | {"--cluster": cluster, "--policy": policy}).items() if value]
+        flags = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
+        refused = [name for name, value in (flags | {"--cluster": cluster, "--policy": policy}).items() if value]
         require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
         train_demo(html, command=command_line())
         return
-    given = {
+    settings = {
         "tokens_per_rank": tokens_per_rank,
         "expert_model_parallel_size": expert_model_parallel_size,
         "cluster": cluster,
         "policy": policy,
     }
-    options = merge_options(SimulationOptions, given, "demo")
+    options = merge_options(SimulationOptions, settings, "demo")
     simulate_trace(bundled_traces()["countdown-grpo"], options, json_path, html, columns=columns, explain=explain)
 
 
@@ -131,33 +131,33 @@ def plan(
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
         scenario = open_scenario(trace, options, advance)
-        (made,) = make_plans(scenario, options.policy, advance).values()
-        load = load_under(made, scenario.batch)
+        (plan_made,) = make_plans(scenario, options.policy, advance).values()
+        load = load_under(plan_made, scenario.batch)
         before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
-        after = imbalance(rank_load(made, load))
-        bounds = load_bounds(made, load, scenario.topology)
+        after = imbalance(rank_load(plan_made, load))
+        bounds = load_bounds(plan_made, load, scenario.topology)
     require(
-        not capacity or made.capacity is not None,
+        not capacity or plan_made.capacity is not None,
         "--capacity with tokens without a route needs recorded sizes: leave --tokens-per-rank away.",
     )
-    made.save(out)
+    plan_made.save(out)
     lines = {
-        "policy": made.policy,
+        "policy": plan_made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",
         "bound of its instances": f"{bounds.placement:.3f}, however tokens are split over them",
         "bound of its nodes": "none: copies cross nodes"
         if bounds.node is None
         else f"{bounds.node:.3f}, with replicas inside nodes alone",
         "bound of every plan": f"{bounds.lb0:.3f}",
-        "copies per layer": f"{made.replicas_per_plan:.2f}",
-        "moved between steps": f"{format_bytes(made.migration.moved_bytes)} by all ranks together",
-        "solved in": format_time(made.solve_time_s),
-        "hash": made.hash,
+        "copies per layer": f"{plan_made.replicas_per_plan:.2f}",
+        "moved between steps": f"{format_bytes(plan_made.migration.moved_bytes)} by all ranks together",
+        "solved in": format_time(plan_made.solve_time_s),
+        "hash": plan_made.hash,
     }
     console = results()
     for name, value in lines.items():
         console.print(f"{name:23} {value}")
-    for sentence in made.capacity.sentences() if capacity and made.capacity else ():
+    for sentence in plan_made.capacity.sentences() if capacity and plan_made.capacity else ():
         console.print(sentence, soft_wrap=True)
-    say_notes((*made.notes, *warnings))
+    say_notes((*plan_made.notes, *warnings))
     say(f"wrote {out}")

@@ -42,13 +42,13 @@ def sweep(
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     grid = parse_grid(swept, options)
     with progress_bar() as advance:
-        found = run_sweep(
+        sweep_data = run_sweep(
             trace, grid, options, out, progress=advance, executor=workers, command=command_line(), tell=say
         )
     if plot is not None:
-        found.save(plot)
-    print_sweep(found, results())
-    say_notes(found.notes)
-    say(f"{out} holds {len(found.points)} of {len(found.points)} points")
+        sweep_data.save(plot)
+    print_sweep(sweep_data, results())
+    say_notes(sweep_data.notes)
+    say(f"{out} holds {len(sweep_data.points)} of {len(sweep_data.points)} points")
     if plot is not None:
         say(f"wrote {plot}")

@@ -98,10 +98,10 @@ def convert(
     _say_written(target, written.manifest)
 
 
-def _steps(given: str) -> list[int]:
-    parts = [part.strip() for part in given.split(",")]
-    whole = all(part.isascii() and part.isdigit() for part in parts)
-    require(whole, f"--steps {given!r} must be whole numbers with commas between them.")
+def _steps(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    is_number = all(part.isascii() and part.isdigit() for part in parts)
+    require(is_number, f"--steps {text!r} must be whole numbers with commas between them.")
     return [int(part) for part in parts]
 
 
@@ -122,8 +122,8 @@ def synth(
     from moe_rl.simulators.registry import SYNTHETIC
     from moe_rl.study.traces import open_trace, routes_of_step
 
-    given: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "top_k": moe_router_topk}
-    wanted = {key: value for key, value in (given | {"seed": seed}).items() if value is not None}
+    shape: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "top_k": moe_router_topk}
+    wanted = {key: value for key, value in (shape | {"seed": seed}).items() if value is not None}
     for text in option or []:
         key, equals, value = text.partition("=")
         require(bool(key and equals), f"--option {text!r} must read name=value.")
@@ -145,19 +145,19 @@ def synth(
         # Piece by piece: a trace of Qwen3-235B with 1.3 M tokens is 1 GB of routes.
         pieces = generator.steps(whole=False)
         advance("generating", 0, num_steps)
-        first = next(pieces)
+        first_piece = next(pieces)
 
         def generated() -> "Iterator[RoutingTrace]":
-            for piece in chain([first], pieces):
+            for piece in chain([first_piece], pieces):
                 advance("generating", int(piece.step[0]), num_steps)
                 yield piece
 
         written = write_trace(
             generated(),
             target,
-            num_experts=first.num_experts,
-            moe_layer_ids=first.moe_layer_ids,
-            top_k=first.top_k,
+            num_experts=first_piece.num_experts,
+            moe_layer_ids=first_piece.moe_layer_ids,
+            top_k=first_piece.top_k,
             origin={"generator": name} | wanted,
             overwrite=overwrite,
         )

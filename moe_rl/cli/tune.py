@@ -35,15 +35,15 @@ def tune(
     check_outputs({"--out": out, "--json": json_path, "--plot": plot}, inputs=() if trace is None else (trace,))
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     with progress_bar() as advance:
-        found = search(trace, options, executor=workers, progress=advance, out=out, tell=say)
+        outcome = search(trace, options, executor=workers, progress=advance, out=out, tell=say)
     console = results()
-    for line in str(found).splitlines():
+    for line in str(outcome).splitlines():
         console.print(line, soft_wrap=True)
     for framework in PASTED:
-        console.print(f"\n{framework}:\n{found.best.lines(framework)}", soft_wrap=True)
+        console.print(f"\n{framework}:\n{outcome.best.lines(framework)}", soft_wrap=True)
     if json_path is not None:
-        write_outputs({json_path: (json.dumps(found.as_json(), indent=1) + "\n").encode()})
+        write_outputs({json_path: (json.dumps(outcome.as_json(), indent=1) + "\n").encode()})
     if plot is not None:
-        found.save(plot)
+        outcome.save(plot)
     for path in filter(None, (json_path, plot)):
         say(f"wrote {path}")

@@ -68,8 +68,8 @@ class Capacity:
     def _factor(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> float:
         # A micro-batch without tokens has no rows either: 1e-9 only keeps the unused branch from dividing by 0.
         base = np.maximum(tokens * self.top_k, 1e-9)[..., None]
-        found = float(np.where(tokens[..., None] > 0, rows.max(axis=3, initial=0) / base, 0.0).max(initial=0.0))
-        return math.ceil(found * STEPS + 1e-6) / STEPS  # int(tokens * top_k * factor) must not round below the rows
+        factor = float(np.where(tokens[..., None] > 0, rows.max(axis=3, initial=0) / base, 0.0).max(initial=0.0))
+        return math.ceil(factor * STEPS + 1e-6) / STEPS  # int(tokens * top_k * factor) must not round below the rows
 
     def buffer_rows(self, *, align: int = 1, slots: int = 0) -> int:
         """Return rows of a buffer that fits every cell of the step, each of `slots` experts padded to `align` rows."""
@@ -94,7 +94,7 @@ class Capacity:
         """Return what a report says of the bound."""
         g, m, at, p = np.unravel_index(int(self.rows.argmax()), self.rows.shape)
         fullest = f"the fullest is rank {p} in micro-batch {m}, MoE layer {at}, EP group {g}"
-        said = [
+        sentences = [
             f"capacity: no rank gets more than {int(self.rows.max()):,} rows ({fullest}) or {self.received_tokens():,} "
             f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} for a buffer that "
             "is allocated once."
@@ -102,11 +102,11 @@ class Capacity:
         # With all routes known the bound is a count, and there is nothing to be sure or unsure of.
         if self.unknown_share:
             sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
-            said.append(
+            sentences.append(
                 f"capacity: {self.unknown_share:.1%} of the tokens have no known route; the bound holds {sure}, worst "
                 f"case: factor {self.worst_factor:.4f}, {int(self.worst_rows.max()):,} rows."
             )
-        return said
+        return sentences
 
 
 def overflow_sentence(*, group: int, micro_batch: int, layer: int, rank: int, rows: int, most: int) -> str:

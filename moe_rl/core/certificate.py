@@ -37,36 +37,36 @@ from moe_rl.core.plan import Plan, PlannedSplit
 
 
 def certify(
-    plan: Plan, known: StepLoad, tokens: NDArray[np.int64], *, risk: float = 1e-4, exact_domain: int = 1
+    plan: Plan, load: StepLoad, tokens: NDArray[np.int64], *, risk: float = 1e-4, exact_domain: int = 1
 ) -> Capacity:
-    """Return the bound for `plan` where `known` are the pairs of known routes and source ranks hold `tokens` [G, M, P].
+    """Return the bound for `plan` where `load` are the pairs of known routes and source ranks hold `tokens` [G, M, P].
 
     `risk` 0 asks for the worst case. `exact_domain` ranks share a domain's rows equally, whatever the plan's copies
     inside it (an exact engine); 1 takes ranks as the plan has them. Raises `InvalidInputError` where fewer tokens are
     given than have a known route, and where some have none in a load that was scaled to another size.
     """
     require(0.0 <= risk < 1.0, f"the risk of a capacity must lie in [0, 1), got {risk}.")
-    missing = tokens - known.tokens
+    missing = tokens - load.tokens
     require(
         not missing.size or int(missing.min()) >= 0, "a capacity needs all tokens: fewer are given than have routes."
     )
     unknown = bool(missing.any())
     require(
-        not (unknown and known.scaled),
+        not (unknown and load.scaled),
         "a capacity for tokens without a route needs recorded sizes: leave the loads unscaled (--tokens-per-rank).",
     )
-    groups, micro_batches, layers, ranks, _ = known.pairs.shape
+    groups, micro_batches, layers, ranks, _ = load.pairs.shape
     places = ranks // exact_domain
-    rows = rank_load(plan, known).reshape(groups, micro_batches, layers, places, -1).sum(axis=4)
+    rows = rank_load(plan, load).reshape(groups, micro_batches, layers, places, -1).sum(axis=4)
     worst, most = rows, rows
     if unknown:
         # Linear in the missing tokens, whatever they choose: each brings a place at most what the place can hold of it.
-        worst = rows + missing.sum(axis=2)[:, :, None, None] * _most_per_token(plan, exact_domain, known.top_k)
+        worst = rows + missing.sum(axis=2)[:, :, None, None] * _most_per_token(plan, exact_domain, load.top_k)
         most = worst
         if risk:
             # The union bound: 64 micro-batches x 94 layers x 32 ranks share a risk of 1e-4, ln(192,512 / 1e-4) = 21.4.
             chances = float(np.log(rows.size / risk))
-            bounds = np.stack(list(_quantiles(plan, known, missing, exact_domain, chances)))
+            bounds = np.stack(list(_quantiles(plan, load, missing, exact_domain, chances)))
             # A quantile may lie below the rows that are known, or above what can happen at all: between the two it
             # counts.
             most = np.minimum(worst, np.maximum(rows, np.ceil(bounds.reshape(rows.shape)))).astype(np.int64)
@@ -79,7 +79,7 @@ def certify(
         rows=of_ranks(most),
         worst_rows=of_ranks(worst),
         tokens=tokens,
-        top_k=known.top_k,
+        top_k=load.top_k,
         risk=risk if unknown else 0.0,
         unknown_share=float(missing.sum() / max(1, tokens.sum())),
     )
@@ -93,51 +93,49 @@ def _most_per_token(plan: Plan, domain: int, top_k: int) -> NDArray[np.int64]:
     layer, cell = np.arange(layers)[:, None], replicas.index_of_replica()
     homes = np.zeros(shape[1:], np.int64)
     np.add.at(homes, (layer, placement.home_rank // domain), 1)
-    held = np.tile(homes, (shape[0], 1, 1))
+    on_rank = np.tile(homes, (shape[0], 1, 1))
     place = plan.replica_rank // domain
-    np.add.at(held.reshape(-1, shape[2]), (cell, place), 1)
+    np.add.at(on_rank.reshape(-1, shape[2]), (cell, place), 1)
     # Several instances of an expert in a domain may round up together; a rank has one of each.
     home = plan.replica_home_rank // domain
     keys = (cell * shape[2] + place) * experts + replicas.expert
     several = np.unique(keys, return_counts=True)[1].max(initial=1) + bool((home == place).any())
-    most: NDArray[np.int64] = np.minimum(held, top_k * int(several if domain > 1 else 1))
+    most: NDArray[np.int64] = np.minimum(on_rank, top_k * int(several if domain > 1 else 1))
     return most.reshape(replicas.num_ep_groups, replicas.num_micro_batches, *shape[1:])
 
 
-def _quantiles(
-    plan: Plan, known: StepLoad, missing: NDArray[np.int64], domain: int, chances: float
-) -> Iterator[Floats]:
+def _quantiles(plan: Plan, load: StepLoad, missing: NDArray[np.int64], domain: int, chances: float) -> Iterator[Floats]:
     """Yield [L, places] rows that are exceeded with probability exp(-`chances`) at most, micro-batch by micro-batch."""
     placement, replicas = plan.placement, plan.replicas
-    layers, ranks, experts = known.pairs.shape[2:]
+    layers, ranks, experts = load.pairs.shape[2:]
     places = ranks // domain
     at_home = np.arange(layers)[:, None] * places + placement.home_rank // domain  # [L, E] layer * places + place
     theta = (2 * np.arange(ranks) + 1) / (2 * ranks)
     of_replica = replicas.index_of_replica()
-    for group in range(known.num_ep_groups):
-        for batch in range(known.num_micro_batches):
-            first = (group * known.num_micro_batches + batch) * layers
-            part = slice(int(replicas.offsets[first]), int(replicas.offsets[first + layers]))
-            at, expert = of_replica[part] - first, replicas.expert[part]
+    for group in range(load.num_ep_groups):
+        for batch in range(load.num_micro_batches):
+            first_cell = (group * load.num_micro_batches + batch) * layers
+            part = slice(int(replicas.offsets[first_cell]), int(replicas.offsets[first_cell + layers]))
+            at, expert = of_replica[part] - first_cell, replicas.expert[part]
             place = at * places + replicas.physical_id[part] // placement.slots_per_rank // domain
-            pairs, unknown = known.pairs[group, batch].swapaxes(1, 2), missing[group, batch]  # [L, E, P], [P]
+            pairs, unknown = load.pairs[group, batch].swapaxes(1, 2), missing[group, batch]  # [L, E, P], [P]
             rounds = unknown > 0
-            shares, seen = _shares(pairs, known.tokens[group, batch], known.top_k)
+            shares, seen = _shares(pairs, load.tokens[group, batch], load.top_k)
             # What replicas take: quotas as they are where nothing is missing, else L, its mean and its slopes.
             split = PlannedSplit.of(replicas, part, at * experts + expert)
             actual, expected = pairs[at, expert], (shares * unknown)[at, expert]
             exact_from, exact_to = split.ranges(actual)
             planned, total = np.maximum(split.planned, 1), np.maximum(split.total, 1)
             within, beyond = (split.upto - split.before) / planned, (split.share_upto - split.share_before) / total
-            kept, room = np.minimum(actual, split.planned), np.maximum(split.planned - actual, 0)
+            planned_rows, room = np.minimum(actual, split.planned), np.maximum(split.planned - actual, 0)
             over = expected - room
             # Jensen below, Scarf above. Mean and variance 4 and room for 4: the mean of (N - room)+ lies between 0 and
             # 1.
             low, high = np.maximum(over, 0.0), (np.sqrt(expected + over**2) + over) / 2.0
-            level = within * (kept + expected) + beyond * (actual - kept)
+            level = within * (planned_rows + expected) + beyond * (actual - planned_rows)
             bend = beyond - within
             least = np.where(rounds, level + bend * np.where(bend > 0, low, high), exact_to - exact_from)
-            taken = np.where(rounds, level + bend * np.where(bend > 0, high, low), exact_to - exact_from)
+            spread = np.where(rounds, level + bend * np.where(bend > 0, high, low), exact_to - exact_from)
             rounding = np.where(split.share_before == 0, theta, 1.0) * rounds
             # The home takes what replicas leave; its slope is one less the least that they take together.
             left, steep, is_split = pairs + shares * unknown, np.ones(pairs.shape), np.zeros((layers, experts, 1))
@@ -148,12 +146,12 @@ def _quantiles(
 
             rows = np.zeros(layers * places)
             np.add.at(rows, at_home, left.sum(axis=2))
-            np.add.at(rows, place, (taken + rounding).sum(axis=1))
+            np.add.at(rows, place, (spread + rounding).sum(axis=1))
             # Instances of one expert in a domain count once: together they take at most each of its pairs.
             every = np.concatenate([(at_home * experts + np.arange(experts)).ravel(), place * experts + expert])
-            key, held = np.unique(every, return_inverse=True)
+            key, column = np.unique(every, return_inverse=True)
             slope = np.zeros((len(key), ranks))
-            np.add.at(slope, held, np.concatenate([steep.reshape(-1, ranks), np.maximum(within, beyond)]))
+            np.add.at(slope, column, np.concatenate([steep.reshape(-1, ranks), np.maximum(within, beyond)]))
             # One more pair brings a place one row at most, however many instances of its expert stand there.
             slope = np.minimum(slope, 1.0)
             chance = shares[key // experts // places, key % experts]
@@ -164,7 +162,7 @@ def _quantiles(
             # doubles.
             variance = (deviation**2 * unknown * (1.0 + unknown / seen)).sum(axis=1)
             # Freedman: exp(-t^2 / (2 V + 2 b t / 3)) = risk, solved for t with `once` = b chances / 3.
-            once = np.minimum(most.max(axis=1), known.top_k) * chances / 3.0
+            once = np.minimum(most.max(axis=1), load.top_k) * chances / 3.0
             bound: Floats = (rows + once + np.sqrt(once**2 + 2.0 * variance * chances)).reshape(layers, places)
             bound[~pairs.any(axis=(1, 2))] = np.inf  # nothing is known of what tokens choose there
             yield bound
@@ -174,6 +172,6 @@ def _shares(pairs: NDArray[np.integer], tokens: NDArray[np.int64], top_k: int) -
     """Return [L, E, P] probability that a token of each source picks each expert, 0 in layers without a known pair,
     and [P] of how many known tokens.
     """
-    own = np.where(pairs.any(axis=1, keepdims=True), pairs, pairs.sum(axis=2, keepdims=True))
-    shares: Floats = np.minimum(top_k * own / np.maximum(own.sum(axis=1, keepdims=True), 1), 1.0)
+    known_pairs = np.where(pairs.any(axis=1, keepdims=True), pairs, pairs.sum(axis=2, keepdims=True))
+    shares: Floats = np.minimum(top_k * known_pairs / np.maximum(known_pairs.sum(axis=1, keepdims=True), 1), 1.0)
     return shares, np.where(tokens > 0, tokens, max(1, int(tokens.sum()))).astype(np.float64)

@@ -153,10 +153,10 @@ def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
     remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
     # A hierarchical kernel forwards what arrives over the NIC by NVLink: a quarter of the shorter stage is not hidden.
-    beside = params.a2a_mixing * np.minimum(local, remote)
+    mixing_s = params.a2a_mixing * np.minimum(local, remote)
     if not params.a2a_hierarchical:
-        beside = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
-    time: Floats = np.maximum(local, remote) + beside + params.a2a_latency_s
+        mixing_s = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
+    time: Floats = np.maximum(local, remote) + mixing_s + params.a2a_latency_s
     return time
 
 
@@ -195,20 +195,20 @@ def resident_transfers(params: LayerCostParams) -> float:
     return 1.0 + 2.0 * params.backward_passes
 
 
-def resident_time(params: LayerCostParams, crossing: NDArray[np.int64], inside: NDArray[np.int64]) -> float:
+def resident_time(params: LayerCostParams, crossing: NDArray[np.int64], in_node: NDArray[np.int64]) -> float:
     """Return seconds per *step*, however many micro-batches it has, of copies that stay for the whole step.
 
-    `crossing` and `inside` [2, P]: copies that each rank feeds as their home, and copies that it holds, over all layers
-    of its pipeline stage; those between nodes travel over its NIC, those in its node over NVLink. Each copy is sent by
+    `crossing` and `in_node` [2, P]: copies that each rank feeds as their home, and copies that it holds, over all
+    layers of its pipeline stage; those between nodes travel over its NIC, those in its node over NVLink. Each copy is sent by
     itself: a home that feeds seven copies pays for seven. Weights go out before the first micro-batch and gradients
     come back after the last, so nothing is taken to hide them; sending and receiving overlap.
 
     One copy of each of 12 layers from another node, Qwen3-235B on H100: 12 x 3 x 37.7 MB / 43 GB/s = 32 ms.
     """
-    each = resident_transfers(params) * params.expert_bytes
+    seconds_of_bytes = resident_transfers(params) * params.expert_bytes
     over_nic = float(crossing.max(initial=0)) / params.prefetch_bytes_per_s
-    over_nvlink = float(inside.max(initial=0)) / params.replica_p2p_bytes_per_s
-    return each * (over_nic + over_nvlink)
+    over_nvlink = float(in_node.max(initial=0)) / params.replica_p2p_bytes_per_s
+    return seconds_of_bytes * (over_nic + over_nvlink)
 
 
 def layer_time(params: LayerCostParams, at: LayerRows) -> LayerTime:
@@ -337,7 +337,7 @@ def independent_visits(
     N - 1 nodes, T u_n (N - 1) per NIC; node n sends T sum over other nodes of u.
     """
     per_node = shares.reshape(*shares.shape[:-2], -1, ranks_per_domain, shares.shape[-1]).sum(axis=-2)
-    stays, node_stays = (log_stay(each).sum(axis=-1) for each in (shares, per_node))
+    stays, node_stays = (log_stay(of_bins).sum(axis=-1) for of_bins in (shares, per_node))
     return visits_of_stays(stays, node_stays, np.asarray(tokens_per_rank, np.float64))
 
 

@@ -12,12 +12,12 @@ class InvalidInputError(ValueError):
     """A value from outside is wrong; the message is one sentence about that value."""
 
 
-def nearest_name(name: str, known: Iterable[str], *, listed_by: str = "") -> str:
+def nearest_name(name: str, candidates: Iterable[str], *, listed_by: str = "") -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or the known names.
 
     Where they are too many for a sentence, `listed_by` is the command that lists them.
     """
-    names = sorted(known)
+    names = sorted(candidates)
     # One name: a user who mistyped wants the fix, not a choice.
     close = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {listed_by or ', '.join(names)}."
@@ -29,54 +29,54 @@ def require(condition: bool, message: str) -> None:
         raise InvalidInputError(message)
 
 
-def require_known(name: str, known: Iterable[str], sentence: str) -> None:
+def require_known(name: str, candidates: Iterable[str], sentence: str) -> None:
     """Raise `sentence` with the nearest known name unless `name` is one of the known ones."""
-    if name not in known:
-        raise InvalidInputError(f"{sentence}{nearest_name(str(name), known)}")
+    if name not in candidates:
+        raise InvalidInputError(f"{sentence}{nearest_name(str(name), candidates)}")
 
 
-def require_least(given: object, *, whose: str = "", **least: float) -> None:
-    """Raise unless each named field of `given` is None or at least the number beside its name."""
+def require_least(holder: object, *, whose: str = "", **least: float) -> None:
+    """Raise unless each named field of `holder` is None or at least the number beside its name."""
     for name, lowest in least.items():
-        value = getattr(given, name)
+        value = getattr(holder, name)
         require(value is None or value >= lowest, f"{whose}{name} must be at least {lowest}, got {value}.")
 
 
-def require_shapes(given: object, sizes: Mapping[str, int], *, whose: str = "", **letters: str) -> None:
-    """Raise unless each named array of `given` is None or has the shape that its letters give, such as "TLK"."""
+def require_shapes(holder: object, sizes: Mapping[str, int], *, whose: str = "", **letters: str) -> None:
+    """Raise unless each named array of `holder` is None or has the shape that its letters give, such as "TLK"."""
     for name, dimensions in letters.items():
-        array, wanted = getattr(given, name), [sizes[letter] for letter in dimensions]
-        found = wanted if array is None else list(array.shape)
-        require(found == wanted, f"{whose}{name} must be [{', '.join(dimensions)}] = {wanted}, got {found}.")
+        array, wanted = getattr(holder, name), [sizes[letter] for letter in dimensions]
+        shape = wanted if array is None else list(array.shape)
+        require(shape == wanted, f"{whose}{name} must be [{', '.join(dimensions)}] = {wanted}, got {shape}.")
 
 
-def require_positive(given: object, *names: str, whose: str = "") -> None:
-    """Raise unless each named field of `given` is None or finite and above 0."""
+def require_positive(holder: object, *names: str, whose: str = "") -> None:
+    """Raise unless each named field of `holder` is None or finite and above 0."""
     for name in names:
-        value = getattr(given, name)
+        value = getattr(holder, name)
         require(value is None or 0 < value < math.inf, f"{whose}{name} must be positive, got {value}.")
 
 
-def require_shares(given: object, *names: str, whose: str = "") -> None:
-    """Raise unless each named field of `given` lies in [0, 1]."""
+def require_shares(holder: object, *names: str, whose: str = "") -> None:
+    """Raise unless each named field of `holder` lies in [0, 1]."""
     for name in names:
-        value = getattr(given, name)
+        value = getattr(holder, name)
         require(0 <= value <= 1, f"{whose}{name} must lie in [0, 1], got {value}.")
 
 
-def require_words(given: object, *, whose: str = "", **known: Iterable[str]) -> None:
-    """Raise, with the nearest word, unless each named field of `given`, or each word of a list, is a known one."""
-    for name, words in known.items():
-        value = getattr(given, name)
+def require_words(holder: object, *, whose: str = "", **words_by_name: Iterable[str]) -> None:
+    """Raise, with the nearest word, unless each named field of `holder`, or each word of a list, is a known one."""
+    for name, words in words_by_name.items():
+        value = getattr(holder, name)
         for word in value if isinstance(value, tuple | list) else (value,):
             require_known(word, words, f"{whose}{name} {word!r} is unknown.")
 
 
-def require_word_or_none(given: object, name: str, known: Iterable[str]) -> None:
-    """Raise, with the nearest word, unless the field `name` of `given` is None or a known word."""
-    word = getattr(given, name)
+def require_word_or_none(holder: object, name: str, words: Iterable[str]) -> None:
+    """Raise, with the nearest word, unless the field `name` of `holder` is None or a known word."""
+    word = getattr(holder, name)
     if word is not None:
-        require_known(word, known, f"{name} {word!r} is unknown.")
+        require_known(word, words, f"{name} {word!r} is unknown.")
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def located(where: object) -> Iterator[None]:
 
 
 def require_kind(name: str, value: object, kind: Any) -> None:
-    """Raise unless `value` is of the annotated `kind`: bool, int, float (finite), str, or a Literal of words."""
+    """Raise unless `holder` is of the annotated `kind`: bool, int, float (finite), str, or a Literal of words."""
     # True is an int in Python; an option that takes a number must not take it.
     number = value if not isinstance(value, bool) and isinstance(value, Real) else None
     if get_origin(kind) is Literal:

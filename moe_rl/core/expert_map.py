@@ -82,22 +82,22 @@ class ExpertMap:
 
         Engines take such maps: then an expert has no weights, or the second slot of a rank is never filled.
         """
-        held = self._held_per_rank()
-        for row, expert in np.argwhere(held.sum(axis=1) == 0):
+        instances = self._held_per_rank()
+        for row, expert in np.argwhere(instances.sum(axis=1) == 0):
             raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: no slot holds expert {expert}.")
-        for row, rank, expert in np.argwhere(held > 1):
+        for row, rank, expert in np.argwhere(instances > 1):
             raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: rank {rank} holds expert {expert} twice.")
 
     def num_twins(self) -> int:
         """Return how many slots of all layers hold an expert that their rank holds already."""
-        held = self._held_per_rank()
-        return int(np.maximum(held - 1, 0).sum())
+        instances = self._held_per_rank()
+        return int(np.maximum(instances - 1, 0).sum())
 
     def _held_per_rank(self) -> NDArray[np.int32]:
         """Return [L, P, E] slots of rank p that hold expert e; raise for an expert that does not exist."""
         for wrong in (int(self.slots.max(initial=0)), int(self.slots.min(initial=0))):
-            inside = 0 <= wrong < self.num_experts
-            require(inside, f"an expert map holds expert {wrong}, outside 0 .. {self.num_experts - 1}.")
+            is_expert = 0 <= wrong < self.num_experts
+            require(is_expert, f"an expert map holds expert {wrong}, outside 0 .. {self.num_experts - 1}.")
         return count_instances(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
 
     def with_copies_for(self, load: NDArray[np.number]) -> Self:
@@ -119,10 +119,10 @@ class ExpertMap:
 def _fill(row: NDArray[np.int32], load: NDArray[np.float64], slots_per_rank: int) -> None:
     """Empty the slots of second copies on a rank, then fill all that are empty."""
     by_rank = row.reshape(-1, slots_per_rank)
-    for here in by_rank:
+    for experts_of_rank in by_rank:
         seen: set[int] = set()
-        for slot, expert in enumerate(here.tolist()):
-            here[slot] = -1 if expert in seen else expert
+        for slot, expert in enumerate(experts_of_rank.tolist()):
+            experts_of_rank[slot] = -1 if expert in seen else expert
             seen.add(expert)
     copies = np.bincount(row[row >= 0], minlength=len(load))
     # An expert that no slot holds goes first, however little it is asked for.

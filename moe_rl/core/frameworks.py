@@ -46,14 +46,14 @@ FRAMEWORKS = (
 
 def folders() -> list[EntryPoint]:
     """Return an entry point per folder, whose value is the package; what the user installed beside moe_rl is first."""
-    own = (EntryPoint(name=name, value=f"{GROUP}.{name}", group=GROUP) for name in FRAMEWORKS)
-    return [*entry_points(group=GROUP), *own]
+    bundled = (EntryPoint(name=name, value=f"{GROUP}.{name}", group=GROUP) for name in FRAMEWORKS)
+    return [*entry_points(group=GROUP), *bundled]
 
 
 def part_of(folder: EntryPoint, part: str) -> Iterator[Any]:
     """Yield what `part` ("module:NAME") of a folder names; nothing where the folder has no such module."""
     module, _, name = part.partition(":")
-    found = find_spec(f"{folder.value}.{module}")
+    spec = find_spec(f"{folder.value}.{module}")
     # An editable install goes on naming a module whose file a later commit has deleted.
-    if found is not None and Path(str(found.origin)).exists():
+    if spec is not None and Path(str(spec.origin)).exists():
         yield getattr(import_module(f"{folder.value}.{module}"), name)

@@ -16,8 +16,8 @@ class Interval:
     high: float
 
     def __post_init__(self) -> None:
-        inside = self.low <= self.value * (1 + 1e-9) and self.value <= self.high * (1 + 1e-9)
-        require(inside, f"an interval must hold its figure: {self.low:g} <= {self.value:g} <= {self.high:g}.")
+        is_inside = self.low <= self.value * (1 + 1e-9) and self.value <= self.high * (1 + 1e-9)
+        require(is_inside, f"an interval must hold its figure: {self.low:g} <= {self.value:g} <= {self.high:g}.")
 
     @property
     def tells_apart(self) -> bool:

@@ -40,8 +40,8 @@ class BatchLayout:
         for name, size in (("micro_batch", self.num_micro_batches), ("dp_rank", self.num_dp_ranks)):
             column = getattr(self, name)
             least, most = int(column.min(initial=size)), int(column.max(initial=-1))
-            inside = not count or (least >= 0 and most < size)
-            require(inside, f"layout: {name} must lie in 0 .. {size - 1}, got {least} .. {most}.")
+            fits = not count or (least >= 0 and most < size)
+            require(fits, f"layout: {name} must lie in 0 .. {size - 1}, got {least} .. {most}.")
         # Equal orders would leave the place of tokens on their rank, and so their source rank, to the sort.
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
@@ -75,8 +75,8 @@ class BatchLayout:
         ends = np.cumsum(lengths[run])
         before = ends - lengths[run]
         # Where a new micro-batch or rank begins, the running sum so far is its base.
-        first = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
-        base = np.maximum.accumulate(np.where(first, before, 0))
+        starts_batch = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
+        base = np.maximum.accumulate(np.where(starts_batch, before, 0))
         start = np.empty(len(run), np.int64)
         # Scattered back: `run` sorts by micro-batch, rank and order.
         start[run] = before - base
@@ -90,10 +90,11 @@ class BatchLayout:
         )
         if self.token_budget is None:
             return
-        held = self.rank_tokens(lengths)
-        for micro_batch, dp_rank in np.argwhere(held > self.token_budget):
+        tokens_of_places = self.rank_tokens(lengths)
+        for micro_batch, dp_rank in np.argwhere(tokens_of_places > self.token_budget):
             raise InvalidInputError(
-                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {held[micro_batch, dp_rank]} tokens, over its "
+                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {tokens_of_places[micro_batch, dp_rank]} tokens, "
+                "over its "
                 f"budget of {self.token_budget}."
             )
 
@@ -121,8 +122,8 @@ class BatchLayout:
         rank = (np.arange(num_sequences) * num_dp_ranks) // max(1, num_sequences)
         micro_batch = np.zeros(num_sequences, np.int32)
         for dp_rank in range(num_dp_ranks):
-            mine = np.flatnonzero(rank == dp_rank)
-            micro_batch[mine] = _close_before_exceeding(lengths[mine], token_budget)
+            sequences_of_rank = np.flatnonzero(rank == dp_rank)
+            micro_batch[sequences_of_rank] = _close_before_exceeding(lengths[sequences_of_rank], token_budget)
         order = np.arange(num_sequences)
         return cls._of(micro_batch, rank, order, num_dp_ranks=num_dp_ranks, token_budget=token_budget)
 

@@ -43,8 +43,8 @@ class StepLoad:
         if self.routes is not None:
             cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
             require(cells == wanted, f"the routes are of {cells} cells, the load has {wanted}.")
-            layers, known = len(self.routes.routes), self.num_layers
-            require(layers == known, f"the routes are of {layers} MoE layers, the load has {known}.")
+            layers, num_layers = len(self.routes.routes), self.num_layers
+            require(layers == num_layers, f"the routes are of {layers} MoE layers, the load has {num_layers}.")
 
     @property
     def num_ep_groups(self) -> int:
@@ -95,12 +95,12 @@ class StepLoad:
         """
         missing = tokens - self.tokens
         require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than there are.")
-        known = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
+        pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
-            own = self.per_expert()
-            known = np.where(own.any(axis=3, keepdims=True), own, known)
+            pairs_GMLE = self.per_expert()
+            pairs_LE = np.where(pairs_GMLE.any(axis=3, keepdims=True), pairs_GMLE, pairs_LE)
         # Whole pairs, because planners count in integers and sums must stay those of top-k choices.
-        expected = expected_pairs(missing[:, :, None, :], known, self.top_k)
+        expected = expected_pairs(missing[:, :, None, :], pairs_LE, self.top_k)
         return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
 
     @classmethod
@@ -109,39 +109,39 @@ class StepLoad:
 
         Routes are kept where all have them. Raises `InvalidInputError` where the loads differ in anything else.
         """
-        first = next(iter(loads))
+        head = next(iter(loads))
         for load in loads:
-            same = load.pairs.shape[::2] == first.pairs.shape[::2] and load.ep_size == first.ep_size
+            same = load.pairs.shape[::2] == head.pairs.shape[::2] and load.ep_size == head.ep_size
             require(
-                same and (load.top_k, load.scaled) == (first.top_k, first.scaled),
-                f"loads [G, M, L, P, E] of {load.pairs.shape} and of {first.pairs.shape} are not of one model and run.",
+                same and (load.top_k, load.scaled) == (head.top_k, head.scaled),
+                f"loads [G, M, L, P, E] of {load.pairs.shape} and of {head.pairs.shape} are not of one model and run.",
             )
         routes = [load.routes for load in loads if load.routes is not None]
         joined = None
         if len(routes) == len(loads):
             # Cells are numbered by EP group first: the micro-batches of all steps follow each other within each group.
             counts = [load.num_micro_batches for load in loads]
-            starts = np.cumsum([0, *counts]) * first.num_ep_groups
+            starts = np.cumsum([0, *counts]) * head.num_ep_groups
             cells = [
                 start + group * count + np.arange(count)
-                for group in range(first.num_ep_groups)
+                for group in range(head.num_ep_groups)
                 for start, count in zip(starts, counts, strict=False)
             ]
             joined = RouteSample.joined(routes).cells(np.concatenate(cells))
         return replace(
-            first,
+            head,
             pairs=np.concatenate([load.pairs for load in loads], axis=1),
             tokens=np.concatenate([load.tokens for load in loads], axis=1),
             routes=joined,
         )
 
-    def micro_batches(self, chosen: NDArray[np.integer]) -> Self:
-        """Return the loads of the `chosen` micro-batches alone, in that order."""
-        cells = np.arange(self.num_ep_groups)[:, None] * self.num_micro_batches + chosen
+    def micro_batches(self, indices: NDArray[np.integer]) -> Self:
+        """Return the loads of the `indices` micro-batches alone, in that order."""
+        cells = np.arange(self.num_ep_groups)[:, None] * self.num_micro_batches + indices
         return replace(
             self,
-            pairs=self.pairs[:, chosen],
-            tokens=self.tokens[:, chosen],
+            pairs=self.pairs[:, indices],
+            tokens=self.tokens[:, indices],
             routes=None if self.routes is None else self.routes.cells(cells.reshape(-1)),
         )
 
@@ -194,10 +194,10 @@ class StepLoad:
         popularity /= np.maximum(popularity.sum(axis=4, keepdims=True), 1)
         popularity[..., -1] = 1 - popularity[..., :-1].sum(axis=4)  # where nothing was chosen, nothing moves
         # By counts, not by pair: 1 M tokens, 94 layers and top-8 are 752 M pairs.
-        kept = rng.binomial(self.pairs, 1 - share)
+        staying = rng.binomial(self.pairs, 1 - share)
         # Drawn by popularity, a pair may take its own expert again: it counts as one that moved.
-        moved = (self.pairs - kept).sum(axis=4)
-        pairs = kept + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
+        moved = (self.pairs - staying).sum(axis=4)
+        pairs = staying + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
         room = self.tokens[:, :, None, :, None] - pairs
         over = np.maximum(-room, 0).sum(axis=4, keepdims=True)
         room = np.maximum(room, 0)
@@ -209,12 +209,12 @@ class StepLoad:
         return replace(self, pairs=pairs.astype(np.int32), routes=routes)
 
 
-def expected_pairs(tokens: NDArray[np.int64], known: NDArray[np.int64], top_k: int) -> NDArray[np.int32]:
-    """Return [..., L, X, E] pairs of `tokens` [..., 1, X] that choose experts in proportion to `known` [..., L, E].
+def expected_pairs(tokens: NDArray[np.int64], pairs_LE: NDArray[np.int64], top_k: int) -> NDArray[np.int32]:
+    """Return [..., L, X, E] pairs of `tokens` [..., 1, X] that choose experts in proportion to `pairs_LE` [..., L, E].
 
     Every source's pairs are whole numbers that add up to `top_k` per token; all 0 where nothing is known.
     """
-    upto = np.cumsum(known, axis=-1)[..., None, :]
+    upto = np.cumsum(pairs_LE, axis=-1)[..., None, :]
     # Whole parts of a running sum: the differences of every source add up to exactly top_k per token.
     running = (tokens * top_k)[..., None] * upto // np.maximum(upto[..., -1:], 1)
     expected: NDArray[np.int32] = np.diff(running, axis=-1, prepend=0).astype(np.int32)

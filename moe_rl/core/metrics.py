@@ -25,22 +25,22 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
     # The planned load itself: quotas hold as they are.
     if np.array_equal(actual, replicas.source_pairs):
         return replicas.source_quota.astype(np.int64)
-    first, stop = PlannedSplit.of(replicas, slice(None), index * load.num_experts + replicas.expert).ranges(actual)
-    return stop - first
+    start, stop = PlannedSplit.of(replicas, slice(None), index * load.num_experts + replicas.expert).ranges(actual)
+    return stop - start
 
 
 def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
     """Return [G, M, L, P] rows that each rank computes."""
     check_plan_fits(plan, load)
-    taken = rows_taken(plan.replicas, load).sum(axis=1)
+    rows_of_copies = rows_taken(plan.replicas, load).sum(axis=1)
     index, expert = plan.replicas.index_of_replica(), plan.replicas.expert
     at_home = load.per_expert().copy()
-    np.subtract.at(at_home.reshape(-1, load.num_experts), (index, expert), taken)
+    np.subtract.at(at_home.reshape(-1, load.num_experts), (index, expert), rows_of_copies)
     # Products [M, E] x [E, P], one per group and layer: an array [G, M, L, P, E] would be P times as large as the load.
     # In float64, for which numpy calls BLAS; sums below 2^53 are exact.
     is_home = (plan.placement.home_rank[:, :, None] == np.arange(load.ep_size)).astype(np.float64)
     rows: NDArray[np.int64] = np.matmul(at_home.swapaxes(1, 2), is_home).swapaxes(1, 2).astype(np.int64, order="C")
-    np.add.at(rows.reshape(-1, load.ep_size), (index, plan.replica_rank), taken)
+    np.add.at(rows.reshape(-1, load.ep_size), (index, plan.replica_rank), rows_of_copies)
     return rows
 
 

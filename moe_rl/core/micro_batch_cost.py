@@ -104,8 +104,8 @@ class MicroBatchCost:
         if self.scaled_tokens is not None:
             tokens = _cell_sums(layout, self.sequence_tokens)
             # What a cell's tokens cost each is kept; cells that recorded nothing take their micro-batch's.
-            whole = cells.sum(axis=1, keepdims=True) / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
-            of_token = np.where(tokens > 0, cells / np.maximum(tokens, 1.0), whole)
+            seconds_per_token = cells.sum(axis=1, keepdims=True) / np.maximum(tokens.sum(axis=1, keepdims=True), 1.0)
+            of_token = np.where(tokens > 0, cells / np.maximum(tokens, 1.0), seconds_per_token)
             cells = of_token * self.scaled_tokens * topology.slices_per_dp_rank
         # TP x CP slices of one data-parallel rank work through the same sequences.
         by_rank = cells[:, np.arange(topology.num_ranks) // topology.slices_per_dp_rank]

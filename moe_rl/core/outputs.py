@@ -20,17 +20,17 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     """
     # Checked before hours of work, not after: a typing error in a path must not cost a result.
     files = {option: path for option, path in paths.items() if path is not None}
-    asked = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
-    for option, path in asked.items():
+    written = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
+    for option, path in written.items():
         name = f"{option} {path}".strip()
         require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
         require(not path.is_dir(), f"{name} is a folder, not a file.")
         _check_place(path, name)
-        for given in inputs:
-            inside = given.is_dir() and path.resolve().is_relative_to(given.resolve())
-            require(path.resolve() != given.resolve() and not inside, f"{name} would overwrite the input {given}.")
-    places = [path.resolve() for path in asked.values() if not _is_stream(path)]
-    require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(asked)}.")
+        for source in inputs:
+            is_inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
+            require(path.resolve() != source.resolve() and not is_inside, f"{name} would overwrite the input {source}.")
+    places = [path.resolve() for path in written.values() if not _is_stream(path)]
+    require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(written)}.")
 
 
 def _check_place(path: Path, name: str) -> None:

@@ -62,16 +62,16 @@ class ExpertPlacement:
             raise InvalidInputError(
                 f"physical_to_logical_map holds expert {int(slots.max())}, outside 0 .. {num_experts - 1}."
             )
-        held = self.instances_per_rank()
+        instances = self.instances_per_rank()
         # [L, P, E] truth values: 385 KB for 94 layers, 32 ranks and 128 experts.
-        at_home = (held > 0) & (self.home_rank[:, None, :] == np.arange(self.ep_size)[:, None])
+        at_home = (instances > 0) & (self.home_rank[:, None, :] == np.arange(self.ep_size)[:, None])
         for layer, expert in np.argwhere(~at_home.any(axis=1)):
             home = self.home_rank[layer, expert]
             raise InvalidInputError(f"layer {layer}: expert {expert} is lost: its home rank {home} does not hold it.")
-        self._check_residents(held)
+        self._check_residents(instances)
 
-    def _check_residents(self, held: NDArray[np.int32]) -> None:
-        """Raise unless homes stand first and no rank holds an expert twice; `held` [L, P, E]."""
+    def _check_residents(self, instances: NDArray[np.int32]) -> None:
+        """Raise unless homes stand first and no rank holds an expert twice; `instances` [L, P, E]."""
         require(self.resident_slots >= 0, f"resident_slots must be at least 0, got {self.resident_slots}.")
         if not self.resident_slots:
             return
@@ -82,7 +82,7 @@ class ExpertPlacement:
         )
         for layer, expert in np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank):
             raise InvalidInputError(f"layer {layer}: the home of expert {expert} does not stand before the residents.")
-        for layer, rank, expert in np.argwhere(held > 1):
+        for layer, rank, expert in np.argwhere(instances > 1):
             raise InvalidInputError(f"layer {layer}: rank {rank} holds expert {expert} twice.")
 
     @property
@@ -113,9 +113,9 @@ class ExpertPlacement:
     @property
     def resident_experts(self) -> NDArray[np.int32]:
         """[L, P, S] expert in each resident slot, -1 empty."""
-        first = self.num_experts // self.ep_size
+        num_homes = self.num_experts // self.ep_size
         slots = self.physical_to_logical_map.reshape(self.num_layers, self.ep_size, self.slots_per_rank)
-        return slots[:, :, first : first + self.resident_slots]
+        return slots[:, :, num_homes : num_homes + self.resident_slots]
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """Return the placement of some layers alone, in the order given."""
@@ -185,10 +185,10 @@ class ExpertPlacement:
             f"expert-model-parallel size {ep_size} does not divide the {num_experts} experts.",
         )
         per_rank = num_experts // ep_size
-        inside = bool(((home >= 0) & (home < ep_size)).all())
+        is_rank = bool(((home >= 0) & (home < ep_size)).all())
         row = np.arange(num_layers)[:, None] * ep_size
         require(
-            inside and bool((np.bincount((row + home).ravel(), minlength=num_layers * ep_size) == per_rank).all()),
+            is_rank and bool((np.bincount((row + home).ravel(), minlength=num_layers * ep_size) == per_rank).all()),
             f"every rank must be home of exactly {per_rank} experts in every layer.",
         )
         residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts

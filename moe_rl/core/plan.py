@@ -88,14 +88,14 @@ class ReplicaPlan:
 
     def of_layers(self, layers: Sequence[int], *, group: int) -> Self:
         """Return the replicas of some layers of one EP group, as a plan for these layers and this group alone."""
-        each = np.arange(self.num_micro_batches)[:, None] * self.num_layers + np.asarray(layers, np.int64)
-        places = (group * self.num_micro_batches * self.num_layers + each).ravel()
+        cells = np.arange(self.num_micro_batches)[:, None] * self.num_layers + np.asarray(layers, np.int64)
+        places = (group * self.num_micro_batches * self.num_layers + cells).ravel()
         count = np.diff(self.offsets)[places]
         offsets = np.append(0, np.cumsum(count))
         # Start of each place in the old columns less its start in the new ones, then counted up: no loop over places.
         rows = np.repeat(self.offsets[places] - offsets[:-1], count) + np.arange(int(offsets[-1]))
-        taken: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
-        return replace(self, **taken, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
+        return replace(self, **columns, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:
@@ -166,8 +166,8 @@ class Plan:
         num_slots = self.placement.physical_to_logical_map.shape[1]
         ids = self.replicas.physical_id
         # Slots are checked here, where placement and replicas meet: neither knows the other alone.
-        inside = bool(((ids >= 0) & (ids < num_slots)).all())
-        require(inside, f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
+        is_slot = bool(((ids >= 0) & (ids < num_slots)).all())
+        require(is_slot, f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
 
     @cached_property
     def hash(self) -> str:
@@ -258,11 +258,11 @@ def split_point(quota: Any, share: Any, *, planned: Any, total: Any, actual: Any
     """
     # Source p of P rounds up from the fraction 1 - (2 p + 1) / 2 P on: the thresholds are spread evenly.
     steps, step = 2 * num_sources, 2 * source + 1
-    kept = actual.clip(max=planned)
+    planned_rows = actual.clip(max=planned)
     planned, total = planned.clip(min=1), total.clip(min=1)
     # Integer floor division alone: floats would round differently on GPU and CPU, and ranks would disagree.
-    within = (steps * quota * kept + step * planned) // (steps * planned)
-    return within + (steps * share * (actual - kept) + step * total) // (steps * total)
+    within = (steps * quota * planned_rows + step * planned) // (steps * planned)
+    return within + (steps * share * (actual - planned_rows) + step * total) // (steps * total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,15 +288,15 @@ class PlannedSplit:
         quota, planned = replicas.source_quota[part], replicas.source_pairs[part]
         share = quota.sum(axis=1, dtype=np.int64)[:, None]
         # The sums over all sources ride along as column 0, so that one cumulative sum serves both.
-        own = np.concatenate([share, quota[:, sources]], axis=1)
+        shares_and_quota = np.concatenate([share, quota[:, sources]], axis=1)
         order = np.argsort(key, kind="stable")
         # Exclusive running sums, less their value where the expert's replicas begin: they restart at every expert.
-        running = np.cumsum(own[order], axis=0) - own[order]
-        before = np.empty_like(own)
+        running = np.cumsum(shares_and_quota[order], axis=0) - shares_and_quota[order]
+        before = np.empty_like(shares_and_quota)
         before[order] = running - running[np.searchsorted(key[order], key[order])]
         return cls(
             before=before[:, 1:],
-            upto=before[:, 1:] + own[:, 1:],
+            upto=before[:, 1:] + shares_and_quota[:, 1:],
             share_before=before[:, :1],
             share_upto=before[:, :1] + share,
             planned=planned[:, sources].astype(np.int64),
@@ -308,8 +308,8 @@ class PlannedSplit:
 
         `actual` [n, P] are the pairs of the replica's expert that occur on each source.
         """
-        sources, taken = actual.shape[1], actual.astype(np.int64)
-        split = partial(split_point, planned=self.planned, total=self.total, actual=taken, num_sources=sources)
+        sources, counts = actual.shape[1], actual.astype(np.int64)
+        split = partial(split_point, planned=self.planned, total=self.total, actual=counts, num_sources=sources)
         source = np.arange(sources)
         return split(self.before, self.share_before, source=source), split(self.upto, self.share_upto, source=source)
 
@@ -328,16 +328,16 @@ def slot_map(
     experts = np.asarray(routed_experts, np.int64)
     # home[-1] of a dropped pair reads the last expert: the mask throws it away again.
     result = np.where(experts >= 0, home[experts], -1).astype(np.int32)
-    here = plan.replicas.slice_of(group, micro_batch, layer)
-    replicated = plan.replicas.expert[here]
+    replicas_here = plan.replicas.slice_of(group, micro_batch, layer)
+    replicated = plan.replicas.expert[replicas_here]
     if not len(replicated):
         return result
     ordinals = token_ordinals(experts)
     actual = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
     # Only this rank's column is read below; the other sources' pairs do not matter to it.
-    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[here].shape)
-    first, stop = PlannedSplit.of(plan.replicas, here, replicated).ranges(everywhere)
-    columns = (replicated, plan.replicas.physical_id[here], first[:, source_rank], stop[:, source_rank])
+    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[replicas_here].shape)
+    start, stop = PlannedSplit.of(plan.replicas, replicas_here, replicated).ranges(everywhere)
+    columns = (replicated, plan.replicas.physical_id[replicas_here], start[:, source_rank], stop[:, source_rank])
     for expert, slot, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         result[(experts == expert) & (ordinals >= begin) & (ordinals < end)] = slot
     return result

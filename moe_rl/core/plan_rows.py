@@ -97,10 +97,10 @@ class PlacedRows:
         `picked` [C, E] is the probability that a token picks each expert, wherever it is served.
         """
         # A cell without tokens has no rows either: its log-probabilities are 0.
-        some = np.maximum(tokens, 1.0)
-        home, away = self.home / some[:, None], self.away / some[self.cell]
+        num_tokens = np.maximum(tokens, 1.0)
+        home, away_share = self.home / num_tokens[:, None], self.away / num_tokens[self.cell]
         if limit is None:
-            return self.sum(log_stay(home), log_stay(away))
+            return self.sum(log_stay(home), log_stay(away_share))
         group = limit.group_of_expert(picked.shape[1])
         drawn, _ = limit.group_shares(picked)
         # Inside a group choices are independent again: count by (place, group) first.
@@ -110,7 +110,9 @@ class PlacedRows:
             place=self.place * limit.num_groups + group[self.expert],
             num_places=self.num_places * limit.num_groups,
         )
-        stays = within.sum(log_stay(home / drawn[:, group]), log_stay(away / drawn[self.cell, group[self.expert]]))
+        stays = within.sum(
+            log_stay(home / drawn[:, group]), log_stay(away_share / drawn[self.cell, group[self.expert]])
+        )
         by_group = stays.reshape(len(stays), self.num_places, limit.num_groups)
         logs: Floats = log_stay(drawn[:, None, :] * -np.expm1(by_group)).sum(axis=2)
         return logs
@@ -203,12 +205,12 @@ def rows_of_plan(
     picked = per_expert / np.maximum(tokens, 1.0)[:, None]
     rank_stays, node_stays = (placed.log_stays(tokens, picked, limit) for placed in (at_rank, at_node))
     rank_visits, ingress, egress = visits_of_stays(rank_stays, node_stays, tokens / topology.ep_size)
-    inside, across = replicas.copied_slots(len(per_expert), topology)
-    home, away = at_rank.home, at_rank.away
+    inside_slots, across_slots = replicas.copied_slots(len(per_expert), topology)
+    home, away_rows = at_rank.home, at_rank.away
     by_place = {
-        "rows": at_rank.sum(home, away),
-        "padded_rows": at_rank.sum(padded_rows(home, tile_rows), padded_rows(away, tile_rows)),
-        "active_experts": at_rank.sum((home > 0).astype(np.float64), (away > 0).astype(np.float64)),
+        "rows": at_rank.sum(home, away_rows),
+        "padded_rows": at_rank.sum(padded_rows(home, tile_rows), padded_rows(away_rows, tile_rows)),
+        "active_experts": at_rank.sum((home > 0).astype(np.float64), (away_rows > 0).astype(np.float64)),
         "rank_visits": rank_visits,
         "nic_ingress": ingress,
         "nic_egress": egress,
@@ -216,8 +218,8 @@ def rows_of_plan(
     shape = load.pairs.shape[:3]
     return LayerRows(
         **{name: part.reshape(*shape, -1) for name, part in by_place.items()},
-        replicas=inside.reshape(shape),
-        cross_node_replicas=across.reshape(shape),
+        replicas=inside_slots.reshape(shape),
+        cross_node_replicas=across_slots.reshape(shape),
     )
 
 

@@ -55,19 +55,19 @@ class _Segments:
     block: NDArray[np.int64]
     """[N] which (EP group, micro-batch, source rank) the rows belong to."""
 
-    def between(self, first: int, last: int) -> "_Segments":
-        """Return the segments of rows first .. last - 1, counted from row `first`."""
-        # The segment that holds row `first` may begin before it.
-        begin = int(np.searchsorted(self.start, first, side="right")) - 1
-        end = int(np.searchsorted(self.start, last, side="left"))
-        start = np.clip(self.start[begin : end + 1], first, last) - first
+    def between(self, start_row: int, stop_row: int) -> "_Segments":
+        """Return the segments of rows first .. last - 1, counted from row `start_row`."""
+        # The segment that holds row `start_row` may begin before it.
+        begin = int(np.searchsorted(self.start, start_row, side="right")) - 1
+        end = int(np.searchsorted(self.start, stop_row, side="left"))
+        start = np.clip(self.start[begin : end + 1], start_row, stop_row) - start_row
         return _Segments(start=start, block=self.block[begin:end])
 
     def of_rows(self, rows: NDArray[np.int64]) -> "_Segments":
         """Return the segments of the given ascending rows, as if they were the only ones."""
         start = np.searchsorted(rows, self.start)
-        some = np.diff(start) > 0
-        return _Segments(start=np.append(start[:-1][some], len(rows)), block=self.block[some])
+        is_filled = np.diff(start) > 0
+        return _Segments(start=np.append(start[:-1][is_filled], len(rows)), block=self.block[is_filled])
 
 
 def reduce_load(
@@ -91,7 +91,7 @@ def reduce_load(
 
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout and topology disagree.
     """
-    require_known(filler, [str(known) for known in Filler], f"unknown filler {str(filler)!r}.")
+    require_known(filler, [str(word) for word in Filler], f"unknown filler {str(filler)!r}.")
     filler = Filler(filler)
     require(len(parts) > 0, "there is no trace to reduce.")
     lengths = np.concatenate([part.sequence_lengths for part in parts])
@@ -163,9 +163,9 @@ def count_rows(routes: Routes, *, num_experts: int, num_threads: int = 0) -> tup
 
     After such a row the counts are not to be used.
     """
-    whole = np.array([0, len(routes)])
+    one_segment = np.array([0, len(routes)])
     pairs, bad_row = count_runs(
-        routes, np.ones(len(routes), np.bool_), whole, num_experts=num_experts, num_threads=num_threads
+        routes, np.ones(len(routes), np.bool_), one_segment, num_experts=num_experts, num_threads=num_threads
     )
     return pairs[0], bad_row
 
@@ -188,26 +188,26 @@ def count_runs(
 def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopology) -> _Segments:
     """Return the segments of all rows: every sequence cut at the slice borders of its DP rank."""
     slices = topology.slices_per_dp_rank
-    some = np.flatnonzero(lengths)
-    start = layout.token_start(lengths)[some]
-    micro_batch, dp_rank = layout.micro_batch[some].astype(np.int64), layout.dp_rank[some].astype(np.int64)
+    filled = np.flatnonzero(lengths)
+    start = layout.token_start(lengths)[filled]
+    micro_batch, dp_rank = layout.micro_batch[filled].astype(np.int64), layout.dp_rank[filled].astype(np.int64)
     held_tokens = layout.rank_tokens(lengths)[micro_batch, dp_rank]
     # Slices cut what a DP rank holds, not each sequence: 100 tokens on 8 slices are 12 or 13 on each.
     first_slice = start * slices // held_tokens
-    last_slice = (start + lengths[some] - 1) * slices // held_tokens
+    last_slice = (start + lengths[filled] - 1) * slices // held_tokens
     # A sequence that crosses slice borders becomes one segment per slice.
     pieces = last_slice - first_slice + 1
-    owner = np.repeat(np.arange(len(some)), pieces)
+    owner = np.repeat(np.arange(len(filled)), pieces)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     slice_index = first_slice[owner] + nth
     # Slice s begins at the first position i with i * slices >= s * n.
     begin = np.maximum(start[owner], -(-slice_index * held_tokens[owner] // slices))
-    row = (np.cumsum(lengths) - lengths)[some]
+    row = (np.cumsum(lengths) - lengths)[filled]
     group, rank = topology.source_rank(dp_rank[owner], slice_index)
     starts = np.append(row[owner] + begin - start[owner], int(lengths.sum()))
     block = (group * layout.num_micro_batches + micro_batch[owner]) * topology.ep_size + rank
-    held = np.diff(starts) > 0  # fewer tokens than slices leave slices empty
-    return _Segments(start=np.append(starts[:-1][held], starts[-1]), block=block[held])
+    is_filled = np.diff(starts) > 0  # fewer tokens than slices leave slices empty
+    return _Segments(start=np.append(starts[:-1][is_filled], starts[-1]), block=block[is_filled])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,10 +252,10 @@ def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool
     for start, stop, block in zip(segments.start[:-1], segments.start[1:], segments.block, strict=True):
         group_micro_batch, source = divmod(int(block), num_sources)
         for tile_start in range(start, stop, TILE_TOKENS):
-            inside = slice(tile_start, min(stop, tile_start + TILE_TOKENS))
-            tile = routes[inside] if valid[inside].all() else routes[inside][valid[inside]]
+            tile_rows = slice(tile_start, min(stop, tile_start + TILE_TOKENS))
+            tile = routes[tile_rows] if valid[tile_rows].all() else routes[tile_rows][valid[tile_rows]]
             if tile.size and int(tile.max()) >= num_experts:
-                outside = valid[inside] & (routes[inside] >= num_experts).any(axis=(1, 2))
+                outside = valid[tile_rows] & (routes[tile_rows] >= num_experts).any(axis=(1, 2))
                 return int(tile_start + np.argmax(outside))
             counts = np.bincount(np.add(tile, layer_key, dtype=key_dtype).ravel(), minlength=num_keys)
             pairs[group_micro_batch, :, source] += counts.reshape(num_layers, num_experts).astype(np.int32)
@@ -263,14 +263,14 @@ def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool
 
 
 def _add_trace(counter: _Counter, trace: RoutingTrace, segments: _Segments, filler: Filler, part: int) -> None:
-    for first, routes in trace.chunks():
-        last = first + len(routes)
-        bad_row = counter.add_routes(routes, trace.valid[first:last], segments.between(first, last))
+    for start, routes in trace.chunks():
+        stop = start + len(routes)
+        bad_row = counter.add_routes(routes, trace.valid[start:stop], segments.between(start, stop))
         if bad_row >= 0:
             ids = routes[bad_row]
             layer = int(np.argmax((ids >= trace.num_experts).any(axis=1)))
             raise InvalidInputError(
-                f"row {first + bad_row} of part {part} holds expert id {int(ids[layer].max())} in MoE layer "
+                f"row {start + bad_row} of part {part} holds expert id {int(ids[layer].max())} in MoE layer "
                 f"{trace.moe_layer_ids[layer]}, outside 0 .. {trace.num_experts - 1}."
             )
         drop_pages(routes)
@@ -296,10 +296,10 @@ def _add_filler(
     like: RoutingTrace | SequenceCounts,
 ) -> None:
     """Count the rows without a route; `position` [n] is where each one stands in its run of such rows."""
-    for first in range(0, len(position), CHUNK_TOKENS):
-        some = position[first : first + CHUNK_TOKENS]
-        routes = _filler_routes(filler, some, like)
-        counter.add_routes(routes, np.ones(len(some), np.bool_), segments.between(first, first + len(some)))
+    for start in range(0, len(position), CHUNK_TOKENS):
+        chunk = position[start : start + CHUNK_TOKENS]
+        routes = _filler_routes(filler, chunk, like)
+        counter.add_routes(routes, np.ones(len(chunk), np.bool_), segments.between(start, start + len(chunk)))
 
 
 def _filler_routes(filler: Filler, position: NDArray[np.int64], like: RoutingTrace | SequenceCounts) -> Routes:
@@ -337,11 +337,13 @@ def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, 
         filler_rows[segment] = after - before - valid
     if filler is not Filler.NONE:
         start = np.append(0, np.cumsum(filler_rows))
-        held = filler_rows > 0
+        has_filler = filler_rows > 0
         begins = np.zeros(int(start[-1]), np.bool_)
-        begins[start[:-1][held][np.diff(sequence[held], prepend=-1) > 0]] = True
-        some = _Segments(start=np.append(start[:-1][held], start[-1]), block=segments.block[held])
-        _add_filler(counter, _position_in_run(begins), some, filler, counts)
+        begins[start[:-1][has_filler][np.diff(sequence[has_filler], prepend=-1) > 0]] = True
+        segments_with_filler = _Segments(
+            start=np.append(start[:-1][has_filler], start[-1]), block=segments.block[has_filler]
+        )
+        _add_filler(counter, _position_in_run(begins), segments_with_filler, filler, counts)
 
 
 def _share(total: NDArray[np.int64], before: int, after: int, length: int) -> NDArray[np.int64]:

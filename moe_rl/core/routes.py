@@ -26,20 +26,20 @@ MAX_DRAWN_IDS = 1 << 24
 MOST_OF_CELL = 512
 
 
-def drawn_rows(held: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
-    """Return which rows each rank draws, by rank, where the ranks hold `held` [P] rows of a cell.
+def drawn_rows(rows_of_cells: Ints, most: int = MOST_OF_CELL) -> list[Ints]:
+    """Return which rows each rank draws, by rank, where the ranks hold `rows_of_cells` [P] rows of a cell.
 
-    The draws are spread evenly over the rows of all ranks, one rank after the other. So every rank knows from `held`
-    alone which rows all the others draw.
+    The draws are spread evenly over the rows of all ranks, one rank after the other. So every rank knows from
+    `rows_of_cells` alone which rows all the others draw.
     """
-    ends = np.cumsum(held)
+    ends = np.cumsum(rows_of_cells)
     total = int(ends[-1]) if len(ends) else 0
     count = min(most, total)
     # The middle of each of `count` equal stretches.
     rows = (np.arange(count) * total + total // 2) // max(1, count)
     # A row on a border belongs to the rank that holds it; ranks without rows get empty parts.
     parts: list[Ints] = np.split(rows, np.searchsorted(rows, ends[:-1]))
-    return [part - start for part, start in zip(parts, ends - held, strict=True)]
+    return [part - start for part, start in zip(parts, ends - rows_of_cells, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,29 +84,29 @@ class RouteSample:
             return None
         lengths = np.concatenate([part.sequence_lengths for part in traces]).astype(np.int64)
         rows = np.flatnonzero(np.concatenate([part.valid for part in traces]))
-        most, known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
+        most, num_known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
         if len(rows) > most:
             # Evenly spread over the step, so that long sequences keep their share.
             rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
         if not len(rows):
             return None
-        first = np.cumsum([0, *(part.num_tokens for part in traces)])
+        first_token = np.cumsum([0, *(part.num_tokens for part in traces)])
         pieces = [
             np.asarray(part.routed_experts[rows[(rows >= start) & (rows < start + part.num_tokens)] - start])
-            for part, start in zip(traces, first[:-1], strict=True)
+            for part, start in zip(traces, first_token[:-1], strict=True)
         ]
         starts = np.cumsum(lengths) - lengths
         sequence = np.repeat(np.arange(len(lengths)), lengths)[rows]
-        held = np.concatenate(pieces).transpose(1, 0, 2)
+        drawn_routes = np.concatenate(pieces).transpose(1, 0, 2)
         none = np.zeros(0, np.int64)
         return cls(
-            routes=np.ascontiguousarray(held, np.uint16),
+            routes=np.ascontiguousarray(drawn_routes, np.uint16),
             sequence=sequence,
             position=rows - starts[sequence],
             token=none,
             source=none.astype(np.int32),
             cell_start=none,
-            share=len(rows) / known,
+            share=len(rows) / num_known,
         ).under(layout, lengths, topology)
 
     @classmethod
@@ -116,20 +116,20 @@ class RouteSample:
         None where there are none, or no C++ core.
         `drawn[cell][source]` are [n, L, K] routes. What a rank holds of a cell counts as one sequence.
         """
-        held = np.array([[len(routes) for routes in of_cell] for of_cell in drawn], np.int64)
-        count = int(held.sum())
+        row_counts = np.array([[len(routes) for routes in of_cell] for of_cell in drawn], np.int64)
+        count = int(row_counts.sum())
         if not count or native_core() is None:
             return None
         flat = [routes for of_cell in drawn for routes in of_cell if len(routes)]
-        run = np.repeat(np.arange(held.size), held.ravel())
-        first = np.cumsum(held.ravel()) - held.ravel()
+        run = np.repeat(np.arange(row_counts.size), row_counts.ravel())
+        first_row = np.cumsum(row_counts.ravel()) - row_counts.ravel()
         return cls(
             routes=np.ascontiguousarray(np.concatenate(flat).transpose(1, 0, 2), np.uint16),
             sequence=run,
-            position=np.arange(count) - first[run],
+            position=np.arange(count) - first_row[run],
             token=np.arange(count),
-            source=(run % held.shape[1]).astype(np.int32),
-            cell_start=np.append(0, np.cumsum(held.sum(axis=1))),
+            source=(run % row_counts.shape[1]).astype(np.int32),
+            cell_start=np.append(0, np.cumsum(row_counts.sum(axis=1))),
         )
 
     def under(self, layout: BatchLayout, lengths: Ints, topology: ClusterTopology) -> Self:
@@ -153,10 +153,10 @@ class RouteSample:
         )
         of_sequence = layout.micro_batch.astype(np.int64), layout.dp_rank.astype(np.int64)
         micro_batch, dp_rank = (column[self.sequence] for column in of_sequence)
-        held = layout.rank_tokens(lengths)[micro_batch, dp_rank]
+        tokens_of_place = layout.rank_tokens(lengths)[micro_batch, dp_rank]
         place = layout.token_start(lengths)[self.sequence] + self.position
         # The same whole-number rule as `reduce._cut`: a drawn token must stand where its pairs were counted.
-        group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // held)
+        group, source = topology.source_rank(dp_rank, place * topology.slices_per_dp_rank // tokens_of_place)
         return group * layout.num_micro_batches + micro_batch, source, place
 
     def rerouted(self, share: float, popularity: NDArray[np.float64], rng: np.random.Generator) -> Self:
@@ -171,11 +171,11 @@ class RouteSample:
         # Drawn for every choice: a larger share moves the same choices and more.
         moves, drawn = rng.random(routes.shape) < share, rng.random(routes.shape)
         for layer, choice in np.ndindex(routes.shape[0], routes.shape[2]):
-            mine = np.flatnonzero(moves[layer, :, choice])
+            movers = np.flatnonzero(moves[layer, :, choice])
             # Inverse of the cumulative shares: the first expert whose share ends above the draw.
-            other = (upto[cell[mine], layer] <= drawn[layer, mine, choice, None]).sum(axis=1)
-            free = (other < upto.shape[2]) & ~(routes[layer, mine] == other[:, None]).any(axis=1)
-            routes[layer, mine[free], choice] = other[free]
+            other = (upto[cell[movers], layer] <= drawn[layer, movers, choice, None]).sum(axis=1)
+            free = (other < upto.shape[2]) & ~(routes[layer, movers] == other[:, None]).any(axis=1)
+            routes[layer, movers[free], choice] = other[free]
         return replace(self, routes=routes)
 
     @classmethod
@@ -194,12 +194,12 @@ class RouteSample:
             cell_start=np.concatenate([*starts, first_entry[-1:]]),
         )
 
-    def cells(self, chosen: Ints) -> Self:
-        """Return the sample with the cells `chosen` alone, in that order."""
-        start, stop = self.cell_start[chosen], self.cell_start[chosen + 1]
-        held = stop - start
-        ends = np.cumsum(held)
-        entries = np.repeat(start - ends + held, held) + np.arange(int(ends[-1]) if len(ends) else 0)
+    def cells(self, cells: Ints) -> Self:
+        """Return the sample with the cells `cells` alone, in that order."""
+        start, stop = self.cell_start[cells], self.cell_start[cells + 1]
+        sizes = stop - start
+        ends = np.cumsum(sizes)
+        entries = np.repeat(start - ends + sizes, sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
         return replace(
             self,
             token=self.token[entries],

@@ -33,8 +33,8 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
     ascending = sorted((int(value), index) for index, value in enumerate(values))
     together = parts if equal_size else 1
     states: list[list[_Set]] = [
-        sorted(((value, 1, index, (index,)) for value, index in ascending[first : first + together]), reverse=True)
-        for first in range(0, len(ascending), together)
+        sorted(((value, 1, index, (index,)) for value, index in ascending[start : start + together]), reverse=True)
+        for start in range(0, len(ascending), together)
     ]
     # The two states that differ most inside are merged, large against small, until one is left.
     heap = [(*_priority(sets, parts), sets) for sets in states]
@@ -42,24 +42,24 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
     while len(heap) > 1:
         merged = _merged(heapq.heappop(heap)[-1], heapq.heappop(heap)[-1], parts)
         heapq.heappush(heap, (*_priority(merged, parts), merged))
-    found = [sorted(items) for *_, items in (heap[0][-1] if heap else [])]
-    return found + [[] for _ in range(parts - len(found))]
+    parts_found = [sorted(items) for *_, items in (heap[0][-1] if heap else [])]
+    return parts_found + [[] for _ in range(parts - len(parts_found))]
 
 
 def _priority(sets: list[_Set], parts: int) -> tuple[int, int, int, int]:
     """Order states: largest spread first, then largest first set. Sets that hold nothing are left out of a state."""
-    total, count, first, _ = sets[0]
+    total, count, largest, _ = sets[0]
     smallest = sets[-1][0] if len(sets) == parts else 0
-    return smallest - total, -total, -count, -first
+    return smallest - total, -total, -count, -largest
 
 
-def _merged(one: list[_Set], other: list[_Set], parts: int) -> list[_Set]:
+def _merged(left: list[_Set], other: list[_Set], parts: int) -> list[_Set]:
     """Return the largest sets of one state with the smallest of the other."""
-    apart = parts - len(other)  # the first sets of `one` meet nothing
-    sets = one[:apart]
-    for mine, theirs in zip(one[apart:], reversed(other), strict=False):
-        sets.append((mine[0] + theirs[0], mine[1] + theirs[1], mine[2], mine[3] + theirs[3]))
-    sets += other[: len(other) - max(0, len(one) - apart)]
+    apart = parts - len(other)  # the first sets of `left` meet nothing
+    sets = left[:apart]
+    for own_set, other_set in zip(left[apart:], reversed(other), strict=False):
+        sets.append((own_set[0] + other_set[0], own_set[1] + other_set[1], own_set[2], own_set[3] + other_set[3]))
+    sets += other[: len(other) - max(0, len(left) - apart)]
     sets.sort(reverse=True)
     return sets
 
@@ -113,16 +113,16 @@ def slime_layout(
     check_token_budget(lengths, token_budget)
     tokens = [int(length) for length in lengths]
     bins: list[list[int]] = []
-    held: list[int] = []
+    bins_held: list[int] = []
     for sample, length in enumerate(tokens):
         # First fit: the first micro-batch with room, of any rank.
-        place = next((index for index, used in enumerate(held) if used + length <= token_budget), None)
+        place = next((index for index, used in enumerate(bins_held) if used + length <= token_budget), None)
         if place is None:
             bins.append([sample])
-            held.append(length)
+            bins_held.append(length)
         else:
             bins[place].append(sample)
-            held[place] += length
+            bins_held[place] += length
     # Whole rounds: each rank must get equally many micro-batches.
     align = num_dp_ranks * multiple_of
     _split_largest(bins, max(align, -(-len(bins) // align) * align), tokens)
@@ -131,7 +131,9 @@ def slime_layout(
     else:
         work = [_slime_flops(model, length) for length in tokens]
         of_rank = karmarkar_karp([sum(work[s] for s in part) for part in bins], num_dp_ranks, equal_size=True)
-    return layout_of_cells([[bins[index] for index in mine] for mine in of_rank], len(tokens), token_budget)
+    return layout_of_cells(
+        [[bins[index] for index in bins_of_rank] for bins_of_rank in of_rank], len(tokens), token_budget
+    )
 
 
 def _split_largest(bins: list[list[int]], count: int, tokens: Sequence[int]) -> None:
@@ -247,7 +249,7 @@ def framework_layout(
     Raises `InvalidInputError` for an unknown name and for a sequence longer than `token_budget`.
     """
     require_known(name, FRAMEWORK_LAYOUTS, f"--layout {name!r} is unknown.")
-    known: dict[str, object] = {} if name == "in-order" else {"multiple_of": multiple_of}
+    options: dict[str, object] = {} if name == "in-order" else {"multiple_of": multiple_of}
     if name == "slime":
-        known["model"] = model
-    return FRAMEWORK_LAYOUTS[name](lengths, num_dp_ranks=num_dp_ranks, token_budget=token_budget, **known)
+        options["model"] = model
+    return FRAMEWORK_LAYOUTS[name](lengths, num_dp_ranks=num_dp_ranks, token_budget=token_budget, **options)

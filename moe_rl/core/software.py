@@ -83,9 +83,9 @@ class Software:
         """Return the software with costs that a user gives as text; raise for an unknown name or what is no number."""
         if not changes:
             return self
-        known, numbers = [item.name for item in fields(SoftwareCosts)], {}
+        names, numbers = [item.name for item in fields(SoftwareCosts)], {}
         for name, text in changes.items():
-            require_known(name, known, f"--software {name!r} is unknown.")
+            require_known(name, names, f"--software {name!r} is unknown.")
             try:
                 numbers[name] = float(text)
             except ValueError:

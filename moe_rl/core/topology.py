@@ -91,8 +91,8 @@ class HardwareSpec:
 
     def __post_init__(self) -> None:
         whose = f"cluster {self.name!r}: "
-        others = (*NO_CONSTANT, "a2a_mixing", *MAY_BE_ZERO)
-        require_positive(self, *(name for name in self.__slots__ if name not in others), whose=whose)
+        checked_elsewhere = (*NO_CONSTANT, "a2a_mixing", *MAY_BE_ZERO)
+        require_positive(self, *(name for name in self.__slots__ if name not in checked_elsewhere), whose=whose)
         require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
         require_shares(self, "a2a_mixing", whose=whose)
 

@@ -40,14 +40,14 @@ def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
     return np.uint8 if num_experts <= 256 else np.uint16
 
 
-def fill_sequence_fields(num_sequences: int, given: dict[str, NDArray[np.integer] | None]) -> dict[str, Any]:
+def fill_sequence_fields(num_sequences: int, optional_fields: dict[str, NDArray[np.integer] | None]) -> dict[str, Any]:
     """Return every column of `SEQUENCE_FIELDS` as `[S]`: the given one, or its default.
 
     Defaults: samples numbered in order, every sequence its own prompt group, step 0, no micro-batch or DP rank (-1).
     """
     order, unassigned = np.arange(num_sequences), np.full(num_sequences, -1)
     columns = {"sample_id": order, "group_id": order, "step": np.zeros_like(order)}
-    columns |= {name: np.asarray(column) for name, column in given.items() if column is not None}
+    columns |= {name: np.asarray(column) for name, column in optional_fields.items() if column is not None}
     return {name: columns.get(name, unassigned).astype(dtype) for name, dtype in SEQUENCE_FIELDS.items()}
 
 
@@ -191,22 +191,22 @@ class RoutingTrace(SequenceColumns):
         for index, ids in enumerate(sequences):
             require_token_axis_first(np.shape(ids), what=f"sequence {index}: routes")
         starts = np.cumsum([0, *map(len, sequences)])
-        known = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
+        valid_rows = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
         require(
-            [np.shape(rows) for rows in known] == [(len(ids),) for ids in sequences],
+            [np.shape(rows) for rows in valid_rows] == [(len(ids),) for ids in sequences],
             "valid must hold one entry per row of every sequence.",
         )
         routes: NDArray[Any] = np.zeros((starts[-1], *shapes.pop()), route_dtype(num_experts))
         # One sequence at a time: ids often come as int64, eight times the bytes that the trace keeps.
-        for index, (ids, rows, start) in enumerate(zip(sequences, known, starts[:-1], strict=True)):
-            held = np.asarray(ids)[rows]
-            for id_found in (int(held.max(initial=0)), int(held.min(initial=0))):
-                inside = 0 <= id_found < num_experts
-                require(inside, f"sequence {index} holds expert id {id_found}, outside 0 .. {num_experts - 1}.")
-            routes[start : start + len(rows)][rows] = held
+        for index, (ids, rows, start) in enumerate(zip(sequences, valid_rows, starts[:-1], strict=True)):
+            rows_of_ids = np.asarray(ids)[rows]
+            for id_found in (int(rows_of_ids.max(initial=0)), int(rows_of_ids.min(initial=0))):
+                is_expert = 0 <= id_found < num_experts
+                require(is_expert, f"sequence {index} holds expert id {id_found}, outside 0 .. {num_experts - 1}.")
+            routes[start : start + len(rows)][rows] = rows_of_ids
         trace = cls(
             routed_experts=routes,
-            valid=np.concatenate(known).astype(np.bool_),
+            valid=np.concatenate(valid_rows).astype(np.bool_),
             cu_seqlens=starts.astype(np.int64),
             num_experts=num_experts,
             moe_layer_ids=tuple(range(routes.shape[1])) if moe_layer_ids is None else tuple(moe_layer_ids),
@@ -307,9 +307,11 @@ class RoutingTrace(SequenceColumns):
             # Consecutive sequences are a slice: a view of the memory map, where an index array would copy.
             rows = slice(int(starts[0]), int(starts[0] + ends[-1]))
         columns = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        taken: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
-        taken["cu_seqlens"] = np.concatenate([[0], ends]).astype(np.int64)
-        return replace(self, **taken, **{name: getattr(self, name)[run] for name in SEQUENCE_FIELDS})
+        columns_of_rows: dict[str, Any] = {
+            name: None if column is None else column[rows] for name, column in columns.items()
+        }
+        columns_of_rows["cu_seqlens"] = np.concatenate([[0], ends]).astype(np.int64)
+        return replace(self, **columns_of_rows, **{name: getattr(self, name)[run] for name in SEQUENCE_FIELDS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,11 +46,11 @@ class CountedVisits:
     def put_into(self, rows: LayerRows) -> LayerRows:
         """Return `rows` [G, M, L, ...] with these visits wherever they were counted."""
         # Micro-batches of which no token was drawn keep the figures of independent choices.
-        known = np.asarray(self.counted)[..., None, None]
+        is_counted = np.asarray(self.counted)[..., None, None]
         names = ("rank_visits", "nic_ingress", "nic_egress")
         if self.nics is not None:
             return replace(rows, **{name: getattr(self, name) for name in names})
-        return replace(rows, **{name: np.where(known, getattr(self, name), getattr(rows, name)) for name in names})
+        return replace(rows, **{name: np.where(is_counted, getattr(self, name), getattr(rows, name)) for name in names})
 
     def _per_nic(self, axis: int) -> Floats:
         # One NIC per rank: a hierarchical kernel spreads the copies of a node over all of its NICs.
@@ -80,12 +80,12 @@ def count_rows(plan: Plan, load: StepLoad, topology: ClusterTopology) -> Counted
 def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVisits:
     """Return the visits of tokens where the load has routes, of rows where it has none."""
     core, replicas = native_core(), plan.replicas
-    taken = rows_taken(replicas, load).astype(np.int32)
+    rows = rows_taken(replicas, load).astype(np.int32)
     shape, sample = load.pairs.shape[:3], load.routes
     counted = np.ones(shape[:2], np.bool_) if sample is None else (np.diff(sample.cell_start) > 0).reshape(shape[:2])
     # Tokens are followed by the core alone: without it `RouteSample` draws none, and a load has no routes.
     if core is None:
-        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, taken)
+        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, rows)
     else:
         rank_visits, between, nics = core.count_visits(
             load.native(core, topology),
@@ -93,7 +93,7 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVi
             offsets=replicas.offsets,
             expert=replicas.expert,
             rank=plan.replica_rank,
-            quota=taken,
+            quota=rows,
             num_threads=0,
         )
     return CountedVisits(
@@ -105,7 +105,7 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVi
 
 
 def _rows_in_numpy(
-    plan: Plan, load: StepLoad, topology: ClusterTopology, taken: NDArray[np.int32]
+    plan: Plan, load: StepLoad, topology: ClusterTopology, rows_of_copies: NDArray[np.int32]
 ) -> tuple[Floats, Floats, Floats]:
     """Return [G * M * L, P] rows over every rank's link, [G * M * L, N * N] between nodes, [G * M * L, 2, P] by NIC.
 
@@ -116,13 +116,13 @@ def _rows_in_numpy(
     at_home = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.float64)
     rows = np.matmul(load.pairs, at_home).reshape(-1, ranks, ranks)  # from every source to every rank
     index = plan.replicas.index_of_replica()
-    np.add.at(rows.transpose(0, 2, 1), (index, plan.replica_rank), taken)
-    np.subtract.at(rows.transpose(0, 2, 1), (index, plan.replica_home_rank), taken)
+    np.add.at(rows.transpose(0, 2, 1), (index, plan.replica_rank), rows_of_copies)
+    np.subtract.at(rows.transpose(0, 2, 1), (index, plan.replica_home_rank), rows_of_copies)
     between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
     # What a rank sends to itself takes no link.
-    inside = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
-    link: Floats = np.maximum(inside.sum(axis=2), inside.sum(axis=1))
+    in_node = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
+    link: Floats = np.maximum(in_node.sum(axis=2), in_node.sum(axis=1))
     crossing = rows * ~same_node
     nics = np.stack([crossing.sum(axis=1), crossing.sum(axis=2)], axis=1)
     return link, between.reshape(-1, nodes * nodes), nics
