@@ -93,8 +93,8 @@ class BatchLayout:
         tokens_of_places = self.rank_tokens(lengths)
         for micro_batch, dp_rank in np.argwhere(tokens_of_places > self.token_budget):
             raise InvalidInputError(
-                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {tokens_of_places[micro_batch, dp_rank]} tokens, "
-                "over its "
+                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {tokens_of_places[micro_batch, dp_rank]} "
+                "tokens, over its "
                 f"budget of {self.token_budget}."
             )
 
