@@ -200,8 +200,8 @@ def resident_time(params: LayerCostParams, crossing: NDArray[np.int64], in_node:
 
     `crossing` and `in_node` [2, P]: copies that each rank feeds as their home, and copies that it holds, over all
     layers of its pipeline stage; those between nodes travel over its NIC, those in its node over NVLink. Each copy is
-    sent by itself: a home that feeds seven copies pays for seven. Weights go out before the first micro-batch and gradients
-    come back after the last, so nothing is taken to hide them; sending and receiving overlap.
+    sent by itself: a home that feeds seven copies pays for seven. Weights go out before the first micro-batch and
+    gradients come back after the last, so nothing is taken to hide them; sending and receiving overlap.
 
     One copy of each of 12 layers from another node, Qwen3-235B on H100: 12 x 3 x 37.7 MB / 43 GB/s = 32 ms.
     """
