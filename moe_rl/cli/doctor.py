@@ -1,13 +1,17 @@
 """`moe-rl doctor`: the traps of a run's arguments and of the installation."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from moe_rl.cli.console import print_json, results
-from moe_rl.cli.doctor_table import print_diagnosis
-from moe_rl.doctor import examine, probe
+from moe_rl.cli.doctor_table import print_diagnosis, print_steps
+from moe_rl.doctor import Diagnosis, examine, probe
 from moe_rl.launch import interpret, read_run
+
+if TYPE_CHECKING:
+    from moe_rl.cli.attach_steps import Step
 
 UNHEALTHY = 1
 
@@ -30,12 +34,22 @@ def doctor(
         return
     run = interpret(read_run(files), framework) if files else None
     diagnosis = examine(run, probe() if environment else None, attach=attach)
+    steps = attach_steps(diagnosis)
     if as_json:
-        print_json(diagnosis.as_json())
+        print_json(diagnosis.as_json() | ({"steps": [step.as_json() for step in steps]} if steps else {}))
     else:
         print_diagnosis(diagnosis, results())
+        print_steps(steps, results())
     if not diagnosis.healthy:
         raise typer.Exit(UNHEALTHY)
+
+
+def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
+    """Return what to write and what it changes; nothing unless that was asked and the run attaches."""
+    from moe_rl.cli.attach_steps import steps_to_attach  # imports the adapters' contracts
+
+    accepted = diagnosis.verdict is not None and diagnosis.verdict.word in ("attaches", "attaches, but")
+    return steps_to_attach(diagnosis.run) if accepted and diagnosis.run is not None else ()
 
 
 def print_adapter(name: str, *, as_json: bool) -> None:

@@ -1,5 +1,7 @@
 """A diagnosis in a terminal."""
 
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +11,9 @@ from moe_rl.core.outputs import printable
 from moe_rl.doctor.diagnosis import Diagnosis, Finding
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
 from moe_rl.launch.readers import READERS
+
+if TYPE_CHECKING:
+    from moe_rl.cli.attach_steps import Step
 
 STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "cyan"}
 MAX_WIDTH = 100
@@ -25,6 +30,18 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for line in verdict_lines(diagnosis):
         console.print(Text(printable(line), style="bold"), width=width)
     console.print(Text(summary(diagnosis), style="bold"), width=width)
+
+
+def print_steps(steps: "tuple[Step, ...]", console: Console) -> None:
+    """Print what to write into the run's files and what that changes, a title before the lines of each step."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column("step", no_wrap=True, style="bold")
+    table.add_column("what", overflow="fold")
+    for step in steps:
+        for number, sentence in enumerate(step.sentences):
+            table.add_row(step.title if number == 0 else "", Text(printable(sentence)))
+    if steps:
+        console.print(table, width=min(console.width, MAX_WIDTH))
 
 
 def what_was_read(diagnosis: Diagnosis) -> list[str]:

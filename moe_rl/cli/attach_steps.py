@@ -1,0 +1,153 @@
+"""What `moe-rl doctor run.sh --attach` prints below a verdict that lets a run attach: what to write, what it changes.
+
+Sizes are those of `docs/megatron.md`, "What it costs": a slot holds one expert in bf16 and its fp32 gradient, and
+all layers share the slots for copies of one micro-batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from moe_rl.config import load_model
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks import FRAMEWORKS
+from moe_rl.launch.readers import READERS
+from moe_rl.launch.settings import ReadRun, RunSettings
+
+BY_VARIABLE = ("verl", "slime", "miles")
+"""Frameworks in which `MOE_RL` switches moe_rl on; in the others a loop calls `attach`."""
+SWITCH_OFF = {
+    "replicas": "off: MOE_RL_REPLICA_SLOTS=0",
+    "across": "off: MOE_RL_CROSS_NODE_SLOTS=0, MOE_RL_RESIDENT_SLOTS=0",
+    "moves": "off: MOE_RL_REORDERS=false",
+    "packing": "off: MOE_RL_PACK=false",
+}
+SWITCH_ON = {
+    "replicas": "BalancerConfig(replica_slots=1), the default",
+    "across": "BalancerConfig(cross_node_slots=1, resident_slots=1)",
+    "moves": "BalancerConfig(reorders=True)",
+}
+NODE = 8  # GPUs of a node where the files do not say.
+MATRICES = 3  # Of a gated expert: gate, up, down.
+SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One thing to write or to know."""
+
+    title: str
+    sentences: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the step's part of the document."""
+        return asdict(self)
+
+
+def steps_to_attach(run: ReadRun) -> tuple[Step, ...]:
+    """Return what to write into the run's files, what then changes, what it takes and how to undo it."""
+    return (
+        Step(title="write", sentences=tuple(_lines(run))),
+        Step(title="changes", sentences=tuple(_levers(run.settings))),
+        Step(title="memory", sentences=(_memory(run.settings),)),
+        Step(title="look first", sentences=(_look(run.settings),)),
+        Step(title="undo", sentences=(_undo(run.settings),)),
+    )
+
+
+def _lines(run: ReadRun) -> Iterator[str]:
+    """Yield the lines of the adapter, each with the place in the run's files that it belongs to."""
+    settings = run.settings
+    if settings.framework not in BY_VARIABLE:
+        title = READERS[settings.framework].title
+        yield f"in the training loop of {title}, around Megatron's schedule (docs/frameworks/megatron-loops.md):"
+        yield from (f"  {line}" for line in FRAMEWORKS["megatron"].lines)
+        return
+    arguments = settings.expert_model_parallel_size
+    for line in FRAMEWORKS[settings.framework].lines:
+        if line.startswith("--"):
+            place = f", beside {arguments}" if arguments is not None and arguments.where else ""
+            yield f"{line}   (to the arguments{place})"
+        elif line.startswith("export"):
+            yield f"export MOE_RL=observe   (in {run.files[0]}, above the command that starts the training)"
+        else:
+            yield f"{line}   (in the environment of every worker)"
+
+
+def _levers(settings: RunSettings) -> Iterator[str]:
+    """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
+    by_variable = settings.framework in BY_VARIABLE
+    switches = SWITCH_OFF if by_variable else SWITCH_ON
+    yield f"copies of hot experts inside a node, for one micro-batch ({switches['replicas']})"
+    ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
+    overlaps = settings.overlap_moe_expert_parallel_comm
+    if ranks is None:
+        yield "copies across nodes, if an EP group spans nodes: the files do not say how large it is"
+    elif ranks <= node:
+        yield f"no copies across nodes: an EP group of {ranks} ranks fits into a node of {node}"
+    elif overlaps:
+        yield f"no copies across nodes: {overlaps} fills buffers a layer ahead"
+    else:
+        spans = f"an EP group has {ranks} ranks, a node {node}"
+        yield f"copies across nodes and copies that stay for an update, as {spans} ({switches['across']})"
+    yield f"experts move between updates, if that saves more time than it costs ({switches['moves']})"
+    if by_variable:
+        yield f"sequences change micro-batches, if these are formed by tokens ({switches['packing']})"
+
+
+def _ranks_of_ep_group(settings: RunSettings) -> int | None:
+    experts, parts = settings.expert_model_parallel_size, settings.expert_tensor_parallel_size
+    if experts is None:
+        return None
+    return experts.value * (1 if parts is None else parts.value)
+
+
+def _ranks_of_node(settings: RunSettings) -> int:
+    return NODE if settings.gpus_per_node is None else settings.gpus_per_node.value
+
+
+def _memory(settings: RunSettings) -> str:
+    """Return what the slots take on every GPU."""
+    ranks = _ranks_of_ep_group(settings)
+    across = ranks is not None and ranks > _ranks_of_node(settings)
+    num_slots = 3 if across else 1  # One inside the node; one across nodes has two buffers.
+    slots = f"{num_slots} slots" if across else "one slot"
+    stay = "; copies that stay take at most 5 % of the GPU's memory more" if across else ""
+    widths = _widths(settings)
+    if widths is None:
+        return f"{slots} per GPU; the files do not say how large an expert is{stay}"
+    hidden, ffn = widths
+    parts = settings.expert_tensor_parallel_size
+    num_weights = MATRICES * hidden * ffn // (1 if parts is None else parts.value)
+    size = num_slots * num_weights * SLOT_BYTES / MIB
+    return f"{size:,.0f} MiB per GPU: {slots} for an expert of {hidden:,} x {ffn:,}{stay}"
+
+
+def _widths(settings: RunSettings) -> tuple[int, int] | None:
+    """Return the widths of the model and of an expert, from the files or from a model that `moe-rl models` lists."""
+    hidden, ffn = settings.value_of("hidden_size"), settings.value_of("moe_ffn_hidden_size")
+    if isinstance(hidden, int) and isinstance(ffn, int):
+        return hidden, ffn
+    # Where a run names a Hugging Face model, its number of layers is known from that name: `model.path=Qwen/...`.
+    named = "" if settings.num_layers is None else settings.num_layers.written.partition("=")[2]
+    try:
+        spec = load_model(named).spec
+    except InvalidInputError:
+        return None
+    return spec.hidden_size, spec.moe_ffn_hidden_size
+
+
+def _look(settings: RunSettings) -> str:
+    """Return what a run shows that only observes."""
+    how = "MOE_RL=observe" if settings.framework in BY_VARIABLE else "BalancerConfig(observe=True)"
+    return (
+        f"under {how} nothing moves; compare moe_rl/imbalance with moe_rl/would_be_imbalance, and moe_rl/moe_layer_s "
+        "with moe_rl/would_be_moe_layer_s (simulated), for some updates; then take moe-rl instead of observe"
+    )
+
+
+def _undo(settings: RunSettings) -> str:
+    """Return how the run becomes the framework's own again."""
+    if settings.framework in BY_VARIABLE:
+        return "unset MOE_RL; while it runs, MOE_RL_UNTIL=FILE ends balancing once FILE exists. Checkpoints are plain"
+    return "balancer.detach(); checkpoints that were saved inside balancer.canonical() are plain"

@@ -1,0 +1,66 @@
+"""What `moe-rl doctor run.sh --attach` prints below the verdict: lines with their place, levers, memory, undo."""
+
+import json
+from pathlib import Path
+
+from cli_runner import moe_rl
+from runs import FIXTURES
+
+from moe_rl.cli.attach_steps import steps_to_attach
+from moe_rl.launch import interpret, read_run
+
+VERL, SLIME = FIXTURES / "verl" / "train_moe.sh", FIXTURES / "slime" / "train_fp8.sh"
+MEGATRON = (
+    "python train.py --num-layers 4 --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --moe-ffn-hidden-size 512 "
+    "--moe-token-dispatcher-type alltoall --no-gradient-accumulation-fusion --expert-tensor-parallel-size 1 "
+)
+
+
+def sentences(*files: Path) -> dict[str, str]:
+    steps = steps_to_attach(interpret(read_run(list(files)), None))
+    return {step.title: "\n".join(step.sentences) for step in steps}
+
+
+def megatron(folder: Path, options: str) -> dict[str, str]:
+    path = folder / "run.sh"
+    path.write_text(MEGATRON + options)
+    return sentences(path)
+
+
+def test_slimes_arguments_are_put_beside_one_that_the_script_has() -> None:
+    lines = sentences(SLIME, FIXTURES / "slime" / "models" / "qwen3_moe.sh")["write"]
+    assert "--custom-megatron-init-path moe_rl.frameworks.slime.attach.init" in lines
+    assert "`--expert-model-parallel-size 4` (train_fp8.sh:17)" in lines
+    assert "MOE_RL=observe" in lines
+
+
+def test_copies_across_nodes_depend_on_the_size_of_the_ep_group(tmp_path: Path) -> None:
+    assert "no copies across nodes" in megatron(tmp_path, "--expert-model-parallel-size 8\n")["changes"]
+    assert "copies across nodes and" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["changes"]
+    overlapped = "--expert-model-parallel-size 16 --overlap-moe-expert-parallel-comm\n"
+    assert "no copies across nodes" in megatron(tmp_path, overlapped)["changes"]
+
+
+def test_memory_is_one_slot_in_a_node_and_three_across() -> None:
+    """Three matrices of 2048 x 768 weights with 2 + 4 bytes each are 27 MiB."""
+    assert sentences(VERL)["memory"].startswith("27 MiB per GPU: one slot")
+
+
+def test_memory_across_nodes_and_without_widths(tmp_path: Path) -> None:
+    """Three slots of three matrices of 1024 x 512 weights with 6 bytes each are 27 MiB, too."""
+    assert megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"].startswith("27 MiB per GPU: 3 slots")
+    path = tmp_path / "plain.sh"
+    path.write_text(MEGATRON.replace("--hidden-size 1024", "") + "--expert-model-parallel-size 4\n")
+    assert "do not say how large an expert is" in sentences(path)["memory"]
+
+
+def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: Path) -> None:
+    ran = moe_rl("doctor", "--no-environment", "--attach", VERL)
+    assert "MOE_RL=observe" in ran.out
+    assert "unset MOE_RL" in ran.out
+    titles = [step["title"] for step in json.loads(moe_rl("doctor", "--attach", "--json", VERL).out)["steps"]]
+    assert titles == ["write", "changes", "memory", "look first", "undo"]
+    path = tmp_path / "run.sh"
+    path.write_text(MEGATRON + "--expert-model-parallel-size 4 --delay-wgrad-compute\n")
+    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", path).out)
+    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--json", VERL).out)
