@@ -41,7 +41,9 @@ class Levers:
 
     def __and__(self, other: "Levers") -> "Levers":
         """Return the levers that both have."""
-        return Levers(**{each.name: getattr(self, each.name) and getattr(other, each.name) for each in fields(Levers)})
+        return Levers(
+            **{lever.name: getattr(self, lever.name) and getattr(other, lever.name) for lever in fields(Levers)}
+        )
 
 
 ALL_LEVERS = Levers(pack=True, move_homes=True, choose_residents=True, replicate=True, cross_node=True)

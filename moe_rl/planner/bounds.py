@@ -70,12 +70,12 @@ def placement_bound(load: StepLoad, plan: Plan) -> Bound:
     replicated = (cell * experts + expert) * ranks
     instance = np.unique(np.concatenate([resident.ravel(), replicated + rank, replicated + home]))
     of_cell, holder = np.divmod(instance, ranks)
-    first = np.append(np.flatnonzero(np.diff(of_cell, prepend=-1)), len(instance))
-    split = of_cell[first[:-1]]
+    cell_starts = np.append(np.flatnonzero(np.diff(of_cell, prepend=-1)), len(instance))
+    split = of_cell[cell_starts[:-1]]
     per_expert = load.per_expert()
     pairs, alone = per_expert.reshape(-1)[split], per_expert.copy()
     alone.reshape(-1)[split] = 0
     fixed = np.einsum("gmle,lpe->gmlp", alone, placed.astype(np.int64)).reshape(-1, ranks)
     cells = np.searchsorted(split // experts, np.arange(len(fixed) + 1))
-    most = least_max_rank_loads(fixed, cells, pairs, first, holder.astype(np.int32))
+    most = least_max_rank_loads(fixed, cells, pairs, cell_starts, holder.astype(np.int32))
     return Bound.of(most.reshape(load.pairs.shape[:3]), load)

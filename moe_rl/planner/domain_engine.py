@@ -49,7 +49,7 @@ def level_exactly(loads: Ints, *, slots: int) -> tuple[NodeReplicas, Ints]:
         unequal = unequal[excess[unequal].max(axis=1) > 0]
     problem, donor = np.nonzero(moved.any(axis=2))
     left, experts = moved[problem, donor], loads[problem, donor].copy()
-    found, used = NodeReplicas.empty(problems, ranks, slots), np.zeros((problems, ranks), np.int64)
+    replicas, used = NodeReplicas.empty(problems, ranks, slots), np.zeros((problems, ranks), np.int64)
     unplaced = np.zeros(problems, np.int64)
     giving = np.arange(len(problem))
     while len(giving):
@@ -61,14 +61,14 @@ def level_exactly(loads: Ints, *, slots: int) -> tuple[NodeReplicas, Ints]:
         giver, at, taker = giving[has_slot], at[has_slot], taker[has_slot]
         expert, rows = expert[has_slot], rows[has_slot]
         slot = used[at, taker]
-        found.donor[at, taker, slot] = donor[giver]
-        found.expert[at, taker, slot] = expert
-        found.quota[at, taker, slot] = rows
+        replicas.donor[at, taker, slot] = donor[giver]
+        replicas.expert[at, taker, slot] = expert
+        replicas.quota[at, taker, slot] = rows
         used[at, taker] += 1
         left[giver, taker] -= rows
         experts[giver, expert] -= rows
         giving = giving[left[giving].any(axis=1)]
-    return found, unplaced
+    return replicas, unplaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,10 @@ class DomainEngine:
 
         Assumed of an exact engine: as many as a rank holds already, resident copies and copies across nodes included.
         """
-        held = problem.topology.experts_per_rank(problem.model.num_experts)
-        return held + problem.resident_slots + problem.cross_node_slots if self.exact else problem.replica_slots
+        homes_per_rank = problem.topology.experts_per_rank(problem.model.num_experts)
+        return (
+            homes_per_rank + problem.resident_slots + problem.cross_node_slots if self.exact else problem.replica_slots
+        )
 
     def searched(self, problem: PlanProblem) -> PlanProblem:
         """Return the problem of the searches over homes: copies in the domain are the engine's, so they are free."""
@@ -96,10 +98,10 @@ class DomainEngine:
         return replace(problem, cost=cost, replica_slots=self.slots(problem))
 
     def balanced(
-        self, problem: PlanProblem, placement: ExpertPlacement, fixed: ReplicaPlan, *, shown: bool = True
+        self, problem: PlanProblem, placement: ExpertPlacement, fixed: ReplicaPlan, *, with_copies: bool = True
     ) -> tuple[ExpertPlacement, ReplicaPlan]:
         """Return the placement with the engine's slots, and the `fixed` copies with the engine's beside them, or
-        without them where they are not `shown`: what a run hands to the engine.
+        without them where they are not `with_copies`: what a run hands to the engine.
 
         `fixed` are copies that stay and copies across nodes; what they and homes get is dealt out inside the domain.
         """
@@ -110,32 +112,36 @@ class DomainEngine:
         cell = fixed.index_of_replica()
         at_home = pairs.copy()  # [C, P, E] rows that fixed copies leave to the home, by source
         np.subtract.at(at_home.transpose(0, 2, 1), (cell, fixed.expert), fixed.source_quota)
-        held = np.broadcast_to(placement.physical_to_logical_map, (len(pairs) // layers, layers, ranks * width))
-        held = held.reshape(len(pairs), -1).copy()
-        rows = np.zeros(held.shape, np.int64)
-        c, slot = np.nonzero(held >= 0)
-        own = slot % width < per_rank
-        rows[c[own], slot[own]] = at_home.sum(axis=1, dtype=np.int64)[c[own], held[c[own], slot[own]]]
-        which = np.full(held.shape, -1, np.int64)
-        held[cell, fixed.physical_id], rows[cell, fixed.physical_id] = fixed.expert, fixed.quota
+        slots_in_force = np.broadcast_to(
+            placement.physical_to_logical_map, (len(pairs) // layers, layers, ranks * width)
+        )
+        slots_in_force = slots_in_force.reshape(len(pairs), -1).copy()
+        rows = np.zeros(slots_in_force.shape, np.int64)
+        c, slot = np.nonzero(slots_in_force >= 0)
+        is_home = slot % width < per_rank
+        rows[c[is_home], slot[is_home]] = at_home.sum(axis=1, dtype=np.int64)[
+            c[is_home], slots_in_force[c[is_home], slot[is_home]]
+        ]
+        which = np.full(slots_in_force.shape, -1, np.int64)
+        slots_in_force[cell, fixed.physical_id], rows[cell, fixed.physical_id] = fixed.expert, fixed.quota
         which[cell, fixed.physical_id] = np.arange(len(cell))
 
         domain = problem.topology.ranks_per_domain
-        engine_slots = self.slots(problem) if shown else 0
-        found = self.split(rows.reshape(-1, domain, width), engine_slots)
-        at, taker, position = np.nonzero(found.donor >= 0)
+        engine_slots = self.slots(problem) if with_copies else 0
+        split = self.split(rows.reshape(-1, domain, width), engine_slots)
+        at, taker, position = np.nonzero(split.donor >= 0)
         copy_cell, node = np.divmod(at, problem.topology.num_nodes)
-        parent = (node * domain + found.donor[at, taker, position]) * width + found.expert[at, taker, position]
-        rank, quota = node * domain + taker, found.quota[at, taker, position]
-        expert = held[copy_cell, parent]
+        parent = (node * domain + split.donor[at, taker, position]) * width + split.expert[at, taker, position]
+        rank, quota = node * domain + taker, split.quota[at, taker, position]
+        expert = slots_in_force[copy_cell, parent]
 
         # A copy takes rows of the instance that it relieves: of the same sources, those on its own rank first.
-        key, of_parent = np.unique(copy_cell * held.shape[1] + parent, return_inverse=True)
-        parent_cell, parent_slot = np.divmod(key, held.shape[1])
+        key, of_parent = np.unique(copy_cell * slots_in_force.shape[1] + parent, return_inverse=True)
+        parent_cell, parent_slot = np.divmod(key, slots_in_force.shape[1])
         replica = which[parent_cell, parent_slot]
-        sources = at_home[parent_cell, :, held[parent_cell, parent_slot]]
+        sources = at_home[parent_cell, :, slots_in_force[parent_cell, parent_slot]]
         sources[replica >= 0] = fixed.source_quota[replica[replica >= 0]]
-        taken = proportional_source_quotas(
+        rows_of_sources = proportional_source_quotas(
             sources[:, :, None],
             cell=of_parent,
             expert=np.zeros(len(rank), np.int64),
@@ -146,22 +152,22 @@ class DomainEngine:
         )
         left = fixed.source_quota.copy()
         relieved = replica[of_parent] >= 0
-        np.subtract.at(left, replica[of_parent[relieved]], taken[relieved])
+        np.subtract.at(left, replica[of_parent[relieved]], rows_of_sources[relieved])
 
         # One instance per (cell, expert, rank); rows that come back to the home need no copy.
         foreign = rank != placement.home_rank[copy_cell % layers, expert]
         every_cell = np.concatenate([cell, copy_cell[foreign]])
         every_rank = np.concatenate([fixed.physical_id // width, rank[foreign]])
         every_expert = np.concatenate([fixed.expert, expert[foreign]])
-        _, first, member = np.unique(
+        _, first_row, member = np.unique(
             (every_cell * ranks + every_rank) * load.num_experts + every_expert, return_index=True, return_inverse=True
         )
-        source_quota = np.zeros((len(first), ranks), np.int32)
-        np.add.at(source_quota, member, np.concatenate([left, taken[foreign]]))
-        stays = np.concatenate([fixed.resident, np.zeros(int(foreign.sum()), np.bool_)])[first]
-        kept = stays | source_quota.any(axis=1)
-        first, source_quota, stays = first[kept], source_quota[kept], stays[kept]
-        every_cell, every_rank, every_expert = every_cell[first], every_rank[first], every_expert[first]
+        source_quota = np.zeros((len(first_row), ranks), np.int32)
+        np.add.at(source_quota, member, np.concatenate([left, rows_of_sources[foreign]]))
+        stays = np.concatenate([fixed.resident, np.zeros(int(foreign.sum()), np.bool_)])[first_row]
+        is_used = stays | source_quota.any(axis=1)
+        first_row, source_quota, stays = first_row[is_used], source_quota[is_used], stays[is_used]
+        every_cell, every_rank, every_expert = every_cell[first_row], every_rank[first_row], every_expert[first_row]
         slots = per_rank + residents + problem.cross_node_slots + engine_slots
         return ExpertPlacement.from_home_rank(
             placement.home_rank,
@@ -173,18 +179,18 @@ class DomainEngine:
             cell=every_cell,
             expert=every_expert,
             physical_id=every_rank * slots
-            + _slots_in_rank(every_cell * ranks + every_rank, stays, per_rank + residents, first, fixed, width),
+            + _slots_in_rank(every_cell * ranks + every_rank, stays, per_rank + residents, first_row, fixed, width),
             source_quota=source_quota,
             resident=stays,
         )
 
 
 def _slots_in_rank(
-    key: Ints, stays: NDArray[np.bool_], behind: int, first: Ints, fixed: ReplicaPlan, width: int
+    key: Ints, stays: NDArray[np.bool_], behind: int, first_row: Ints, fixed: ReplicaPlan, width: int
 ) -> Ints:
     """Return [N] slots inside their ranks: copies that stay keep theirs, the others of equal `key`s stand behind."""
     slot = np.empty(len(key), np.int64)
-    slot[stays] = fixed.physical_id[first[stays]] % width
+    slot[stays] = fixed.physical_id[first_row[stays]] % width
     moving = np.flatnonzero(~stays)
     order = moving[np.argsort(key[moving], kind="stable")]
     slot[order] = behind + np.arange(len(order)) - np.searchsorted(key[order], key[order])
@@ -212,9 +218,9 @@ def engine_of(domain_balance: str) -> DomainEngine | None:
     if domain_balance == OURS:
         return None
     if domain_balance not in ENGINES:
-        known = (OURS, *ENGINES)
+        names = (OURS, *ENGINES)
         raise InvalidInputError(
-            f"domain_balance {domain_balance!r} is not one of {', '.join(known)}.{nearest_name(domain_balance, known)}"
+            f"domain_balance {domain_balance!r} is not one of {', '.join(names)}.{nearest_name(domain_balance, names)}"
         )
     return ENGINES[domain_balance]
 
@@ -222,8 +228,8 @@ def engine_of(domain_balance: str) -> DomainEngine | None:
 def within_domains(plan: ReplicaPlan, home_rank: NDArray[np.int32], *, width: int, domain: int) -> NDArray[np.bool_]:
     """Return [N] whether each copy for a micro-batch is in the domain of its expert's home [L, E]."""
     home = home_rank[plan.index_of_replica() % max(1, plan.num_layers), plan.expert]
-    inside: NDArray[np.bool_] = (plan.physical_id // width // domain == home // domain) & ~plan.resident
-    return inside
+    is_in_domain: NDArray[np.bool_] = (plan.physical_id // width // domain == home // domain) & ~plan.resident
+    return is_in_domain
 
 
 def without_copies(plan: ReplicaPlan, gone: NDArray[np.bool_]) -> ReplicaPlan:

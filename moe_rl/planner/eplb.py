@@ -59,20 +59,20 @@ class EplbOraclePlanner(EplbPlanner):
         return problem.load
 
 
-def eplb_placement(problem: PlanProblem, known: StepLoad, *, hierarchical: bool) -> ExpertPlacement:
-    """Return EPLB's placement for the step totals of `known`: E/P + R filled slots per rank, the C others empty.
+def eplb_placement(problem: PlanProblem, known_load: StepLoad, *, hierarchical: bool) -> ExpertPlacement:
+    """Return EPLB's placement for the step totals of `load`: E/P + R filled slots per rank, the C others empty.
 
     The instance with the lowest physical id is an expert's home.
     """
     load, topology = problem.load, problem.topology
     require(
-        known.num_layers == load.num_layers and known.num_experts == load.num_experts,
-        f"the history has {known.num_layers} MoE layers of {known.num_experts} experts, the step "
+        known_load.num_layers == load.num_layers and known_load.num_experts == load.num_experts,
+        f"the history has {known_load.num_layers} MoE layers of {known_load.num_experts} experts, the step "
         f"{load.num_layers} of {load.num_experts}.",
     )
     per_rank = topology.experts_per_rank(load.num_experts) + problem.replica_slots
     expert = rebalance_experts(
-        known.per_expert().sum(axis=(0, 1)),
+        known_load.per_expert().sum(axis=(0, 1)),
         num_physical_experts=per_rank * load.ep_size,
         num_groups=problem.model.num_expert_groups if hierarchical else 1,
         num_nodes=topology.num_nodes if hierarchical else 1,

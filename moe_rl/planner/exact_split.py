@@ -53,7 +53,7 @@ def least_max_rank_loads(
     fixed: NDArray[np.int64],
     cells: NDArray[np.int64],
     pairs: NDArray[np.int64],
-    first: NDArray[np.int64],
+    first_holder: NDArray[np.int64],
     holder: NDArray[np.int32],
 ) -> NDArray[np.int64]:
     """Return [C] the greatest rank load of such a split in every cell, whose ranks hold `fixed` [C, P] pairs beside it.
@@ -63,11 +63,11 @@ def least_max_rank_loads(
     """
     native, most = native_core(), np.zeros(len(fixed), np.int64)
     if native is not None:
-        native.least_max_rank_loads(most, fixed, cells, pairs, first, holder, 0)
+        native.least_max_rank_loads(most, fixed, cells, pairs, first_holder, holder, 0)
         return most
-    held = [ranks.tolist() for ranks in np.split(holder, first[1:-1])]
+    holders = [ranks.tolist() for ranks in np.split(holder, first_holder[1:-1])]
     for cell, (start, stop) in enumerate(pairwise(cells.tolist())):
-        best = _balanced(pairs[start:stop].tolist(), held[start:stop], fixed[cell].tolist())
+        best = _balanced(pairs[start:stop].tolist(), holders[start:stop], fixed[cell].tolist())
         most[cell] = max(best.load)
     return most
 

@@ -18,19 +18,19 @@ def idle_levers(plan: Plan, problem: PlanProblem, may: Levers) -> tuple[str, ...
 
     `problem` is the one of the plan's own layout. A plan whose ranks are equally loaded lacks nothing.
     """
-    found = []
+    sentences = []
     residents = plan.placement.resident_experts
     if problem.resident_slots and not (residents >= 0).any():
-        found.append(f"no resident copies: {_why_no_residents(problem, may)}.")
+        sentences.append(f"no resident copies: {_why_no_residents(problem, may)}.")
     if may.cross_node and problem.cross_node_slots and problem.topology.num_nodes == 1:
-        found.append("no copies across nodes: all ranks are in one node.")
-    asked = may.replicate or may.cross_node
-    if asked and not plan.replicas.copies:
+        sentences.append("no copies across nodes: all ranks are in one node.")
+    may_copy = may.replicate or may.cross_node
+    if may_copy and not plan.replicas.copies:
         rows = rank_load(plan, problem.load)
         unequal = imbalance(rows)
         if unequal > WORTH_A_WORD:
-            found.append(f"no replicas: at imbalance {unequal:.2f} {_why_no_replicas(rows, problem, may)}.")
-    return tuple(found)
+            sentences.append(f"no replicas: at imbalance {unequal:.2f} {_why_no_replicas(rows, problem, may)}.")
+    return tuple(sentences)
 
 
 def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
@@ -48,16 +48,16 @@ def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
 def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers) -> str:
     """Return the reason; costs and gains are those of the layer and micro-batch with the largest excess."""
     in_node = may.replicate and problem.replica_slots > 0 and problem.topology.ranks_per_domain > 1
-    across = may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
+    may_cross = may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
     if problem.spare_slots == 0:
         return "replica_slots and cross_node_slots are 0"
-    if not (in_node or across):
+    if not (in_node or may_cross):
         return "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0, or the plan may make none"
     if not problem.objective.in_seconds:
         return "no copy lowers the busiest rank"
-    one = replicate_time(problem.cost, ONE) if in_node else prefetch_time(problem.cost, ONE)
+    seconds_of_copy = replicate_time(problem.cost, ONE) if in_node else prefetch_time(problem.cost, ONE)
     return (
-        f"a copy costs {1e6 * float(one[0]):.0f} us and all together save at most "
+        f"a copy costs {1e6 * float(seconds_of_copy[0]):.0f} us and all together save at most "
         f"{1e6 * _largest_excess_s(rows, problem):.0f} us of a layer; objective='imbalance' ignores cost"
     )
 

@@ -47,13 +47,13 @@ class LlepPlanner(Planner):
             ).items()
         ]
         cell, expert, rank, quota = np.array(copies, np.int64).reshape(-1, 4).T
-        held = np.unique(cell * load.ep_size + rank, return_counts=True)[1].max(initial=0)
+        most_copies = np.unique(cell * load.ep_size + rank, return_counts=True)[1].max(initial=0)
         placement = ExpertPlacement.from_home_rank(
-            home, ep_size=load.ep_size, spare_slots=max(problem.spare_slots, int(held))
+            home, ep_size=load.ep_size, spare_slots=max(problem.spare_slots, int(most_copies))
         )
         replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
-        note = f"up to {held} foreign experts on a rank, where other policies get {problem.spare_slots}."
-        notes = (note,) if held > problem.spare_slots else ()
+        note = f"up to {most_copies} foreign experts on a rank, where other policies get {problem.spare_slots}."
+        notes = (note,) if most_copies > problem.spare_slots else ()
         return finish_plan(problem, self, placement=placement, replicas=replicas, may=may, notes=notes)
 
     def _spilled(self, loads: list[int], home: list[int], ranks: int) -> dict[tuple[int, int], int]:
@@ -68,20 +68,20 @@ class LlepPlanner(Planner):
             load[home[expert]] += rows
         copies: dict[tuple[int, int], int] = {}
         for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
-            own = home[expert]
-            spill = min(loads[expert], max(0, load[own] - cap)) if ranks > 1 else 0
+            home_rank = home[expert]
+            spill = min(loads[expert], max(0, load[home_rank] - cap)) if ranks > 1 else 0
             if spill == 0:
                 continue
-            load[own] -= spill
-            others = sorted((rank for rank in range(ranks) if rank != own), key=lambda rank: load[rank])
-            for rank in others:
+            load[home_rank] -= spill
+            other_ranks = sorted((rank for rank in range(ranks) if rank != home_rank), key=lambda rank: load[rank])
+            for rank in other_ranks:
                 piece = min(spill, cap - load[rank])
                 if piece > 0 and (piece >= self.min_tokens or piece == spill):
                     copies[expert, rank] = piece
                     load[rank] += piece
                     spill -= piece
             if spill > 0:  # every rank is full: the least loaded takes the rest
-                rank = min(others, key=lambda rank: load[rank])
+                rank = min(other_ranks, key=lambda rank: load[rank])
                 copies[expert, rank] = copies.get((expert, rank), 0) + spill
                 load[rank] += spill
         return copies

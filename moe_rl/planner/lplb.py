@@ -63,20 +63,20 @@ def topologies(num_ranks: int, ranks_per_node: int, slots: int) -> dict[str, NDA
     so that no expert gets two copies.
     """
     rank = np.arange(num_ranks)
-    node, inside = np.divmod(rank, ranks_per_node)
-    ring = node * ranks_per_node + (inside - 1) % ranks_per_node
-    found = {"ring": ring[None]} if slots >= 1 and ranks_per_node > 1 else {}
+    node, place_in_node = np.divmod(rank, ranks_per_node)
+    ring = node * ranks_per_node + (place_in_node - 1) % ranks_per_node
+    by_name = {"ring": ring[None]} if slots >= 1 and ranks_per_node > 1 else {}
     if slots >= 2 and ranks_per_node % 8 == 0:
-        across = rank ^ np.where(rank % 8 < 4, 6, 4)  # as published: 6, 7, 4, 5 and 0, 1, 2, 3
-        found["cube"] = np.stack([rank - rank % 4 + (rank - 1) % 4, across])
+        partner = rank ^ np.where(rank % 8 < 4, 6, 4)  # as published: 6, 7, 4, 5 and 0, 1, 2, 3
+        by_name["cube"] = np.stack([rank - rank % 4 + (rank - 1) % 4, partner])
     if slots >= 2 and num_ranks % 16 == 0:
         turn = np.array([1, 3, 0, 2])  # along 0 1 3 2: one bit changes at a time
-        found["hypercube"] = np.stack(
+        by_name["hypercube"] = np.stack(
             [rank - rank % 4 + turn[rank % 4], rank - rank % 16 + rank % 4 + 4 * turn[rank % 16 // 4]]
         )
     if slots >= 2 and ranks_per_node > 1 and num_ranks > ranks_per_node:
-        found["torus"] = np.stack([ring, (rank - ranks_per_node) % num_ranks])
-    return found
+        by_name["torus"] = np.stack([ring, (rank - ranks_per_node) % num_ranks])
+    return by_name
 
 
 def _highest(plan: Plan, problem: PlanProblem) -> int:
@@ -90,24 +90,24 @@ def _with_copies(problem: PlanProblem, homes: ExpertPlacement, sources: NDArray[
     over, and those of ranks with too few experts, stay empty.
     """
     layers, ranks = homes.num_layers, homes.ep_size
-    own = homes.physical_to_logical_map.reshape(layers, ranks, -1)
+    slots_of_homes = homes.physical_to_logical_map.reshape(layers, ranks, -1)
     total = problem.load.per_expert().sum(axis=(0, 1))
-    weight = np.take_along_axis(total, own.reshape(layers, -1), axis=1).reshape(own.shape)
-    heaviest = np.take_along_axis(own, np.argsort(-weight, axis=2, kind="stable"), axis=2)
+    weight = np.take_along_axis(total, slots_of_homes.reshape(layers, -1), axis=1).reshape(slots_of_homes.shape)
+    heaviest = np.take_along_axis(slots_of_homes, np.argsort(-weight, axis=2, kind="stable"), axis=2)
     spare = np.full((layers, ranks, problem.spare_slots), -1, np.int32)
     links = len(sources)
-    copied = min(problem.replica_slots, own.shape[2]) // links * links if links else 0
+    copied = min(problem.replica_slots, slots_of_homes.shape[2]) // links * links if links else 0
     for slot in range(copied):
         spare[:, :, slot] = heaviest[:, sources[slot % links], slot]
-    slots = np.concatenate([own, spare], axis=2).reshape(layers, -1)
+    slots = np.concatenate([slots_of_homes, spare], axis=2).reshape(layers, -1)
     return ExpertPlacement(physical_to_logical_map=slots, home_rank=homes.home_rank, ep_size=ranks)
 
 
 def exactly_split(problem: PlanProblem, placement: ExpertPlacement) -> ReplicaPlan:
     """Return quotas that reach the least greatest rank load which the instances of `placement` allow."""
     load = problem.load
-    held = placement.instances_per_rank() > 0
-    holders = [holders_of(layer) for layer in held]
+    holds_expert = placement.instances_per_rank() > 0
+    holders = [holders_of(layer) for layer in holds_expert]
     copies = [_copies(placement, layer) for layer in range(load.num_layers)]
     columns = []
     for cell, loads in enumerate(load.per_expert().reshape(-1, load.num_experts)):
@@ -142,6 +142,6 @@ def _copies(placement: ExpertPlacement, layer: int) -> tuple[NDArray[np.int32], 
     slot = np.flatnonzero(slots >= 0)
     expert = slots[slot]
     rank = slot // placement.slots_per_rank
-    _, first = np.unique(expert * placement.ep_size + rank, return_index=True)
-    first = first[rank[first] != placement.home_rank[layer, expert[first]]]
-    return expert[first], slot[first]
+    _, first_index = np.unique(expert * placement.ep_size + rank, return_index=True)
+    first_index = first_index[rank[first_index] != placement.home_rank[layer, expert[first_index]]]
+    return expert[first_index], slot[first_index]

@@ -18,9 +18,9 @@ def migration_time(before: NDArray[np.int32], after: NDArray[np.int32], problem:
     source, destination = before[moved].astype(np.int64), after[moved].astype(np.int64)
     crosses = topology.node_of_rank[source] != topology.node_of_rank[destination]
 
-    def busiest_bytes(some: NDArray[np.bool_]) -> NDArray[np.int64]:
-        sent = np.bincount(source[some], minlength=topology.ep_size)
-        received = np.bincount(destination[some], minlength=topology.ep_size)
+    def busiest_bytes(moves: NDArray[np.bool_]) -> NDArray[np.int64]:
+        sent = np.bincount(source[moves], minlength=topology.ep_size)
+        received = np.bincount(destination[moves], minlength=topology.ep_size)
         most: NDArray[np.int64] = np.maximum(sent, received) * problem.model.expert_state_bytes
         return most
 
@@ -36,7 +36,7 @@ def residents_time(residents: NDArray[np.int32], home: NDArray[np.int32], proble
     source = home[layer, residents[layer, rank, slot]].astype(np.int64)
     crosses = topology.node_of_rank[source] != topology.node_of_rank[rank]
 
-    def at_both_ends(some: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return np.stack([np.bincount(end[some], minlength=topology.ep_size) for end in (source, rank)])
+    def at_both_ends(copies: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.stack([np.bincount(end[copies], minlength=topology.ep_size) for end in (source, rank)])
 
     return problem.updates * resident_time(problem.cost, at_both_ends(crosses), at_both_ends(~crosses))

@@ -150,7 +150,7 @@ class MoeRlPlanner(Planner):
             return self._plan_by_reference(problem, may)
         if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
             problem, may = _packed_by_driver(problem, core), replace(may, pack=False)
-        given, shown = problem, may.replicate
+        stated, with_copies = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
             alone = engine.exact and problem.topology.num_nodes == 1  # any homes are balanced there
@@ -170,7 +170,7 @@ class MoeRlPlanner(Planner):
         if (self.static_buffers or problem.objective.is_peak) and run.options.packs:
             best = run.with_lower_peak(best)
         if engine is not None:
-            problem, best, notes = self._over(engine, run, best, given, shown=shown)
+            problem, best, notes = self._over(engine, run, best, stated, with_copies=with_copies)
         under_plan = replace(
             problem,
             layout=best.layout,
@@ -192,21 +192,21 @@ class MoeRlPlanner(Planner):
         )
 
     def _over(
-        self, engine: DomainEngine, run: "_Run", best: Candidate, given: PlanProblem, *, shown: bool
+        self, engine: DomainEngine, run: "_Run", best: Candidate, stated: PlanProblem, *, with_copies: bool
     ) -> tuple[PlanProblem, Candidate, tuple[str, ...]]:
         """Return the better of `best` and doing nothing over the engine, with its problem and notes.
 
-        Prices count the engine's copies; the plan has them where they are `shown`.
+        Prices count the engine's copies; the plan has them where they are `with_copies`.
         """
-        problem = replace(given, replica_slots=run.problem.replica_slots)
-        start = run._candidate(run.start, given.layout, given.load)
-        priced = [(run.over(engine, one, problem), one) for one in (start, best)]
-        over, one = min(priced, key=lambda pair: run._with_moves(pair[0]))
-        notes = _over_engine(given, priced[0][0], over)
-        if shown:
+        problem = replace(stated, replica_slots=run.problem.replica_slots)
+        start = run._candidate(run.start, stated.layout, stated.load)
+        priced = [(run.over(engine, candidate, problem), candidate) for candidate in (start, best)]
+        over, candidate = min(priced, key=lambda pair: run._with_moves(pair[0]))
+        notes = _over_engine(stated, priced[0][0], over)
+        if with_copies:
             return problem, over, notes
-        bare = run.over(engine, one, problem, shown=False)
-        return replace(given, replica_slots=0), replace(over, replicas=bare.replicas), notes
+        bare = run.over(engine, candidate, problem, with_copies=False)
+        return replace(stated, replica_slots=0), replace(over, replicas=bare.replicas), notes
 
     def _plan_by_reference(self, problem: PlanProblem, may: Levers) -> Plan:
         current = problem.current_placement
@@ -307,9 +307,9 @@ class _Run:
         if not crosses:
             return best
         # Judged by a part, it may be no better than nothing after all, or than the same without copies across.
-        bare = level = self._candidate(self.start, problem.layout, problem.load, across=False)
+        bare = level = self._candidate(self.start, problem.layout, problem.load, cross_nodes=False)
         if best is not nothing:
-            level = self._candidate(best.home, best.layout, best.load, best.residents, across=False)
+            level = self._candidate(best.home, best.layout, best.load, best.residents, cross_nodes=False)
         final = nothing if alone else self._candidate(best.home, best.layout, best.load, best.residents, final=True)
         final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
         return min(bare, replace(level, across_save=0.0), final, key=self._with_moves)
@@ -323,10 +323,10 @@ class _Run:
             state = searcher.pack(state, self.planner.rounds + 2 + turn, fullest=PEAK_STEP)
             layout = searcher.layout(state)
             load = load_of_plan(run.problem, layout)
-            found = run._candidate(best.home, layout, load, best.residents, final=True)
-            if found.most_rows >= best.most_rows:
+            lower = run._candidate(best.home, layout, load, best.residents, final=True)
+            if lower.most_rows >= best.most_rows:
                 break
-            best = replace(found, across_save=best.across_save)
+            best = replace(lower, across_save=best.across_save)
         return best
 
     @property
@@ -336,7 +336,7 @@ class _Run:
         return self.may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
 
     def over(
-        self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem, *, shown: bool = True
+        self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem, *, with_copies: bool = True
     ) -> Candidate:
         """Return the candidate with the engine's copies inside domains, priced with `problem.cost`."""
         under = replace(problem, layout=candidate.layout, load=candidate.load, sequence_load=None, sequence_tokens=None)
@@ -347,17 +347,17 @@ class _Run:
             resident_experts=candidate.residents,
         )
         domain = problem.topology.ranks_per_domain
-        inside = within_domains(candidate.replicas, candidate.home, width=placement.slots_per_rank, domain=domain)
-        fixed = without_copies(candidate.replicas, inside)
-        placement, replicas = engine.balanced(under, placement, fixed, shown=shown)
+        is_in_domain = within_domains(candidate.replicas, candidate.home, width=placement.slots_per_rank, domain=domain)
+        fixed = without_copies(candidate.replicas, is_in_domain)
+        placement, replicas = engine.balanced(under, placement, fixed, with_copies=with_copies)
         plan = finish_plan(under, self.planner, placement=placement, replicas=replicas, predicted_cost_s=0.0)
         cost: NDArray[np.float64] = (
             cell_seconds(plan, under)
             if candidate.objective.in_seconds
             else rank_load(plan, under.load).max(axis=3).astype(np.float64)
         )
-        beside = problem.micro_batch_cost if candidate.step_s is not None else None
-        step_s = None if beside is None else beside.step_s(cost, candidate.layout, problem.topology)
+        layout_cost = problem.micro_batch_cost if candidate.step_s is not None else None
+        step_s = None if layout_cost is None else layout_cost.step_s(cost, candidate.layout, problem.topology)
         return replace(candidate, replicas=replicas, cell_cost=cost, step_s=step_s)
 
     def _with_moves(self, candidate: Candidate) -> float:
@@ -374,12 +374,12 @@ class _Run:
         if not options.packs:
             return self._candidates(nothing)
         unpacked = replace(options, packs=False)
-        given = replace(self, first=self._searcher(unpacked).ordered())
-        runs, start, packing = [replace(given, options=unpacked)], given, options
+        from_layout = replace(self, first=self._searcher(unpacked).ordered())
+        runs, start, packing = [replace(from_layout, options=unpacked)], from_layout, options
         if cost is not None and self.problem.prices_layouts:
-            start = given._from_best_start(cost)
+            start = from_layout._from_best_start(cost)
             packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-            if start is not given:
+            if start is not from_layout:
                 runs.append(replace(start, options=unpacked))
         runs.append(replace(start, options=packing))
         candidates = [candidate for run in runs for candidate in run._candidates(nothing)]
@@ -408,7 +408,9 @@ class _Run:
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
         layouts = near_starts(problem.layout, cost, tokens, problem.topology, self.core)
         homes, _ = self._searched(self._searcher(replace(self.options, packs=False)), several=False)
-        starts = [self._candidate(homes[-1], each, load_of_plan(problem, each), across=False) for each in layouts]
+        starts = [
+            self._candidate(homes[-1], layout, load_of_plan(problem, layout), cross_nodes=False) for layout in layouts
+        ]
         return min(starts, key=lambda start: start.price)
 
     def _searcher(self, options: SearchOptions) -> Searcher:
@@ -416,32 +418,32 @@ class _Run:
         weights = SearchWeights.of(self.problem, by_rank=options.by_rank, steps_served=steps)
         return Searcher(self.problem, weights, options, self.core, self.outlook)
 
-    def _candidates(self, first: Candidate) -> list[Candidate]:
-        """Return `first`, which leaves homes and layout alone, and the others, those that change least first.
+    def _candidates(self, unmoved: Candidate) -> list[Candidate]:
+        """Return `unmoved`, which leaves homes and layout alone, and the others, those that change least first.
 
         So they win ties.
         """
         problem = self.problem
         searcher = self._searcher(self.options)
         if self.outlook is not None and self.options.reorders:
-            return [first, *self._for_steps_to_come(searcher, self.outlook)]
+            return [unmoved, *self._for_steps_to_come(searcher, self.outlook)]
         chooses = bool(problem.resident_slots and self.may.choose_residents and searcher.routes is not None)
         # The search for copies that stay moves homes again, so one proposal is enough to start from.
         homes, state = self._searched(searcher, several=not chooses)
         layout = searcher.layout(state)
         load = load_of_plan(problem, layout)
-        away = problem.current_placement is not None and self.may.move_homes
-        others = [(self._contiguous(), problem.layout, problem.load)] if away else []
-        others += [(home, layout, load) for home in [self.start, *homes]]
-        candidates = [first]
-        for home, at, its_load in others:
-            if not any(one.layout is at and np.array_equal(one.home, home) for one in candidates):
+        may_return = problem.current_placement is not None and self.may.move_homes
+        proposals = [(self._contiguous(), problem.layout, problem.load)] if may_return else []
+        proposals += [(home, layout, load) for home in [self.start, *homes]]
+        candidates = [unmoved]
+        for home, at, its_load in proposals:
+            if not any(candidate.layout is at and np.array_equal(candidate.home, home) for candidate in candidates):
                 candidates.append(self._candidate(home, at, its_load))
         if chooses:
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
-        same_layout = [one for one in candidates if one.layout is layout]
+        same_layout = [candidate for candidate in candidates if candidate.layout is layout]
         mixed = self._best_per_layer(same_layout, searcher.weights) if same_layout else self.start
-        if same_layout and not any(np.array_equal(mixed, one.home) for one in same_layout):
+        if same_layout and not any(np.array_equal(mixed, candidate.home) for candidate in same_layout):
             candidates.append(self._candidate(mixed, layout, load))
         return candidates
 
@@ -453,9 +455,9 @@ class _Run:
         if several and self.options.reorders and weights.whole_row_cost != weights.row_cost:
             homes.insert(0, searcher.reorder(state, turn, row_cost=weights.whole_row_cost))
         if self.options.reorders and not self.options.by_rank:
-            inside = [searcher.reorder(one, turn, inside=True) for one in homes]
-            homes = [*homes, *inside] if several else inside
-        return [one.home for one in homes], state
+            ordered_in_nodes = [searcher.reorder(proposal, turn, in_nodes=True) for proposal in homes]
+            homes = [*homes, *ordered_in_nodes] if several else ordered_in_nodes
+        return [proposal.home for proposal in homes], state
 
     def _contiguous(self) -> NDArray[np.int32]:
         return replace(self.problem, current_placement=None).starting_placement().home_rank
@@ -466,7 +468,9 @@ class _Run:
         The candidates share their layout, so that layers do not depend on each other.
         """
         by_layer = self.problem.objective.by_layer
-        costs = [by_layer(one.cell_cost) + self._moves_by_layer(one.home, weights) for one in candidates]
+        costs = [
+            by_layer(candidate.cell_cost) + self._moves_by_layer(candidate.home, weights) for candidate in candidates
+        ]
         choice = np.argmin(np.stack(costs), axis=0)
         homes = np.stack([candidate.home for candidate in candidates])
         mixed: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
@@ -479,17 +483,17 @@ class _Run:
         """
         start, node = self.start, self.problem.topology.node_of_rank
         crosses = (node[home] != node[start]).sum(axis=1)
-        inside = (home != start).sum(axis=1) - crosses
-        moves: NDArray[np.float64] = crosses * weights.move_cost + inside * weights.move_inside_cost
+        in_node = (home != start).sum(axis=1) - crosses
+        moves: NDArray[np.float64] = crosses * weights.move_cost + in_node * weights.move_inside_cost
         return moves / PICOSECONDS
 
     def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> list[Candidate]:
         """Return the candidates with the homes that suit those steps."""
         problem = self.problem
-        found = self.first or searcher.ordered()
-        homes = [self.start, self._contiguous(), found.home]
+        ordered = self.first or searcher.ordered()
+        homes = [self.start, self._contiguous(), ordered.home]
         if not self.options.by_rank:
-            homes.append(searcher.reorder(found, turn=self.planner.rounds + 1, inside=True).home)
+            homes.append(searcher.reorder(ordered, turn=self.planner.rounds + 1, in_nodes=True).home)
         judged = [self._candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
         once = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
         home = outlook.best_homes(homes, judged, [self._moves_by_layer(home, once) for home in homes])
@@ -524,7 +528,7 @@ class _Run:
         load, cost = load_of_plan(self.problem, searcher.layout(state)), self.problem.cost
         assert load.routes is not None
         slots = self.problem.resident_slots
-        home, chosen = self.core.choose_residents(
+        home, residents = self.core.choose_residents(
             load.native(self.core, self.problem.topology),
             home=state.home,
             cost=replace(cost, expert_bytes=self.problem.updates * cost.expert_bytes),
@@ -537,23 +541,23 @@ class _Run:
             seed=self.problem.seed * 1024 + turn,
             num_threads=self.planner.num_threads,
         )
-        return replace(state, home=home, residents=chosen.reshape(load.num_layers, load.ep_size, slots))
+        return replace(state, home=home, residents=residents.reshape(load.num_layers, load.ep_size, slots))
 
     def _residents_in_force(self) -> NDArray[np.int32]:
         """Return [L, P, S] the copies that stay whatever is planned; none where the plan may choose them."""
         load, slots, current = self.problem.load, self.problem.resident_slots, self.problem.current_placement
-        held = np.full((load.num_layers, load.ep_size, slots), -1, np.int32)
+        residents = np.full((load.num_layers, load.ep_size, slots), -1, np.int32)
         if current is not None and not self.may.choose_residents:
-            held[:, :, : current.resident_slots] = current.resident_experts
-        return held
+            residents[:, :, : current.resident_slots] = current.resident_experts
+        return residents
 
     def _rows_of_busiest_rank(
-        self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], across: NDArray[np.bool_]
+        self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], crosses: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
         mean = load.pairs.sum(axis=(3, 4), dtype=np.int64) / load.ep_size
-        crossing = np.diff(np.concatenate([[0], np.cumsum(across)])[offsets]).reshape(shape)
+        crossing = np.diff(np.concatenate([[0], np.cumsum(crosses)])[offsets]).reshape(shape)
         cost: NDArray[np.float64] = highest.reshape(shape) + self.planner.cross_node_gain * mean * crossing
         return cost
 
@@ -564,25 +568,25 @@ class _Run:
         load: StepLoad,
         residents: NDArray[np.int32] | None = None,
         *,
-        across: bool = True,
+        cross_nodes: bool = True,
         final: bool = False,
     ) -> Candidate:
-        """Return the candidate with its copies. With copies `across` nodes only the `final` one has those of every
+        """Return the candidate with its copies. With copies `cross_nodes` nodes only the `final` one has those of every
         micro-batch: else its cost is that of a part, times the tokens of all of the part's.
         """
         planner, problem = self.planner, self.problem
         if residents is None:
             residents = self._residents_in_force()
         priced = problem.objective.in_seconds
-        across &= self._crosses
-        every = max(1, load.num_micro_batches // JUDGED) if across and priced and not final else 1
-        found = self.core.replicate(
+        cross_nodes &= self._crosses
+        every = max(1, load.num_micro_batches // JUDGED) if cross_nodes and priced and not final else 1
+        copies = self.core.replicate(
             (load if priced else replace(load, routes=None)).native(self.core, problem.topology),
             home=home,
             residents=residents,
             cost=problem.cost if priced else None,
             replica_slots=problem.replica_slots if self.may.replicate else 0,
-            cross_node_slots=problem.cross_node_slots if across else 0,
+            cross_node_slots=problem.cross_node_slots if cross_nodes else 0,
             spare_slots=problem.spare_slots,
             search_nodes=planner.search_steps,
             tolerance_ppm=round(planner.tolerance * PPM),
@@ -593,25 +597,27 @@ class _Run:
         )
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
         pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
-        cell = np.repeat(np.arange(len(found["offsets"]) - 1), np.diff(found["offsets"]))
+        cell = np.repeat(np.arange(len(copies["offsets"]) - 1), np.diff(copies["offsets"]))
         replicas = ReplicaPlan(
-            **{name: found[name] for name in ("offsets", "expert", "physical_id", "source_quota")},
-            source_pairs=pairs[cell, :, found["expert"]],
-            resident=found["kind"] == RESIDENT,
+            **{name: copies[name] for name in ("offsets", "expert", "physical_id", "source_quota")},
+            source_pairs=pairs[cell, :, copies["expert"]],
+            resident=copies["kind"] == RESIDENT,
             num_ep_groups=shape[0],
             num_micro_batches=shape[1],
             num_layers=shape[2],
         )
         if priced:
             running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
-            cost: NDArray[np.float64] = found["seconds"].reshape(shape) * running
+            cost: NDArray[np.float64] = copies["seconds"].reshape(shape) * running
             if every > 1:  # the micro-batches between take as long per token
                 tokens, judged = load.tokens.sum(axis=2)[:, :, None], np.arange(shape[1]) % every == every // 2
-                each = cost.sum(axis=1, keepdims=True) / np.maximum(tokens[:, judged].sum(axis=1, keepdims=True), 1)
-                cost = np.where(judged[:, None], cost, each * tokens)
+                seconds_per_token = cost.sum(axis=1, keepdims=True) / np.maximum(
+                    tokens[:, judged].sum(axis=1, keepdims=True), 1
+                )
+                cost = np.where(judged[:, None], cost, seconds_per_token * tokens)
         else:
-            cost = self._rows_of_busiest_rank(load, found["highest_load"], found["offsets"], found["kind"] == ACROSS)
-        beside = problem.micro_batch_cost if priced else None
+            cost = self._rows_of_busiest_rank(load, copies["highest_load"], copies["offsets"], copies["kind"] == ACROSS)
+        layout_cost = problem.micro_batch_cost if priced else None
         return Candidate(
             home=home,
             residents=residents,
@@ -620,6 +626,6 @@ class _Run:
             replicas=replicas,
             cell_cost=cost,
             objective=problem.objective,
-            most_rows=int(found["highest_load"].max(initial=0)),
-            step_s=None if beside is None else beside.step_s(cost, layout, problem.topology),
+            most_rows=int(copies["highest_load"].max(initial=0)),
+            step_s=None if layout_cost is None else layout_cost.step_s(cost, layout, problem.topology),
         )

@@ -43,19 +43,19 @@ class MoonEpPlanner(Planner):
         slots = self.slots or problem.topology.experts_per_rank(load.num_experts)
         placement = problem.starting_placement(max(problem.spare_slots, slots))
         experts = experts_at_home(placement)
-        found, unplaced = level_exactly(
+        node_replicas, unplaced = level_exactly(
             loads_at_home(load, experts).reshape(-1, ranks, experts.shape[2]), slots=slots if may.replicate else 0
         )
-        at, taker, slot = np.nonzero(found.donor >= 0)
+        at, taker, slot = np.nonzero(node_replicas.donor >= 0)
         cell, node = np.divmod(at, problem.topology.num_nodes)
-        home = node * ranks + found.donor[at, taker, slot]
+        home = node * ranks + node_replicas.donor[at, taker, slot]
         replicas = copies_in_slots(
             problem,
             placement,
             cell=cell,
-            expert=experts[cell % load.num_layers, home, found.expert[at, taker, slot]],
+            expert=experts[cell % load.num_layers, home, node_replicas.expert[at, taker, slot]],
             rank=node * ranks + taker,
-            quota=found.quota[at, taker, slot],
+            quota=node_replicas.quota[at, taker, slot],
         )
         return finish_plan(
             problem,
@@ -67,8 +67,8 @@ class MoonEpPlanner(Planner):
         )
 
     def _notes(self, problem: PlanProblem, unplaced: np.ndarray, slots: int) -> tuple[str, ...]:
-        held = f"up to {slots} foreign experts on a rank, where other policies get {problem.replica_slots}."
-        notes = (held,) if slots > problem.replica_slots else ()
+        slots_taken = f"up to {slots} foreign experts on a rank, where other policies get {problem.replica_slots}."
+        notes = (slots_taken,) if slots > problem.replica_slots else ()
         unfit = np.flatnonzero(unplaced)
         if not len(unfit):
             return notes

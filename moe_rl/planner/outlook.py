@@ -55,16 +55,16 @@ class Outlook:
         served, history = problem.steps_served, problem.history
         if served == 1 or history is None or problem.objective.moves_are_free:
             return None
-        own, alike = len(_running(problem.load)), _of_the_same_task(problem.load, history)
-        if len(alike) < 2:
+        num_running, similar = len(_running(problem.load)), _of_the_same_task(problem.load, history)
+        if len(similar) < 2:
             return None
-        judged, learned = (_spread(half, own) for half in (alike[::2], alike[1::2]))
+        judged, learned = (_spread(half, num_running) for half in (similar[::2], similar[1::2]))
         return cls(
             learned=history.micro_batches(learned),
-            learned_weight=len(alike[1::2]) / len(learned),
+            learned_weight=len(similar[1::2]) / len(learned),
             judged=history.micro_batches(judged),
-            judged_weight=served * own / len(judged),
-            steps=served * own / (own + len(alike[1::2])),
+            judged_weight=served * num_running / len(judged),
+            steps=served * num_running / (num_running + len(similar[1::2])),
         )
 
     def best_homes(
@@ -108,15 +108,15 @@ def _of_the_same_task(load: StepLoad, history: StepLoad) -> NDArray[np.int64]:
     """Return the micro-batches of `history` that stand in stretches, as long as the step, of the step's own task."""
     running, length = _running(history), max(1, len(_running(load)))
     stretches = np.split(running, np.arange(len(running) % length or length, len(running), length))
-    alike = [stretch for stretch in stretches if not switched(load, history.micro_batches(stretch))]
-    return np.concatenate([np.zeros(0, np.int64), *alike])
+    similar = [stretch for stretch in stretches if not switched(load, history.micro_batches(stretch))]
+    return np.concatenate([np.zeros(0, np.int64), *similar])
 
 
 def _spread(cells: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """Return at most so many of the cells, evenly spread."""
-    kept = min(most, len(cells))
-    some: NDArray[np.int64] = cells[np.arange(kept) * len(cells) // kept]
-    return some
+    count = min(most, len(cells))
+    spread: NDArray[np.int64] = cells[np.arange(count) * len(cells) // count]
+    return spread
 
 
 def _running(load: StepLoad) -> NDArray[np.int64]:

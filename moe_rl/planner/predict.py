@@ -55,7 +55,10 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
         placement=replace(problem, current_placement=None).starting_placement(),
         replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
     )
-    both, running = [cell_rows(one, problem) for one in (static, plan)], np.asarray(load.tokens.any(axis=2))[..., None]
+    rows_of_both, running = (
+        [cell_rows(compared, problem) for compared in (static, plan)],
+        np.asarray(load.tokens.any(axis=2))[..., None],
+    )
 
     def gain(scale: float) -> float:
         cost = problem.cost
@@ -65,7 +68,7 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
         grown = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
         before, after = (
             layer_time(cost, replace(rows, **{name: getattr(rows, name) * scale for name in grown})).total_s
-            for rows in both
+            for rows in rows_of_both
         )
         return float(((before - after) * running).sum())
 

@@ -33,17 +33,17 @@ def replicate_in_node(
     ranks = problem.topology.ranks_per_domain
     home_experts = experts_at_home(placement)
     node_loads = loads_at_home(load, home_experts).reshape(-1, ranks, home_experts.shape[2])
-    found = replicate_by_quota(node_loads, slots=problem.replica_slots, tolerance=tolerance, min_tokens=min_tokens)
-    node_problem, in_node_rank, slot = np.nonzero(found.donor >= 0)
+    replicas = replicate_by_quota(node_loads, slots=problem.replica_slots, tolerance=tolerance, min_tokens=min_tokens)
+    node_problem, in_node_rank, slot = np.nonzero(replicas.donor >= 0)
     cell, node = np.divmod(node_problem, problem.topology.num_nodes)
-    home = node * ranks + found.donor[node_problem, in_node_rank, slot]
+    home = node * ranks + replicas.donor[node_problem, in_node_rank, slot]
     return copies_in_slots(
         problem,
         placement,
         cell=cell,
-        expert=home_experts[cell % load.num_layers, home, found.expert[node_problem, in_node_rank, slot]],
+        expert=home_experts[cell % load.num_layers, home, replicas.expert[node_problem, in_node_rank, slot]],
         rank=node * ranks + in_node_rank,
-        quota=found.quota[node_problem, in_node_rank, slot],
+        quota=replicas.quota[node_problem, in_node_rank, slot],
     )
 
 
@@ -103,8 +103,8 @@ def replicate_by_quota(loads: Ints, *, slots: int, tolerance: float, min_tokens:
     problem = np.flatnonzero(high - low > close) if slots else np.zeros(0, np.int64)
     target = low[problem]
     while len(problem):
-        feasible, found = _attempt(loads[problem], target, slots=slots, min_tokens=min_tokens)
-        best.copy_from(found, problem[feasible], np.flatnonzero(feasible))
+        feasible, replicas = _attempt(loads[problem], target, slots=slots, min_tokens=min_tokens)
+        best.copy_from(replicas, problem[feasible], np.flatnonzero(feasible))
         high[problem[feasible]] = target[feasible]
         low[problem[~feasible]] = target[~feasible]
         problem = problem[high[problem] - low[problem] > close[problem]]

@@ -91,11 +91,11 @@ def plan_by_reference(problem: PlanProblem, planner: Planner, options: Reference
     "imbalance"; so no plan is worse than doing nothing.
     """
     tried = [_priced_plan(problem, planner, options, home) for home in _homes(problem, options)]
-    cheapest = np.argmin([one.per_layer for one in tried], axis=0)
-    mixed = np.stack([one.plan.placement.home_rank for one in tried])[cheapest, np.arange(len(cheapest))]
+    cheapest = np.argmin([candidate.per_layer for candidate in tried], axis=0)
+    mixed = np.stack([candidate.plan.placement.home_rank for candidate in tried])[cheapest, np.arange(len(cheapest))]
     if len(set(cheapest.tolist())) > 1:
         tried.append(_priced_plan(problem, planner, options, mixed))
-    best = min(tried, key=lambda one: one.cost).plan
+    best = min(tried, key=lambda candidate: candidate.cost).plan
     note = f"planned by the reference planner, without packing and without replicas across nodes: {why}."
     return replace(best, notes=(note,))
 
@@ -130,15 +130,17 @@ def swap_homes(
     np.add.at(load, (layer[:, None], home // width), by_layer)
     cost = _cost_of_bins(load, peak=peak)
     best, best_cost, worsening = home.copy(), cost.copy(), patience * cost
-    for step, (one, other) in enumerate(np.random.default_rng(seed).integers(0, experts, (proposals, 2, layers))):
-        here, there = home[layer, one] // width, home[layer, other] // width
-        change = by_layer[layer, other] - by_layer[layer, one]
+    for step, (expert, partner) in enumerate(np.random.default_rng(seed).integers(0, experts, (proposals, 2, layers))):
+        bin_of_one, bin_of_other = home[layer, expert] // width, home[layer, partner] // width
+        change = by_layer[layer, partner] - by_layer[layer, expert]
         after = load.copy()
-        after[layer, here] += change
-        after[layer, there] -= change
+        after[layer, bin_of_one] += change
+        after[layer, bin_of_other] -= change
         cost_after = _cost_of_bins(after, peak=peak)
-        at = np.flatnonzero((cost_after < cost + worsening * max(0.0, 1 - 2 * step / proposals)) & (here != there))
-        home[at, one[at]], home[at, other[at]] = home[at, other[at]], home[at, one[at]]
+        at = np.flatnonzero(
+            (cost_after < cost + worsening * max(0.0, 1 - 2 * step / proposals)) & (bin_of_one != bin_of_other)
+        )
+        home[at, expert[at]], home[at, partner[at]] = home[at, partner[at]], home[at, expert[at]]
         load[at], cost[at] = after[at], cost_after[at]
         better = np.flatnonzero(cost < best_cost)
         best[better], best_cost[better] = home[better], cost[better]
@@ -170,9 +172,9 @@ def _homes(problem: PlanProblem, options: ReferenceOptions) -> list[NDArray[np.i
     start = problem.starting_placement().home_rank
     if not options.reorder:
         return [start]
-    found = [start]
+    homes = [start]
     if problem.current_placement is not None:
-        found.append(replace(problem, current_placement=None).starting_placement().home_rank)
+        homes.append(replace(problem, current_placement=None).starting_placement().home_rank)
     rows = load.per_expert().reshape(-1, load.num_layers, load.num_experts)
     home = start
     # With replicas a node's ranks are levelled later; without any, the ranks themselves are what counts. A move costs
@@ -188,8 +190,8 @@ def _homes(problem: PlanProblem, options: ReferenceOptions) -> list[NDArray[np.i
             seed=problem.seed,
             peak=problem.objective.is_peak,
         )
-        found.append(home)
-    return found
+        homes.append(home)
+    return homes
 
 
 # 2. Replicas

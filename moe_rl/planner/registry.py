@@ -61,12 +61,14 @@ def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
     policy = POLICIES[name]
     if not parameters:
         return policy()
-    known = policy_parameters(name)
+    parameters_of_policy = policy_parameters(name)
     for parameter in parameters:
-        if not known:
+        if not parameters_of_policy:
             raise InvalidInputError(f"policy {name!r} takes no parameters, got {parameter!r}.")
-        if parameter not in known:
-            raise InvalidInputError(f"policy {name!r} has no parameter {parameter!r}.{nearest_name(parameter, known)}")
+        if parameter not in parameters_of_policy:
+            raise InvalidInputError(
+                f"policy {name!r} has no parameter {parameter!r}.{nearest_name(parameter, parameters_of_policy)}"
+            )
     kinds = get_type_hints(policy)
     for parameter, value in parameters.items():
         require_kind(f"policy {name!r}: {parameter}", value, kinds[parameter])

@@ -41,16 +41,16 @@ def load_for_layout(
     tokens = np.zeros(shape, np.int64)
     slices = topology.slices_per_dp_rank
     start = layout.token_start(lengths)
-    held = layout.rank_tokens(lengths)[layout.micro_batch, layout.dp_rank]
+    tokens_of_place = layout.rank_tokens(lengths)[layout.micro_batch, layout.dp_rank]
     # One entry per piece of a sequence, its pieces one after the other.
     running = np.flatnonzero(lengths)
-    first_piece = start[running] * slices // held[running]
-    pieces = (start[running] + lengths[running] - 1) * slices // held[running] - first_piece + 1
+    first_piece = start[running] * slices // tokens_of_place[running]
+    pieces = (start[running] + lengths[running] - 1) * slices // tokens_of_place[running] - first_piece + 1
     sequence = np.repeat(running, pieces)
     before = np.repeat(np.cumsum(pieces) - pieces, pieces)
     piece = np.repeat(first_piece, pieces) + np.arange(len(sequence)) - before
-    begin = np.maximum(start[sequence], -(-piece * held[sequence] // slices))
-    stop = np.minimum((start + lengths)[sequence], -(-(piece + 1) * held[sequence] // slices))
+    begin = np.maximum(start[sequence], -(-piece * tokens_of_place[sequence] // slices))
+    stop = np.minimum((start + lengths)[sequence], -(-(piece + 1) * tokens_of_place[sequence] // slices))
     group, rank = np.divmod(layout.dp_rank[sequence].astype(np.int64) * slices + piece, topology.ep_size)
     block = (group * layout.num_micro_batches + layout.micro_batch[sequence]) * topology.ep_size + rank
     np.add.at(tokens.reshape(-1), block, stop - begin)
@@ -104,12 +104,12 @@ def _add_pieces(
     if core is not None:
         core.add_sequences(pairs, sequence_load, lengths, sequence, block, stop)
         return
-    given = np.zeros(sequence_load.shape[1:], np.int64)
+    assigned = np.zeros(sequence_load.shape[1:], np.int64)
     for index in range(len(sequence)):
         of = int(sequence[index])
         if index == 0 or of != sequence[index - 1]:
-            given = np.zeros_like(given)
+            assigned = np.zeros_like(assigned)
         upto = (sequence_load[of].astype(np.int64) * stop[index] + lengths[of] // 2) // lengths[of]
         cell, rank = divmod(int(block[index]), pairs.shape[2])
-        pairs[cell, :, rank] += (upto - given).astype(np.int32)
-        given = upto
+        pairs[cell, :, rank] += (upto - assigned).astype(np.int32)
+        assigned = upto

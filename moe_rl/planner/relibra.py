@@ -125,9 +125,9 @@ def _node_contribution(problem: PlanProblem, total: Ints) -> NDArray[np.float64]
     load, topology = problem.load, problem.topology
     nodes, top_k = topology.num_nodes, load.top_k
     by_source = load.pairs.sum(axis=(0, 1), dtype=np.int64)
-    own = by_source.reshape(load.num_layers, nodes, topology.ranks_per_domain, load.num_experts).sum(axis=2)
+    rows_of_node = by_source.reshape(load.num_layers, nodes, topology.ranks_per_domain, load.num_experts).sum(axis=2)
     visits_per_pair = nodes * (1.0 - (1.0 - 1.0 / nodes) ** top_k) / top_k
-    received = (total[:, None, :] - own) * visits_per_pair
+    received = (total[:, None, :] - rows_of_node) * visits_per_pair
     computed = np.broadcast_to(total[:, None, :], received.shape)
     return np.stack([computed, received], axis=1) / topology.ranks_per_domain
 

@@ -57,9 +57,9 @@ def _without_twins(expert_map: ExpertMap, totals: NDArray[np.float64]) -> Expert
             useful = lacks[:, None] & ~np.isin(by_rank, by_rank[rank])
             if not useful.any():
                 break
-            held = share[by_rank].sum(axis=1)
+            load_of_ranks = share[by_rank].sum(axis=1)
             change = share[by_rank] - share[by_rank[rank, slot]]
-            busier = np.where(useful, np.maximum(held[rank] + change, held[:, None] - change), np.inf)
+            busier = np.where(useful, np.maximum(load_of_ranks[rank] + change, load_of_ranks[:, None] - change), np.inf)
             other = np.unravel_index(int(busier.argmin()), busier.shape)
             by_rank[rank, slot], by_rank[other] = by_rank[other], by_rank[rank, slot]
     return replace(expert_map, slots=slots).with_copies_for(totals)
@@ -67,10 +67,10 @@ def _without_twins(expert_map: ExpertMap, totals: NDArray[np.float64]) -> Expert
 
 def _twin(by_rank: NDArray[np.int32]) -> tuple[int, int] | None:
     """Return a (rank, slot) whose expert stands in an earlier slot of the rank too, None where there is none."""
-    for rank, held in enumerate(by_rank):
-        first = np.unique(held, return_index=True)[1]
-        if len(first) < len(held):
-            return rank, int(np.setdiff1d(np.arange(len(held)), first)[0])
+    for rank, experts in enumerate(by_rank):
+        first_index = np.unique(experts, return_index=True)[1]
+        if len(first_index) < len(experts):
+            return rank, int(np.setdiff1d(np.arange(len(experts)), first_index)[0])
     return None
 
 
@@ -91,13 +91,13 @@ def _busiest(share: NDArray[np.float64], ep_size: int) -> NDArray[np.float64]:
 
 def _annealed(bins: Ints, share: NDArray[np.float64], num_bins: int, *, iterations: int, seed: int) -> Ints:
     """Return [X, I] bins after swaps; `share` [X, M, I] is what an item adds to its bin in every batch."""
-    found = bins.copy()
+    annealed = bins.copy()
     if num_bins == 1 or not iterations:
-        return found
-    for first in range(0, len(bins), LAYERS_AT_ONCE):
-        part = slice(first, first + LAYERS_AT_ONCE)
+        return annealed
+    for start in range(0, len(bins), LAYERS_AT_ONCE):
+        part = slice(start, start + LAYERS_AT_ONCE)
         added = share[part][:, :, None, :]
-        found[part] = anneal_swaps(
+        annealed[part] = anneal_swaps(
             bins[part],
             np.broadcast_to(added, (*added.shape[:2], num_bins, added.shape[3])),
             np.ones(share.shape[1]),
@@ -106,9 +106,9 @@ def _annealed(bins: Ints, share: NDArray[np.float64], num_bins: int, *, iteratio
             iterations=iterations,
             temperature=TEMPERATURE,
             power=POWER,
-            seed=seed * len(bins) + first,
+            seed=seed * len(bins) + start,
         )
-    return found
+    return annealed
 
 
 def _by_bin(bins: Ints) -> Ints:

@@ -104,9 +104,9 @@ class Searcher:
         return state
 
     def reorder(
-        self, state: SearchState, turn: int, *, inside: bool = False, row_cost: int | None = None
+        self, state: SearchState, turn: int, *, in_nodes: bool = False, row_cost: int | None = None
     ) -> SearchState:
-        """Return the state with better homes: of nodes, or with `inside` of the ranks of every node.
+        """Return the state with better homes: of nodes, or with `in_nodes` of the ranks of every node.
 
         `row_cost` takes the place of the weights' own.
         """
@@ -121,14 +121,14 @@ class Searcher:
             current=self.current,
             nodes=topology.num_nodes,
             ranks_per_node=topology.ranks_per_domain,
-            by_rank=options.by_rank and not inside,
+            by_rank=options.by_rank and not in_nodes,
             moving_is_free=weights.move_cost == 0 and turn == 0,
             peak=self.problem.objective.is_peak,
-            iterations=0 if inside else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
-            iterations_inside=options.reorder_iterations // topology.num_nodes if inside else 0,
+            iterations=0 if in_nodes else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
+            iterations_inside=options.reorder_iterations // topology.num_nodes if in_nodes else 0,
             seed=self.problem.seed * 1024 + turn,
             num_threads=options.num_threads,
-            tokens=None if self.routes is None or inside else self.token_bits(state, outlook=self.outlook),
+            tokens=None if self.routes is None or in_nodes else self.token_bits(state, outlook=self.outlook),
         )
         return replace(state, home=home)
 
@@ -160,26 +160,31 @@ class Searcher:
         ids = routes.routes
         if outlook is not None and outlook.learned.routes is not None:
             seen = outlook.learned.routes
-            first = len(tokens) - len(seen.cell_start) + 1
-            cell, source = np.concatenate([cell, first + seen.cells_in_order()]), np.concatenate([source, seen.source])
+            first_cell = len(tokens) - len(seen.cell_start) + 1
+            cell, source = (
+                np.concatenate([cell, first_cell + seen.cells_in_order()]),
+                np.concatenate([source, seen.source]),
+            )
             ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
         if most is None:
             fewest, most = SEARCHED_TOKENS
             if outlook is None and self.problem.resident_slots == 0:
                 most = min(most, max(fewest, TOKENS_PER_EXPERT * self.problem.load.num_experts))
         drawn = len(cell)
-        some = np.arange(min(drawn, most)) * drawn // min(drawn, most)
-        pools = max(1, min(num_cells, len(some) // (POOL_TOKENS * topology.num_nodes)))
+        looked_at = np.arange(min(drawn, most)) * drawn // min(drawn, most)
+        pools = max(1, min(num_cells, len(looked_at) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
-        pool = pool_of_cell[cell[some]]
-        node = topology.node_of_rank[source[some]]
+        pool = pool_of_cell[cell[looked_at]]
+        node = topology.node_of_rank[source[looked_at]]
         block = pool * topology.num_nodes + node
-        held = np.bincount(block, minlength=pools * topology.num_nodes)
+        tokens_of_blocks = np.bincount(block, minlength=pools * topology.num_nodes)
         order = np.argsort(block, kind="stable")
         nth = np.empty_like(order)
-        nth[order] = np.arange(len(some)) - (np.cumsum(held) - held)[block[order]]
+        nth[order] = np.arange(len(looked_at)) - (np.cumsum(tokens_of_blocks) - tokens_of_blocks)[block[order]]
         # Word by word of a node's tokens, the pools with most words first: csrc/reorder.h, TokenBits.
-        words = -(-held.reshape(pools, -1).max(axis=1).clip(min=1) // WORD)  # a pool without a drawn token has one, too
+        words = -(
+            -tokens_of_blocks.reshape(pools, -1).max(axis=1).clip(min=1) // WORD
+        )  # a pool without a drawn token has one, too
         largest_first = np.argsort(-words, kind="stable")
         pools_of_row = (words > np.arange(words.max())[:, None]).sum(axis=1)
         if pools > LINE:
@@ -187,7 +192,7 @@ class Searcher:
         row_start = np.cumsum(pools_of_row) - pools_of_row
         word = node * pools_of_row.sum() + row_start[nth // WORD] + np.argsort(largest_first)[pool]
         bit = np.full(drawn, -1, np.int32)
-        bit[some] = word * WORD + nth % WORD
+        bit[looked_at] = word * WORD + nth % WORD
         stands_for = np.bincount(pool_of_cell, weights=tokens * counts, minlength=pools) / np.bincount(
             pool, minlength=pools
         ).clip(min=1)
@@ -216,8 +221,8 @@ class Searcher:
         assert problem.sequence_tokens is not None
         bins = topology.ep_size if self.options.by_rank else topology.num_nodes
         tokens = problem.sequence_tokens.astype(np.int64)
-        held = layout.rank_tokens(tokens)
-        budget = layout.token_budget if layout.token_budget is not None else int(held.max(initial=0))
+        tokens_of_places = layout.rank_tokens(tokens)
+        budget = layout.token_budget if layout.token_budget is not None else int(tokens_of_places.max(initial=0))
         bin_of = state.home // (topology.ep_size // bins)
         bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
@@ -296,13 +301,13 @@ class Searcher:
         """Return [M * D], [M * D]: the first node that holds tokens of each place, and how many do."""
         layout, topology = self.problem.layout, self.problem.topology
         dp_rank = np.arange(layout.num_micro_batches * layout.num_dp_ranks) % layout.num_dp_ranks
-        first = dp_rank * topology.slices_per_dp_rank % topology.ep_size
-        last = first + topology.slices_per_dp_rank - 1
-        first, last = (
-            first // topology.ranks_per_domain,
-            np.minimum(last, topology.ep_size - 1) // topology.ranks_per_domain,
+        first_rank = dp_rank * topology.slices_per_dp_rank % topology.ep_size
+        last_rank = first_rank + topology.slices_per_dp_rank - 1
+        first_rank, last_rank = (
+            first_rank // topology.ranks_per_domain,
+            np.minimum(last_rank, topology.ep_size - 1) // topology.ranks_per_domain,
         )
-        return first.astype(np.int32), (last - first + 1).astype(np.int32)
+        return first_rank.astype(np.int32), (last_rank - first_rank + 1).astype(np.int32)
 
     def cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return loads [C, L, E] and tokens [C] of every cell when the sequences stand in these places."""
@@ -335,12 +340,12 @@ class Searcher:
 
     def layout(self, state: SearchState) -> BatchLayout:
         """Return the layout with the sequences in these places and order; the given one if none moved."""
-        given = self.problem.layout
+        stated = self.problem.layout
         if np.array_equal(state.place, self.given_place) and np.array_equal(state.order, self.given_order):
-            return given
-        micro_batch, dp_rank = np.divmod(state.place, given.num_dp_ranks)
+            return stated
+        micro_batch, dp_rank = np.divmod(state.place, stated.num_dp_ranks)
         return replace(
-            given, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=state.order
+            stated, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=state.order
         )
 
     def _batch_of_place(self) -> NDArray[np.int32]:

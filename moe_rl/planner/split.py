@@ -22,8 +22,8 @@ def equal_source_quotas(
     turns = turn[:, None]
 
     def dealt(up_to: NDArray[np.int64]) -> NDArray[np.int64]:
-        taken: NDArray[np.int64] = (up_to - turns + count[:, None] - 1) // count[:, None]
-        return taken
+        dealt_rows: NDArray[np.int64] = (up_to - turns + count[:, None] - 1) // count[:, None]
+        return dealt_rows
 
     quota: NDArray[np.int32] = (dealt(ends) - dealt(ends - pairs)).astype(np.int32)
     return quota
@@ -52,25 +52,25 @@ def proportional_source_quotas(
     group_cell, group_expert = np.divmod(group, pairs.shape[2])
     remaining = pairs[group_cell, :, group_expert].astype(np.int64)
     exported = np.bincount(member, weights=quota, minlength=len(group)).astype(np.int64)
-    own = remaining.sum(axis=1) - exported
-    require(int(own.min()) >= 0, "the quotas of an expert's replicas exceed its load.")
-    taken = np.zeros((len(cell), pairs.shape[1]), np.int64)
+    home_rows = remaining.sum(axis=1) - exported
+    require(int(home_rows.min()) >= 0, "the quotas of an expert's replicas exceed its load.")
+    quota_of_sources = np.zeros((len(cell), pairs.shape[1]), np.int64)
     if local_first:
         # Homes keep their own pairs out of the replicas' reach, up to what homes take in all.
         group_home = np.zeros(len(group), np.int64)
         group_home[member] = home
         every = np.arange(len(group))
-        remaining[every, group_home] -= np.minimum(remaining[every, group_home], own)
+        remaining[every, group_home] -= np.minimum(remaining[every, group_home], home_rows)
         local = np.minimum(quota, remaining[member, rank])
         remaining[member, rank] -= local
-        taken[np.arange(len(cell)), rank] = local
-    rest = quota - taken.sum(axis=1)
+        quota_of_sources[np.arange(len(cell)), rank] = local
+    left = quota - quota_of_sources.sum(axis=1)
     for turn in _turns(member):
         at = member[turn]
-        part = _share(remaining[at], rest[turn])
+        part = _share(remaining[at], left[turn])
         remaining[at] -= part
-        taken[turn] += part
-    return taken.astype(np.int32)
+        quota_of_sources[turn] += part
+    return quota_of_sources.astype(np.int32)
 
 
 def _turns(member: NDArray[np.int64]) -> list[NDArray[np.int64]]:

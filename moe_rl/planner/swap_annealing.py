@@ -51,23 +51,23 @@ def anneal_swaps(
 
     current = bins.copy()
     loads = bin_loads(bins, contribution)
-    away = ((settled >= 0) & (settled != bins)).sum(axis=1)
-    cost = smooth_max(loads, power) @ price + move_price * away
+    num_away = ((settled >= 0) & (settled != bins)).sum(axis=1)
+    cost = smooth_max(loads, power) @ price + move_price * num_away
     best, best_cost = current.copy(), cost.copy()
     scale = temperature * cost
     for iteration in range(iterations):
-        first, second = pairs[iteration]
-        a, b = current[row, first], current[row, second]
+        item, second = pairs[iteration]
+        a, b = current[row, item], current[row, second]
         moved = loads.copy()
-        moved[row, :, a] += contribution[row, :, a, second] - contribution[row, :, a, first]
-        moved[row, :, b] += contribution[row, :, b, first] - contribution[row, :, b, second]
-        moved_away = away + _more_away(settled[row, first], a, b) + _more_away(settled[row, second], b, a)
+        moved[row, :, a] += contribution[row, :, a, second] - contribution[row, :, a, item]
+        moved[row, :, b] += contribution[row, :, b, item] - contribution[row, :, b, second]
+        moved_away = num_away + _more_away(settled[row, item], a, b) + _more_away(settled[row, second], b, a)
         moved_cost = smooth_max(moved, power) @ price + move_price * moved_away
         allowed = scale * LOWEST_TEMPERATURE ** (iteration / iterations) * patience[iteration]
         accept = (a != b) & ((moved_cost < cost) | (moved_cost - cost < allowed))
         at = row[accept]
-        current[at, first[at]], current[at, second[at]] = b[at], a[at]
-        loads[at], cost[at], away[at] = moved[at], moved_cost[at], moved_away[at]
+        current[at, item[at]], current[at, second[at]] = b[at], a[at]
+        loads[at], cost[at], num_away[at] = moved[at], moved_cost[at], moved_away[at]
         better = cost < best_cost * (1.0 - 1e-12)
         best[better], best_cost[better] = current[better], cost[better]
     return best

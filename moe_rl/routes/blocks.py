@@ -108,15 +108,17 @@ class _Learned:
             codes = self.book.groups[group]
             # A set without a code takes the escape, and its number stands in a stream of its own.
             place = np.searchsorted(codes.numbers, numbers)
-            last = max(len(codes.numbers) - 1, 0)
-            known = (
-                codes.numbers[np.minimum(place, last)] == numbers if len(codes.numbers) else np.zeros(len(ids), bool)
+            last_code = max(len(codes.numbers) - 1, 0)
+            is_listed = (
+                codes.numbers[np.minimum(place, last_code)] == numbers
+                if len(codes.numbers)
+                else np.zeros(len(ids), bool)
             )
-            symbol = np.where(known, place, len(codes.numbers))
+            symbol = np.where(is_listed, place, len(codes.numbers))
             values.append(self.codes[group][symbol])
             widths.append(codes.lengths[symbol])
             escapes.append(numbers)
-            escape_widths.append(np.where(known, 0, self.shape.escape_bits(group)).astype(np.uint8))
+            escape_widths.append(np.where(is_listed, 0, self.shape.escape_bits(group)).astype(np.uint8))
         half = (len(ids) + 1) // 2
         parts = []
         # Where a code ends is known when it is read: two streams give the decoder two chains to work on at once.
@@ -146,9 +148,9 @@ class CodeTables:
         sizes = np.zeros((len(groups), most), np.uint8)
         members = np.zeros((len(groups), most, shape.top_k), np.uint8)
         for group, codes in enumerate(groups):
-            found, size = shape.parts(group).unrank(codes.numbers)
+            listed, size = shape.parts(group).unrank(codes.numbers)
             sizes[group, : len(size)], sizes[group, len(size)] = size, 255
-            members[group, : len(found), : found.shape[1]] = found
+            members[group, : len(listed), : listed.shape[1]] = listed
         return cls(table=np.stack([codes.canonical()[1] for codes in groups]), sizes=sizes, members=members)
 
 
@@ -164,15 +166,15 @@ class Blocks:
     tables: CodeTables | None
 
 
-def decode_blocks(blocks: Blocks, shape: SetShape, first: int, out: NDArray[Any]) -> None:
-    """Write rows `first`, `first + 1`, ... of the blocks into `out` [n, K] (u8 or u16; rows may lie apart).
+def decode_blocks(blocks: Blocks, shape: SetShape, start: int, out: NDArray[Any]) -> None:
+    """Write rows `start`, `first + 1`, ... of the blocks into `out` [n, K] (u8 or u16; rows may lie apart).
 
     Raises `InvalidInputError` where a block is not one of its rows' sets.
     """
     tables = blocks.tables
-    given = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
+    columns = (None, None, None) if tables is None else (tables.table, tables.sizes, tables.members)
     bad = decoder(shape.num_experts, shape.top_k).decode(
-        blocks.data, blocks.start, blocks.size, blocks.rows, first, out, *given
+        blocks.data, blocks.start, blocks.size, blocks.rows, start, out, *columns
     )
     require(bad < 0, f"block {bad} is corrupt.")
 
@@ -188,10 +190,12 @@ def check_shape(num_experts: int, top_k: int) -> SetShape:
 
 def ascending(ids: NDArray[np.integer], shape: SetShape) -> NDArray[Any]:
     """Return `ids` [..., K] in the smallest dtype with every row ascending; raise for an id outside 0 .. E - 1."""
-    given = np.asarray(ids)
-    require(given.dtype.kind in "iu", f"routes must be integers, got {given.dtype}.")
-    require(given.shape[-1:] == (shape.top_k,), f"routes must have {shape.top_k} ids per row, got {list(given.shape)}.")
-    if given.size and (int(given.min()) < 0 or int(given.max()) >= shape.num_experts):
-        wrong = int(given.max()) if int(given.max()) >= shape.num_experts else int(given.min())
+    values = np.asarray(ids)
+    require(values.dtype.kind in "iu", f"routes must be integers, got {values.dtype}.")
+    require(
+        values.shape[-1:] == (shape.top_k,), f"routes must have {shape.top_k} ids per row, got {list(values.shape)}."
+    )
+    if values.size and (int(values.min()) < 0 or int(values.max()) >= shape.num_experts):
+        wrong = int(values.max()) if int(values.max()) >= shape.num_experts else int(values.min())
         raise InvalidInputError(f"the routes hold expert id {wrong}, outside 0 .. {shape.num_experts - 1}.")
-    return np.sort(given.astype(route_dtype(shape.num_experts)), axis=-1)
+    return np.sort(values.astype(route_dtype(shape.num_experts)), axis=-1)

@@ -53,7 +53,7 @@ def check_routes(
 
 
 def _check(
-    sequence: CheckedSequence, others: Sequence[CheckedSequence], num_experts: int, versions: range | None
+    sequence: CheckedSequence, other_sequences: Sequence[CheckedSequence], num_experts: int, versions: range | None
 ) -> Verdict:
     routes, expected = np.asarray(sequence.routes), sequence.num_tokens - 1
     require(routes.ndim == 3 and routes.dtype.kind in "iu", f"routes must be integers [T, L, K], got {routes.shape}.")
@@ -66,7 +66,7 @@ def _check(
         stale = ~np.isin(sequence.policy_version[: len(routes)], np.asarray(versions))
         if stale.any():
             return Verdict.on_rows(Fault.POLICY_VERSION, stale)
-    evidence = _evidence(sequence, routes, expected, others, num_experts)
+    evidence = _evidence(sequence, routes, expected, other_sequences, num_experts)
     compared = WITHOUT_REFERENCE if evidence.reference is None else WITH_REFERENCE
     for question in (*IMPOSSIBLE, *compared, zero_weights):
         verdict = question(evidence)
@@ -79,7 +79,7 @@ def _evidence(
     sequence: CheckedSequence,
     routes: NDArray[np.int64],
     expected: int,
-    others: Sequence[CheckedSequence],
+    other_sequences: Sequence[CheckedSequence],
     num_experts: int,
 ) -> Evidence:
     reference = None if sequence.reference is None else np.asarray(sequence.reference)[:expected].astype(np.int64)
@@ -93,7 +93,7 @@ def _evidence(
         weights is None or weights.shape[1:] == routes.shape[1:],
         f"combine weights must be [T, {routes.shape[1]}, {routes.shape[2]}], as the routes are.",
     )
-    right_routes = [other.routes if other.reference is None else other.reference for other in others]
+    right_routes = [other.routes if other.reference is None else other.reference for other in other_sequences]
     return Evidence(
         routes,
         expected,
@@ -101,7 +101,7 @@ def _evidence(
         reference=reference,
         margin=sequence.margin,
         weights=weights,
-        others=[np.asarray(other.routes).astype(np.int64) for other in others],
-        reference_of_others=[np.asarray(each).astype(np.int64) for each in right_routes],
-        lengths_of_others=[other.num_tokens - 1 for other in others],
+        other_routes=[np.asarray(other.routes).astype(np.int64) for other in other_sequences],
+        reference_of_others=[np.asarray(routes).astype(np.int64) for routes in right_routes],
+        lengths_of_others=[other.num_tokens - 1 for other in other_sequences],
     )

@@ -82,35 +82,35 @@ class Chunk:
         """Raise in one sentence if a codebook or block is damaged; reads all of them."""
         for layer in range(len(self.tables.layer_ids)):
             self._book(layer)
-            for block, (first, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
-                self._check(layer, block, self.body[int(first) : int(first) + int(size)])
+            for block, (begin, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
+                self._check(layer, block, self.body[int(begin) : int(begin) + int(size)])
 
-    def blocks_of(self, layer: int, first: int, last: int) -> tuple[Blocks, int]:
+    def blocks_of(self, layer: int, start_row: int, stop_row: int) -> tuple[Blocks, int]:
         """Return (blocks that hold routed rows first .. last - 1, the first row of the first of them)."""
         tables = self.tables
         rows = block_rows(tables.shape.top_k)
-        begin, end = first // rows, -(-last // rows)
+        begin, end = start_row // rows, -(-stop_row // rows)
         start = np.ascontiguousarray(self.start[layer, begin:end])
         size = tables.size[layer, begin:end].astype(np.int64)
         for block in range(begin, end):
             self._check(layer, block, self.body[start[block - begin] : start[block - begin] + size[block - begin]])
         # The last block holds what is left: rows need not fill it.
-        held = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
-        return Blocks(data=self.body, start=start, size=size, rows=held, tables=self._book(layer)), begin * rows
+        row_counts = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
+        return Blocks(data=self.body, start=start, size=size, rows=row_counts, tables=self._book(layer)), begin * rows
 
-    def decode(self, layer: int, first: int, out: NDArray[Any]) -> None:
-        """Write the routed rows from `first` on into `out` [n, K]."""
+    def decode(self, layer: int, start: int, out: NDArray[Any]) -> None:
+        """Write the routed rows from `start` on into `out` [n, K]."""
         if len(out):
-            blocks, begin = self.blocks_of(layer, first, first + len(out))
-            decode_blocks(blocks, self.tables.shape, first - begin, out)
+            blocks, begin = self.blocks_of(layer, start, start + len(out))
+            decode_blocks(blocks, self.tables.shape, start - begin, out)
 
     def _book(self, layer: int) -> CodeTables | None:
         sizes = self.tables.book_size
         if not sizes[layer]:
             return None
         if layer not in self.books:
-            first = int(sizes[:layer].sum(dtype=np.int64))
-            data = self.body[first : first + int(sizes[layer])]
+            begin = int(sizes[:layer].sum(dtype=np.int64))
+            data = self.body[begin : begin + int(sizes[layer])]
             self._check(layer, -1, data)
             self.books[layer] = data.tobytes()
         return _code_tables(self.books[layer], self.tables.shape)
@@ -210,8 +210,8 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     )
     begin = position + HEADER.size
     # The header with 0 in place of its checksum, then the tables: one number covers both.
-    found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
-    require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
+    checksum = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
+    require(checksum == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
     tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, where)
     size = tables.size.astype(np.int64)
@@ -237,12 +237,12 @@ def _tables(
         arrays[name] = np.frombuffer(data[: sizes[name]].tobytes(), dtype).reshape(extents)
         data = data[sizes[name] :]
     tables = ChunkTables(shape=shape, num_routed=routed, **arrays)
-    first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
-    ends, versions = first + missing, tables.versions["first"].astype(np.int64)
+    gap_start, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
+    ends, versions = gap_start + missing, tables.versions["first"].astype(np.int64)
     # Gaps and version runs ascend and lie inside the rows: readers look things up in them by bisection.
     sound = (
         int(missing.sum()) == tables.num_rows - routed
-        and bool((missing > 0).all() and (first[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
+        and bool((missing > 0).all() and (gap_start[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
         and int(ends.max(initial=0)) <= tables.num_rows
         and int(versions.max(initial=0)) <= max(0, tables.num_rows - 1)
     )

@@ -80,10 +80,10 @@ def codebook_from_bytes(data: bytes, shape: "SetShape") -> Codebook:
     except zlib.error:
         plain = b""
     # `decompress` stops at `limit`: a small bomb cannot take gigabytes.
-    whole = reader.eof and not reader.unused_data and len(plain) >= 2 * count
-    sizes = struct.unpack_from(f"<{count}H", plain) if whole else ()
-    whole = whole and len(plain) == 2 * count + sum(5 * size + 1 for size in sizes)
-    require(whole, "the codebook of a layer is corrupt.")
+    is_complete = reader.eof and not reader.unused_data and len(plain) >= 2 * count
+    sizes = struct.unpack_from(f"<{count}H", plain) if is_complete else ()
+    is_complete = is_complete and len(plain) == 2 * count + sum(5 * size + 1 for size in sizes)
+    require(is_complete, "the codebook of a layer is corrupt.")
     # Lengths of all groups, then the steps of all groups.
     ends = np.cumsum([2 * count, *(size + 1 for size in sizes), *(4 * size for size in sizes)]).tolist()
     parts = [np.frombuffer(plain, np.uint8)[begin:end] for begin, end in pairwise(ends)]
@@ -150,7 +150,7 @@ def decoder(num_experts: int, top_k: int) -> Any:
 
 def learn(numbers: NDArray[np.uint64], escape_bits: int) -> tuple[Codes, int]:
     """Return codes for the sets that come often among `numbers` [n], and the bits that all n then take."""
-    found, counts = np.unique(numbers, return_counts=True)
+    distinct, counts = np.unique(numbers, return_counts=True)
     often = np.flatnonzero(counts >= MIN_COUNT)
     # 2^13 codes of 14 bits fill half of Kraft's sum: likely sets can have shorter ones.
     room = (1 << MAX_CODE_BITS) // 2
@@ -161,7 +161,7 @@ def learn(numbers: NDArray[np.uint64], escape_bits: int) -> tuple[Codes, int]:
     counted = np.append(counts[often], max(1, rare))
     lengths = _lengths(counted)
     bits = int((counted * lengths).sum()) + rare * escape_bits
-    return Codes(numbers=found[often].astype(np.uint64), lengths=lengths), bits
+    return Codes(numbers=distinct[often].astype(np.uint64), lengths=lengths), bits
 
 
 def _lengths(counts: NDArray[np.int64]) -> NDArray[np.uint8]:

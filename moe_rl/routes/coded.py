@@ -35,14 +35,14 @@ class CodedRoutes:
 
         So do rows of -1, and `missing` names them.
         """
-        sink, known = io.BytesIO(), np.ones(len(ids), np.bool_) if valid is None else valid
+        sink, is_valid = io.BytesIO(), np.ones(len(ids), np.bool_) if valid is None else valid
         with RoutesWriter(sink, num_experts=num_experts, top_k=ids.shape[2], layer_ids=range(ids.shape[1])) as writer:
             for start in range(0, max(len(ids), 1), ROWS_AT_ONCE):
                 rows = np.asarray(ids[start : start + ROWS_AT_ONCE])
                 # A row of zeros comes out as zeros either way, and as a gap it takes no bytes.
-                held = known[start : start + ROWS_AT_ONCE] & (rows > 0).any(axis=(1, 2))
+                is_routed = is_valid[start : start + ROWS_AT_ONCE] & (rows > 0).any(axis=(1, 2))
                 missing = (rows == -1).all(axis=(1, 2))
-                writer.add(0, rows, start=start, valid=held, policy_version=-missing.astype(np.int32))
+                writer.add(0, rows, start=start, valid=is_routed, policy_version=-missing.astype(np.int32))
         return cls(sink.getvalue())
 
     def read(self, rows: slice, layers: Sequence[int], out: NDArray[Any]) -> None:
@@ -58,7 +58,7 @@ class CodedRoutes:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        rows, *rest = index if isinstance(index, tuple) else (index,)
+        rows, *axes = index if isinstance(index, tuple) else (index,)
         if isinstance(rows, slice) and rows.step in (None, 1):
             ids = self._reader.ids(self._key, rows)
         else:
@@ -66,10 +66,12 @@ class CodedRoutes:
             ids = np.zeros((*wanted.shape, *self.shape[1:]), self.dtype)
             # Rows in any order, but decoded once each: blocks are read front to back.
             for start in range(0, len(self), ROWS_AT_ONCE):
-                here = (wanted >= start) & (wanted < start + ROWS_AT_ONCE)
-                if here.any():
-                    ids[here] = self._reader.ids(self._key, slice(start, start + ROWS_AT_ONCE))[wanted[here] - start]
-        return ids[(*[slice(None)] * (ids.ndim - 2), *rest)] if rest else ids
+                in_window = (wanted >= start) & (wanted < start + ROWS_AT_ONCE)
+                if in_window.any():
+                    ids[in_window] = self._reader.ids(self._key, slice(start, start + ROWS_AT_ONCE))[
+                        wanted[in_window] - start
+                    ]
+        return ids[(*[slice(None)] * (ids.ndim - 2), *axes)] if axes else ids
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:] if dtype is None else self[:].astype(dtype)

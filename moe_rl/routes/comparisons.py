@@ -60,19 +60,19 @@ def wrong_layers(evidence: Evidence) -> Verdict | None:
 
 def _source_of_layer(evidence: Evidence, layer: int) -> Fault:
     assert evidence.reference is not None
-    mine = evidence.routes[: evidence.both, layer]
+    routes_of_layer = evidence.routes[: evidence.both, layer]
     right = evidence.reference[: evidence.both, layer]
     for lag in LAYER_LAGS:
         begin, end = max(0, lag), evidence.both + min(0, lag)
-        beside = mine[begin - lag : end - lag]
-        if lag and end > begin and agreement(beside, right[begin:end]).mean() >= AGREES:
+        shifted = routes_of_layer[begin - lag : end - lag]
+        if lag and end > begin and agreement(shifted, right[begin:end]).mean() >= AGREES:
             return Fault.SHIFTED
-    for theirs in evidence.reference_of_others:
-        rows = min(len(theirs), evidence.both)
-        same_shape = theirs.shape[1:] == evidence.routes.shape[1:] and rows
-        if same_shape and agreement(mine[:rows], theirs[:rows, layer]).mean() >= AGREES:
+    for foreign in evidence.reference_of_others:
+        rows = min(len(foreign), evidence.both)
+        same_shape = foreign.shape[1:] == evidence.routes.shape[1:] and rows
+        if same_shape and agreement(routes_of_layer[:rows], foreign[:rows, layer]).mean() >= AGREES:
             return Fault.OTHER_SEQUENCE
-    if _renamed(mine[:, None], right[:, None], evidence.num_experts):
+    if _renamed(routes_of_layer[:, None], right[:, None], evidence.num_experts):
         return Fault.PHYSICAL_IDS
     return Fault.UNKNOWN
 
@@ -170,11 +170,11 @@ def rows_of_another_sequence(evidence: Evidence) -> Verdict | None:
     """Most of the foreign rows stand in another sequence of the batch."""
     if not evidence.foreign.any():
         return None
-    mine = evidence.routes[evidence.foreign_rows]
-    for theirs in evidence.reference_of_others:
-        if theirs.shape[1:] != evidence.routes.shape[1:] or not len(theirs):
+    own_rows = evidence.routes[evidence.foreign_rows]
+    for foreign in evidence.reference_of_others:
+        if foreign.shape[1:] != evidence.routes.shape[1:] or not len(foreign):
             continue
-        _, likeness = most_like(mine, theirs, evidence.num_experts)
+        _, likeness = most_like(own_rows, foreign, evidence.num_experts)
         if (likeness >= AGREES).mean() >= MOST:
             return Verdict.on_rows(Fault.OTHER_SEQUENCE, evidence.foreign, agreement=evidence.mean)
     return None
@@ -183,10 +183,10 @@ def rows_of_another_sequence(evidence: Evidence) -> Verdict | None:
 def renamed_experts(evidence: Evidence) -> Verdict | None:
     """The routes are the reference's under other names: physical slots."""
     assert evidence.reference is not None
-    both = evidence.both
+    num_shared = evidence.both
     if evidence.mean is None or not (evidence.foreign.any() or evidence.drifted):
         return None
-    if not _renamed(evidence.routes[:both], evidence.reference[:both], evidence.num_experts):
+    if not _renamed(evidence.routes[:num_shared], evidence.reference[:num_shared], evidence.num_experts):
         return None
     if evidence.foreign.any():
         return Verdict.on_rows(Fault.PHYSICAL_IDS, evidence.foreign, agreement=evidence.mean)

@@ -87,7 +87,7 @@ class Evidence:
         reference: NDArray[np.int64] | None,
         margin: NDArray[np.floating] | None,
         weights: NDArray[np.floating] | None,
-        others: "Sequence[NDArray[np.int64]]",
+        other_routes: "Sequence[NDArray[np.int64]]",
         reference_of_others: "Sequence[NDArray[np.int64]]",
         lengths_of_others: Sequence[int],
     ) -> None:
@@ -101,7 +101,7 @@ class Evidence:
         self.margin = margin
         self.weights = weights
         """[T, L, K] combine weights, or None."""
-        self.others, self.reference_of_others = others, reference_of_others
+        self.others, self.reference_of_others = other_routes, reference_of_others
         """Routes of the other sequences of the batch; what stands for their right routes."""
         self.lengths_of_others = lengths_of_others
         """Rows that each of the others should have."""
@@ -156,8 +156,8 @@ class Evidence:
         They are judged in the rows that are not foreign, where there are enough: foreign rows are wrong in every layer.
         Neighboring tokens of a layer may have most experts in common, so a layer far below the median is wrong, too.
         """
-        own = ~self.foreign
-        rows = own if own.sum() >= JUDGED_ROWS else np.ones(self.both, np.bool_)
+        is_own = ~self.foreign
+        rows = is_own if is_own.sum() >= JUDGED_ROWS else np.ones(self.both, np.bool_)
         agreed = self.agreed[rows]
         flipped = (agreed < 1 - 1e-9).sum(axis=0)
         by_layer = agreed.mean(axis=0)
@@ -189,9 +189,9 @@ class Evidence:
         rows, reference = self.routes[begin : begin + ALIGNED_ROWS], self.reference[begin:]
         lags = align(rows, reference)
         places = np.arange(len(rows)) + lags
-        inside = (places >= 0) & (places < len(reference))
+        is_inside = (places >= 0) & (places < len(reference))
         explained = np.zeros(len(rows), np.bool_)
-        explained[inside] = agreement(rows[inside], reference[places[inside]]).mean(axis=1) >= AGREES
+        explained[is_inside] = agreement(rows[is_inside], reference[places[is_inside]]).mean(axis=1) >= AGREES
         return Alignment(begin=begin, lags=lags, explained=explained)
 
     @cached_property
@@ -232,9 +232,9 @@ def align(rows: NDArray[np.int64], reference: NDArray[np.int64]) -> NDArray[np.i
     best_before = np.zeros((len(rows), len(lags)), np.int64)
     for row in range(len(rows)):
         places = row + lags
-        inside = (places >= 0) & (places < len(reference))
+        is_inside = (places >= 0) & (places < len(reference))
         likeness = np.zeros(len(lags))
-        likeness[inside] = agreement(rows[row][None], reference[places[inside]]).mean(axis=1)
+        likeness[is_inside] = agreement(rows[row][None], reference[places[is_inside]]).mean(axis=1)
         best = int(score.argmax())
         stays = score >= score[best] - CHANGE_COSTS
         best_before[row] = np.where(stays, np.arange(len(lags)), best)

@@ -44,10 +44,10 @@ def padding(evidence: Evidence) -> Verdict | None:
     num_experts, top_k, num_layers = evidence.num_experts, evidence.top_k, evidence.num_layers
     if top_k >= num_experts or num_layers * top_k <= 1 or (top_k == 1 and num_experts <= num_layers):
         return None
-    first = (evidence.sets == np.arange(top_k)).all(axis=(1, 2))
+    is_padding = (evidence.sets == np.arange(top_k)).all(axis=(1, 2))
     flat = evidence.routes.reshape(evidence.num_rows, -1)
     round_robin = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1)
-    filled = first | round_robin
+    filled = is_padding | round_robin
     if evidence.reference is not None:
         # Where the reference takes experts 0 .. K-1, too, they are a choice and no padding.
         filled[: evidence.both] &= evidence.foreign
@@ -71,8 +71,8 @@ def missing_choice(evidence: Evidence) -> Verdict | None:
         if not cells.all():
             continue
         if evidence.reference is not None and expert >= 0:
-            chosen = (evidence.reference == expert).any(axis=2).mean()
-            if chosen > 0.5:
+            share_chosen = (evidence.reference == expert).any(axis=2).mean()
+            if share_chosen > 0.5:
                 continue
         return Verdict(fault=Fault.MISSING_CHOICE, share=1.0)
     return None
@@ -195,9 +195,9 @@ def too_many_rows(evidence: Evidence) -> Verdict | None:
     if rows <= expected + 1:
         return None
     share = (rows - expected) / rows
-    beside = (evidence.sets[1:] == evidence.sets[:-1]).all(axis=(1, 2))
-    if beside.sum() >= rows - expected - 1:
-        return Verdict(fault=Fault.ROWS_TWICE, row=int(np.argmax(beside)) + 1, share=share)
+    repeats = (evidence.sets[1:] == evidence.sets[:-1]).all(axis=(1, 2))
+    if repeats.sum() >= rows - expected - 1:
+        return Verdict(fault=Fault.ROWS_TWICE, row=int(np.argmax(repeats)) + 1, share=share)
     block = repeated_block(evidence)
     return Verdict(fault=Fault.DRAFT_TOKENS, share=share) if block is None else block
 
@@ -230,10 +230,10 @@ def repeated_block(evidence: Evidence) -> Verdict | None:
 def block_of_another(evidence: Evidence) -> Verdict | None:
     """A block of rows stands in another sequence of the batch, at another place: a prompt that both have does not."""
     keys = _row_keys(evidence.sets)
-    for theirs in evidence.others:
-        if theirs.shape[1:] != evidence.routes.shape[1:]:
+    for foreign in evidence.others:
+        if foreign.shape[1:] != evidence.routes.shape[1:]:
             continue
-        place_of = {key: row for row, key in enumerate(_row_keys(np.sort(theirs, axis=2)))}
+        place_of = {key: row for row, key in enumerate(_row_keys(np.sort(foreign, axis=2)))}
         lags = np.array([row - place_of.get(key, row) for row, key in enumerate(keys)], np.int64)
         at_fault = _steady(lags)
         if at_fault.any():
@@ -259,16 +259,16 @@ def _steady(lags: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def routes_of_another(evidence: Evidence) -> Verdict | None:
     """The rows, or some layers of them, stand in another sequence of the batch."""
-    for theirs, length in zip(evidence.others, evidence.lengths_of_others, strict=True):
-        both = min(evidence.num_rows, len(theirs))
-        if both < REPEATED_ROWS or theirs.shape[1:] != evidence.routes.shape[1:]:
+    for foreign, length in zip(evidence.others, evidence.lengths_of_others, strict=True):
+        num_shared = min(evidence.num_rows, len(foreign))
+        if num_shared < REPEATED_ROWS or foreign.shape[1:] != evidence.routes.shape[1:]:
             continue
-        same = (np.sort(theirs[:both], axis=2) == evidence.sets[:both]).all(axis=(0, 2))
+        same = (np.sort(foreign[:num_shared], axis=2) == evidence.sets[:num_shared]).all(axis=(0, 2))
         if same.all():
             # Samples of one prompt may be equal, and then they are equally long.
             if length != evidence.expected:
                 return Verdict(fault=Fault.OTHER_SEQUENCE, share=1.0)
-        elif same.any() and len(theirs) >= evidence.num_rows:
+        elif same.any() and len(foreign) >= evidence.num_rows:
             return Verdict.on_layers(Fault.OTHER_SEQUENCE, np.flatnonzero(same), evidence.num_layers)
     return None
 

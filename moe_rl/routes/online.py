@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 def replay_metrics(
     routes: NDArray[np.integer],
-    own: NDArray[np.integer],
+    own_routes: NDArray[np.integer],
     margin: NDArray[np.floating] | None,
     *,
     num_experts: int,
@@ -26,17 +26,17 @@ def replay_metrics(
 ) -> tuple[dict[str, float], Verdict]:
     """Return the metrics `r3/...` of sampled rows, and the verdict on them.
 
-    `routes` [n, L, K] are what ran, `own` what the trainer's routers choose for the same rows, `margin` [n, L] of that
-    choice, `combine_weights` [n, L, K], where known, those of `routes`. `r3/agreement`: share of `own` in `routes`.
-    `r3/shift`: share of the rows that fit a neighboring token better than their own. `r3/alarm`: 1 where the verdict
-    names a fault.
+    `routes` [n, L, K] are what ran, `own_routes` what the trainer's routers choose for the same rows, `margin` [n, L]
+    of that choice, `combine_weights` [n, L, K], where known, those of `routes`. `r3/agreement`: share of `own_routes`
+    in `routes`. `r3/shift`: share of the rows that fit a neighboring token better than their own. `r3/alarm`: 1 where
+    the verdict names a fault.
     """
 
     def judged() -> Verdict:
         sampled = CheckedSequence(
             routes=routes,
             num_tokens=len(routes) + 1,
-            reference=own,
+            reference=own_routes,
             margin=margin,
             combine_weights=combine_weights,
         )
@@ -48,18 +48,18 @@ def replay_metrics(
         if verdict.fault is fault and verdict.share <= FILLER_SHARE:
             ids = np.sort(routes, axis=2)
             filler = (ids == (np.arange(ids.shape[2]) if fault is Fault.PADDING else ids[..., :1])).all(axis=(1, 2))
-            routes, own = routes[~filler], own[~filler]
+            routes, own_routes = routes[~filler], own_routes[~filler]
             margin = None if margin is None else margin[~filler]
             combine_weights = None if combine_weights is None else combine_weights[~filler]
             verdict = judged()
-    in_place = agreement(routes, own).mean(axis=1)
-    beside = np.zeros(len(routes))
+    in_place = agreement(routes, own_routes).mean(axis=1)
+    margins = np.zeros(len(routes))
     if len(routes) > 1:
-        beside[1:] = agreement(routes[1:], own[:-1]).mean(axis=1)
-        beside[:-1] = np.maximum(beside[:-1], agreement(routes[:-1], own[1:]).mean(axis=1))
+        margins[1:] = agreement(routes[1:], own_routes[:-1]).mean(axis=1)
+        margins[:-1] = np.maximum(margins[:-1], agreement(routes[:-1], own_routes[1:]).mean(axis=1))
     return {
         "r3/agreement": float(in_place.mean()) if len(routes) else 1.0,
-        "r3/shift": float((beside > in_place).mean()) if len(routes) else 0.0,
+        "r3/shift": float((margins > in_place).mean()) if len(routes) else 0.0,
         "r3/alarm": float(verdict.fault is not None),
     }, verdict
 
@@ -92,5 +92,5 @@ def nodes_per_token(routes: NDArray[np.integer], node: NDArray[np.integer], own_
     node = np.broadcast_to(node, (routes.shape[1], node.shape[-1]))
     visited = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
     # Sorted, the first of equal nodes is the one visit.
-    first = np.diff(visited, axis=2, prepend=-1) > 0
-    return float((first & (visited != own_node)).sum(axis=2).mean()) if len(routes) else 0.0
+    is_new = np.diff(visited, axis=2, prepend=-1) > 0
+    return float((is_new & (visited != own_node)).sum(axis=2).mean()) if len(routes) else 0.0

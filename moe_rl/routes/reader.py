@@ -78,18 +78,18 @@ class RoutesReader:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
             scan = ChunkScan(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data)
-            found = list(scan)
+            chunks = list(scan)
             # A copy: a damaged chunk must leave the reader as it was.
             extents = dict(self._extents)
-            for number, chunk in enumerate(found, len(self._chunks)):
-                self._check_same(chunk, found[0])
-                first = 0
+            for number, chunk in enumerate(chunks, len(self._chunks)):
+                self._check_same(chunk, chunks[0])
+                first_row = 0
                 for key, parent, start, rows in chunk.tables.pieces.tolist():
-                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first, rows))
-                    first += rows
-            self._chunks += found
+                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first_row, rows))
+                    first_row += rows
+            self._chunks += chunks
             self._extents = extents
-            self._gaps += [_gap_ends(chunk) for chunk in found]
+            self._gaps += [_gap_ends(chunk) for chunk in chunks]
             self.closed = scan.closed
 
     @property
@@ -151,8 +151,8 @@ class RoutesReader:
             out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
         return out
 
-    def _check_same(self, chunk: Chunk, first: Chunk) -> None:
-        like = (self._chunks[0] if self._chunks else first).tables
+    def _check_same(self, chunk: Chunk, head: Chunk) -> None:
+        like = (self._chunks[0] if self._chunks else head).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
         require(same, "the chunks are of different models: their experts, top-k or layers differ.")
 
@@ -183,28 +183,28 @@ class RoutesReader:
         return np.asarray((gap < 0) | (ends[gap] <= rows)) if len(gaps) else np.ones(extent.rows, np.bool_)
 
     def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
-        first, last = self._routed(extent)
-        if last - first == extent.rows:
-            self._decode_routed(extent.chunk, first, layers, out)
+        start_row, stop_row = self._routed(extent)
+        if stop_row - start_row == extent.rows:
+            self._decode_routed(extent.chunk, start_row, layers, out)
         else:
-            routed = np.empty((last - first, *out.shape[1:]), out.dtype)
-            self._decode_routed(extent.chunk, first, layers, routed)
+            routed = np.empty((stop_row - start_row, *out.shape[1:]), out.dtype)
+            self._decode_routed(extent.chunk, start_row, layers, routed)
             out[self._valid(extent)] = routed
 
-    def _decode_routed(self, number: int, first: int, layers: Sequence[int], out: NDArray[Any]) -> None:
-        """Write the chunk's routed rows from `first` on; a short read keeps its blocks for the next sequence's."""
+    def _decode_routed(self, number: int, start_row: int, layers: Sequence[int], out: NDArray[Any]) -> None:
+        """Write the chunk's routed rows from `start_row` on; a short read keeps its blocks for the next sequence's."""
         chunk, size = self._chunks[number], block_rows(self.top_k)
-        step, end = TILE_BLOCKS * size, first + len(out)
+        step, end = TILE_BLOCKS * size, start_row + len(out)
         with located(self._name or "routes"):
             if len(out) >= step:
                 for begin in range(0, len(out), step):  # all layers of some rows: they are neighbors in memory
                     for place, layer in enumerate(layers):
-                        chunk.decode(layer, first + begin, out[begin : begin + step, place])
+                        chunk.decode(layer, start_row + begin, out[begin : begin + step, place])
                 return
-            for block in range(first // size, -(-end // size)):
-                low, high = max(first, block * size), min(end, (block + 1) * size)
+            for block in range(start_row // size, -(-end // size)):
+                low, high = max(start_row, block * size), min(end, (block + 1) * size)
                 rows = self._block(number, block, tuple(layers), out.dtype)
-                out[low - first : high - first] = rows[low - block * size : high - block * size]
+                out[low - start_row : high - start_row] = rows[low - block * size : high - block * size]
 
     def _block(self, number: int, block: int, layers: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return [n, l, K] the rows of a block: the next short sequence of the chunk often lies in the same one."""
@@ -242,16 +242,16 @@ def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, star
     """Return the extents of the first `start` rows of what `parent` holds."""
     if not start:
         return ()
-    left, kept = start, []
+    left, extents_kept = start, []
     for extent in extents.get(parent, ()):
         if left:
-            kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
-            left -= kept[-1].rows
+            extents_kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
+            left -= extents_kept[-1].rows
     if left:
         raise InvalidInputError(
             f"sequence {key} begins with {start} rows of sequence {parent}, of which {start - left} are in this stream."
         )
-    return tuple(kept)
+    return tuple(extents_kept)
 
 
 def _gap_ends(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -89,8 +89,8 @@ def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int =
     stages = pp_size * vp_size
     require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly over {stages} stages.")
     require(0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size, "the pipeline rank or stage does not exist.")
-    first = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
-    return range(first, first + num_layers // stages)
+    first_layer = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
+    return range(first_layer, first_layer + num_layers // stages)
 
 
 def read_rows(
@@ -101,7 +101,7 @@ def read_rows(
     Filler holds zeros, or slime's round robin over as many experts. Peak memory: the result, and one tile of blocks.
     """
     _, num_layers, top_k = routes[0].shape
-    experts = max(round_robin, *(each.num_experts for each in routes))
+    experts = max(round_robin, *(sequence.num_experts for sequence in routes))
     out = np.zeros((_count(rows), len(layers), top_k), route_dtype(experts))
     begin = 0
     for span in rows:
@@ -140,14 +140,14 @@ def _padded_to(spans: list[Span], rows: int) -> list[Span]:
 
 def _share(spans: Sequence[Span], part: int, parts: int) -> list[Span]:
     """Return one of the parts into which the spans are cut, each of as many rows."""
-    size, kept, at = _count(spans) // parts, [], 0
+    size, spans_kept, at = _count(spans) // parts, [], 0
     begin, end = size * part, size * (part + 1)
     for span in spans:
         low, high = max(begin - at, 0), min(end - at, span.rows)
         if high > low:
-            kept.append(replace(span, first=span.first + low, rows=high - low))
+            spans_kept.append(replace(span, first=span.first + low, rows=high - low))
         at += span.rows
-    return kept
+    return spans_kept
 
 
 def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:

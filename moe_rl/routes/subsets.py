@@ -65,12 +65,12 @@ class Numbering:
 def numbering(num_items: int, low: int, high: int) -> Numbering:
     """Return the numbering of these subsets."""
     table = [[comb(item, place) if place else 0 for item in range(num_items + 1)] for place in range(high + 1)]
-    first = [0]
+    starts = [0]
     for size in range(low, high + 1):
-        first.append(first[-1] + comb(num_items, size))
+        starts.append(starts[-1] + comb(num_items, size))
     # 256 choose 8 has 49 bits; 512 choose 10 (Qwen3-Next) has 69 and needs Python's integers.
-    dtype: Any = np.uint64 if first[-1].bit_length() < 63 else object
-    return Numbering(low=low, high=high, choose=np.array(table, dtype), first=np.array(first, dtype))
+    dtype: Any = np.uint64 if starts[-1].bit_length() < 63 else object
+    return Numbering(low=low, high=high, choose=np.array(table, dtype), first=np.array(starts, dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +102,14 @@ class IndexFields:
             parts.append(pack_bits((numbers >> _like(numbers, shift)) & _like(numbers, (1 << width) - 1), width))
             shift += width
         digits = (numbers >> _like(numbers, shift)).astype(np.uint64)
-        whole = len(digits) - len(digits) % self.group
+        num_whole = len(digits) - len(digits) % self.group
         power = np.array([self.radix**place for place in range(self.group)], np.uint64)
-        words = (digits[:whole].reshape(-1, self.group) * power).sum(axis=1, dtype=np.uint64)
-        rest = int((digits[whole:] * power[: len(digits) - whole]).sum())
+        words = (digits[:num_whole].reshape(-1, self.group) * power).sum(axis=1, dtype=np.uint64)
+        tail_number = int((digits[num_whole:] * power[: len(digits) - num_whole]).sum())
         stream = int.from_bytes(pack_bits(words, self.word_bits(self.group)), "little")
         bits = len(words) * self.word_bits(self.group)
-        tail = self.word_bits(len(digits) - whole)
-        parts.append((stream | rest << bits).to_bytes(-(-(bits + tail) // 8), "little"))
+        tail = self.word_bits(len(digits) - num_whole)
+        parts.append((stream | tail_number << bits).to_bytes(-(-(bits + tail) // 8), "little"))
         return b"".join(parts)
 
 

@@ -39,8 +39,8 @@ class Verdict:
         agreement: float | None = None,
     ) -> "Verdict":
         """Return the verdict on the rows [T] that are marked."""
-        first, share = int(np.argmax(at_fault)), float(at_fault.mean())
-        return cls(fault=fault, row=first, layer=layer, share=share, agreement=agreement)
+        first_fault, share = int(np.argmax(at_fault)), float(at_fault.mean())
+        return cls(fault=fault, row=first_fault, layer=layer, share=share, agreement=agreement)
 
     @classmethod
     def on_cells(cls, fault: Fault, cells: NDArray[np.bool_]) -> "Verdict":

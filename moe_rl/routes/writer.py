@@ -91,17 +91,17 @@ class RoutesWriter:
             rows.ndim == 3 and rows.shape[1:] == expected,
             f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
         )
-        known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
-        require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
+        is_valid = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
+        require(is_valid.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(is_valid.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         # Rows without a route may hold anything, -1 included: as zeros they pass the check of ids.
-        whole = ascending(np.where(known[:, None, None], rows, 0), self.shape)
-        self._refuse_experts_twice(key, start, rows, whole, known)
-        parent, start, skip = self._prefix(key, start, parent, group, whole, known)
-        stored = known[skip:]
+        sets = ascending(np.where(is_valid[:, None, None], rows, 0), self.shape)
+        self._refuse_experts_twice(key, start, rows, sets, is_valid)
+        parent, start, skip = self._prefix(key, start, parent, group, sets, is_valid)
+        stored = is_valid[skip:]
         self._length[key] = start + len(stored)
         self._pieces.append((key, parent, start, len(stored)))
-        columns = {"ids": whole[skip:][stored], "valid": stored, "versions": versions[skip:]}
+        columns = {"ids": sets[skip:][stored], "valid": stored, "versions": versions[skip:]}
         for name, column in columns.items():
             self._columns[name].append(column)
         self._num_rows += len(stored)
@@ -116,7 +116,7 @@ class RoutesWriter:
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         valid, versions = columns["valid"], columns["versions"]
         # One entry per run: a rollout changes its policy a few times, not with every token.
-        first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
+        run_start = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
             columns["ids"],
@@ -124,7 +124,7 @@ class RoutesWriter:
             layer_ids=self.layer_ids,
             pieces=np.array(self._pieces, PIECE),
             gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
-            versions=_runs(first, versions[first]),
+            versions=_runs(run_start, versions[run_start]),
         )
         self._empty_chunk()
         self._sink(data)
@@ -154,10 +154,10 @@ class RoutesWriter:
             self._file.close()
 
     def _refuse_experts_twice(
-        self, key: int, start: int, rows: NDArray[Any], sets: NDArray[Any], known: NDArray[np.bool_]
+        self, key: int, start: int, rows: NDArray[Any], sets: NDArray[Any], is_valid: NDArray[np.bool_]
     ) -> None:
         """Raise where a routed row names an expert twice in a layer; zeros alone stand for a layer without routes."""
-        twice = (sets[..., 1:] == sets[..., :-1]).any(axis=2) & (sets[..., -1] > 0) & known[:, None]
+        twice = (sets[..., 1:] == sets[..., :-1]).any(axis=2) & (sets[..., -1] > 0) & is_valid[:, None]
         if not twice.any():
             return
         row, layer = (int(places[0]) for places in np.nonzero(twice))
@@ -191,14 +191,16 @@ class RoutesWriter:
             if len(self._leaders) > MAX_LEADERS:
                 self._leaders.popitem(last=False)
             return -1, 0, 0
-        leader, first, known = self._leaders[group]
-        both = min(len(ids), len(first), self._length[leader])
-        equal = (ids[:both] == first[:both]).all(axis=(1, 2)) & (valid[:both] == known[:both])
-        shared = both if equal.all() else int(np.argmin(equal))
+        leader, leader_ids, length_known = self._leaders[group]
+        num_shared = min(len(ids), len(leader_ids), self._length[leader])
+        equal = (ids[:num_shared] == leader_ids[:num_shared]).all(axis=(1, 2)) & (
+            valid[:num_shared] == length_known[:num_shared]
+        )
+        shared = num_shared if equal.all() else int(np.argmin(equal))
         return (leader, shared, shared) if shared else (-1, 0, 0)
 
 
-def _runs(first: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
-    runs = np.zeros(len(first), RUN)
-    runs["first"], runs["value"] = first, value
+def _runs(starts: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
+    runs = np.zeros(len(starts), RUN)
+    runs["first"], runs["value"] = starts, value
     return runs

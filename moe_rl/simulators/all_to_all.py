@@ -66,8 +66,8 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
     assert load.routes is not None
     counts, drawn = visits.count_visits(plan, load, topology), np.diff(load.routes.cell_start)
     # 256 drawn of 512 tokens weigh 256 / (256 + 128) = 0.67; where every token was drawn the weight is 1.
-    own = drawn / np.maximum(drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
-    weight = own.reshape(load.tokens.shape[:2])[:, :, None, None]
+    drawn_weight = drawn / np.maximum(drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
+    weight = drawn_weight.reshape(load.tokens.shape[:2])[:, :, None, None]
     counts = replace(
         counts,
         rank_visits=_estimated(counts.rank_visits, rows.rank_visits, weight),
@@ -93,9 +93,11 @@ def _estimated(counted: Floats, independent: Floats, weight: Floats) -> Floats:
 
     Where nothing was counted in any micro-batch the ratio is 1.
     """
-    known = weight > 0
-    seen, alike = (np.where(known, part, 0.0).sum(axis=1, keepdims=True) for part in (counted, independent))
-    ratio = np.divide(seen, alike, out=np.ones_like(seen), where=alike > 0)
+    is_drawn = weight > 0
+    seen, independent_sum = (
+        np.where(is_drawn, part, 0.0).sum(axis=1, keepdims=True) for part in (counted, independent)
+    )
+    ratio = np.divide(seen, independent_sum, out=np.ones_like(seen), where=independent_sum > 0)
     estimated: Floats = weight * counted + (1 - weight) * ratio * independent
     return estimated
 

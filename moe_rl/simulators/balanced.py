@@ -59,8 +59,8 @@ class BalancedBatch(TrainingRun):
 
         def alike(values: Floats) -> Floats:
             # All layers, ranks and nodes are alike: one rank and one node stand for all.
-            one = values[..., :1] if values.ndim == 4 else values
-            return np.broadcast_to(one, (1, 1, model.num_moe_layers, *one.shape[3:]))
+            of_rank = values[..., :1] if values.ndim == 4 else values
+            return np.broadcast_to(of_rank, (1, 1, model.num_moe_layers, *of_rank.shape[3:]))
 
         return cls(
             model=model,
@@ -74,10 +74,10 @@ class BalancedBatch(TrainingRun):
     def memory(self, *, buffers: int = 0) -> MemoryForecast:
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
         # 1F1B lets the first of S stages hold most: S micro-batches against one of the last.
-        held = ceil(in_flight(self.setting, 0))
+        batches_in_flight = ceil(in_flight(self.setting, 0))
         rows, visits, tokens = (
-            np.broadcast_to(one, (1, held, *one.shape[2:]))
-            for one in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
+            np.broadcast_to(per_rank, (1, batches_in_flight, *per_rank.shape[2:]))
+            for per_rank in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
         )
         return forecast_memory(rows, tokens, None, run=self, visits=visits, buffers=buffers)
 
@@ -127,11 +127,11 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
         parts = pricing.seconds(batch.rows, batch.work, micro_batches=8)
         return sum(float(parts[name][0, 0]) for name in (*ROUTED_PARTS, "overlap"))
 
-    half, whole = routed_s(mean // 2), routed_s(mean)
-    alike = setting.sequence_length
-    attended = attention_squares(sequence_lengths if alike is None else np.array([alike], np.int64), model)
-    if alike is not None:
-        attended = lengths * attended / alike
+    half, mean_s = routed_s(mean // 2), routed_s(mean)
+    one_length = setting.sequence_length
+    attended = attention_squares(sequence_lengths if one_length is None else np.array([one_length], np.int64), model)
+    if one_length is not None:
+        attended = lengths * attended / one_length
     waits = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
 
     def host_s(*, moe_layer: bool) -> float:
@@ -145,10 +145,10 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
         sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
         / run.topology.slices_per_dp_rank,
         sequence_tokens=lengths,
-        routed_token_s=2.0 * (whole - half) / mean,
+        routed_token_s=2.0 * (mean_s - half) / mean,
         fixed_s=sum(part.fixed_s for part in waits),
         # A line through T / 2 and T meets zero tokens at twice the first less the second.
-        routed_fixed_s=max(0.0, 2.0 * half - whole),
+        routed_fixed_s=max(0.0, 2.0 * half - mean_s),
         num_layers=model.num_layers,
         num_moe_layers=model.num_moe_layers,
         host_moe_layer_s=host_s(moe_layer=True),

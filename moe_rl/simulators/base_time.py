@@ -73,8 +73,8 @@ class SourceWork:
             np.add.at(cells, (layout.micro_batch, layout.dp_rank), per_sequence)
             if not load.scaled:
                 return _by_source(cells / topology.slices_per_dp_rank, topology)
-            whole = cells.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
-            effective = np.where(recorded > 0, cells / np.maximum(recorded, 1.0), whole)
+            per_token = cells.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
+            effective = np.where(recorded > 0, cells / np.maximum(recorded, 1.0), per_token)
             return tokens * _by_source(effective, topology)
 
         return cls(
@@ -208,24 +208,24 @@ def context_parallel_part(
     if setting.context_parallel_size == 1:
         return LinearTime()
     kind = setting.cp_comm_type or default_cp_comm_type(model, hardware, setting)
-    across, inside = _context_parallel_ranks(hardware, setting)
+    node_count, in_node = _context_parallel_ranks(hardware, setting)
     node_rate, nic_rate = 1e9 * hardware.nvlink_gb_per_s, 1e9 * hardware.rdma_gb_per_s
     key_value, heads = BF16_BYTES * model.key_value_channels, BF16_BYTES * _exchanged_channels(model)
-    beside = core_attention_seconds(model, hardware, backward=backward)
+    attention_s = core_attention_seconds(model, hardware, backward=backward)
     # Backward sends keys and values and gets their gradients; an exchange of heads is repeated for the gradients.
     ring_trips, trips = (2.0, 1.0) if backward else (1.0, 1.0)
     if kind == "a2a":
         parts = setting.context_parallel_size
-        rate = nic_rate if across > 1 else node_rate
+        rate = nic_rate if node_count > 1 else node_rate
         return LinearTime(per_token=trips * heads * (parts - 1) / parts / rate)
     if kind == "a2a+p2p":
-        exchange = trips * heads * (inside - 1) / inside / node_rate
+        exchange = trips * heads * (in_node - 1) / in_node / node_rate
         # A rank's own share of the heads, over the tokens of its node, goes around the nodes.
-        ring = ring_trips * (across - 1) * key_value / nic_rate
-        return LinearTime(per_token=exchange, hidden_per_token=ring, beside_per_square=beside)
-    ring_rate = nic_rate if across > 1 else 1e9 * hardware.nvlink_p2p_gb_per_s
+        ring = ring_trips * (node_count - 1) * key_value / nic_rate
+        return LinearTime(per_token=exchange, hidden_per_token=ring, beside_per_square=attention_s)
+    ring_rate = nic_rate if node_count > 1 else 1e9 * hardware.nvlink_p2p_gb_per_s
     ring = ring_trips * (setting.context_parallel_size - 1) * key_value / ring_rate
-    return LinearTime(hidden_per_token=ring, beside_per_square=beside if kind == "p2p" else 0.0)
+    return LinearTime(hidden_per_token=ring, beside_per_square=attention_s if kind == "p2p" else 0.0)
 
 
 def default_cp_comm_type(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting) -> str:
@@ -238,9 +238,9 @@ def default_cp_comm_type(model: MoeModelSpec, hardware: HardwareSpec, setting: S
     parts = setting.context_parallel_size
     # Every rank needs a query head and, as Transformer Engine checks, a key-value head.
     enough = min(model.num_attention_heads, model.num_query_groups) % (parts * setting.tensor_model_parallel_size) == 0
-    across, _ = _context_parallel_ranks(hardware, setting)
+    node_count, _ = _context_parallel_ranks(hardware, setting)
     ring, exchange = (parts - 1) * model.key_value_channels, _exchanged_channels(model) * (parts - 1) / parts
-    return "a2a" if enough and (across > 1 or exchange < ring) else "p2p"
+    return "a2a" if enough and (node_count > 1 or exchange < ring) else "p2p"
 
 
 def _exchanged_channels(model: MoeModelSpec) -> float:
@@ -254,8 +254,8 @@ def _context_parallel_ranks(hardware: HardwareSpec, setting: StepSetting) -> tup
 
     Megatron numbers TP ranks first, then CP: ranks of TP4 CP8 in nodes of 8 lie on four nodes, two in each.
     """
-    inside = max(1, min(setting.context_parallel_size, hardware.ranks_per_node // setting.tensor_model_parallel_size))
-    return -(-setting.context_parallel_size // inside), inside
+    in_node = max(1, min(setting.context_parallel_size, hardware.ranks_per_node // setting.tensor_model_parallel_size))
+    return -(-setting.context_parallel_size // in_node), in_node
 
 
 def head_parts(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> Parts:
@@ -287,8 +287,8 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     # A dense layer has neither router nor dispatcher: taken as half of the launches.
     layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
     if moe_layer and not setting.fused_grouped_mlp:
-        each = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
-        layer += each * run.model.num_experts / run.topology.ep_size
+        expert_ms = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
+        layer += expert_ms * run.model.num_experts / run.topology.ep_size
     again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
     in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)

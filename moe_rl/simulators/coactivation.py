@@ -66,9 +66,9 @@ def _of_layer(experts: NDArray[np.unsignedinteger], half: NDArray[np.integer], n
     """Return the contingency of [T, K] experts, whose tokens are of two halves."""
     differences, expected = [], np.zeros((num_experts, num_experts))
     for part in (experts[half == 0], experts[half == 1]):
-        chosen = np.zeros((len(part), num_experts), np.float32)
-        np.put_along_axis(chosen, part.astype(np.intp), 1.0, axis=1)
-        together = (chosen.T @ chosen).astype(np.float64)
+        is_chosen = np.zeros((len(part), num_experts), np.float32)
+        np.put_along_axis(is_chosen, part.astype(np.intp), 1.0, axis=1)
+        together = (is_chosen.T @ is_chosen).astype(np.float64)
         np.fill_diagonal(together, 0.0)
         load = together.sum(axis=1)
         independent = np.outer(load, load)

@@ -26,11 +26,11 @@ def expert_shards(topology: ClusterTopology) -> tuple[float, float]:
 
 def _gb_per_s(topology: ClusterTopology, ranks: float, in_one_domain: float) -> float:
     """Return the rate at which each of `ranks` takes part: NVLink's in one domain, else that of the domain's NICs."""
-    hardware, beside = topology.hardware, max(1.0, in_one_domain)
-    if ranks <= beside:
+    hardware, sharing_ranks = topology.hardware, max(1.0, in_one_domain)
+    if ranks <= sharing_ranks:
         return hardware.nvlink_gb_per_s
     # A ring enters and leaves a node once, so the ranks beside each other send over all of their NICs.
-    return min(hardware.nvlink_gb_per_s, beside * (hardware.flat_rdma_gb_per_s or hardware.rdma_gb_per_s))
+    return min(hardware.nvlink_gb_per_s, sharing_ranks * (hardware.flat_rdma_gb_per_s or hardware.rdma_gb_per_s))
 
 
 def collective_seconds(held_bytes: float, ranks: float, gb_per_s: float) -> float:
@@ -53,8 +53,8 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
     def fullest(bytes_each: int) -> float:
         return max(
             sum(
-                collective_seconds(bytes_each * held, *of)
-                for held, of in zip(stage_params(run, stage), shards, strict=True)
+                collective_seconds(bytes_each * params, *of)
+                for params, of in zip(stage_params(run, stage), shards, strict=True)
             )
             for stage in stages
         )
@@ -64,11 +64,11 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
     backward = micro_batch_s - forward
     if setting.use_megatron_fsdp:
         # Backward gathers weights again, and reduces gradients the other way round on the same links.
-        first, second = _exposed(gathered, forward, True), _exposed(gathered + reduced, backward, True)
+        forward_s, second = _exposed(gathered, forward, True), _exposed(gathered + reduced, backward, True)
         back = reduced / (gathered + reduced) if reduced else 0.0
         return {
             "grad_reduce": micro_batches * back * second,
-            "param_gather": micro_batches * (first + (1.0 - back) * second),
+            "param_gather": micro_batches * (forward_s + (1.0 - back) * second),
         }
     return {
         "grad_reduce": _exposed(reduced, backward, setting.overlap_grad_reduce),

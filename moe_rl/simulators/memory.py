@@ -68,12 +68,12 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         """Return the sentence about a pass that is printed before it runs."""
-        said = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
+        sentence = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
         if self.fits:
             most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
-            return f"{said} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
+            return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
         gpu = f"the GPU {self.hbm_bytes / GIB:.1f} GiB"
-        return f"out of memory: {said}, {gpu}; any of these would fit: {'; '.join(self.remedies)}"
+        return f"out of memory: {sentence}, {gpu}; any of these would fit: {'; '.join(self.remedies)}"
 
     @property
     def fits(self) -> bool:
@@ -86,12 +86,12 @@ def saved_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
 
     Inputs of matrix products are kept as they are multiplied, in FP8 as FP8; the first product in bf16.
     """
-    kept = FP8_ROW_BYTES if setting.precision == "fp8" else BF16_BYTES
-    row = 0.0 if "expert_fc1" in setting.offload_modules else kept * model.hidden_size
+    bytes_per_value = FP8_ROW_BYTES if setting.precision == "fp8" else BF16_BYTES
+    row = 0.0 if "expert_fc1" in setting.offload_modules else bytes_per_value * model.hidden_size
     if "moe_act" not in setting.offload_modules:
         row += FIRST_PRODUCT_SAVED * model.moe_ffn_hidden_size
     if "moe_act" not in setting.recompute_modules:
-        row += ACTIVATION_SAVED / BF16_BYTES * kept * model.moe_ffn_hidden_size
+        row += ACTIVATION_SAVED / BF16_BYTES * bytes_per_value * model.moe_ffn_hidden_size
     return row
 
 
@@ -137,16 +137,16 @@ def forecast_memory(
     of_layers = np.arange(layers) * stages // layers if stage is None else np.full(layers, stage)
     most = float(tokens.max(initial=0.0))
 
-    held = _resident_slots(placement)
+    num_resident = _resident_slots(placement)
 
     def forecast(
-        *, recompute: str = setting.recompute, width: int = 1, slots: float = buffers, resident: int = held
+        *, recompute: str = setting.recompute, width: int = 1, slots: float = buffers, resident: int = num_resident
     ) -> MemoryForecast:
         """Return the forecast where every `width` ranks share their rows."""
         how = replace(run, setting=replace(setting, recompute=recompute))
-        common = [_common_parts(how, resident, slots, most, each) for each in range(stages)]
+        common = [_common_parts(how, resident, slots, most, stage) for stage in range(stages)]
         leveled, received = (
-            _leveled(each, width) for each in (rows, rows if setting.dispatcher == "alltoall" else visits)
+            _leveled(values, width) for values in (rows, rows if setting.dispatcher == "alltoall" else visits)
         )
         routed = _routed_bytes(leveled, received, of_layers, how)
         per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]
@@ -163,17 +163,19 @@ def forecast_memory(
             tokens=int(most),
         )
 
-    found, domain, ranks = forecast(), topology.ranks_per_domain, topology.ep_size
-    if found.fits:
-        return found
-    others = {
+    stated_forecast, domain, ranks = forecast(), topology.ranks_per_domain, topology.ep_size
+    if stated_forecast.fits:
+        return stated_forecast
+    alternatives = {
         "recomputation (--recompute-granularity full)": forecast(recompute="full"),
         "replicas that level the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
     }
     if ranks > domain:
-        others["resident copies that level all ranks"] = forecast(width=ranks, resident=max(held, 1))
-    shown = [name for name, other in others.items() if other.fits]
-    return replace(found, remedies=(f"micro-batches of {found.tokens_that_fit:.0%} of the tokens", *shown))
+        alternatives["resident copies that level all ranks"] = forecast(width=ranks, resident=max(num_resident, 1))
+    fitting = [name for name, other in alternatives.items() if other.fits]
+    return replace(
+        stated_forecast, remedies=(f"micro-batches of {stated_forecast.tokens_that_fit:.0%} of the tokens", *fitting)
+    )
 
 
 def _leveled(values: Floats, width: int) -> Floats:
@@ -192,12 +194,14 @@ def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], 
     transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
     updates = not setting.forward_only
     largest = np.stack([rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
-    held = largest
+    rows_in_flight = largest
     if setting.recompute == "none" and updates:
         in_stage = np.stack([rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
-        held = np.stack([_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2)
+        rows_in_flight = np.stack(
+            [_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2
+        )
     arrived = np.stack([received[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
-    routed = held * saved + (largest * transient if updates else 0) + arrived * BF16_BYTES * model.hidden_size
+    routed = rows_in_flight * saved + (largest * transient if updates else 0) + arrived * BF16_BYTES * model.hidden_size
     by_stage: Floats = routed.max(axis=(0, 1))
     return by_stage
 
@@ -209,26 +213,26 @@ def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float
     updates = not setting.forward_only
     layers, moe_layers = model.num_layers / stages, model.num_moe_layers / stages
     sharded = optimizer_params(run, stage)
-    held = sum(stage_params(run, stage))
+    params = sum(stage_params(run, stage))
     if setting.use_megatron_fsdp:
         # Its own share, and the layer that is gathered for use.
-        held = sharded + held / layers
+        params = sharded + params / layers
     micro_batches = in_flight(setting, stage) if updates else 1
-    kept = (
+    saved = (
         _attention_bytes(model, setting) if setting.recompute != "full" and updates else BF16_BYTES * model.hidden_size
     )
     once = _attention_bytes(model, replace(setting, offload_modules=()))
-    last = stage == stages - 1
+    is_last = stage == stages - 1
     foreign = held_expert_bytes(model, setting)
     return {
-        "weights": WEIGHT_BYTES * held,
-        "gradients": gradient_bytes(setting) * held * updates,
+        "weights": WEIGHT_BYTES * params,
+        "gradients": gradient_bytes(setting) * params * updates,
         "optimizer": (1.0 - setting.optimizer_offload_fraction)
         * (MASTER_BYTES + 2 * (BF16_BYTES if setting.bf16_moments else 4))
         * sharded
         * updates,
-        "attention_activations": tokens * (layers * micro_batches * kept + once),
-        "logits": LOGIT_BYTES * tokens * model.vocab_size * last,
+        "attention_activations": tokens * (layers * micro_batches * saved + once),
+        "logits": LOGIT_BYTES * tokens * model.vocab_size * is_last,
         "replica_slots": foreign * buffers,
         "resident_slots": foreign * moe_layers * resident,
     }
@@ -262,8 +266,8 @@ def _resident_slots(placement: ExpertPlacement | None) -> int:
     if placement is None:
         return 0
     filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
-    held = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
-    return max(held, placement.resident_slots)  # their buffers are there, filled or not
+    num_resident = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
+    return max(num_resident, placement.resident_slots)  # their buffers are there, filled or not
 
 
 def dense_params(model: MoeModelSpec) -> float:
@@ -288,13 +292,13 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     product = 1 if setting.precision == "fp8" else BF16_BYTES
     gone, again = setting.offload_modules, setting.recompute_modules
     shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
-    kept = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
-    kept += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))
+    saved = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
+    saved += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))
     if "layernorm" not in again:
-        kept += BF16_BYTES * hidden + ("qkv_linear" not in gone) * product * hidden
+        saved += BF16_BYTES * hidden + ("qkv_linear" not in gone) * product * hidden
     if "mla_up_proj" not in again and "core_attn" not in gone:
-        kept += BF16_BYTES * (model.query_channels + model.key_value_channels)
-    return kept + ("attn_proj" not in gone) * product * outputs
+        saved += BF16_BYTES * (model.query_channels + model.key_value_channels)
+    return saved + ("attn_proj" not in gone) * product * outputs
 
 
 def in_flight(setting: StepSetting, stage: int) -> float:
@@ -311,9 +315,9 @@ def in_flight(setting: StepSetting, stage: int) -> float:
 
 def _window_sum(rows: Floats, width: float) -> Floats:
     """Return [G, M, P] sums over each micro-batch and the `width` - 1 before it, the earliest by its share."""
-    whole = int(width)
+    num_whole = int(width)
     total = np.cumsum(rows, axis=1)
     sums: Floats = total.copy()
-    sums[:, whole:] -= total[:, :-whole]
-    sums[:, whole:] += (width - whole) * rows[:, :-whole]
+    sums[:, num_whole:] -= total[:, :-num_whole]
+    sums[:, num_whole:] += (width - num_whole) * rows[:, :-num_whole]
     return sums

@@ -54,9 +54,9 @@ def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
     layers, node = replicas.num_layers, pricing.topology.node_of_rank
     cell, copied = replicas.index_of_replica(), ~replicas.resident
     home = placement.home_rank[cell % layers, replicas.expert]
-    across = node[home] != node[replicas.physical_id // placement.slots_per_rank]
+    is_crossing = node[home] != node[replicas.physical_id // placement.slots_per_rank]
     counts = np.zeros((2, replicas.num_ep_groups, replicas.num_micro_batches, layers), np.int64)
-    np.add.at(counts.reshape(2, -1), (across[copied].astype(np.int64), cell[copied]), 1)
+    np.add.at(counts.reshape(2, -1), (is_crossing[copied].astype(np.int64), cell[copied]), 1)
     # Under 1F1B only the last stage runs a backward right after its forward.
     stages = setting.pipeline_model_parallel_size
     counts[..., : round(layers * (stages - 1) / stages)] = 0
@@ -79,9 +79,9 @@ def movement_time(plan: Plan, pricing: StepPricing) -> float:
     bounds = np.linspace(0, plan.placement.num_layers, stages + 1).round().astype(int)
     by_stage = []
     for start, stop in pairwise(bounds):
-        crossing, inside = homes[:, :, start:stop].sum(axis=2)
+        crossing, in_node = homes[:, :, start:stop].sum(axis=2)
         moved_s = reorder_time(crossing, hardware.rdma_gb_per_s * 1e9)
-        moved_s += reorder_time(inside, hardware.nvlink_p2p_gb_per_s * 1e9)
+        moved_s += reorder_time(in_node, hardware.nvlink_p2p_gb_per_s * 1e9)
         resident_s = resident_time(params, *copies[:, :, start:stop].sum(axis=2))
         # Stages move side by side, a rank only the layers of its own.
         by_stage.append(moved_s / setting.reorder_interval + resident_s)
@@ -133,19 +133,19 @@ def _by_layer(
 ) -> Ints:
     """Return [2, 2, L, P] counts of moves [n]: across nodes and inside, by source and by destination."""
     moves, node = np.zeros((2, 2, placement.num_layers, placement.ep_size), np.int64), topology.node_of_rank
-    inside = (node[source] == node[destination]).astype(np.int64)
+    in_node = (node[source] == node[destination]).astype(np.int64)
     for direction, rank in enumerate((source, destination)):
-        np.add.at(moves[:, direction], (inside, layer.astype(np.int64), rank), 1)
+        np.add.at(moves[:, direction], (in_node, layer.astype(np.int64), rank), 1)
     return moves
 
 
 def _resident_slots(placement: ExpertPlacement) -> NDArray[np.bool_]:
     """Return [L, slots], True where a slot holds another instance than the expert's home, off the home's rank."""
-    held = placement.physical_to_logical_map
+    slots = placement.physical_to_logical_map
     layer = np.arange(placement.num_layers)[:, None]
-    owner = placement.home_rank[layer, np.maximum(held, 0)]
-    rank = np.arange(held.shape[1]) // placement.slots_per_rank
-    resident: NDArray[np.bool_] = (held >= 0) & (owner != rank)
+    owner = placement.home_rank[layer, np.maximum(slots, 0)]
+    rank = np.arange(slots.shape[1]) // placement.slots_per_rank
+    resident: NDArray[np.bool_] = (slots >= 0) & (owner != rank)
     return resident
 
 

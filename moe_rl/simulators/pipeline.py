@@ -33,10 +33,10 @@ def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]
         return (layers / stages,) * stages
     per_chunk = -(-(layers + 1) // chunks)
     free = per_chunk * chunks - layers
-    last = 1 if free == 2 and prediction == 0 else min(free, per_chunk - prediction)
+    num_last = 1 if free == 2 and prediction == 0 else min(free, per_chunk - prediction)
     split = [float(per_chunk * virtual)] * stages
-    split[-1] -= last
-    for place in range(free - last):
+    split[-1] -= num_last
+    for place in range(free - num_last):
         split[place % max(1, stages - 1)] -= 1
     return tuple(split)
 
@@ -64,8 +64,8 @@ def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     virtual = setting.num_virtual_stages
     if setting.pipeline_model_parallel_size == 1:
         return 0.0
-    inside = hardware.ranks_per_node > LARGE_DOMAIN
-    rate = 1e9 * (hardware.nvlink_gb_per_s if inside else hardware.rdma_gb_per_s)
+    in_domain = hardware.ranks_per_node > LARGE_DOMAIN
+    rate = 1e9 * (hardware.nvlink_gb_per_s if in_domain else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
     window = 0.0 if virtual == 1 else stage_s
     sent = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate

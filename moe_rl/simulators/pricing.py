@@ -35,7 +35,7 @@ class StepPricing(TrainingRun):
         """Return the pricing of a run as if no other work hid the transfer of replicas."""
         setting, topology = run.setting, run.topology
         settings = [setting, *[replace(setting, forward_only=True, log_prob_passes=0)] * setting.log_prob_passes]
-        passes = tuple(one.layer_cost_params(run.model, topology) for one in settings)
+        passes = tuple(setting.layer_cost_params(run.model, topology) for setting in settings)
         return cls(model=run.model, topology=setting.perturbed(topology), setting=setting, passes=passes)
 
     @classmethod
@@ -173,8 +173,8 @@ class StepPricing(TrainingRun):
         if self.setting.overlap_all_to_all and params.backward_passes > 0:
             computation = whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
             exposed = exposed_time(all_to_all, computation, self.setting.software.overlap_left)
-            beside: Floats = steady * (all_to_all - exposed)
-            return beside
+            overlapped: Floats = steady * (all_to_all - exposed)
+            return overlapped
         if self.setting.overlap_shared_experts:
             return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
         return np.zeros(all_to_all.shape)
@@ -186,18 +186,18 @@ class StepPricing(TrainingRun):
         window that sequences with so many attention squares per token leave it.
         """
         dense = self.model.num_layers - self.model.num_moe_layers
-        found = [LinearTime()] * 3
+        of_passes = [LinearTime()] * 3
         for params in self.passes:
             prediction = self._prediction_layers(params)
             for backward, times in self._phases(params):
                 for moe_layer, layers in ((True, self.model.num_moe_layers + prediction), (False, dense)):
                     linear = self._layer_parts(backward=backward, moe_layer=moe_layer)
                     parts = {name: part.exposed(squares_per_token) for name, part in linear.items()}
-                    found[backward] = found[backward].plus(parts, times * layers)
+                    of_passes[backward] = of_passes[backward].plus(parts, times * layers)
                 # The output layer is never computed again, however often a layer's forward runs.
                 head = head_parts(self.model, self.topology.hardware, backward=backward)
-                found[2] = found[2].plus(head, 1 + prediction)
-        return tuple(found)
+                of_passes[2] = of_passes[2].plus(head, 1 + prediction)
+        return tuple(of_passes)
 
     def _phases(self, params: LayerCostParams) -> list[tuple[bool, int]]:
         """Return (backward, how often) of every phase of a pass: full recomputation runs forward twice."""

@@ -23,9 +23,9 @@ class NamedTrace:
 
         Raises `InvalidInputError` for an option that this generator does not have.
         """
-        known = self.config.__slots__
+        names = self.config.__slots__
         for option in options:
-            require(option in known, f"this trace has no option {option!r}.{nearest_name(option, known)}")
+            require(option in names, f"this trace has no option {option!r}.{nearest_name(option, names)}")
         return replace(self, config=replace(self.config, **options))  # type: ignore[arg-type]
 
     def like(self, trace: RoutingTrace) -> "NamedTrace":

@@ -186,8 +186,10 @@ class RlStep:
     @property
     def step_time_s(self) -> float:
         """Seconds from one weight sync to the next."""
-        both = max(self.rollout_s, self.training_s) if self.beside else self.rollout_s + self.training_s
-        return both + self.parts_s["offload"] + self.parts_s["weight_sync"]
+        rollout_and_training_s = (
+            max(self.rollout_s, self.training_s) if self.beside else self.rollout_s + self.training_s
+        )
+        return rollout_and_training_s + self.parts_s["offload"] + self.parts_s["weight_sync"]
 
 
 def rl_step(
@@ -340,20 +342,20 @@ def _waves(lengths: Floats, in_flight: int, slots: int) -> list[_Wave]:
     rng = np.random.default_rng(0)
     # Steps train on the same lengths in another order, with as many more as are in flight at the end.
     stream = np.concatenate([rng.permutation(lengths) for _ in range(steps + -(-in_flight // count))])
-    left, done, waves, taken = stream[:in_flight], np.zeros(in_flight), [], in_flight
+    left, done, waves, num_started = stream[:in_flight], np.zeros(in_flight), [], in_flight
     new = in_flight
     for _ in range(steps):
         start, end = _scheduled(left, slots)
         order = np.argsort(end, kind="stable")
-        last = float(end[order[count - 1]])
-        start, end = np.minimum(start, last), np.minimum(end, last)
-        waves.append(_Wave(start=start, end=end, done=done, iterations=last, new=new))
+        last_end = float(end[order[count - 1]])
+        start, end = np.minimum(start, last_end), np.minimum(end, last_end)
+        waves.append(_Wave(start=start, end=end, done=done, iterations=last_end, new=new))
         left, done = left - (end - start), done + (end - start)
         # Exactly N samples end. Where more end at once, the others are done when the next step begins.
         going = np.sort(order[count:])
-        left = np.concatenate([left[going], stream[taken : taken + count]])
+        left = np.concatenate([left[going], stream[num_started : num_started + count]])
         done = np.concatenate([done[going], np.zeros(count)])
-        taken, new = taken + count, count
+        num_started, new = num_started + count, count
     return waves
 
 
@@ -380,8 +382,8 @@ class _Engine:
         experts = float(model.num_moe_layers * model.num_experts * model.expert_params)
         self.fixed_bytes = weight * (all_params(model) - experts) / self.attending
         self.expert_bytes = weight * experts / size
-        held = self.fixed_bytes + self.expert_bytes
-        self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - held
+        weight_bytes = self.fixed_bytes + self.expert_bytes
+        self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - weight_bytes
         require(
             self.room_bytes > 0,
             f"an engine of {size} GPUs of {hardware.name} does not hold the weights of {model.name}: engine_size.",
@@ -401,8 +403,8 @@ class _Engine:
         self.flops_per_s = DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size  # of all its GPUs
         latency_us = 0.0
         if size > 1:
-            across = size > hardware.ranks_per_node
-            latency_us = hardware.inter_node_latency_us if across else hardware.intra_node_latency_us
+            crosses_nodes = size > hardware.ranks_per_node
+            latency_us = hardware.inter_node_latency_us if crosses_nodes else hardware.intra_node_latency_us
         # A layer of a tensor-parallel engine waits for two all-reduces: after attention and after the experts.
         layer_s = FITTED["decode_layer_s"] + 2e-6 * latency_us
         layers = model.num_layers + setting.draft_tokens
@@ -414,8 +416,8 @@ class _Engine:
     def most_samples(self, context: float) -> int:
         """Return how many samples of so many tokens of context the engine decodes at once."""
         per_gpu = self.room_bytes / (self.cache_bytes * max(context, 1.0))
-        held = int(per_gpu * self.setting.engine_size / self.attending)
-        return max(1, min(self.setting.max_running_samples, held))
+        samples = int(per_gpu * self.setting.engine_size / self.attending)
+        return max(1, min(self.setting.max_running_samples, samples))
 
     def seconds(self, batch: Floats, context: Floats | float) -> Floats:
         """Return seconds of an iteration with `batch` samples that hold `context` tokens in all; [...] each."""
@@ -454,16 +456,16 @@ class _Engine:
         edges = np.linspace(0.0, wave.iterations, BINS + 1)
         middle = (edges[1:] + edges[:-1]) / 2
         begun, ended = np.argsort(wave.start), np.argsort(wave.end)
-        first = np.searchsorted(wave.start[begun], middle, side="right")
-        last = np.searchsorted(wave.end[ended], middle, side="right")
+        num_begun = np.searchsorted(wave.start[begun], middle, side="right")
+        num_ended = np.searchsorted(wave.end[ended], middle, side="right")
         # A running sample has decoded done + (now - start) iterations.
         behind = wave.done - wave.start
-        offset = np.cumsum([0.0, *behind[begun]])[first] - np.cumsum([0.0, *behind[ended]])[last]
-        running = (first - last).astype(np.float64)
+        offset = np.cumsum([0.0, *behind[begun]])[num_begun] - np.cumsum([0.0, *behind[ended]])[num_ended]
+        running = (num_begun - num_ended).astype(np.float64)
         context = running * prompt_tokens + setting.accepted_tokens * (offset + running * middle)
         batch = np.maximum(running / setting.num_engines, np.minimum(running, 1.0))
-        held = context / np.maximum(running, 1.0) * batch
-        decoding = float(self.seconds(batch, held).sum()) * wave.iterations / BINS
+        context_held = context / np.maximum(running, 1.0) * batch
+        decoding = float(self.seconds(batch, context_held).sum()) * wave.iterations / BINS
         # New weights make the cache of carried samples stale: they are prefilled again.
         prompts = wave.new * prompt_tokens / setting.samples_per_prompt
         again = float((prompt_tokens + setting.accepted_tokens * wave.done)[wave.done > 0].sum())

@@ -41,8 +41,8 @@ def trainer_seconds(
     for name, size in (("TP x CP x PP", slices * stages), ("EP x PP", ep_size * stages)):
         require(train_gpus % size == 0, f"{name} = {size} does not divide the {train_gpus} training GPUs.")
     ranks = train_gpus // (slices * stages)
-    each = np.array_split(np.asarray(lengths, np.int64), mini_batches)
-    bins = [first_fit(one, micro_batch_tokens) for one in each if len(one)]
+    batches = np.array_split(np.asarray(lengths, np.int64), mini_batches)
+    bins = [first_fit(batch, micro_batch_tokens) for batch in batches if len(batch)]
     if not bins:
         return 0.0, 0.0
     topology = ClusterTopology(
@@ -52,7 +52,7 @@ def trainer_seconds(
         ranks_per_node=min(hardware.ranks_per_node, ep_size),
     )
     # Ranks run in step: a mini-batch of 33 bins on 32 ranks takes two micro-batches of all of them.
-    counts = [-(-len(one) // ranks) for one in bins]
+    counts = [-(-len(bin_loads) // ranks) for bin_loads in bins]
     tokens = int(lengths.sum()) / (sum(counts) * ranks * slices)
     # Attention costs the sum of squared lengths: sequences of sum(n^2) / sum(n) tokens cost as much.
     squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
@@ -68,7 +68,7 @@ def first_fit(lengths: NDArray[np.int64], token_budget: int) -> list[int]:
     """Return the tokens of micro-batches packed first-fit, longest first; one that is over the budget is alone."""
     bins: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
-        place = next((index for index, held in enumerate(bins) if held + length <= token_budget), None)
+        place = next((index for index, tokens in enumerate(bins) if tokens + length <= token_budget), None)
         if place is None:
             bins.append(length)
         else:

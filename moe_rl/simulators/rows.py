@@ -21,9 +21,9 @@ NEVER = math.log(np.finfo(np.float64).eps)
 
 def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> Floats:
     """Return [..., N, N] copies from node to node, from [..., N or P] by NIC, when all other nodes send as many."""
-    others = max(1, topology.num_nodes - 1)
+    num_others = max(1, topology.num_nodes - 1)
     per_nic = nic_ingress.reshape(*nic_ingress.shape[:-1], topology.num_nodes, -1).mean(axis=-1)
-    into = per_nic[..., None, :] * topology.ranks_per_domain / others
+    into = per_nic[..., None, :] * topology.ranks_per_domain / num_others
     copies: Floats = into * ~np.eye(topology.num_nodes, dtype=np.bool_)
     return copies
 
@@ -49,15 +49,15 @@ def uniform_rows(
     tokens = np.broadcast_to(load.tokens.sum(axis=2)[:, :, None].astype(np.float64), pairs.shape)
     # Layers and micro-batches repeat few ratios of pairs to tokens: visits are computed once for each.
     kinds, which = np.unique(pairs / np.maximum(tokens, 1.0), return_inverse=True)
-    picked, one = np.repeat(kinds[:, None] / experts, experts, axis=1), np.ones(len(kinds))
+    picked, weight = np.repeat(kinds[:, None] / experts, experts, axis=1), np.ones(len(kinds))
     home_rank = np.arange(experts)[None, :] // per_rank
     rank_stays, node_stays = (
         _distinct_log_stays(kinds, experts, int(place[-1]) + 1)
         if distinct and limit is None
-        else PlacedRows.homes_only(picked, home_rank, place).log_stays(one, picked, limit)
+        else PlacedRows.homes_only(picked, home_rank, place).log_stays(weight, picked, limit)
         for place in (np.arange(ranks), topology.node_of_rank)
     )
-    visits = visits_of_stays(rank_stays, node_stays, one)
+    visits = visits_of_stays(rank_stays, node_stays, weight)
     mean_tokens = (tokens / ranks)[..., None]
     rank_visits, ingress, egress = (mean_tokens * part[which.reshape(pairs.shape)] for part in visits)
     rows = np.broadcast_to((pairs / ranks)[..., None], (*pairs.shape, ranks))
@@ -124,13 +124,13 @@ def _fewest_visits(
     tokens = load.tokens.sum(axis=2)[:, :, None].astype(np.float64)
     picked = np.minimum(per_expert / np.maximum(tokens, 1.0)[..., None], 1.0)
     choices = picked.sum(axis=3)
-    some = -np.expm1(-choices)
+    share = -np.expm1(-choices)
     if limit is not None:
         drawn, within = limit.group_shares(picked.reshape(-1, load.num_experts))
         missed = log_stay(drawn * -np.expm1(-within / drawn)).sum(axis=1)
-        some = -np.expm1(missed).reshape(some.shape)
-    rank_visits = np.maximum(choices / slots_per_rank, some)
-    node_visits = np.maximum(choices / (slots_per_rank * topology.ranks_per_domain), some)
+        share = -np.expm1(missed).reshape(share.shape)
+    rank_visits = np.maximum(choices / slots_per_rank, share)
+    node_visits = np.maximum(choices / (slots_per_rank * topology.ranks_per_domain), share)
     # One of the nodes that a token visits may be its own.
     remote = np.maximum(node_visits - 1.0, 0.0) * float(topology.num_nodes > 1)
     return tokens / ranks * rank_visits, tokens / ranks * remote

@@ -73,8 +73,8 @@ def _times(result: SimulationResult) -> dict[str, float]:
 
 def _turned(base: Mapping[str, float], times: Mapping[str, float]) -> list[tuple[str, str]]:
     turned = []
-    for one, other in combinations(base, 2):
-        faster, slower = (one, other) if base[one] <= base[other] else (other, one)
+    for policy, other in combinations(base, 2):
+        faster, slower = (policy, other) if base[policy] <= base[other] else (other, policy)
         told_apart = base[slower] > base[faster] * (1 + TIE)
         if told_apart and times[faster] > times[slower] * (1 + TIE):
             turned.append((faster, slower))

@@ -131,9 +131,9 @@ class StepSetting:
 
     def perturbed(self, topology: ClusterTopology) -> ClusterTopology:
         """Return the topology with this setting's factors on its hardware."""
-        known = topology.hardware.__slots__
+        names = topology.hardware.__slots__
         for name in self.perturbation:
-            require_known(name, known, f"perturbation: the hardware has no constant {name!r}.")
+            require_known(name, names, f"perturbation: the hardware has no constant {name!r}.")
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
     def layer_cost_params(self, model: MoeModelSpec, topology: ClusterTopology) -> LayerCostParams:

@@ -45,7 +45,7 @@ def simulate_policies(
     experts are taken as independent. `destinations` keeps where the rows of the plans go from one call to the next, for
     calls in which nothing but constants changes.
     """
-    known = {} if destinations is None else destinations
+    destinations_by_policy = {} if destinations is None else destinations
     own_loads = loads or {}
     _check(plans, step, own_loads)
     pricing = StepPricing.of(step)
@@ -54,7 +54,9 @@ def simulate_policies(
         for name, plan in plans.items()
     }
     static_plan, bounds = _static_plan(step.load, step.layout), dict[tuple[int, int], PolicyResult]()
-    static = _policy("static", static_plan, pricing, step, _placed(YARDSTICK, static_plan, pricing, step, known))
+    static = _policy(
+        "static", static_plan, pricing, step, _placed(YARDSTICK, static_plan, pricing, step, destinations_by_policy)
+    )
     balanced = _forced_balance(pricing, step)
     phi = _phi(balanced)
 
@@ -67,22 +69,22 @@ def simulate_policies(
 
     def result(name: str) -> PolicyResult:
         plan, under = plans[name], steps[name]
-        return _policy(name, plan, pricing, under, _placed(name, plan, pricing, under, known))
+        return _policy(name, plan, pricing, under, _placed(name, plan, pricing, under, destinations_by_policy))
 
-    def compared(one: PolicyResult, ideal: PolicyResult) -> PolicyResult:
+    def compared(outcome: PolicyResult, ideal: PolicyResult) -> PolicyResult:
         """Return the result with its ratios, `ideal` being its lower bound; a step that takes no time has none."""
-        seconds = one.step_time_s
+        seconds = outcome.step_time_s
         if seconds <= 0:
-            return one
+            return outcome
         prediction = replace(
-            one.prediction,
-            tokens_per_s=one.tokens / seconds,
+            outcome.prediction,
+            tokens_per_s=outcome.tokens / seconds,
             speedup_vs_static=static.step_time_s / seconds,
             fraction_of_forced_balance=balanced.step_time_s / seconds,
             fraction_of_ideal=ideal.step_time_s / seconds,
             phi=phi,
         )
-        return replace(one, prediction=prediction)
+        return replace(outcome, prediction=prediction)
 
     # A policy's arrays are its own, and numpy and the core let other threads run.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -92,10 +94,10 @@ def simulate_policies(
     of_policies = {name: bound(plan, steps[name]) for name, plan in plans.items()}
     ideal = min(
         [of_static, *of_policies.values()],
-        key=lambda one: (one.step_time_s, one.prediction.inter_node_copies_per_token or 0.0),
+        key=lambda outcome: (outcome.step_time_s, outcome.prediction.inter_node_copies_per_token or 0.0),
     )
     return SimulationResult(
-        policies={name: compared(one, of_policies[name]) for name, one in results.items()},
+        policies={name: compared(outcome, of_policies[name]) for name, outcome in results.items()},
         static=compared(static, of_static),
         forced_balance=compared(balanced, of_static),
         ideal=compared(ideal, ideal),
@@ -123,12 +125,12 @@ def _phi(balanced: PolicyResult) -> float | None:
 
 
 def _placed(
-    key: str, plan: Plan, pricing: StepPricing, step: TrainingStep, known: DestinationsByPolicy
+    key: str, plan: Plan, pricing: StepPricing, step: TrainingStep, destinations_by_policy: DestinationsByPolicy
 ) -> Destinations:
-    """Return where the plan's rows go, from `known` if they were asked for before."""
-    if key not in known:
-        known[key] = pricing.destinations(plan, step.load)
-    return known[key]
+    """Return where the plan's rows go, from `destinations_by_policy` if they were asked for before."""
+    if key not in destinations_by_policy:
+        destinations_by_policy[key] = pricing.destinations(plan, step.load)
+    return destinations_by_policy[key]
 
 
 def _policy(name: str, plan: Plan, pricing: StepPricing, step: TrainingStep, placed: Destinations) -> PolicyResult:
@@ -177,7 +179,7 @@ def _timed(
     prediction: StepPrediction,
     pricing: StepPricing,
     work: SourceWork,
-    found: Destinations,
+    destinations: Destinations,
     *,
     plan: Plan | None = None,
     buffers: float = 0.0,
@@ -188,7 +190,7 @@ def _timed(
     Only a plan moves experts and holds copies of them; `buffers` are those of its replicas. Memory is forecast for
     `most_rows` [G, M, L, P], where they are known: buffers must hold them.
     """
-    rows, seconds = found.rows, pricing.seconds(found.rows, work)
+    rows, seconds = destinations.rows, pricing.seconds(destinations.rows, work)
     topology, slower = pricing.topology, pricing.setting.software.everything
     micro_batch_s = slower * whole(seconds)
     running = (micro_batch_s > 0).sum(axis=1).tolist()
@@ -203,14 +205,14 @@ def _timed(
     breakdown["reorder"] = movement_time(plan, pricing) if plan else 0.0
     breakdown = {name: slower * seconds for name, seconds in breakdown.items()}
     placement = plan.placement if plan else None
-    held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
-    memory = forecast_memory(held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
+    rows_held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
+    memory = forecast_memory(rows_held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
     sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
-    if found.between_nodes is not None:
-        sent = float(found.between_nodes.sum())
-        between = (found.between_nodes / max(1, sum(running) * layers)).tolist()
+    if destinations.between_nodes is not None:
+        sent = float(destinations.between_nodes.sum())
+        between = (destinations.between_nodes / max(1, sum(running) * layers)).tolist()
     return PolicyResult(
         prediction=replace(
             prediction,
@@ -223,7 +225,7 @@ def _timed(
             reorder_share=breakdown["reorder"] / step_s if step_s > 0 else None,
         ),
         memory=memory,
-        visit_difference=found.difference,
+        visit_difference=destinations.difference,
         rank_load=rows.rows,
         micro_batch_s=micro_batch_s,
         group=group,

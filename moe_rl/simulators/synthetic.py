@@ -174,13 +174,13 @@ def synthetic_pieces(model: SequenceModel) -> Iterator[RoutingTrace]:
 
 
 def _joined(pieces: list[RoutingTrace]) -> RoutingTrace:
-    first = pieces[0]
+    head = pieces[0]
     if len(pieces) == 1:
-        return first
+        return head
     return generated_step(
         np.concatenate([piece.routed_experts for piece in pieces]),
         np.concatenate([piece.sequence_lengths for piece in pieces]),
-        num_experts=first.num_experts,
+        num_experts=head.num_experts,
         **{name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in SEQUENCE_FIELDS},
     )
 
@@ -208,19 +208,19 @@ def _one_step(
     lengths = np.maximum(MIN_LENGTH, np.floor(lengths)).astype(np.int64)
     first_sample, first_group = step * num_sequences, step * (int(group[-1]) + 1)
     groups_at_once = max(1, BATCH_VALUES // (group_size * model.num_layers * model.num_experts))
-    for first in range(0, num_sequences, groups_at_once * group_size):
-        batch = np.arange(first, min(num_sequences, first + groups_at_once * group_size))
+    for start in range(0, num_sequences, groups_at_once * group_size):
+        batch = np.arange(start, min(num_sequences, start + groups_at_once * group_size))
         sequence_logits = logits[group[batch] % model.num_domains]
         sequence_logits += _sequence_logits(model, group[batch], rng)
         keys = rng.integers(0, 1 << 64, sequence_logits.shape[:2], np.uint64)
-        for some in _runs(lengths[batch], _most_rows(model)):
-            rows = lengths[batch[some]]
+        for run in _runs(lengths[batch], _most_rows(model)):
+            rows = lengths[batch[run]]
             yield generated_step(
-                _routes(model, sequence_logits[some], keys[some], rows, topics, rng),
+                _routes(model, sequence_logits[run], keys[run], rows, topics, rng),
                 rows,
                 num_experts=model.num_experts,
-                sample_id=first_sample + batch[some],
-                group_id=first_group + group[batch[some]],
+                sample_id=first_sample + batch[run],
+                group_id=first_group + group[batch[run]],
                 step=np.full(len(rows), step),
             )
 
@@ -244,41 +244,43 @@ def _routes(
 ) -> NDArray[np.unsignedinteger]:
     """Return the routes [T, L, K] of sequences with `logits` [n, L, E], `keys` [n, L] and `rows` [n] tokens."""
     ends = np.cumsum(rows)
-    first = ends - rows
+    run_start = ends - rows
     if model.num_topics:
         # To the noise a stretch of tokens on one topic is a sequence of its own.
         begins = rng.random(int(ends[-1])) < 1 / model.topic_tokens
-        begins[first] = True
-        first = np.flatnonzero(begins)
-        sequence = np.searchsorted(ends, first, side="right")
-        rows = np.diff(first, append=ends[-1])
-        logits = logits[sequence] + topics[rng.integers(0, model.num_topics, len(first))]
+        begins[run_start] = True
+        run_start = np.flatnonzero(begins)
+        sequence = np.searchsorted(ends, run_start, side="right")
+        rows = np.diff(run_start, append=ends[-1])
+        logits = logits[sequence] + topics[rng.integers(0, model.num_topics, len(run_start))]
         keys = rng.integers(0, 1 << 64, logits.shape[:2], np.uint64)
     ranked = model.num_experts if model.expert_group_top_k else model.top_k
     routes = np.empty((int(ends[-1]), model.num_layers, ranked), route_dtype(model.num_experts))
-    draw_routes(routes, logits=logits, keys=keys, first_row=first, lengths=rows, persistence=model.token_persistence)
+    draw_routes(
+        routes, logits=logits, keys=keys, first_row=run_start, lengths=rows, persistence=model.token_persistence
+    )
     return _of_best_groups(model, routes) if model.expert_group_top_k else routes
 
 
 def _of_best_groups(model: SequenceModel, ranked: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
     """Return [T, L, K], the first experts of `ranked` [T, L, E] in the groups whose best expert stands highest."""
     group = ranked // np.asarray(model.num_experts // model.num_expert_groups, ranked.dtype)
-    best = np.stack([(group == one).argmax(axis=2) for one in range(model.num_expert_groups)], axis=2)
-    last = np.sort(best, axis=2)[:, :, model.expert_group_top_k - 1, None]
-    eligible = np.take_along_axis(best, group.astype(np.intp), axis=2) <= last
-    chosen = eligible & (np.cumsum(eligible, axis=2) <= model.top_k)
-    return ranked[chosen].reshape(*ranked.shape[:2], model.top_k)
+    best = np.stack([(group == index).argmax(axis=2) for index in range(model.num_expert_groups)], axis=2)
+    threshold = np.sort(best, axis=2)[:, :, model.expert_group_top_k - 1, None]
+    eligible = np.take_along_axis(best, group.astype(np.intp), axis=2) <= threshold
+    is_chosen = eligible & (np.cumsum(eligible, axis=2) <= model.top_k)
+    return ranked[is_chosen].reshape(*ranked.shape[:2], model.top_k)
 
 
 def _runs(lengths: NDArray[np.int64], most_rows: int) -> Iterator[slice]:
     """Yield runs of sequences with at most `most_rows` rows together; a longer sequence is a run of its own."""
     ends = np.cumsum(lengths)
-    first = 0
-    while first < len(lengths):
-        before = int(ends[first] - lengths[first])
-        stop = max(first + 1, int(np.searchsorted(ends, before + most_rows, side="right")))
-        yield slice(first, stop)
-        first = stop
+    start = 0
+    while start < len(lengths):
+        before = int(ends[start] - lengths[start])
+        stop = max(start + 1, int(np.searchsorted(ends, before + most_rows, side="right")))
+        yield slice(start, stop)
+        start = stop
 
 
 def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float32]:
@@ -286,6 +288,6 @@ def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.ran
     nth_group = group - group[0]
     shape = (model.num_layers, model.num_experts)
     shared = rng.standard_normal((int(nth_group[-1]) + 1, *shape), np.float32)[nth_group]
-    own = rng.standard_normal((len(group), *shape), np.float32)
-    mixed: NDArray[np.float32] = math.sqrt(model.group_share) * shared + math.sqrt(1 - model.group_share) * own
+    noise = rng.standard_normal((len(group), *shape), np.float32)
+    mixed: NDArray[np.float32] = math.sqrt(model.group_share) * shared + math.sqrt(1 - model.group_share) * noise
     return np.float32(model.sequence_sigma) * mixed

@@ -41,8 +41,8 @@ def step_timeline(
     `step` has the plan's layout, and the load under it.
     """
     load, setting = step.load, step.setting
-    chosen = range(load.num_micro_batches) if micro_batches is None else micro_batches
-    for micro_batch in chosen:
+    shown_batches = range(load.num_micro_batches) if micro_batches is None else micro_batches
+    for micro_batch in shown_batches:
         require(
             0 <= micro_batch < load.num_micro_batches,
             f"micro-batch {micro_batch} is outside 0 .. {load.num_micro_batches - 1}.",
@@ -51,7 +51,7 @@ def step_timeline(
     pricing = StepPricing.of(step)
     rows = pricing.destinations(plan, load).rows
     drawing = _Drawing(pricing, rows, SourceWork.of(step), group)
-    for micro_batch in chosen:
+    for micro_batch in shown_batches:
         if load.tokens[group, micro_batch].any():
             drawing.draw(micro_batch, updates=not setting.forward_only, recompute=setting.recompute)
     return drawing.events
@@ -63,8 +63,8 @@ def chrome_json(timelines: Mapping[str, Iterable[TimelineEvent]], *, ranks_per_n
     processes: dict[str, int] = {}
     threads: set[tuple[int, int]] = set()
 
-    def name(kind: str, said: str, process: int, thread: int = 0) -> None:
-        events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": said}})
+    def name(kind: str, title: str, process: int, thread: int = 0) -> None:
+        events.append({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": title}})
 
     for policy, timeline in timelines.items():
         for event in timeline:
@@ -152,10 +152,10 @@ class _Drawing:
     def _experts(self, layer: int, phase: str = "", *, backward: bool = False) -> None:
         transfer = float(self.all_to_all[self.micro_batch, layer])
         # Backward sends gradients the way back: combine's rows go out again, dispatch's come home.
-        first, last = ("combine", "dispatch") if backward else ("dispatch", "combine")
-        self._together(first + phase, transfer, layer)
+        opening, ending = ("combine", "dispatch") if backward else ("dispatch", "combine")
+        self._together(opening + phase, transfer, layer)
         self._compute("expert_gemm" + phase, self.gemm[backward][self.micro_batch, layer], layer, rows=True)
-        self._together(last + phase, transfer, layer)
+        self._together(ending + phase, transfer, layer)
 
     def _outside(self, name: str, phase: str = "") -> None:
         self._compute(name + phase, self.seconds[name][self.micro_batch], None)

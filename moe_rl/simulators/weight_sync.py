@@ -231,5 +231,5 @@ class SyncTimeline:
 def timeline_seconds(timeline: SyncTimeline, hardware: HardwareSpec) -> float:
     """Return the seconds of a schedule: its steps over a NIC, or what its busiest rank hands on by NVLink."""
     by_nic = timeline.num_steps * timeline.atom_bytes / (hardware.rdma_gb_per_s * 1e9)
-    inside = timeline.inside_bytes / (hardware.nvlink_p2p_gb_per_s * 1e9)
-    return max(by_nic, inside)
+    nvlink_s = timeline.inside_bytes / (hardware.nvlink_p2p_gb_per_s * 1e9)
+    return max(by_nic, nvlink_s)

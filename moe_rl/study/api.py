@@ -45,11 +45,11 @@ def simulate(
     >>> report.best.policy  # doctest: +SKIP
     'moe-rl'
     """
-    asked = merge_options(SimulationOptions, options, config)
+    merged = merge_options(SimulationOptions, options, config)
     if sensitivity:
-        asked.require_times("sensitivity ranks times")
+        merged.require_times("sensitivity ranks times")
     with collected_notes() as warnings:
-        scenario = open_scenario(trace, asked, progress)
+        scenario = open_scenario(trace, merged, progress)
         command = _call("simulate", trace, options)
         return predict_with_rl(scenario, progress, command=command, warnings=warnings, sensitivity=sensitivity)
 
@@ -67,9 +67,9 @@ def plan(
     >>> step = plan("run.moetrace", micro_batch_tokens=16384)  # doctest: +SKIP
     >>> step.save("step.plan.npz")  # doctest: +SKIP
     """
-    asked = merge_options(SimulationOptions, options, config).of_one_policy()
-    (made,) = make_plans(open_scenario(trace, asked, progress), asked.policy, progress).values()
-    return made
+    merged = merge_options(SimulationOptions, options, config).of_one_policy()
+    (plan_made,) = make_plans(open_scenario(trace, merged, progress), merged.policy, progress).values()
+    return plan_made
 
 
 @takes_options(RlStepOptions)
@@ -90,8 +90,8 @@ def rl_step(
     >>> steps["static"].step_time_s > steps["forced_balance"].step_time_s
     True
     """
-    asked = merge_options(RlStepOptions, options, config)
-    return training_passes(trace, asked, progress).steps(asked)
+    merged = merge_options(RlStepOptions, options, config)
+    return training_passes(trace, merged, progress).steps(merged)
 
 
 @takes_options(SimulationOptions)
@@ -118,14 +118,14 @@ def sweep(
     ... # doctest: +SKIP
     >>> found.save("sweep.svg")  # doctest: +SKIP
     """
-    asked = merge_options(SimulationOptions, options, config)
-    grid = span_grid(values.items(), asked)
+    merged = merge_options(SimulationOptions, options, config)
+    grid = span_grid(values.items(), merged)
     if out is not None:
         require(Path(out).suffix == ".jsonl", f"{out} must end in .jsonl.")
         check_outputs({"": Path(out)}, inputs=(Path(trace),) if isinstance(trace, str | Path) else ())
     workers, file = executor_named(executor, jobs=jobs, ray_address=ray_address), None if out is None else Path(out)
     command = _call("sweep", trace, options)
-    return run_sweep(trace, grid, asked, file, progress=progress, executor=workers, command=command)
+    return run_sweep(trace, grid, merged, file, progress=progress, executor=workers, command=command)
 
 
 @takes_options(TuneOptions)
@@ -147,11 +147,13 @@ def tune(
     >>> found = tune(model="qwen3-30b-a3b", gpus=32, num_samples=512, mean_length=4000)  # doctest: +SKIP
     >>> print(found.best.lines("verl"))  # doctest: +SKIP
     """
-    asked = merge_options(TuneOptions, options, config)
+    merged = merge_options(TuneOptions, options, config)
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
-    return search_layouts(trace, asked, executor=workers, progress=progress, out=None if out is None else Path(out))
+    return search_layouts(trace, merged, executor=workers, progress=progress, out=None if out is None else Path(out))
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:
-    given = repr(str(trace)) if isinstance(trace, str | Path) else "trace"
-    return encodable(f"moe_rl.{name}({', '.join([given, *(f'{key}={value!r}' for key, value in options.items())])})")
+    trace_text = repr(str(trace)) if isinstance(trace, str | Path) else "trace"
+    return encodable(
+        f"moe_rl.{name}({', '.join([trace_text, *(f'{key}={value!r}' for key, value in options.items())])})"
+    )

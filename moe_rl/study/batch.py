@@ -74,10 +74,10 @@ def cut_step(
     """
 
     def recorded(layout: BatchLayout) -> StepLoad:
-        load = reduce_load(known, layout=layout, topology=topology, filler=options.filler)
-        if known is not every:
-            whole = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
-            load = load.completed(whole.tokens, of_known_sequences=not options.unknown_routes)
+        load = reduce_load(visible, layout=layout, topology=topology, filler=options.filler)
+        if visible is not every:
+            reduced = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
+            load = load.completed(reduced.tokens, of_known_sequences=not options.unknown_routes)
         # The same drawn tokens under every layout: layouts differ in cells alone, not in the sample.
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
@@ -85,9 +85,9 @@ def cut_step(
         return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
 
     def known_alone(layout: BatchLayout) -> tuple[StepLoad, NDArray[np.int64]]:
-        if not unrouted and known is every:
+        if not unrouted and visible is every:
             return load_of(layout), load_of(layout).tokens
-        load = scaled(reduce_load(known, layout=layout, topology=topology, filler=options.filler))
+        load = scaled(reduce_load(visible, layout=layout, topology=topology, filler=options.filler))
         # A certificate bounds what unknown routes may do, so it needs every row as a token, with or without a route.
         return load, reduce_load(parts, layout=layout, topology=topology, filler=Filler.EXPERT_ZERO).tokens
 
@@ -102,10 +102,10 @@ def cut_step(
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     every = tuple(parts)
-    known = _known(every, lengths, options) if as_planners_know_it else every
+    visible = _known(every, lengths, options) if as_planners_know_it else every
     unrouted = sum(_unrouted(part) for part in parts)
     layout = _layout(lengths, parts, options, topology, model)
-    drawn = RouteSample.drawn(known, layout=layout, topology=topology)
+    drawn = RouteSample.drawn(visible, layout=layout, topology=topology)
     load = recorded(layout)
     running = load.tokens[load.tokens.sum(axis=2) > 0]
     require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")
@@ -118,7 +118,7 @@ def cut_step(
         recorded_tokens_per_rank=float(running.mean()),
         unrouted_tokens=unrouted,
         load_of_layout=load_of,
-        known=known,
+        known=visible,
         known_of_layout=known_alone,
     )
 
@@ -137,25 +137,25 @@ def counts_of(part: Trace) -> SequenceCounts:
 
 def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[Trace, ...]:
     """Return the parts without the routes that `--unknown-routes` and `--unknown-pairs` hide."""
-    rng, kept = np.random.default_rng(options.seed), list[Trace]()
+    rng, parts_kept = np.random.default_rng(options.seed), list[Trace]()
     hidden = np.zeros(len(lengths), np.bool_)
     hidden[rng.permutation(len(lengths))[: round(options.unknown_routes * len(lengths))]] = True
-    first = 0
+    start = 0
     for part in parts:
-        here = hidden[first : first + len(part.sequence_lengths)]
-        first += len(here)
+        is_hidden = hidden[start : start + len(part.sequence_lengths)]
+        start += len(is_hidden)
         # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
         if isinstance(part, RoutingTrace):
-            lost = np.repeat(here, part.sequence_lengths)
+            lost = np.repeat(is_hidden, part.sequence_lengths)
             if options.unknown_pairs:
                 lost |= rng.random(len(lost)) < options.unknown_pairs
-            kept.append(replace(part, valid=part.valid & ~lost))
+            parts_kept.append(replace(part, valid=part.valid & ~lost))
         else:
             require(options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens: the trace holds counts alone.")
-            counts = np.where(here[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
-            known = np.where(here, 0, part.num_valid_tokens)
-            kept.append(replace(part, tokens_per_expert=counts, num_valid_tokens=known))
-    return tuple(kept)
+            counts = np.where(is_hidden[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
+            visible = np.where(is_hidden, 0, part.num_valid_tokens)
+            parts_kept.append(replace(part, tokens_per_expert=counts, num_valid_tokens=visible))
+    return tuple(parts_kept)
 
 
 def _unrouted(part: Trace) -> int:

@@ -41,8 +41,8 @@ class PredictedStep:
     def notes(self) -> list[str]:
         """Return a sentence that names the predicted parts without a measured counterpart."""
         unseen = {name: s for name, s in self.breakdown_s.items() if name not in PART_OF_PREDICTION and s}
-        said = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
-        return [f"predicted and no work of a GPU, so not compared: {said}."] if said else []
+        listed = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
+        return [f"predicted and no work of a GPU, so not compared: {listed}."] if listed else []
 
 
 def read_prediction(path: Path, policy: str) -> PredictedStep:
@@ -55,9 +55,9 @@ def read_prediction(path: Path, policy: str) -> PredictedStep:
         raise InvalidInputError(f"--predicted {path} is not a JSON file: {error}.") from None
     is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
     require(is_ours, f"--predicted {path} is not a file of moe-rl simulate --json ({SCHEMA}).")
-    known = {**document.get("yardsticks", {}), **document.get("policies", {})}
-    require_known(policy, known, f"--policy-name {policy!r} is not in {path}.")
-    breakdown = known[policy].get("breakdown_s")
+    rows = {**document.get("yardsticks", {}), **document.get("policies", {})}
+    require_known(policy, rows, f"--policy-name {policy!r} is not in {path}.")
+    breakdown = rows[policy].get("breakdown_s")
     timed = isinstance(breakdown, dict)
     require(timed, f"{path} holds no times of {policy!r}: simulate with --objective time to compare.")
     return PredictedStep(
@@ -111,15 +111,17 @@ def attribute_recording(
     compared: list[ComparedPart] = []
     notes = _notes(runs, work)
     if prediction is not None:
-        share, said = prediction.share_of_step({item.call for mine in work for item in mine if item.call is not None})
+        share, sentences = prediction.share_of_step(
+            {item.call for of_rank in work for item in of_rank if item.call is not None}
+        )
         measured = measured_parts(work, waiting)
         compared = compare(
             prediction.breakdown_s,
             {part: seconds / counted for part, seconds in measured.items()},
             share_of_step=share,
-            attention_marked=any(item.category == "attention" and item.call for mine in work for item in mine),
+            attention_marked=any(item.category == "attention" and item.call for of_rank in work for item in of_rank),
         )
-        notes += [*said, *prediction.notes(), *_compared_notes(waiting, ranks=len(runs))]
+        notes += [*sentences, *prediction.notes(), *_compared_notes(waiting, ranks=len(runs))]
     return AttributedStep(
         runs=runs,
         work=work,
@@ -140,24 +142,26 @@ def _marked_steps(runs: Sequence[ProfiledRun]) -> int:
 
 
 def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]]) -> list[str]:
-    said = []
+    sentences = []
     if next(iter(runs.values())).device == "cpu":
-        said.append("no GPU work was recorded: seconds are of CPU operators, each without those that it called.")
+        sentences.append("no GPU work was recorded: seconds are of CPU operators, each without those that it called.")
     unlinked = sum(run.unlinked for run in runs.values())
     if unlinked:
-        said.append(f"{unlinked} kernels have no recorded launch: they count by their name alone.")
-    if not any(item.call for mine in work for item in mine):
-        said.append(
+        sentences.append(f"{unlinked} kernels have no recorded launch: they count by their name alone.")
+    if not any(item.call for of_rank in work for item in of_rank):
+        sentences.append(
             "no moe_rl range was recorded (moe_rl.profiling.ranges.enable): kernels count by their names alone."
         )
     # A flat NCCL all-to-all has one kernel name for whatever it moves.
-    outside = sum(item.seconds for mine in work for item in mine if item.kernel_class == "all_to_all" and not item.call)
+    outside = sum(
+        item.seconds for of_rank in work for item in of_rank if item.kernel_class == "all_to_all" and not item.call
+    )
     if outside > 0:
-        said.append(
+        sentences.append(
             f"{outside:.3g} s of all-to-all kernels lie in no moe_rl range: whether they dispatch, combine or pass "
             "pipeline activations their names do not say, so they count as other."
         )
-    return said
+    return sentences
 
 
 def _compared_notes(waiting: WaitSplit | None, *, ranks: int) -> list[str]:

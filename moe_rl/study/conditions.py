@@ -141,14 +141,16 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
 
     `loads` are those that occur under each plan's layout.
     """
-    said, problem = [], scenario.problem
+    sentences, problem = [], scenario.problem
     for name, plan in plans.items():
         exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
             at = "at no size tried" if tokens is None else f"from {format_count(round(tokens))} tokens per rank on"
-            said.append(f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement).")
-    return said
+            sentences.append(
+                f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement)."
+            )
+    return sentences
 
 
 def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResult) -> list[str]:
@@ -185,16 +187,18 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "unpriced": ", ".join(unpriced),
         **{name: 100 * getattr(options, name) for name in SHARES},
     }
-    said = [f"model: {sentence}." for sentence in scenario.model.assumptions]
-    said += population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name) if timed else []
-    said += [
+    sentences = [f"model: {sentence}." for sentence in scenario.model.assumptions]
+    sentences += (
+        population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name) if timed else []
+    )
+    sentences += [
         SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
         for name, holds in holding.items()
         if holds
     ]
     capacity = plans[MOE_RL].capacity if MOE_RL in plans else None
-    said += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
-    return [*said, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
+    sentences += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
+    return [*sentences, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
 
 
 def cautions(
@@ -204,25 +208,25 @@ def cautions(
 
     `simulate` prices the same plans in another setting.
     """
-    said = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
+    sentences = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
     if not scenario.options.in_seconds:
-        return said
+        return sentences
     lengths = scenario.batch.lengths
     outside = population_cautions(scenario.options, packed=bool((lengths != lengths[0]).any()))
     assumed = scenario.topology.hardware.assumption()
-    return [*said, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
+    return [*sentences, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     """Name `--batch drawn` where the recorded batch is too short for the micro-batches that are asked for."""
-    options, held = scenario.options, scenario.batch.recorded_tokens_per_rank
+    options, tokens_recorded = scenario.options, scenario.batch.recorded_tokens_per_rank
     # An EP group with one budget is one data-parallel rank of as many slices.
     budget = (options.ep_group_tokens or options.micro_batch_tokens or 0) / scenario.topology.slices_per_dp_rank
-    if options.tokens_per_rank is not None or held >= SMALL_PART * budget:
+    if options.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
     return [
-        f"The trace fills {held / budget:.0%} of the budget, {held:,.0f} of {budget:,.0f} tokens per rank and "
-        "micro-batch: --batch drawn fills them with sequences drawn from it."
+        f"The trace fills {tokens_recorded / budget:.0%} of the budget, {tokens_recorded:,.0f} of {budget:,.0f} tokens "
+        "per rank and micro-batch: --batch drawn fills them with sequences drawn from it."
     ]
 
 
@@ -243,10 +247,10 @@ def _moves_that_cost(
     served = 10 * setting.reorder_interval  # Moves that take 10 % of one step take 1 % of ten: LITTLE_SHARE.
     spread = simulate(replace(setting, reorder_interval=served)).policies
     return [
-        f"{name} is {own.speedup_vs_static:.2f}x as fast as static because moving experts takes "
-        f"{own.reorder_share:.0%} of this step; with homes that serve {served} steps (--reorder-interval {served}) and "
-        f"fit them as well it would be {spread[name].prediction.speedup_vs_static:.2f}x."
-        for name, own in slow.items()
+        f"{name} is {seconds.speedup_vs_static:.2f}x as fast as static because moving experts takes "
+        f"{seconds.reorder_share:.0%} of this step; with homes that serve {served} steps (--reorder-interval {served}) "
+        f"and fit them as well it would be {spread[name].prediction.speedup_vs_static:.2f}x."
+        for name, seconds in slow.items()
     ]
 
 
@@ -266,17 +270,17 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     lacking = {name: policy.memory for name, policy in result.policies.items() if not policy.memory.fits}
     if not lacking:
         return []
-    said = ", ".join(
+    listed = ", ".join(
         f"{name} {memory.peak_bytes / GIB:.1f} GiB on rank {memory.fullest_rank}" for name, memory in lacking.items()
     )
-    first = next(iter(lacking))
-    fewer, *others = lacking[first].remedies
+    fullest = next(iter(lacking))
+    fewer, *other_remedies = lacking[fullest].remedies
     # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
     fitting = " or ".join(name for name in result.policies if name not in lacking)
     copies = [f"the copies of {fitting}"] if fitting else []
     return [
-        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {said}. What would "
-        f"fit: {'; '.join([f'{fewer} under {first}', *copies, *others])}."
+        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {listed}. What "
+        f"would fit: {'; '.join([f'{fewer} under {fullest}', *copies, *other_remedies])}."
     ]
 
 

@@ -45,7 +45,7 @@ def run_here(jobs: int, task: Task, indices: Sequence[int]) -> Generator[tuple[i
         return
     # A forked worker has the modules loaded, and needs no guard around a script's main part.
     context = get_context("fork" if "fork" in get_all_start_methods() else "spawn")
-    others = set(active_children())
+    earlier_children = set(active_children())
     pool = ProcessPoolExecutor(min(jobs, len(indices)), mp_context=context, initializer=_end_with_parent)
     waiting = {pool.submit(task, index): index for index in indices}
     failure: BaseException | None = None
@@ -71,7 +71,7 @@ def run_here(jobs: int, task: Task, indices: Sequence[int]) -> Generator[tuple[i
         ) from None
     finally:
         if not finished:
-            for worker in set(active_children()) - others:
+            for worker in set(active_children()) - earlier_children:
                 worker.terminate()
         # Waits for the pool's thread: at exit, Python would wake it through a pipe that it may just be closing.
         pool.shutdown(cancel_futures=True)
@@ -86,8 +86,8 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
         import ray
     except ImportError:
         raise InvalidInputError("executor 'ray' needs the extra ray: pip install 'moe-rl[ray]'.") from None
-    ours = not ray.is_initialized()
-    if ours:
+    started_here = not ray.is_initialized()
+    if started_here:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError) as error:
@@ -111,7 +111,7 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
             except ray.exceptions.WorkerCrashedError as error:
                 raise InvalidInputError(f"a Ray worker was lost {RETRIES + 1} times at one task: {error}") from error
     finally:
-        if ours:
+        if started_here:
             ray.shutdown()
 
 

@@ -46,16 +46,16 @@ class PartsOfExperts(TraceSource):
     """[E, parts] of the whole trace's experts."""
 
     @classmethod
-    def of(cls, whole: TraceSource, *, ep_size: int, parts: int) -> Self:
+    def of(cls, source: TraceSource, *, ep_size: int, parts: int) -> Self:
         """Return the trace for EP groups of `ep_size` ranks, each of which is `parts` ranks of expert TP."""
         require(
-            whole.num_experts % ep_size == 0,
-            f"--ep {ep_size} does not divide the {whole.num_experts} experts of the trace.",
+            source.num_experts % ep_size == 0,
+            f"--ep {ep_size} does not divide the {source.num_experts} experts of the trace.",
         )
-        facts: dict[str, Any] = {item.name: getattr(whole, item.name) for item in fields(TraceSource)}
-        facts |= {"num_experts": whole.num_experts * parts, "top_k": whole.top_k * parts}
-        numbers = part_numbers(whole.num_experts, ep_size=ep_size, parts=parts)
-        return cls(**facts, whole=whole, numbers=numbers)
+        facts: dict[str, Any] = {item.name: getattr(source, item.name) for item in fields(TraceSource)}
+        facts |= {"num_experts": source.num_experts * parts, "top_k": source.top_k * parts}
+        numbers = part_numbers(source.num_experts, ep_size=ep_size, parts=parts)
+        return cls(**facts, whole=source, numbers=numbers)
 
     def parts(self, step: int | None = None) -> Iterator[Trace]:
         """Yield the pieces of the whole trace with their experts in parts."""

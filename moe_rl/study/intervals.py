@@ -34,7 +34,7 @@ class StepIntervals:
 
     def beside(self, predictions: Mapping[str, StepPrediction]) -> dict[str, StepPrediction]:
         """Return the predictions with their intervals; a step without tokens has none."""
-        return {name: self._with_intervals(name, one) for name, one in predictions.items()}
+        return {name: self._with_intervals(name, prediction) for name, prediction in predictions.items()}
 
     def _with_intervals(self, name: str, prediction: StepPrediction) -> StepPrediction:
         seconds, speedup = prediction.step_time_s, prediction.speedup_vs_static

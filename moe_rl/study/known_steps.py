@@ -104,15 +104,15 @@ class OwnStep:
     def of(cls, posterior: Posterior, stated: Sequence[StatedStep]) -> "OwnStep":
         """Return what these steps leave, on the mean of their logarithms."""
         left = posterior.likeliest.left
-        own = [left[step.text] for step in stated]
-        return cls(factor=float(np.exp(np.mean(own))), left_open=REPEATED) if own else cls()
+        residuals = [left[step.text] for step in stated]
+        return cls(factor=float(np.exp(np.mean(residuals))), left_open=REPEATED) if residuals else cls()
 
 
-def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, known: bool) -> list[Prior]:
+def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, steps_known: bool) -> list[Prior]:
     """Return the kinds of software that may run: the chosen one, or both where a known step can tell them apart."""
-    chosen = options.chosen_software()
-    if options.names_software or not known:
-        return [Prior(hardware=hardware, software=chosen)]
+    software = options.chosen_software()
+    if options.names_software or not steps_known:
+        return [Prior(hardware=hardware, software=software)]
     tuned = TUNED_SEEN if options.shows_tuned_software else TUNED_UNSEEN
     costs = dict(part.split("=", 1) for part in options.software)
     weights = {TUNED: tuned, TYPICAL: 1.0 - tuned}
@@ -125,35 +125,37 @@ def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, known: bool
 def posterior_of(
     options: SimulationOptions,
     hardware: HardwareSpec,
-    own: Mapping[str, PricedRun],
+    priced_runs: Mapping[str, PricedRun],
     lengths: NDArray[np.int64] | None = None,
 ) -> tuple[Posterior, dict[str, OwnStep]]:
-    """Return the posterior over the constants after `--known-step`, and what is left to the command's setting `own`.
+    """Return the posterior over the constants after `--known-step`, and what is left to the command's setting.
 
-    `own` holds what the command's own setting can be timed by, a bare number first; `lengths` are those of its batch,
-    which other settings have unless they say. Raises a sentence for a step that is no step of its setting.
+    `priced_runs` holds what the command's own setting can be timed by, a bare number first; `lengths` are those of its
+    batch, which other settings have unless they say. Raises a sentence for a step that is no step of its setting.
     """
     stated = stated_steps(options, lengths)
-    priors = priors_of(options, hardware, known=bool(stated))
-    posterior = Posterior.of(priors, [_known(step, step.run or _own_run(step, own), priors) for step in stated])
-    default, alone = next(iter(own), ""), [step for step in stated if step.run is None]
-    left = {part: OwnStep.of(posterior, [step for step in alone if (step.part or default) == part]) for part in own}
+    priors = priors_of(options, hardware, steps_known=bool(stated))
+    posterior = Posterior.of(priors, [_known(step, step.run or _own_run(step, priced_runs), priors) for step in stated])
+    default, alone = next(iter(priced_runs), ""), [step for step in stated if step.run is None]
+    left = {
+        part: OwnStep.of(posterior, [step for step in alone if (step.part or default) == part]) for part in priced_runs
+    }
     return posterior, left
 
 
-def _own_run(step: StatedStep, own: Mapping[str, PricedRun]) -> PricedRun:
+def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRun:
     """Return what the step timed of the command's own setting; raise where the command does not forecast that."""
-    if not own:
+    if not priced_runs:
         raise InvalidInputError(
             f"--known-step {step.text}: this command has no setting of its own; say which one took so long with "
             "--known-step-config, a YAML file of its options."
         )
-    part = step.part or next(iter(own))
+    part = step.part or next(iter(priced_runs))
     require(
-        part in own,
-        f"--known-step {step.text}: it timed a {part}, and this command forecasts a {' or a '.join(own)}.",
+        part in priced_runs,
+        f"--known-step {step.text}: it timed a {part}, and this command forecasts a {' or a '.join(priced_runs)}.",
     )
-    return own[part]
+    return priced_runs[part]
 
 
 def surprises(posterior: Posterior) -> list[str]:
@@ -229,14 +231,14 @@ def stated_rows(
     rows: Sequence[dict[str, Any]], options: SimulationOptions, *, name: str
 ) -> list[tuple[PricedRun, float]]:
     """Return the settings and seconds of rows in the user's words."""
-    found = []
+    steps = []
     for number, row in enumerate(rows, 1):
         with located(f"{name} {number}"):
             step = _row_step(row, options, None, name=f"{name} {number}")
             assert step.run is not None  # a row has a setting of its own
             seconds = step.seconds or step.run.tokens / step.run.gpus / float(step.tokens_per_s_per_gpu or 1.0)
-        found.append((step.run, seconds))
-    return found
+        steps.append((step.run, seconds))
+    return steps
 
 
 def _row_step(
@@ -322,8 +324,8 @@ def _check_model(model: str, options: SimulationOptions) -> None:
     """Raise for a step of another model than the one that is forecast."""
     if FROM_TRACE in (model, options.model):
         return
-    one, other = load_model(model).spec.name, load_model(options.model).spec.name
-    require(one == other, f"it is a step of {one}, and the forecast is of {other}: give one of the same model.")
+    stated, other = load_model(model).spec.name, load_model(options.model).spec.name
+    require(stated == other, f"it is a step of {stated}, and the forecast is of {other}: give one of the same model.")
 
 
 def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownStep:
@@ -342,7 +344,7 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
     nearest = min(distances, key=abs)
     if abs(nearest) <= log(LARGEST_FACTOR):
         return
-    forecast = float(np.exp(min(forecasts, key=lambda one: abs(log(seconds) - one))))
+    forecast = float(np.exp(min(forecasts, key=lambda seconds_forecast: abs(log(seconds) - seconds_forecast))))
     throughput = run.tokens_per_s_per_gpu(forecast)
     for unit, rate in {"tokens/s/GPU": throughput, "tokens/s of all GPUs": throughput * run.gpus}.items():
         if step.seconds is not None and run.tokens > 1 and abs(log(seconds / rate)) < log(LARGEST_FACTOR) / 2:

@@ -52,13 +52,17 @@ def launch_options(
     """
     run = interpret(read_run(list(files)))
     everything = {**_options(run.settings), **_batch_options(run)}
-    found, left_out = _priced({name: value for name, value in everything.items() if name in schema.model_fields})
+    priced, left_out = _priced({name: value for name, value in everything.items() if name in schema.model_fields})
     names = ", ".join(path.name for path in files)
-    taken = ", ".join(f"{name} {_word(value)}" for name, value in found.items())
-    said = [f"from {names} ({run.settings.framework}): {taken}." if found else f"{names} sets nothing that is priced."]
-    said += [f"{names}: {sentence}" for name, sentence in run.undecided.items() if name in (*SAME_NAME, *OTHER_NAME)]
-    said += [f"{names}: {sentence}" for sentence in left_out]
-    return found, said
+    listed = ", ".join(f"{name} {_word(value)}" for name, value in priced.items())
+    sentences = [
+        f"from {names} ({run.settings.framework}): {listed}." if priced else f"{names} sets nothing that is priced."
+    ]
+    sentences += [
+        f"{names}: {sentence}" for name, sentence in run.undecided.items() if name in (*SAME_NAME, *OTHER_NAME)
+    ]
+    sentences += [f"{names}: {sentence}" for sentence in left_out]
+    return priced, sentences
 
 
 def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -66,35 +70,37 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     A value that it does not know is left out; options that contradict each other are not: such a run cannot start.
     """
-    kept, said = dict(options), list[str]()
-    first, second = (kept.get(name, "fp32") for name in MOMENTS)
-    if first != second:
-        kept = {name: value for name, value in kept.items() if name not in MOMENTS}
-        said.append(f"exp_avg_dtype {first} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
+    remaining, sentences = dict(options), list[str]()
+    first_dtype, second = (remaining.get(name, "fp32") for name in MOMENTS)
+    if first_dtype != second:
+        remaining = {name: value for name, value in remaining.items() if name not in MOMENTS}
+        sentences.append(f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
     for name, needed in NEEDS.items():
-        if name in kept and not all(kept.get(other) == value for other, value in needed.items()):
-            said.append(f"{name} {_word(kept.pop(name))} is left out: it works with {needed} alone.")
-    if kept.get("num_virtual_stages_per_pipeline_rank") and kept.get("pipeline_model_parallel_size", 1) == 1:
-        said.append("virtual stages are left out: there is one pipeline stage.")
-        del kept["num_virtual_stages_per_pipeline_rank"]
-    if kept.get("use_megatron_fsdp") and kept.get("expert_model_parallel_size", 1) == 1:
-        said.append("use_megatron_fsdp is left out: without expert parallelism its gathering of experts is not priced.")
-        del kept["use_megatron_fsdp"]
-    for name in list(kept):
-        companions = {other: kept[other] for other in COMPANIONS.get(name, ()) if other in kept}
+        if name in remaining and not all(remaining.get(other) == value for other, value in needed.items()):
+            sentences.append(f"{name} {_word(remaining.pop(name))} is left out: it works with {needed} alone.")
+    if remaining.get("num_virtual_stages_per_pipeline_rank") and remaining.get("pipeline_model_parallel_size", 1) == 1:
+        sentences.append("virtual stages are left out: there is one pipeline stage.")
+        del remaining["num_virtual_stages_per_pipeline_rank"]
+    if remaining.get("use_megatron_fsdp") and remaining.get("expert_model_parallel_size", 1) == 1:
+        sentences.append(
+            "use_megatron_fsdp is left out: without expert parallelism its gathering of experts is not priced."
+        )
+        del remaining["use_megatron_fsdp"]
+    for name in list(remaining):
+        companions = {other: remaining[other] for other in COMPANIONS.get(name, ()) if other in remaining}
         try:
-            SimulationOptions.model_validate({**companions, name: kept[name]}).step_setting()
+            SimulationOptions.model_validate({**companions, name: remaining[name]}).step_setting()
         except (InvalidInputError, ValidationError):
             if name in SimulationOptions.model_fields:
-                said.append(f"{name} {_word(kept.pop(name))} is not priced: its default holds.")
-    return kept, said
+                sentences.append(f"{name} {_word(remaining.pop(name))} is not priced: its default holds.")
+    return remaining, sentences
 
 
 def _batch_options(run: ReadRun) -> dict[str, Any]:
     """Return what the files say of the batch: budget and sequences of an update, samples and engine of a step of RL."""
     batch, settings = run.batch, run.settings
     sizes = {name: int(settings.value_of(name) or 1) for name in SIZES}  # type: ignore[call-overload]
-    found = {
+    batch_sizes = {
         "micro_batch_tokens": batch.micro_batch_tokens(sizes["context_parallel_size"]),
         "samples_per_prompt": batch.samples_per_prompt,
         "rollout_engine_size": batch.engine_size,
@@ -102,11 +108,11 @@ def _batch_options(run: ReadRun) -> dict[str, Any]:
         "train_gpus": batch.gpus,
     }
     if batch.samples and batch.update_samples and batch.samples % batch.update_samples == 0:
-        found["mini_batches"] = batch.samples // batch.update_samples
+        batch_sizes["mini_batches"] = batch.samples // batch.update_samples
     share = _share_of_one_group(batch.gpus, sizes)
     if batch.update_samples and share is not None:
-        found["global_batch_size"] = max(1, round(batch.update_samples * share))
-    return {name: value for name, value in found.items() if value}
+        batch_sizes["global_batch_size"] = max(1, round(batch.update_samples * share))
+    return {name: value for name, value in batch_sizes.items() if value}
 
 
 def _share_of_one_group(gpus: int | None, sizes: Mapping[str, int]) -> float | None:
@@ -124,40 +130,40 @@ def _share_of_one_group(gpus: int | None, sizes: Mapping[str, int]) -> float | N
 
 
 def _options(settings: RunSettings) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for theirs, ours in {**{name: name for name in SAME_NAME}, **OTHER_NAME}.items():
-        setting = settings.option(theirs)
+    values: dict[str, Any] = {}
+    for flag, option in {**{name: name for name in SAME_NAME}, **OTHER_NAME}.items():
+        setting = settings.option(flag)
         if setting is not None and setting.value not in (None, ""):
-            found[ours] = setting.value
-    if found.get("context_parallel_size", 1) > 1:
+            values[option] = setting.value
+    if values.get("context_parallel_size", 1) > 1:
         # Megatron's default; a list has an entry for every layer.
-        kinds = found.get("cp_comm_type", "p2p")
-        found["cp_comm_type"] = kinds[0] if isinstance(kinds, list) else kinds
+        kinds = values.get("cp_comm_type", "p2p")
+        values["cp_comm_type"] = kinds[0] if isinstance(kinds, list) else kinds
     if settings.recompute_granularity is not None:
-        found["recompute_granularity"] = settings.recompute_granularity.value
+        values["recompute_granularity"] = settings.recompute_granularity.value
         if settings.recompute_modules is not None and settings.recompute_granularity.value == "selective":
-            found["recompute_modules"] = list(settings.recompute_modules.value)
+            values["recompute_modules"] = list(settings.recompute_modules.value)
     if settings.cuda_graph_impl is not None:
         scope = settings.option("cuda_graph_scope")
-        held = [] if scope is None else re.findall(r"\w+", str(scope.value))
-        whole = "full_iteration" in held
-        found["cuda_graph_impl"] = "full_iteration" if whole else settings.cuda_graph_impl.value
-        if held and not whole:
-            found["cuda_graph_scope"] = held
+        scopes = [] if scope is None else re.findall(r"\w+", str(scope.value))
+        is_full = "full_iteration" in scopes
+        values["cuda_graph_impl"] = "full_iteration" if is_full else settings.cuda_graph_impl.value
+        if scopes and not is_full:
+            values["cuda_graph_scope"] = scopes
     offload = settings.optimizer_cpu_offload
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")
-        found["optimizer_offload_fraction"] = 1.0 if share is None else float(share.value)
-    found["expert_tensor_parallel_size"] = _expert_tensor(settings)
+        values["optimizer_offload_fraction"] = 1.0 if share is None else float(share.value)
+    values["expert_tensor_parallel_size"] = _expert_tensor(settings)
     if settings.framework in FRAMEWORK_LAYOUTS:
-        found["layout"] = settings.framework
-    return found
+        values["layout"] = settings.framework
+    return values
 
 
 def _expert_tensor(settings: RunSettings) -> int:
     """Return the parts that every expert is cut into: Megatron cuts them as attention unless it is told otherwise."""
-    given = settings.value_of("expert_tensor_parallel_size") or settings.value_of("tensor_model_parallel_size") or 1
-    return int(str(given))
+    size = settings.value_of("expert_tensor_parallel_size") or settings.value_of("tensor_model_parallel_size") or 1
+    return int(str(size))
 
 
 def _word(value: object) -> str:

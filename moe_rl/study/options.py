@@ -45,11 +45,11 @@ SAME_IN_STEP = (
 def _read_by(parse: Callable[[str], object], refusal: str) -> BeforeValidator:
     """Let an option be a text, as on the command line, which `parse` reads."""
 
-    def read(given: object) -> object:
+    def read(value: object) -> object:
         try:
-            return parse(given) if isinstance(given, str) else given
+            return parse(value) if isinstance(value, str) else value
         except ValueError:
-            raise ValueError(refusal.format(given)) from None
+            raise ValueError(refusal.format(value)) from None
 
     return BeforeValidator(read)
 
@@ -64,7 +64,7 @@ Numbers = Annotated[
 ]
 # Given as often as there are values; each may hold commas, as a line of a log does.
 Repeated = Annotated[
-    list[str], BeforeValidator(lambda given: [str(given)] if isinstance(given, str | float | int) else given)
+    list[str], BeforeValidator(lambda value: [str(value)] if isinstance(value, str | float | int) else value)
 ]
 Slots = Annotated[
     int | Literal["auto"],
@@ -103,16 +103,16 @@ class Shown:
         if self.choices and value is not None:
             require_known(str(value), self.choices, f"{flag} {value!r} is unknown.")
         if isinstance(value, int | float):
-            inside = self.at_least is None or value >= self.at_least
-            require(inside, f"{flag} must be at least {self.at_least}, got {value}.")
+            is_inside = self.at_least is None or value >= self.at_least
+            require(is_inside, f"{flag} must be at least {self.at_least}, got {value}.")
             require(not isinstance(value, int) or value <= LARGEST, f"{flag} must be at most {LARGEST:,}, got {value}.")
             require(math.isfinite(value), f"{flag} must be finite, got {value}.")
 
 
 SHOWN = {
-    name: Shown(name=name, panel=panel, **({"help": said} if isinstance(said, str) else said))
+    name: Shown(name=name, panel=panel, **({"help": texts} if isinstance(texts, str) else texts))
     for panel, options in read_yaml(Path(__file__).with_suffix(".yaml")).items()
-    for name, said in options.items()
+    for name, texts in options.items()
 }
 
 
@@ -139,11 +139,11 @@ class TraceOptions(BaseModel):
             SHOWN[name].check(value)
         return self
 
-    def import_options(self, **known: Any) -> "ImportOptions":
-        """Return the options for readers of foreign formats; the user's values win over `known` ones."""
+    def import_options(self, **of_model: Any) -> "ImportOptions":
+        """Return the options for readers of foreign formats; the user's values win over `of_model` ones."""
         from moe_rl.replay import ImportOptions
 
-        given = {
+        fields_of_trace = {
             "num_experts": self.num_experts,
             "top_k": self.moe_router_topk,
             "num_layers": self.num_layers,
@@ -156,9 +156,9 @@ class TraceOptions(BaseModel):
         }
         if self.first_k_dense is not None:
             # Both say which layers are dense, and the user's word wins over the model's.
-            known.pop("moe_layer_ids", None)
-        said = {name: value for name, value in given.items() if value is not None}
-        return ImportOptions(mask_capture_holes=self.mask_capture_holes, **known | said)
+            of_model.pop("moe_layer_ids", None)
+        stated = {name: value for name, value in fields_of_trace.items() if value is not None}
+        return ImportOptions(mask_capture_holes=self.mask_capture_holes, **of_model | stated)
 
 
 def _default_policies() -> list[str]:
@@ -294,14 +294,14 @@ class SimulationOptions(TraceOptions):
 
         return OBJECTIVES[self.objective].in_seconds
 
-    def require_times(self, asked: str) -> None:
-        """Raise under an objective in rows, which computes no times; `asked` is the start of the sentence."""
-        require(self.in_seconds, f"{asked}, which objective {self.objective} does not compute.")
+    def require_times(self, subject: str) -> None:
+        """Raise under an objective in rows, which computes no times; `subject` is the start of the sentence."""
+        require(self.in_seconds, f"{subject}, which objective {self.objective} does not compute.")
 
     def given_slots(self, name: str, of: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `of` has no rule for."""
-        slots, said = getattr(self, name), name.replace("_", "-")
-        require(slots != AUTO, f"--{said} {AUTO} chooses for a step of training; {of} needs a number.")
+        slots, flag = getattr(self, name), name.replace("_", "-")
+        require(slots != AUTO, f"--{flag} {AUTO} chooses for a step of training; {of} needs a number.")
         return int(slots)
 
     def of_one_policy(self) -> Self:
@@ -346,11 +346,11 @@ class SimulationOptions(TraceOptions):
         from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 
         repeated = self.recompute_modules if self.recompute_granularity == "selective" else []
-        alike = {name: getattr(self, name) for name in SAME_IN_STEP}
+        same_fields = {name: getattr(self, name) for name in SAME_IN_STEP}
         graph = GRAPHS[self.cuda_graph_impl or "none"]
         # A graph without attention still launches router and preprocessing.
         return StepSetting(
-            **alike,
+            **same_fields,
             dispatcher="alltoall" if self.moe_token_dispatcher_type == "alltoall" else self.moe_flex_dispatcher_backend,
             recompute=self.recompute,
             num_virtual_stages=self.num_virtual_stages_per_pipeline_rank,
@@ -369,13 +369,13 @@ class SimulationOptions(TraceOptions):
 
     def model_overrides(self) -> dict[str, int]:
         """Return the fields of the model that options set."""
-        given = {name: getattr(self, name) for name in SHAPE} | {"top_k": self.moe_router_topk}
-        return {name: value for name, value in given.items() if value is not None}
+        overrides = {name: getattr(self, name) for name in SHAPE} | {"top_k": self.moe_router_topk}
+        return {name: value for name, value in overrides.items() if value is not None}
 
     def for_static_buffers(self) -> Self:
         """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""
-        asked = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
-        more = () if asked else ("moe-rl.static_buffers=true",)
+        is_stated = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
+        more = () if is_stated else ("moe-rl.static_buffers=true",)
         return self.model_copy(update={"policy_option": [*self.policy_option, *more]})
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
@@ -387,11 +387,11 @@ class SimulationOptions(TraceOptions):
 
         variant_of, parameters = POLICIES[policy].variant_of, dict[str, int | float | str | bool]()
         its_own = POLICIES[policy].__annotations__
-        for given in self.policy_option:
-            target, dot, rest = given.partition(".")
-            name, equals, value = rest.partition("=")
-            require(bool(dot and equals and name), f"--policy-option {given!r} must read policy.parameter=value.")
-            require(target in self.policy, f"--policy-option {given!r}: policy {target!r} is not among --policy.")
+        for option in self.policy_option:
+            target, dot, assignment = option.partition(".")
+            name, equals, value = assignment.partition("=")
+            require(bool(dot and equals and name), f"--policy-option {option!r} must read policy.parameter=value.")
+            require(target in self.policy, f"--policy-option {option!r}: policy {target!r} is not among --policy.")
             if target == policy or (target == variant_of and name not in its_own):
                 parameters[name] = parse_value(value)
         return parameters
@@ -406,7 +406,7 @@ def takes_options(schema: type[BaseModel]) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         fields = [
             inspect.Parameter(
                 name,
@@ -416,35 +416,35 @@ def takes_options(schema: type[BaseModel]) -> Callable[[Function], Function]:
             )
             for name, field in schema.model_fields.items()
         ]
-        shown = signature.replace(parameters=[*own, *fields])
-        function.__signature__ = shown  # type: ignore[attr-defined]  # inspect reads it; mypy knows no such attribute
+        merged = signature.replace(parameters=[*own_parameters, *fields])
+        function.__signature__ = merged  # type: ignore[attr-defined]  # inspect reads it; mypy knows no such attribute
         return function
 
     return decorate
 
 
-def whole_names(schema: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` by field; a short name of the command line (`ep`) stands for its field."""
+def whole_names(schema: type[BaseModel], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` by field; a short name of the command line (`ep`) stands for its field."""
     short = {SHOWN[field].also.removeprefix("--"): field for field in schema.model_fields if SHOWN[field].also}
-    for name in given:
+    for name in options:
         near = name.removesuffix("_size")
         require(
             name in schema.model_fields or near == name or near not in short,
             f"unknown key {name!r}. Did you mean {near!r}?",
         )
     for name, field in short.items():
-        require(not {name, field} <= set(given), f"{name} and {field} are one option: give one.")
-    return {short.get(name, name): value for name, value in given.items()}
+        require(not {name, field} <= set(options), f"{name} and {field} are one option: give one.")
+    return {short.get(name, name): value for name, value in options.items()}
 
 
 def merge_options(
     schema: type[Options],
-    given: Mapping[str, Any],
+    stated_options: Mapping[str, Any],
     config: Path | str | None = None,
     *,
     below: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Return options from four sources: `given` (None: absent) wins over the file `config`, `below` and defaults.
+    """Return options from four sources: `stated_options` (None: absent) wins over file `config`, `below` and defaults.
 
     Raises `InvalidInputError` for an unknown name, with the nearest known one, and for a wrong value.
     """
@@ -454,11 +454,13 @@ def merge_options(
         content = {name: _as_number(schema, name, value) for name, value in whole_names(schema, read).items()}
         # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
-    said = {
-        name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
+    stated = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in stated_options.items()
+        if value is not None
     }
-    said = {name: _as_number(schema, name, value) for name, value in whole_names(schema, said).items()}
-    return checked({**(below or {}), **content, **said}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
+    stated = {name: _as_number(schema, name, value) for name, value in whole_names(schema, stated).items()}
+    return checked({**(below or {}), **content, **stated}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
 
 
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
@@ -477,8 +479,8 @@ def _as_number(schema: type[BaseModel], name: str, value: object) -> object:
     match = NUMBER.fullmatch(value.strip())
     if match is None:
         return value
-    whole, fraction, unit = match.groups()
-    number = Decimal(whole.replace(",", "").replace("_", "") + (fraction or "")) * UNITS[unit.lower()]
+    integer, fraction, unit = match.groups()
+    number = Decimal(integer.replace(",", "").replace("_", "") + (fraction or "")) * UNITS[unit.lower()]
     return int(number) if number == number.to_integral_value() else value
 
 

@@ -52,10 +52,10 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
     # Threads, not processes: numpy and the core let others run, and nobody copies the loads.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
-        made = {name: pool.submit(_plan, scenario, name) for name in reversed(policies)}
+        futures = {name: pool.submit(_plan, scenario, name) for name in reversed(policies)}
         for index, name in enumerate(policies):
             progress(f"planning {name}", index, len(policies))
-            plan = made[name].result()
+            plan = futures[name].result()
             # Counting 235B again takes 0.8 s: only for the plan that was asked for, or that a report is about.
             about = len(policies) == 1 or name in (MOE_RL, UNPACKED)
             plans[name] = certified(scenario, plan) if about else plan
@@ -64,15 +64,13 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
 
 def certified(scenario: Scenario, plan: Plan) -> Plan:
     """Return the plan with its capacity; without one where routes are missing in loads of another size."""
-    known, tokens = scenario.told.known_of_layout(plan.layout)
-    if known.scaled and known.tokens is not tokens:
+    load, tokens = scenario.told.known_of_layout(plan.layout)
+    if load.scaled and load.tokens is not tokens:
         return plan
     engine = engine_of(scenario.problem.domain_balance) if plan.policy == MOE_RL else None
     exact = plan.policy == MoonEpPlanner.name or (engine is not None and engine.exact)
     domain = scenario.topology.ranks_per_domain if exact else 1
-    return replace(
-        plan, capacity=certify(plan, known, tokens, risk=scenario.options.capacity_risk, exact_domain=domain)
-    )
+    return replace(plan, capacity=certify(plan, load, tokens, risk=scenario.options.capacity_risk, exact_domain=domain))
 
 
 def _plan(scenario: Scenario, name: str) -> Plan:
@@ -111,11 +109,11 @@ def predict(
 
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
-    asked = beside_static(scenario.options.policy)
+    policies = beside_static(scenario.options.policy)
     # One more plan, which gets no row: the sentence below the table says how much balancing gains without packing.
-    split = MOE_RL in asked and UNPACKED not in asked and scenario.problem.sequence_load is not None
-    priced = make_plans(scenario, [*asked, *[UNPACKED] * split], progress)
-    plans = {name: priced[name] for name in asked}
+    split = MOE_RL in policies and UNPACKED not in policies and scenario.problem.sequence_load is not None
+    priced = make_plans(scenario, [*policies, *[UNPACKED] * split], progress)
+    plans = {name: priced[name] for name in policies}
     progress("simulating", 0, 1)
     timed = scenario.options.in_seconds
     simulate, loads = pricing_of(scenario, priced)
@@ -126,14 +124,16 @@ def predict(
     if timed:
         intervals = intervals_of(scenario, simulate, [*predictions, *yardsticks])
         predictions, yardsticks = (intervals.beside(rows) for rows in (predictions, yardsticks))
-    shown = {name: one if timed else replace(one, **UNTIMED) for name, one in predictions.items()}
-    alone = shown.pop(UNPACKED) if split else None
-    fastest = min(shown.values(), key=lambda one: one.step_time_s or 0.0)
-    speedups = _speedups(scenario, shown[BASELINE], fastest) if timed and fastest.speedup_interval else ()
+    shown_rows = {
+        name: prediction if timed else replace(prediction, **UNTIMED) for name, prediction in predictions.items()
+    }
+    alone = shown_rows.pop(UNPACKED) if split else None
+    fastest = min(shown_rows.values(), key=lambda prediction: prediction.step_time_s or 0.0)
+    speedups = _speedups(scenario, shown_rows[BASELINE], fastest) if timed and fastest.speedup_interval else ()
     return SimulationReport(
         trace=trace_facts(scenario),
         setting=setting_facts(scenario, result, timed=timed),
-        policies=tuple(shown.values()),
+        policies=tuple(shown_rows.values()),
         balancing_alone=alone,
         speedups=speedups,
         yardsticks=tuple(yardsticks.values()) if timed else (),
@@ -212,14 +212,14 @@ def imbalance_left_open(
         for _ in range(RESAMPLES)
     ]
     loads = np.tensordot(np.array([np.ones(recorded), *times], np.float32), rows, axes=1)
-    itself, *others = (loads.max(axis=2) / np.maximum(loads.mean(axis=2), 1.0)).mean(axis=1).tolist()
+    itself, *draws = (loads.max(axis=2) / np.maximum(loads.mean(axis=2), 1.0)).mean(axis=1).tolist()
     # A long sequence counts more, so all are worth fewer; Student's t of so few is wider than a normal error.
     worth = float(lengths.sum()) ** 2 / float((lengths.astype(np.float64) ** 2).sum())
-    half = STANDARD_ERRORS * math.sqrt(worth / max(1.0, worth - 3.0)) * float(np.std(others))
+    half = STANDARD_ERRORS * math.sqrt(worth / max(1.0, worth - 3.0)) * float(np.std(draws))
     # The fullest rank of few sequences is too full: the interval goes as far down again as redrawn recordings exceed
     # this one. The speed-up itself stays: 27 sequences of the development trace have at EP16 an imbalance that is off
     # by 5.7 % (root mean square), corrected so by 6.0 %.
-    return (half + max(0.0, float(np.mean(others)) - itself)) / itself, half / itself
+    return (half + max(0.0, float(np.mean(draws)) - itself)) / itself, half / itself
 
 
 def beside_static(policies: Sequence[str]) -> Sequence[str]:
@@ -237,8 +237,8 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
 
     def as_it_occurs(load: StepLoad) -> StepLoad:
-        known = load if timed else replace(load, routes=None)
-        return known.rerouted(reroute, seed=scenario.options.seed) if reroute else known
+        counted = load if timed else replace(load, routes=None)
+        return counted.rerouted(reroute, seed=scenario.options.seed) if reroute else counted
 
     # Most plans keep the layout and share one load, which is then rerouted, and its visits counted, once.
     occurring = {id(load): as_it_occurs(load) for load in [batch.load, *planned.values()]}

@@ -46,15 +46,15 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
 
 def population_cautions(options: SimulationOptions, *, packed: bool) -> list[str]:
     """Return what published runs of such a setting contradict; `packed`: sequences of several lengths."""
-    said = []
+    sentences = []
     if options.expert_model_parallel_size == 1:
-        said.append(
+        sentences.append(
             "outside the fitted runs: no expert parallelism. Published runs without it take 44 to 57 % longer than "
             "forecast."
         )
     if options.context_parallel_size > 1 and packed and options.seq_length is None:
-        said.append(
+        sentences.append(
             "outside the fitted runs: packed sequences under context parallelism are priced as whole ones. Four "
             "published runs of that kind took 5 to 16 times as long as forecast."
         )
-    return said
+    return sentences

@@ -31,14 +31,14 @@ class Fitting:
 def trials(setting: StepSetting, num_layers: int) -> Iterator[Trial]:
     """Yield settings that need less memory, from those that cost least time: recomputation, offload, more GPUs."""
     ladder = {"none": ("moe", "full"), "moe": ("full",), "full": ()}[setting.recompute]
-    asked = {
+    savings = {
         "moe": "--recompute-granularity selective --recompute-modules moe",
         "full": "--recompute-granularity full",
     }
     for recompute in ladder:
-        yield Trial(options=asked[recompute], setting=replace(setting, recompute=recompute))
+        yield Trial(options=savings[recompute], setting=replace(setting, recompute=recompute))
     smallest = replace(setting, recompute="full")
-    words = [asked["full"]] if ladder else []
+    words = [savings["full"]] if ladder else []
     if setting.optimizer_offload_fraction < 1:
         offload = replace(smallest, optimizer_offload_fraction=1.0)
         yield Trial(options=" ".join([*words, "--optimizer-offload-fraction 1"]), setting=offload)

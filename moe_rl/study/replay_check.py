@@ -34,13 +34,15 @@ class ReplayCheck:
     @property
     def faulty(self) -> dict[str, Verdict]:
         """Verdicts on the sequences that are not right, by "<index> (<name>)"."""
-        found = enumerate(zip(self.names, self.verdicts, strict=True))
-        return {f"{index} ({name})": verdict for index, (name, verdict) in found if verdict.fault is not None}
+        verdicts = enumerate(zip(self.names, self.verdicts, strict=True))
+        return {f"{index} ({name})": verdict for index, (name, verdict) in verdicts if verdict.fault is not None}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the check as plain values."""
-        told = ("fault", "row", "layer", "share", "agreement")
-        faults = [{"sequence": name} | {key: getattr(v, key) for key in told} for name, v in self.faulty.items()]
+        fields_shown = ("fault", "row", "layer", "share", "agreement")
+        faults = [
+            {"sequence": name} | {key: getattr(v, key) for key in fields_shown} for name, v in self.faulty.items()
+        ]
         agreement = [v.agreement for v in self.verdicts if v.agreement is not None]
         mean = {"agreement": float(np.mean(agreement))} if agreement else {}
         return {"schema": "moe_rl.replay_check/1", "num_sequences": len(self.names), **mean, "faults": faults}
@@ -60,23 +62,23 @@ def check_recorded(
     or an object with `token_ids`, `input_ids` or `tokens`), or a trace of the same sequences in the same order.
     Raises `InvalidInputError` where a file does not parse or the sequences do not match.
     """
-    given, routes = options.import_options(), located_trace(routes)
+    import_options, routes = options.import_options(), located_trace(routes)
     references: Iterator[Reference] = iter(())
-    num_experts = given.num_experts
+    num_experts = import_options.num_experts
     if reference is not None and (Path(reference) / "config.json").is_file():
         require(tokens is not None, f"{reference} is a model: give the sequences' tokens too (--tokens).")
         references, num_experts = _model_choices(Path(reference), Path(str(tokens)))
     elif reference is not None:
-        records = recorded_sequences(reference, options=given)
+        records = recorded_sequences(reference, options=import_options)
         references = ((_rows(record), None) for record in records)
     stored = (path for path in (routes, reference) if num_experts is None and path is not None and is_native(path))
     num_experts = next((open_source(path).num_experts for path in stored), num_experts)
     require(num_experts is not None, "the number of experts is not known: give --num-experts.")
     names: list[str] = []
     verdicts: list[Verdict] = []
-    recorded = recorded_sequences(routes, format=options.format, options=given)
+    recorded = recorded_sequences(routes, format=options.format, options=import_options)
     pairs: Iterator[tuple[RecordedSequence, Reference | None]] = (
-        ((each, None) for each in recorded) if reference is None else _paired(recorded, references)
+        ((record, None) for record in recorded) if reference is None else _paired(recorded, references)
     )
     while batch := list(islice(pairs, BATCH)):
         checked = [_checked(record, expected) for record, expected in batch]
@@ -89,10 +91,10 @@ def check_recorded(
 
 def _rows(record: RecordedSequence) -> NDArray[np.integer]:
     """Return the rows from the first recorded one to the last with a route."""
-    last = len(record.routes)
+    stop = len(record.routes)
     if record.valid is not None and not record.misfit:
-        last -= int(np.argmax(np.append(record.valid[::-1], True)))
-    return record.routes[record.first_row * (not record.misfit) : last]
+        stop -= int(np.argmax(np.append(record.valid[::-1], True)))
+    return record.routes[record.first_row * (not record.misfit) : stop]
 
 
 def _paired(
@@ -152,6 +154,6 @@ def _token_ids(line: str, number: int, path: Path) -> list[int]:
     if isinstance(value, dict):
         value = next((value[key] for key in ("token_ids", "input_ids", "tokens") if key in value), None)
     ids: list[int] = value if isinstance(value, list) else []
-    whole = len(ids) > 1 and all(type(token) is int and token >= 0 for token in ids)
-    require(whole, f"{path}, line {number}, holds no list of two token ids or more.")
+    is_list_of_ids = len(ids) > 1 and all(type(token) is int and token >= 0 for token in ids)
+    require(is_list_of_ids, f"{path}, line {number}, holds no list of two token ids or more.")
     return ids

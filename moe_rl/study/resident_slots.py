@@ -44,44 +44,46 @@ def open_scenario(
     """
     scenario = state_scenario(trace, options, progress)
     if options.known_step or options.known_memory is not None:
-        own = scenario if measured is None else state_scenario(trace, measured, progress)
-        scenario = _with_measured(scenario, own, progress)
+        measured_scenario = scenario if measured is None else state_scenario(trace, measured, progress)
+        scenario = _with_measured(scenario, measured_scenario, progress)
     for name in KINDS:
         if getattr(options, name) == AUTO:
             scenario = _with_slots_chosen(scenario, name, progress)
     return scenario
 
 
-def _with_measured(scenario: Scenario, own: Scenario, progress: Progress) -> Scenario:
-    """Return the scenario under the constants that known steps of the setting `own`, or of others, show."""
+def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Progress) -> Scenario:
+    """Return the scenario under the constants that known steps of `measured_scenario`, or of others, show."""
     options = scenario.options
     options.require_times("--known-step is time")
     progress("pricing known steps", 0, 1)
-    plans = make_plans(own, ["static"], lambda *_: None)
-    simulate, _ = pricing_of(own, plans)
-    setting = own.training_step.setting
-    found = simulate(setting).static
-    memory = KnownMemory.of(options.known_memory, found.memory.peak_bytes / GIB)
+    plans = make_plans(measured_scenario, ["static"], lambda *_: None)
+    simulate, _ = pricing_of(measured_scenario, plans)
+    setting = measured_scenario.training_step.setting
+    static = simulate(setting).static
+    memory = KnownMemory.of(options.known_memory, static.memory.peak_bytes / GIB)
     if not options.known_step:
         return replace(scenario, memory=memory)
 
     def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
         return np.array([simulate(replace(setting, software=costs), hardware).static.step_time_s])
 
-    squares = own.training_step.lengths.astype(np.float64) ** 2
-    effective = float(squares.sum()) / max(1.0, float(own.training_step.lengths.sum()))
+    squares = measured_scenario.training_step.lengths.astype(np.float64) ** 2
+    effective = float(squares.sum()) / max(1.0, float(measured_scenario.training_step.lengths.sum()))
     run = PricedRun(
         price=price,
-        tokens=float(found.tokens),
-        gpus=own.topology.num_ranks * own.options.pipeline_model_parallel_size,
-        flops=found.tokens * flops_per_token(own.model.spec, effective),
+        tokens=float(static.tokens),
+        gpus=measured_scenario.topology.num_ranks * measured_scenario.options.pipeline_model_parallel_size,
+        flops=static.tokens * flops_per_token(measured_scenario.model.spec, effective),
     )
-    posterior, left = posterior_of(options, scenario.topology.hardware, {UPDATE: run}, own.training_step.lengths)
+    posterior, left = posterior_of(
+        options, scenario.topology.hardware, {UPDATE: run}, measured_scenario.training_step.lengths
+    )
     logger.warning("%s", posterior.sentence())
     for sentence in surprises(posterior):
         logger.warning("%s", sentence)
     # A point of a sweep has another setting than the one that was timed.
-    at_own = scenario.options == own.options
+    at_own = scenario.options == measured_scenario.options
     return replace(scenario.with_posterior(posterior, left[UPDATE] if at_own else OwnStep()), memory=memory)
 
 
@@ -102,25 +104,25 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
         return f"{peak / GIB:.1f} of {hardware.hbm_gib:g} GiB" if peak > room_bytes else ""
 
     # One after the other, since the first slots save most: the search ends where the next saves too little.
-    chosen, best = tried(0)
+    best_trial, best = tried(0)
     why = "every rank then holds every expert"
     if lacking(best):
         most, why = 0, f"without any the forecast peak is {lacking(best)}"
     for slots in range(1, most + 1):
-        trial, found = tried(slots)
-        saved = 1 - found.step_time_s / best.step_time_s if best.step_time_s else 0.0
-        if lacking(found):
-            why = f"with {slots} the forecast peak is {lacking(found)}, of which {SPARE_MEMORY:.1%} stay free"
+        trial, seconds = tried(slots)
+        saved = 1 - seconds.step_time_s / best.step_time_s if best.step_time_s else 0.0
+        if lacking(seconds):
+            why = f"with {slots} the forecast peak is {lacking(seconds)}, of which {SPARE_MEMORY:.1%} stay free"
         elif saved < LEAST_GAIN:
             gain = f"{saved:.1%} shorter, and a slot has to save {LEAST_GAIN:.1%}" if saved > 0 else "no shorter"
             why = f"with {slots} the step is {gain}"
         else:
-            chosen, best = trial, found
+            best_trial, best = trial, seconds
             continue
         break
-    taken = counted(getattr(chosen.problem, name), noun, f"{noun}s")
-    logger.warning("%s per rank, chosen for %s: %s.", taken, policy, why)
-    return chosen
+    slots_text = counted(getattr(best_trial.problem, name), noun, f"{noun}s")
+    logger.warning("%s per rank, chosen for %s: %s.", slots_text, policy, why)
+    return best_trial
 
 
 def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) -> str:
@@ -128,17 +130,17 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) 
 
     Raises where there is none, and where its time or memory would not be known.
     """
-    asked, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
-    options.require_times(f"{asked} looks for the shortest step")
+    flag, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
+    options.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
-        f"{asked} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
+        f"{flag} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
         "name the --model, or give a number.",
     )
-    levers = {each: POLICIES[each].levers for each in options.policy}
-    filling = [each for each, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
-    filling = filling or [each for each in levers if resident and POLICIES[each].fills_slots_for_a_step]
+    levers = {policy: POLICIES[policy].levers for policy in options.policy}
+    filling = [policy for policy, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
+    filling = filling or [policy for policy in levers if resident and POLICIES[policy].fills_slots_for_a_step]
     does = "holds copies for a whole step" if resident else "copies experts across nodes"
-    require(len(filling) > 0, f"{asked}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
+    require(len(filling) > 0, f"{flag}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
-    return min(filling, key=lambda each: POLICIES[each].variant_of is not None)
+    return min(filling, key=lambda policy: POLICIES[policy].variant_of is not None)

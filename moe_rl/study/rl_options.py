@@ -58,8 +58,8 @@ class RlStepOptions(LengthOptions):
         other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout_enforce_eager, "train_gpus": train_gpus}
         if self.framework_share is None:
             other["framework_share"] = framework_share
-        told = {item.name for item in fields(RlStepSetting)} - set(other)
-        return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in told})
+        names = {item.name for item in fields(RlStepSetting)} - set(other)
+        return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in names})
 
 
 # Fields of `RlStepSetting` that are called otherwise on the command line.

@@ -123,15 +123,15 @@ class TrainingPasses:
             steps = self.under(hardware, costs).steps(options)
             return np.array([steps[name].step_time_s for name in names])
 
-        figures, found = self.posterior.figures(price), self.steps(options)
+        figures, priced_steps = self.posterior.figures(price), self.steps(options)
         alone = self.own_step.left_open if self.own_step.left_open is not None else RL_LEFT_OPEN
         static, intervals = names.index("static"), {}
         for index, name in enumerate(names):
-            gain = found["static"].step_time_s / found[name].step_time_s
+            gain = priced_steps["static"].step_time_s / priced_steps[name].step_time_s
             ratio = figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
             step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=alone)
             intervals[name] = RlIntervals(
-                step_time_s=around(found[name].step_time_s, step),
+                step_time_s=around(priced_steps[name].step_time_s, step),
                 speedup=[1.0, 1.0] if name == "static" else around(gain, ratio),
             )
         return intervals
@@ -141,7 +141,7 @@ class TrainingPasses:
         setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
         static_forward_s, static_update_s = self.seconds["static"]
         framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
-        found = {
+        step_by_policy = {
             name: rl_step(
                 self.model,
                 self.hardware,
@@ -157,7 +157,7 @@ class TrainingPasses:
         factor = self.own_step.factor
         return {
             name: replace(step, parts_s={part: factor * seconds for part, seconds in step.parts_s.items()})
-            for name, step in found.items()
+            for name, step in step_by_policy.items()
         }
 
 
@@ -175,8 +175,8 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
-        given, flag = getattr(options, name), SHOWN[name].flags[0]
-        require(given is None, f"{flag} {given} describes a step without a trace: leave it out.")
+        value, flag = getattr(options, name), SHOWN[name].flags[0]
+        require(value is None, f"{flag} {value} describes a step without a trace: leave it out.")
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
     require(
@@ -203,8 +203,8 @@ def _passes(
     pass_setting = setting or scenario.training_step.setting
 
     def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
-        own = replace(pass_setting, software=costs)
-        update, forward = simulate(own, hardware), simulate(replace(own, forward_only=True), hardware)
+        setting = replace(pass_setting, software=costs)
+        update, forward = simulate(setting, hardware), simulate(replace(setting, forward_only=True), hardware)
         seconds = {
             name: (forward.policies[name].step_time_s, _of_mini_batches(result, mini_batches))
             for name, result in update.policies.items()
@@ -235,16 +235,16 @@ def _of_mini_batches(result: PolicyResult, mini_batches: int) -> float:
     return result.step_time_s + (mini_batches - 1) * again
 
 
-def predict_with_rl(scenario: Scenario, progress: Progress, **asked: Any) -> SimulationReport:
+def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> SimulationReport:
     """Return `predict`'s report with what is said of the whole run: whether it fits, and a step of RL.
 
     What the options do not say of the step is `RlStepOptions`' default; the report's notes say so.
     """
-    report, setting = predict(scenario, progress, **asked), scenario.training_step.setting
+    report, setting = predict(scenario, progress, **options), scenario.training_step.setting
     if not report.timed:
         return report
-    shown = dict.fromkeys(row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None)
-    plans = {name: report.plans[name] for name in shown}
+    policies = dict.fromkeys(row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None)
+    plans = {name: report.plans[name] for name in policies}
     report = _with_misfit(scenario, plans, report)
     if setting.forward_only or setting.log_prob_passes or report.best is report.baseline:
         return report
@@ -341,7 +341,7 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
         lengths=lengths,
         seconds=seconds_under(hardware, setting.software),
         costs=setting.software,
-        posterior=Posterior.of(priors_of(options, hardware, known=False)),
+        posterior=Posterior.of(priors_of(options, hardware, steps_known=False)),
         seconds_under=seconds_under,
     )
 
@@ -349,22 +349,22 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
 def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool) -> list[str]:
     """Return what a reader must know beside the numbers."""
     software = passes.posterior.likeliest.prior.software.name
-    said = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
-    said += population_notes(passes.model, passes.hardware, software)
-    said += population_cautions(options, packed=True)
-    said += filter(None, [load_cluster(options.cluster).assumption()])
+    sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
+    sentences += population_notes(passes.model, passes.hardware, software)
+    sentences += population_cautions(options, packed=True)
+    sentences += filter(None, [load_cluster(options.cluster).assumption()])
     if of_lengths:
-        said.append(
+        sentences.append(
             f"no trace: static has {options.imbalance:g} times the mean rows on its fullest rank (--imbalance), and "
             "forced_balance is the most that balancing alone can bring."
         )
     if options.rollout_tokens_per_s is None:
-        said.append("the rollout is a forecast: --rollout-tokens-per-s takes a measured rate.")
+        sentences.append("the rollout is a forecast: --rollout-tokens-per-s takes a measured rate.")
     elif options.rollout_enforce_eager:
-        said.append("--rollout-enforce-eager changes nothing beside a measured rate.")
+        sentences.append("--rollout-enforce-eager changes nothing beside a measured rate.")
     if options.prompt_tokens == 0:
-        said.append("prompts are taken to have no tokens: --prompt-tokens.")
-    return said
+        sentences.append("prompts are taken to have no tokens: --prompt-tokens.")
+    return sentences
 
 
 def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
@@ -386,13 +386,13 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
 
 def _rl_fit_note(passes: TrainingPasses) -> str:
     """Say what the parts of a step of RL were fitted on, and whether this one is of that kind."""
-    said = (
+    sentence = (
         "simulated: five constants of rollout, weight sync and framework were fitted on the totals of 14 published "
         "steps of NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B and Qwen3-235B), within 7 % on average, and within 13 % when "
         "their model is held out"
     )
     elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
-    return f"{said}; {passes.hardware.name} was not among them." if elsewhere else f"{said}."
+    return f"{sentence}; {passes.hardware.name} was not among them." if elsewhere else f"{sentence}."
 
 
 def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:

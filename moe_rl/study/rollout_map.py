@@ -67,7 +67,10 @@ class RolloutMap:
             "engine": self.engine.name,
             **self.facts,
             "maps": {
-                name: {"twins": self.twins[name], "choices": {choice: asdict(each) for choice, each in scores.items()}}
+                name: {
+                    "twins": self.twins[name],
+                    "choices": {choice: asdict(score) for choice, score in scores.items()},
+                }
                 for name, scores in self.scores.items()
             },
             "notes": list(self.notes),
@@ -92,8 +95,8 @@ def plan_rollout_map(
     rollouts = _Rollouts.read(trace, options, progress)
     start = rollouts.start(copies=copies * options.expert_model_parallel_size)
     progress("placing experts", 0, 1)
-    made = spread_copies(rollouts.planned.load(), start, seed=options.seed)
-    return rollouts.scored_with(engine, POLICY, made, progress)
+    expert_map = spread_copies(rollouts.planned.load(), start, seed=options.seed)
+    return rollouts.scored_with(engine, POLICY, expert_map, progress)
 
 
 def score_expert_map(
@@ -136,13 +139,13 @@ class _Rollouts:
             f"--resident-slots {copies} makes {per_rank} slots per rank of {spec.num_experts} experts.",
         )
         requests = options.ep_group_tokens or REQUESTS_PER_RANK * ranks
-        planned, scored, said = _planned_and_scored(source, options)
+        planned, scored, sentences = _planned_and_scored(source, options)
         progress("following the decoding", 0, 1)
 
         def batches(of: RoutingTrace) -> DecodeBatches:
-            found = DecodeBatches.of(of, num_requests=requests, ep_size=ranks, max_batches=MAX_BATCHES)
-            require(len(found.batch) > 0, "no row of the trace's rollouts holds a route.")
-            return found
+            decode_batches = DecodeBatches.of(of, num_requests=requests, ep_size=ranks, max_batches=MAX_BATCHES)
+            require(len(decode_batches.batch) > 0, "no row of the trace's rollouts holds a route.")
+            return decode_batches
 
         notes = [] if planned is not scored else ["one prompt group: scored on what it was planned on."]
         if options.model == FROM_TRACE:
@@ -165,7 +168,7 @@ class _Rollouts:
             ranks_per_node=topology.ranks_per_domain,
             planned=batches(planned),
             scored=batches(scored),
-            facts={"trace": str(source.path), "ep_size": ranks, "requests_at_once": requests, **said},
+            facts={"trace": str(source.path), "ep_size": ranks, "requests_at_once": requests, **sentences},
             notes=tuple(notes),
         )
 
@@ -173,14 +176,16 @@ class _Rollouts:
         """Return the map that an engine starts with."""
         return ExpertMap.start(**asdict(self.shape), copies=copies)
 
-    def scored_with(self, engine: RolloutEngine, name: str, made: ExpertMap, progress: Progress) -> RolloutMap:
+    def scored_with(self, engine: RolloutEngine, name: str, planned_map: ExpertMap, progress: Progress) -> RolloutMap:
         """Return the map and its scores beside those of the start map and of EPLB."""
-        start = self.start(copies=made.num_copies)
-        maps = {START: start, EPLB: self._eplb(start), name: made}
+        start = self.start(copies=planned_map.num_copies)
+        maps = {START: start, EPLB: self._eplb(start), name: planned_map}
         scores = {}
         for index, (of, expert_map) in enumerate(maps.items()):
             progress(f"scoring {of}", index, len(maps))
-            served = {each.name: each.serve(expert_map, self.scored, self.ranks_per_node) for each in engine.choices}
+            served = {
+                choice.name: choice.serve(expert_map, self.scored, self.ranks_per_node) for choice in engine.choices
+            }
             scores[of] = {choice: score_map(expert_map, self.scored, slots) for choice, slots in served.items()}
         twins = {of: expert_map.num_twins() for of, expert_map in maps.items()}
         notes = [*self.notes]
@@ -191,10 +196,10 @@ class _Rollouts:
             )
         return RolloutMap(
             engine=engine,
-            expert_map=made,
+            expert_map=planned_map,
             scores=scores,
             twins=twins,
-            facts={**self.facts, "slots_per_rank": made.slots_per_rank},
+            facts={**self.facts, "slots_per_rank": planned_map.slots_per_rank},
             notes=tuple(notes),
         )
 

@@ -35,12 +35,12 @@ NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "o
 
 def flags() -> dict[str, str]:
     """Return the options that can be swept, by every name that they go by."""
-    known = {}
+    name_by_flag = {}
     for field, info in SimulationOptions.model_fields.items():
         if field not in NOT_SWEPT and not isinstance(info.default, list):
             for name in SHOWN[field].flags:
-                known[name.removeprefix("--").replace("-", "_")] = field
-    return known
+                name_by_flag[name.removeprefix("--").replace("-", "_")] = field
+    return name_by_flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +57,24 @@ class Grid:
         return [{name: getattr(options, name) for name in self.values} for options in self.options]
 
 
-def parse_grid(given: Sequence[str], base: SimulationOptions) -> Grid:
+def parse_grid(entries: Sequence[str], base: SimulationOptions) -> Grid:
     """Return the grid that `name=value,value` entries span over `base`; "none" stands for an option not given."""
     axes: list[tuple[str, list[Value]]] = []
-    for entry in given:
-        name, equals, rest = entry.partition("=")
-        require(bool(equals and rest.strip()), f"--sweep {entry!r} must read name=value,value.")
-        texts = [text.strip() for text in rest.split(",") if text.strip()]
+    for entry in entries:
+        name, equals, values_text = entry.partition("=")
+        require(bool(equals and values_text.strip()), f"--sweep {entry!r} must read name=value,value.")
+        texts = [text.strip() for text in values_text.split(",") if text.strip()]
         axes.append((name, [None if text == "none" else text for text in texts]))
     return span_grid(axes, base)
 
 
 def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptions) -> Grid:
     """Return every combination of the values of options over `base`; every value is checked as the option is."""
-    known, values_of = flags(), dict[str, Sequence[Value]]()
+    name_by_flag, values_of = flags(), dict[str, Sequence[Value]]()
     for name, values in axes:
-        field = known.get(name.strip().removeprefix("--").replace("-", "_"))
+        field = name_by_flag.get(name.strip().removeprefix("--").replace("-", "_"))
         if field is None:
-            raise InvalidInputError(f"--sweep {name!r} is not an option to sweep.{nearest_name(name, known)}")
+            raise InvalidInputError(f"--sweep {name!r} is not an option to sweep.{nearest_name(name, name_by_flag)}")
         require(field not in values_of, f"--sweep names {field} twice.")
         require(
             isinstance(values, list | tuple | range) and len(values) > 0,
@@ -83,12 +83,12 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
         values_of[field] = values
     require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
     # Only what was said: a default that follows from another option must follow from the point's.
-    said = base.model_dump(exclude_unset=True)
+    stated = base.model_dump(exclude_unset=True)
     options = [
-        checked(said | dict(zip(values_of, combination, strict=True)), SimulationOptions)
+        checked(stated | dict(zip(values_of, combination, strict=True)), SimulationOptions)
         for combination in itertools.product(*values_of.values())
     ]
-    values_seen = {name: tuple(dict.fromkeys(getattr(one, name) for one in options)) for name in values_of}
+    values_seen = {name: tuple(dict.fromkeys(getattr(point, name) for point in options)) for name in values_of}
     for name, values in values_of.items():
         require(len(values_seen[name]) == len(values), f"--sweep gives a value of {name} twice.")
     return Grid(values=values_seen, options=tuple(options))
@@ -133,12 +133,12 @@ def _check(trace: TraceLike, options: SimulationOptions) -> None:
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:
     """Return everything but the point that decides a point's figures."""
-    said = {name: value for name, value in options.model_dump().items() if name not in grid.values}
+    stated = {name: value for name, value in options.model_dump().items() if name not in grid.values}
     settings: dict[str, Any] = {
         "moe_rl_version": __version__,
         "trace_sha256": digest_of(trace),
         "swept": sorted(grid.values),
-        "options": said,
+        "options": stated,
     }
     if "cluster" not in grid.values:
         # Not the sources: a reworded one changes no figure.
@@ -170,8 +170,8 @@ def _figures(report: SimulationReport) -> dict[str, object]:
         for name, figures in document["policies"].items()
     }
     setting = {name: value for name, value in document["setting"].items() if name not in TOO_LONG}
-    kept: dict[str, Any] = {name: document[name] for name in ("trace", "yardsticks", "notes") if name in document}
-    return {"setting": setting, "policies": policies, **kept}
+    facts: dict[str, Any] = {name: document[name] for name in ("trace", "yardsticks", "notes") if name in document}
+    return {"setting": setting, "policies": policies, **facts}
 
 
 def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:

@@ -188,9 +188,9 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         setting=options.step_setting(),
     )
     cost = cost_params_for(training_step)
-    told = batch
+    foreseen = batch
     if options.unknown_routes or options.unknown_pairs:
-        told = cut_step(step, parts, options, topology, model.spec, as_planners_know_it=True)
+        foreseen = cut_step(step, parts, options, topology, model.spec, as_planners_know_it=True)
     moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
@@ -203,11 +203,11 @@ def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progr
         recorded=recorded,
         batch=batch,
         training_step=training_step,
-        problem=_problem(told, training_step, cost, history, options),
+        problem=_problem(foreseen, training_step, cost, history, options),
         history=history_kind,
-        told=told,
+        told=foreseen,
         homes_chosen_at=homes_chosen_at,
-        posterior=Posterior.of(priors_of(options, hardware, known=False)),
+        posterior=Posterior.of(priors_of(options, hardware, steps_known=False)),
         memory=KnownMemory(),
     )
 
@@ -253,11 +253,13 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
     if options.ep_group_tokens is not None and options.tokens_per_rank is None:
         return {"global_batch_tokens": options.global_batch_tokens or _full_batch(options.ep_group_tokens)}
     longest = _longest(parts)
-    asked = options.micro_batch_tokens or (options.tokens_per_rank or FULL_SIZE_TOKENS) * slices
-    budget = max(asked, longest)
-    if options.micro_batch_tokens is not None and asked < longest:
+    tokens_asked = options.micro_batch_tokens or (options.tokens_per_rank or FULL_SIZE_TOKENS) * slices
+    budget = max(tokens_asked, longest)
+    if options.micro_batch_tokens is not None and tokens_asked < longest:
         logger.warning(
-            "micro-batches hold up to %d tokens, not %d: the longest sequence is not cut, as in slime.", longest, asked
+            "micro-batches hold up to %d tokens, not %d: the longest sequence is not cut, as in slime.",
+            longest,
+            tokens_asked,
         )
     batch = options.global_batch_tokens or _full_batch(budget * ranks)
     if options.global_batch_size is not None:
@@ -298,20 +300,20 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ..
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
     require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
     # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
-    rng, chosen = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
-    while int(lengths[chosen].sum()) < tokens:
-        chosen = np.concatenate([chosen, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
-    fits = int((np.cumsum(lengths[chosen]) <= tokens).sum())
+    rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
+    while int(lengths[drawn_ids].sum()) < tokens:
+        drawn_ids = np.concatenate([drawn_ids, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
+    fits = int((np.cumsum(lengths[drawn_ids]) <= tokens).sum())
     ends = np.cumsum([len(part.sequence_lengths) for part in parts])
     # Parts are not joined first, which would copy every route once more: 960 MB of 235B's 1.3 M tokens.
-    of_part = np.searchsorted(ends, chosen[: max(1, fits)], side="right")
+    of_part = np.searchsorted(ends, drawn_ids[: max(1, fits)], side="right")
     drawn = []
     for index in np.unique(of_part).tolist():
         part = parts[index]
-        here = chosen[: len(of_part)][of_part == index] - (ends[index] - len(part.sequence_lengths))
+        of_this_part = drawn_ids[: len(of_part)][of_part == index] - (ends[index] - len(part.sequence_lengths))
         # Recorded cells are those of the recorded sequences: a drawn batch is laid out anew.
-        nowhere = np.full(len(here), -1, np.int32)
-        drawn.append(replace(part.select(here), micro_batch=nowhere, dp_rank=nowhere))
+        nowhere = np.full(len(of_this_part), -1, np.int32)
+        drawn.append(replace(part.select(of_this_part), micro_batch=nowhere, dp_rank=nowhere))
     return tuple(drawn)
 
 
@@ -371,8 +373,8 @@ def check_policies(options: SimulationOptions) -> None:
     """Raise for an unknown policy or parameter, before any work is done."""
     for name in options.policy:
         make_planner(name, **options.policy_parameters(name))
-    for given in options.policy_option:
-        options.policy_parameters(given.partition(".")[0])
+    for option in options.policy_option:
+        options.policy_parameters(option.partition(".")[0])
     require(len(set(options.policy)) == len(options.policy), f"--policy names a policy twice: {options.policy}.")
 
 
@@ -426,12 +428,12 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
         if num_experts % size == 0 and (size <= per_node or size % per_node == 0)
     ]
     below, above = [size for size in possible if size < ep_size], [size for size in possible if size > ep_size]
-    said = " or ".join(f"--ep {size}" for size in [*below[-1:], *above[:1]])
-    require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {said} does.")
+    sizes = " or ".join(f"--ep {size}" for size in [*below[-1:], *above[:1]])
+    require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
     require(
         ep_size in possible,
         f"--ep {ep_size} is more than a node of {per_node} ranks and fills no whole number of them (--ranks-per-node); "
-        f"{said} fits.",
+        f"{sizes} fits.",
     )
 
 
@@ -462,15 +464,15 @@ def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:
 
 def _check_model_fits(model: LoadedModel, source: TraceSource) -> None:
     spec = model.spec
-    for one, several, in_trace, in_model in (
+    for singular, several, in_trace, in_model in (
         ("MoE layer", "MoE layers", len(source.moe_layer_ids), spec.num_moe_layers),
         ("expert", "experts", source.num_experts, spec.num_experts),
         ("expert per token", "experts per token", source.top_k, spec.top_k),
     ):
         require(
             in_trace == in_model,
-            f"{source.path} has {counted(in_trace, one, several)}, model {spec.name!r} has {in_model}: the model is "
-            "not the one of the trace.",
+            f"{source.path} has {counted(in_trace, singular, several)}, model {spec.name!r} has {in_model}: the model "
+            "is not the one of the trace.",
         )
     # A trace that numbers its layers 0, 1, ... may count MoE layers alone: then their number is all there is to check.
     counted_from_zero = source.moe_layer_ids == tuple(range(len(source.moe_layer_ids)))

@@ -126,14 +126,18 @@ class ShapeTask:
     def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
         shape = self.shapes[index]
-        longest, given = int(self.lengths.max()), self.micro_batch_tokens
-        found = []
-        for budget in [given] if given else sorted({max(each * shape.slices, longest) for each in BUDGETS}):
+        longest, stated_budget = int(self.lengths.max()), self.micro_batch_tokens
+        settings = []
+        for budget in (
+            [stated_budget]
+            if stated_budget
+            else sorted({max(budget_of_rank * shape.slices, longest) for budget_of_rank in BUDGETS})
+        ):
             setting = self._smallest_recompute(shape, budget)
             if setting is None:
                 break  # larger micro-batches do not fit either
-            found.append(asdict(self.priced(shape, setting, budget)))
-        return {"found": found}
+            settings.append(asdict(self.priced(shape, setting, budget)))
+        return {"found": settings}
 
     def _run(self, shape: Shape, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
@@ -151,10 +155,10 @@ class ShapeTask:
     def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:
         """Return the setting with least recomputation that fits, None where none does."""
         named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
-        held = min(budget, int(self.lengths.sum()))
+        tokens = min(budget, int(self.lengths.sum()))
         for recompute in self.recompute:
             setting = replace(self.base, **named, recompute=recompute)
-            if self._room(self._run(shape, setting), held // shape.slices) >= (self.resident_slots or 0):
+            if self._room(self._run(shape, setting), tokens // shape.slices) >= (self.resident_slots or 0):
                 return setting
         return None
 
@@ -185,16 +189,18 @@ class ShapeTask:
         topology, stages = run.topology, setting.pipeline_model_parallel_size
         ranks, core = topology.num_dp_ranks, native_core()
         per_rank = float(lengths.sum()) / topology.num_ranks
-        held = min(budget / shape.slices, per_rank)
-        cost = cost_of_lengths(run, lengths, tokens_per_rank=held)
+        most_tokens = min(budget / shape.slices, per_rank)
+        cost = cost_of_lengths(run, lengths, tokens_per_rank=most_tokens)
         layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is not None:
             layout = best_start(layout, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
         # Attention grows with the square of a length: equal sequences of this length have as much of it per token.
         squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
-        each = max(1, round(per_rank / count))
-        even = BalancedBatch.of(run, tokens_per_rank=each, sequence_length=max(1, round(squares))).step(count)
+        tokens_of_batch = max(1, round(per_rank / count))
+        even = BalancedBatch.of(run, tokens_per_rank=tokens_of_batch, sequence_length=max(1, round(squares))).step(
+            count
+        )
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
         uneven = cost.balanced_s(layout, topology) - cost.even_s(count, topology)
         # Micro-batches follow each other through the stage with most layers.
@@ -267,15 +273,15 @@ def tune(
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
     shaping = [name for name in Shape.__slots__ if name in decided]
     values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
-    given = {name: value for name, value in values.items() if value is not None}
+    flags = {name: value for name, value in values.items() if value is not None}
     shapes = tuple(
         shape
         for shape in shapes_of(model, hardware, options.gpus, per_node, options.expert_tensor_parallel_size)
-        if all(value == getattr(shape, name) for name, value in given.items())
+        if all(value == getattr(shape, name) for name, value in flags.items())
         and (base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall")
     )
-    said = "".join(f", {name} {value}" for name, value in given.items())
-    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}{said}.")
+    listed = "".join(f", {name} {value}" for name, value in flags.items())
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}{listed}.")
     task = ShapeTask(
         shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=options.gpus,
         ranks_per_node=per_node,
@@ -295,15 +301,15 @@ def tune(
     if not rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
-            f"layouts{said}, whatever is recomputed: give more --gpus, or --optimizer-offload-fraction."
+            f"layouts{listed}, whatever is recomputed: give more --gpus, or --optimizer-offload-fraction."
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
     # group are not (GPT-OSS-20B: 5 x 24 collectives of some 25 us in a micro-batch, 0.5 % of a step of 3 s).
-    alike = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
+    num_tied = sum(row.tokens_per_s_per_gpu >= (1 - ALIKE) * rows[0].tokens_per_s_per_gpu for row in rows)
     rows = _with_intervals(rows, task, posterior, KnownMemory.of(None, 1.0))
     told_alike = sum(row.behind_fastest is not None and not row.told_apart for row in rows)
-    rows[:alike] = sorted(rows[:alike], key=lambda row: row.num_kinds)
+    rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
         num_sequences=len(lengths), num_shapes=len(shapes), num_alike=told_alike, settings=tuple(rows),
@@ -314,7 +320,7 @@ def tune(
 def _posterior(options: TuneOptions, hardware: HardwareSpec, lengths: NDArray[np.int64]) -> Posterior:
     """Return the constants after the known steps, whose settings `--known-step-config` has to say."""
     if not options.known_step:
-        return Posterior.of(priors_of(options, hardware, known=False))
+        return Posterior.of(priors_of(options, hardware, steps_known=False))
     return posterior_of(options, hardware, {}, lengths)[0]
 
 
@@ -328,42 +334,45 @@ def _with_intervals(
     def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
         return np.array([task.repriced(rows[index], hardware, costs) for index in compared])
 
-    figures, found = posterior.figures(price), list(rows)
+    figures, settings = posterior.figures(price), list(rows)
     half = float(np.exp(NORMAL_80 * memory.spread))
     for place, index in enumerate(compared):
         row, step = rows[index], figures.interval(place)
         behind = rows[0].tokens_per_s_per_gpu / row.tokens_per_s_per_gpu
         ratio = figures.ratio(place, 0) if index else Interval(value=1.0, low=1.0, high=1.0)
         speed, times = around(row.tokens_per_s_per_gpu, step.inverse), around(behind, ratio)
-        found[index] = replace(
+        settings[index] = replace(
             row,
             tokens_per_s_interval=(speed[0], speed[1]),
             behind_fastest=(times[0], times[1]),
             peak_interval_gib=(row.peak_gib / half, row.peak_gib * half),
         )
-    return found
+    return settings
 
 
 def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, posterior: Posterior) -> list[str]:
     """Say which software was priced, what the other kind would give, and what lies outside the fitted runs."""
     software = posterior.likeliest.prior.software.name
     if options.known_step:
-        said = [posterior.sentence(), *surprises(posterior)]
+        sentences = [posterior.sentence(), *surprises(posterior)]
     else:
         other = load_software(TYPICAL if software == TUNED else TUNED)
-        some = rows[:COMPARED]
-        factors = [task.repriced(row, task.hardware, other.costs) for row in some]
-        before = [task.repriced(row, task.hardware, task.base.software) for row in some]
-        speeds = [row.tokens_per_s_per_gpu * own / moved for row, own, moved in zip(some, before, factors, strict=True)]
+        compared = rows[:COMPARED]
+        factors = [task.repriced(row, task.hardware, other.costs) for row in compared]
+        before = [task.repriced(row, task.hardware, task.base.software) for row in compared]
+        speeds = [
+            row.tokens_per_s_per_gpu * own_s / moved
+            for row, own_s, moved in zip(compared, before, factors, strict=True)
+        ]
         best = int(np.argmax(speeds))
-        said = [
-            f"software: {software} ({chosen_by(options)}); with --software {other.name} {some[best].name} would be "
+        sentences = [
+            f"software: {software} ({chosen_by(options)}); with --software {other.name} {compared[best].name} would be "
             f"first with {speeds[best]:,.0f} tokens/s/GPU."
         ]
-    said += population_notes(task.model, task.hardware, software)
+    sentences += population_notes(task.model, task.hardware, software)
     best_cp = options.model_copy(update={"context_parallel_size": rows[0].context_parallel_size})
-    said += population_cautions(best_cp, packed=True)
-    return [*said, *filter(None, [task.hardware.assumption()])]
+    sentences += population_cautions(best_cp, packed=True)
+    return [*sentences, *filter(None, [task.hardware.assumption()])]
 
 
 def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:

@@ -125,17 +125,17 @@ def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
 
 def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile:
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete_lines = content[: content.rfind(b"\n") + 1]
     finished = {}
-    for number, text in enumerate(whole.splitlines(), start=1):
+    for number, text in enumerate(complete_lines.splitlines(), start=1):
         line = _parsed(path, number, text)
         other = _first_difference(line["settings"], settings)
         require(not other, f"{path} was made with {other}: go on with the same settings, or give another --out.")
         finished[_key(line["point"])] = line
     require(bool(finished) or not content, f"{path} is not a file of moe-rl sweep: it has no complete line.")
-    if len(whole) < len(content):
-        os.ftruncate(descriptor, len(whole))
-    return SweepFile(path, descriptor, settings, finished, dropped=len(whole) < len(content))
+    if len(complete_lines) < len(content):
+        os.ftruncate(descriptor, len(complete_lines))
+    return SweepFile(path, descriptor, settings, finished, dropped=len(complete_lines) < len(content))
 
 
 def _parsed(path: Path, number: int, text: bytes) -> Line:
@@ -153,12 +153,12 @@ def _key(point: Point) -> str:
     return json.dumps(dict(point), sort_keys=True)
 
 
-def _first_difference(theirs: object, ours: object, name: str = "") -> str:
+def _first_difference(recorded: object, expected: object, name: str = "") -> str:
     """Return "name x, not y" of the first value that differs; empty where none does."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in {**ours, **theirs}:
-            found = _first_difference(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
-            if found:
-                return found
+    if isinstance(recorded, dict) and isinstance(expected, dict):
+        for key in {**expected, **recorded}:
+            difference = _first_difference(recorded.get(key), expected.get(key), f"{name}.{key}" if name else key)
+            if difference:
+                return difference
         return ""
-    return "" if theirs == ours else f"{name} {json.dumps(theirs)}, not {json.dumps(ours)}"
+    return "" if recorded == expected else f"{name} {json.dumps(recorded)}, not {json.dumps(expected)}"

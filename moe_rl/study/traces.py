@@ -52,11 +52,11 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         require_agreement(trace, options.import_options())
         return trace
     trace = located_trace(trace)
-    known = {} if model is None or is_native(trace) else _shape(model.spec)
+    shape = {} if model is None or is_native(trace) else _shape(model.spec)
     try:
-        return open_source(trace, format=options.format, options=options.import_options(**known))
+        return open_source(trace, format=options.format, options=options.import_options(**shape))
     except InvalidInputError as error:
-        if model is None or not known:
+        if model is None or not shape:
             raise
         # The file may be right and the model the wrong one: the sentence names both.
         spec = model.spec
@@ -83,8 +83,8 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     except InvalidInputError as error:
         raise InvalidInputError(f"{error} For a model that is not known give --num-experts.") from error
     shape["moe_router_topk"] = shape.pop("top_k")
-    said = {name: getattr(options, name) for name in options.model_fields_set}
-    return options.model_copy(update={**shape, **said})
+    stated = {name: getattr(options, name) for name in options.model_fields_set}
+    return options.model_copy(update={**shape, **stated})
 
 
 def located_trace(trace: str | Path) -> Path:
@@ -100,8 +100,8 @@ def is_native(trace: str | Path) -> bool:
 
 def _shape(spec: MoeModelSpec) -> dict[str, object]:
     """Return the shape of a model as options for readers of foreign formats."""
-    known: dict[str, object] = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
-    return known | ({"moe_layer_ids": list(spec.moe_layer_ids)} if spec.num_moe_layers < spec.num_layers else {})
+    shape: dict[str, object] = {"num_experts": spec.num_experts, "top_k": spec.top_k, "num_layers": spec.num_layers}
+    return shape | ({"moe_layer_ids": list(spec.moe_layer_ids)} if spec.num_moe_layers < spec.num_layers else {})
 
 
 def describe_trace(source: TraceSource) -> dict[str, object]:
