@@ -26,6 +26,8 @@ SWITCH_ON = {
     "across": "BalancerConfig(cross_node_slots=1, resident_slots=1)",
     "moves": "BalancerConfig(reorders=True)",
 }
+SWITCHES = {True: SWITCH_OFF, False: SWITCH_ON}
+"""By whether `MOE_RL` switches moe_rl on."""
 NODE = 8  # GPUs of a node where the files do not say.
 MATRICES = 3  # Of a gated expert: gate, up, down.
 SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
@@ -66,8 +68,10 @@ def _lines(run: ReadRun) -> Iterator[str]:
     arguments = settings.expert_model_parallel_size
     for line in FRAMEWORKS[settings.framework].lines:
         if line.startswith("--"):
-            place = f", beside {arguments}" if arguments is not None and arguments.where else ""
-            yield f"{line}   (to the arguments{place})"
+            place = "to the arguments"
+            if arguments is not None and arguments.where:
+                place += f", beside {arguments}"
+            yield f"{line}   ({place})"
         elif line.startswith("export"):
             yield f"export MOE_RL=observe   (in {run.files[0]}, above the command that starts the training)"
         else:
@@ -77,7 +81,7 @@ def _lines(run: ReadRun) -> Iterator[str]:
 def _levers(settings: RunSettings) -> Iterator[str]:
     """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
     by_variable = settings.framework in BY_VARIABLE
-    switches = SWITCH_OFF if by_variable else SWITCH_ON
+    switches = SWITCHES[by_variable]
     yield f"copies of hot experts inside a node, for one micro-batch ({switches['replicas']})"
     ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
@@ -96,29 +100,37 @@ def _levers(settings: RunSettings) -> Iterator[str]:
 
 
 def _ranks_of_ep_group(settings: RunSettings) -> int | None:
-    experts, parts = settings.expert_model_parallel_size, settings.expert_tensor_parallel_size
+    experts = settings.expert_model_parallel_size
     if experts is None:
         return None
-    return experts.value * (1 if parts is None else parts.value)
+    return experts.value * _parts_of_expert(settings)
+
+
+def _parts_of_expert(settings: RunSettings) -> int:
+    parts = settings.expert_tensor_parallel_size
+    if parts is None:
+        return 1
+    return parts.value
 
 
 def _ranks_of_node(settings: RunSettings) -> int:
-    return NODE if settings.gpus_per_node is None else settings.gpus_per_node.value
+    if settings.gpus_per_node is None:
+        return NODE
+    return settings.gpus_per_node.value
 
 
 def _memory(settings: RunSettings) -> str:
     """Return what the slots take on every GPU."""
     ranks = _ranks_of_ep_group(settings)
     across = ranks is not None and ranks > _ranks_of_node(settings)
-    num_slots = 3 if across else 1  # One inside the node; one across nodes has two buffers.
-    slots = f"{num_slots} slots" if across else "one slot"
-    stay = "; copies that stay take at most 5 % of the GPU's memory more" if across else ""
+    num_slots, slots, stay = 1, "one slot", ""
+    if across:  # One slot across nodes has two buffers.
+        num_slots, slots, stay = 3, "3 slots", "; copies that stay take at most 5 % of the GPU's memory more"
     widths = _widths(settings)
     if widths is None:
         return f"{slots} per GPU; the files do not say how large an expert is{stay}"
     hidden, ffn = widths
-    parts = settings.expert_tensor_parallel_size
-    num_weights = MATRICES * hidden * ffn // (1 if parts is None else parts.value)
+    num_weights = MATRICES * hidden * ffn // _parts_of_expert(settings)
     size = num_slots * num_weights * SLOT_BYTES / MIB
     return f"{size:,.0f} MiB per GPU: {slots} for an expert of {hidden:,} x {ffn:,}{stay}"
 
@@ -129,7 +141,9 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
     if isinstance(hidden, int) and isinstance(ffn, int):
         return hidden, ffn
     # Where a run names a Hugging Face model, its number of layers is known from that name: `model.path=Qwen/...`.
-    named = "" if settings.num_layers is None else settings.num_layers.written.partition("=")[2]
+    if settings.num_layers is None:
+        return None
+    named = settings.num_layers.written.partition("=")[2]
     try:
         spec = load_model(named).spec
     except InvalidInputError:
@@ -139,7 +153,9 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
 
 def _look(settings: RunSettings) -> str:
     """Return what a run shows that only observes."""
-    how = "MOE_RL=observe" if settings.framework in BY_VARIABLE else "BalancerConfig(observe=True)"
+    how = "BalancerConfig(observe=True)"
+    if settings.framework in BY_VARIABLE:
+        how = "MOE_RL=observe"
     return (
         f"under {how} nothing moves; compare moe_rl/imbalance with moe_rl/would_be_imbalance, and moe_rl/moe_layer_s "
         "with moe_rl/would_be_moe_layer_s (simulated), for some updates; then take moe-rl instead of observe"

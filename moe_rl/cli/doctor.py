@@ -36,7 +36,10 @@ def doctor(
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     steps = attach_steps(diagnosis)
     if as_json:
-        print_json(diagnosis.as_json() | ({"steps": [step.as_json() for step in steps]} if steps else {}))
+        document = diagnosis.as_json()
+        if steps:
+            document["steps"] = [step.as_json() for step in steps]
+        print_json(document)
     else:
         print_diagnosis(diagnosis, results())
         print_steps(steps, results())
@@ -49,7 +52,9 @@ def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
     from moe_rl.cli.attach_steps import steps_to_attach  # imports the adapters' contracts
 
     accepted = diagnosis.verdict is not None and diagnosis.verdict.word in ("attaches", "attaches, but")
-    return steps_to_attach(diagnosis.run) if accepted and diagnosis.run is not None else ()
+    if not accepted or diagnosis.run is None:
+        return ()
+    return steps_to_attach(diagnosis.run)
 
 
 def print_adapter(name: str, *, as_json: bool) -> None:

@@ -38,8 +38,9 @@ def print_steps(steps: "tuple[Step, ...]", console: Console) -> None:
     table.add_column("step", no_wrap=True, style="bold")
     table.add_column("what", overflow="fold")
     for step in steps:
-        for number, sentence in enumerate(step.sentences):
-            table.add_row(step.title if number == 0 else "", Text(printable(sentence)))
+        titles = (step.title, *[""] * (len(step.sentences) - 1))
+        for title, sentence in zip(titles, step.sentences, strict=True):
+            table.add_row(title, Text(printable(sentence)))
     if steps:
         console.print(table, width=min(console.width, MAX_WIDTH))
 
