@@ -23,16 +23,16 @@ PACKAGES = ("numpy", "torch", "triton", "megatron-core")
 DIGEST_CHARACTERS = 12
 
 
-def require_in_common(config: BalancerConfig, others: Mapping[str, Any] | None = None, *, whose: str = "") -> None:
-    """Raise, on every rank, unless all ranks have the same software, `config` and `others`; a collective of the run.
+def require_in_common(config: BalancerConfig, other_facts: Mapping[str, Any] | None = None, *, whose: str = "") -> None:
+    """Raise, on every rank, unless all ranks have the same software, `config` and `other_facts`. A collective.
 
-    `others` are further facts by name. The error names the first rank that differs from rank 0, the first fact in which
-    it does, and both values; `whose` stands before it.
+    `other_facts` are further facts by name. The error names the first rank that differs from rank 0, the first fact in
+    which it does, and both values; `whose` stands before it.
 
     Example: with MOE_RL_NATIVE=0 on rank 3 alone, "ranks must have the C++ core in common: rank 3 has none
     (MOE_RL_NATIVE=0), rank 0 has sources 1ef0cc2e9853."
     """
-    facts = agreed(lambda: {**_software(), **_settings(config), **_texts(others or {})})
+    facts = agreed(lambda: {**_software(), **_settings(config), **_texts(other_facts or {})})
     if not dist.is_initialized():
         return
     facts_of_ranks = gathered(facts)
@@ -40,10 +40,10 @@ def require_in_common(config: BalancerConfig, others: Mapping[str, Any] | None =
     for rank, of_rank in enumerate(facts_of_ranks):
         # Two versions of moe_rl may have other names of facts; the versions stand first and are compared first.
         for name in [*of_first_rank, *of_rank]:
-            here, there = of_first_rank.get(name, "nothing"), of_rank.get(name, "nothing")
+            value_here, value_there = of_first_rank.get(name, "nothing"), of_rank.get(name, "nothing")
             require(
-                here == there,
-                f"{whose}ranks must have {name} in common: rank {rank} has {there}, rank 0 has {here}.",
+                value_here == value_there,
+                f"{whose}ranks must have {name} in common: rank {rank} has {value_there}, rank 0 has {value_here}.",
             )
 
 

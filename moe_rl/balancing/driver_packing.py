@@ -43,12 +43,14 @@ class DriverPacking:
             return None
         run = TrainingRun(model=self.model, topology=self.topology, setting=self.setting)
         virtual = self.setting.num_virtual_stages > 1
-        known = {"multiple_of": self.setting.pipeline_model_parallel_size if virtual else 1}
-        own = FRAMEWORK_LAYOUTS[self.framework](lengths, num_dp_ranks=ranks, token_budget=self.token_budget, **known)
-        own = with_rule(own, self.framework)
-        per_rank = float(lengths.sum()) / self.topology.num_ranks / max(1, own.num_micro_batches)
+        options = {"multiple_of": self.setting.pipeline_model_parallel_size if virtual else 1}
+        framework_layout = FRAMEWORK_LAYOUTS[self.framework](
+            lengths, num_dp_ranks=ranks, token_budget=self.token_budget, **options
+        )
+        framework_layout = with_rule(framework_layout, self.framework)
+        per_rank = float(lengths.sum()) / self.topology.num_ranks / max(1, framework_layout.num_micro_batches)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=per_rank)
-        return best_start(own, cost, lengths, self.topology, core)
+        return best_start(framework_layout, cost, lengths, self.topology, core)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

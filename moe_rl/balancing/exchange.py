@@ -64,17 +64,17 @@ class PlanExchange:
             with suppress(ValueError):  # the framework has destroyed it with its own
                 dist.destroy_process_group(group)
 
-    def gather(self, mine: T) -> list[T]:
+    def gather(self, message: T) -> list[T]:
         """Return what every rank of the EP group gave."""
-        return gathered(mine, self.ep)
+        return gathered(message, self.ep)
 
-    def gather_parts(self, mine: T) -> list[T]:
+    def gather_parts(self, message: T) -> list[T]:
         """Return what every rank gave that holds a part of the same experts."""
-        return [mine] if self.expert_tp is None else gathered(mine, self.expert_tp)
+        return [message] if self.expert_tp is None else gathered(message, self.expert_tp)
 
-    def gather_in_grid(self, mine: T) -> list[list[T]]:
+    def gather_in_grid(self, message: T) -> list[list[T]]:
         """Return what every rank gave, by EP group and EP rank."""
-        return gathered(gathered(mine, self.ep), self.expert_dp)
+        return gathered(gathered(message, self.ep), self.expert_dp)
 
     def together(self, step: Callable[[], T], tell: Callable[[T], S]) -> tuple[T, list[list[S]]]:
         """Return what `step` returns on this rank, and what every rank tells of its own, by EP group and EP rank.
@@ -87,22 +87,24 @@ class PlanExchange:
             value = step()
             return value, tell(value)
 
-        mine, error = attempted(stepped)
-        everyone = self.gather_in_grid((None if mine is None else mine[1], told(error)))
-        said_by = self.gather_parts([[said for _, said in of_group] for of_group in everyone])
+        outcome, error = attempted(stepped)
+        everyone = self.gather_in_grid((None if outcome is None else outcome[1], told(error)))
+        said_by = self.gather_parts([[errors_of_ranks for _, errors_of_ranks in of_group] for of_group in everyone])
         if error is not None:
             raise error
         for group, of_group in chain.from_iterable(map(enumerate, said_by)):
-            for rank, said in enumerate(of_group):
-                if said:
-                    raise InvalidInputError(f"EP rank {rank} of EP group {group} cannot plan this pass: {said}")
-        assert mine is not None
+            for rank, errors_of_ranks in enumerate(of_group):
+                if errors_of_ranks:
+                    raise InvalidInputError(
+                        f"EP rank {rank} of EP group {group} cannot plan this pass: {errors_of_ranks}"
+                    )
+        assert outcome is not None
         # no rank failed, so every value is set
-        return mine[0], [[value for value, _ in of_group] for of_group in everyone]  # type: ignore[misc]
+        return outcome[0], [[value for value, _ in of_group] for of_group in everyone]  # type: ignore[misc]
 
-    def gather_over_groups(self, mine: T) -> list[T]:
+    def gather_over_groups(self, message: T) -> list[T]:
         """Return what the ranks gave that hold the same experts in every EP group."""
-        return gathered(mine, self.expert_dp)
+        return gathered(message, self.expert_dp)
 
     def scatter(self, parts: Sequence[NDArray[Any]], *, shapes: Sequence[Sequence[int]]) -> list[NDArray[Any]]:
         """Return what each rank p had for this one, of `shapes[p]`; `parts[p]` is what this rank has for rank p.
@@ -140,12 +142,12 @@ def agreed(step: Callable[[], T]) -> T:
     """
     value, error = attempted(step)
     kind = "" if error is None or isinstance(error, InvalidInputError) else f"{type(error).__name__}: "
-    said = [kind + told(error)]
+    words = [kind + told(error)]
     if dist.is_initialized():
-        said = gathered(said[0])
-    for rank, each in enumerate(said):
-        if each:
-            raise InvalidInputError(kind + told(error) or f"rank {rank} cannot be balanced: {each}") from error
+        words = gathered(words[0])
+    for rank, word in enumerate(words):
+        if word:
+            raise InvalidInputError(kind + told(error) or f"rank {rank} cannot be balanced: {word}") from error
     return value  # type: ignore[return-value]  # no rank failed
 
 
@@ -154,22 +156,22 @@ def told(error: Exception | None) -> str:
     return "" if error is None else str(error) or type(error).__name__
 
 
-def gathered(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gathered(own_message: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return what every rank of a group (default: of the run) gave; a collective of them.
 
     Small objects take one exchange, where `all_gather_object` takes two: planning waits for the network, not for bytes.
     """
     if dist.get_world_size(group) == 1:
-        return [mine]
-    told = pickle.dumps(mine)
-    message = np.frombuffer(len(told).to_bytes(8, "little") + told, np.uint8)
+        return [own_message]
+    payload = pickle.dumps(own_message)
+    message = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
     everyone = gather(np.resize(message[:SMALL_BYTES], SMALL_BYTES), group)
-    lengths = [8 + int.from_bytes(each[:8].tobytes(), "little") for each in everyone]
+    lengths = [8 + int.from_bytes(packet[:8].tobytes(), "little") for packet in everyone]
     if max(lengths) > SMALL_BYTES:
-        rest = np.zeros(max(lengths) - SMALL_BYTES, np.uint8)
-        rest[: max(0, len(message) - SMALL_BYTES)] = message[SMALL_BYTES:]
-        everyone = np.concatenate([everyone, gather(rest, group)], axis=1)
-    return [pickle.loads(each[8:length].tobytes()) for each, length in zip(everyone, lengths, strict=True)]
+        overflow = np.zeros(max(lengths) - SMALL_BYTES, np.uint8)
+        overflow[: max(0, len(message) - SMALL_BYTES)] = message[SMALL_BYTES:]
+        everyone = np.concatenate([everyone, gather(overflow, group)], axis=1)
+    return [pickle.loads(packet[8:length].tobytes()) for packet, length in zip(everyone, lengths, strict=True)]
 
 
 def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[Any]:
@@ -206,7 +208,7 @@ def own_group(groups: Iterable[tuple[int, ...]], **settings: Any) -> dist.Proces
     """
     rank = dist.get_rank()
     # Sorted, so that all ranks create the same groups in one order, those without them included.
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+    group_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {
         ranks: dist.new_group(list(ranks), **settings) for ranks in sorted(set(groups))
     }
-    return next(group for ranks, group in made.items() if rank in ranks)
+    return next(group for ranks, group in group_by_ranks.items() if rank in ranks)

@@ -65,8 +65,8 @@ def count_routes(
     counted = range(num_layers) if layers is None else layers
     pairs = np.zeros((len(routes), len(counted), num_experts), np.int32)
     rows = np.zeros(len(routes), np.int64)
-    for micro_batch, given in enumerate(routes):
-        ids = as_array(given)
+    for micro_batch, routes_of_batch in enumerate(routes):
+        ids = as_array(routes_of_batch)
         require(
             ids.ndim == 3 and ids.shape[1] == num_layers and np.issubdtype(ids.dtype, np.integer),
             f"the routes of micro-batch {micro_batch} must be integers [N, L, K] with L = {num_layers} MoE layers, "
@@ -118,19 +118,21 @@ class RankRows:
     @classmethod
     def of(cls, routes: Sequence["Routes"], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
         """Return what `count_routes` counts in these layers, beside the routes."""
-        held = [as_array(each) for each in routes]
-        pairs, rows = count_routes(held, num_layers=model.num_moe_layers, num_experts=model.num_experts, layers=layers)
-        of_layers = [ids[:, _index(layers)] for ids in held]
-        known = pairs.sum(axis=(1, 2), dtype=np.int64).tolist()
-        whole = [
+        arrays = [as_array(ids) for ids in routes]
+        pairs, rows = count_routes(
+            arrays, num_layers=model.num_moe_layers, num_experts=model.num_experts, layers=layers
+        )
+        of_layers = [ids[:, _index(layers)] for ids in arrays]
+        num_known = pairs.sum(axis=(1, 2), dtype=np.int64).tolist()
+        rows_of_parts = [
             ids if ids.size == count else ids[(ids >= 0).all(axis=(1, 2))]
-            for ids, count in zip(of_layers, known, strict=True)
+            for ids, count in zip(of_layers, num_known, strict=True)
         ]
         return cls(
             pairs=pairs,
             rows=rows,
-            routes=tuple(ids for ids in whole if ids.shape[2] == model.top_k),
-            sizes=np.array([[len(ids) for ids in each] for each in (of_layers, whole)], np.int64),
+            routes=tuple(ids for ids in rows_of_parts if ids.shape[2] == model.top_k),
+            sizes=np.array([[len(ids) for ids in batch_ids] for batch_ids in (of_layers, rows_of_parts)], np.int64),
         )
 
     @property
@@ -145,12 +147,12 @@ class RankRows:
 
     def of_all_parts(self, everyone: Sequence[Self], part: int) -> Self:
         """Return the counts of all ranks with parts of the same experts, beside the routes of this one's own rows."""
-        drawable = np.stack([each.drawable for each in everyone])
+        drawable = np.stack([part_rows.drawable for part_rows in everyone])
         return replace(
             self,
-            pairs=np.sum([each.pairs for each in everyone], axis=0, dtype=np.int32),
-            rows=np.sum([each.rows for each in everyone], axis=0),
-            sizes=np.sum([each.held for each in everyone], axis=0),
+            pairs=np.sum([part_rows.pairs for part_rows in everyone], axis=0, dtype=np.int32),
+            rows=np.sum([part_rows.rows for part_rows in everyone], axis=0),
+            sizes=np.sum([part_rows.held for part_rows in everyone], axis=0),
             among=(drawable[:part].sum(axis=0), drawable.sum(axis=0)),
         )
 
@@ -162,13 +164,13 @@ class RankRows:
         lengths = [len(ids) for ids in self.routes]
         return np.array(lengths, np.int64) if len(lengths) == len(self.rows) else np.zeros_like(self.rows)
 
-    def drawn(self, held: NDArray[np.int64], rank: int) -> list[NDArray[np.uint16]]:
-        """Return [n, l, K] drawn rows by micro-batch, where the EP ranks have `held` [P, M] and this is `rank`."""
-        found = []
-        for index, (ids, of_all) in enumerate(zip(self.routes, held.T, strict=False)):
+    def drawn(self, row_counts: NDArray[np.int64], rank: int) -> list[NDArray[np.uint16]]:
+        """Return [n, l, K] drawn rows by micro-batch; the EP ranks have `row_counts` [P, M], this one is `rank`."""
+        rows_drawn = []
+        for index, (ids, of_all) in enumerate(zip(self.routes, row_counts.T, strict=False)):
             rows = drawn_rows(of_all)[rank] - (0 if self.among is None else self.among[0][index])
-            found.append(ids[rows[(rows >= 0) & (rows < len(ids))]].astype(np.uint16))
-        return found
+            rows_drawn.append(ids[rows[(rows >= 0) & (rows < len(ids))]].astype(np.uint16))
+        return rows_drawn
 
 
 def narrow(counts: NDArray[np.integer], most: int) -> NDArray[np.integer]:

@@ -53,8 +53,8 @@ class RankSequences:
         """Return them from the pairs [S, l, E] of the sequences and the homes [l, E] of this stage's experts."""
         core, bins = native_core(), bins_of(topology, by_rank=by_rank)
         micro_batch = np.empty(len(tokens), np.int32)
-        for index, held in enumerate(micro_batches):
-            micro_batch[list(held)] = index
+        for index, sequences in enumerate(micro_batches):
+            micro_batch[list(sequences)] = index
         bin_of = (home_rank // (topology.ep_size // bins)).astype(np.int32)
         shape = len(tokens), bins, len(home_rank)
         load = np.zeros(shape, np.int32) if core is None else core.bin_loads(pairs, bin_of, bins, 1).reshape(shape)
@@ -83,35 +83,37 @@ def packed_micro_batches(
     micro-batch is left empty or gets more than `token_budget` tokens, and the price is no higher than of what the
     framework has formed. The same on every rank.
     """
-    core, ranks = native_core(), sorted({one.dp_rank for one in everyone})
-    slices, rest = divmod(ep_size * num_ep_groups, len(ranks))
-    by_place = {(one.dp_rank, one.stage): one for one in everyone}
-    stages = sorted({one.stage for one in everyone})
-    here = [by_place[rank, stages[0]] for rank in ranks]
+    core, ranks = native_core(), sorted({rank_sequences.dp_rank for rank_sequences in everyone})
+    slices, remainder = divmod(ep_size * num_ep_groups, len(ranks))
+    by_place = {(rank_sequences.dp_rank, rank_sequences.stage): rank_sequences for rank_sequences in everyone}
+    stages = sorted({rank_sequences.stage for rank_sequences in everyone})
+    first_stage = [by_place[rank, stages[0]] for rank in ranks]
     load = np.concatenate(
         [np.concatenate([by_place[rank, stage].bin_load for stage in stages], axis=2, dtype=np.int32) for rank in ranks]
     )
-    if core is None or rest or not load.any():
+    if core is None or remainder or not load.any():
         return None
     topology = cluster_topology(config, ep_size=ep_size, num_ep_groups=num_ep_groups, slices_per_dp_rank=slices)
-    tokens = np.concatenate([one.tokens for one in here])
-    owner = np.repeat(np.arange(len(ranks), dtype=np.int32), [len(one.tokens) for one in here])
-    given = BatchLayout(
-        micro_batch=np.concatenate([one.micro_batch for one in here]),
+    tokens = np.concatenate([rank_sequences.tokens for rank_sequences in first_stage])
+    owner = np.repeat(
+        np.arange(len(ranks), dtype=np.int32), [len(rank_sequences.tokens) for rank_sequences in first_stage]
+    )
+    stated_layout = BatchLayout(
+        micro_batch=np.concatenate([rank_sequences.micro_batch for rank_sequences in first_stage]),
         dp_rank=owner,
         order=np.arange(len(tokens), dtype=np.int32),
-        num_micro_batches=int(max(one.micro_batch.max() for one in here)) + 1,
+        num_micro_batches=int(max(rank_sequences.micro_batch.max() for rank_sequences in first_stage)) + 1,
         num_dp_ranks=len(ranks),
         token_budget=token_budget,
     )
     work = np.zeros((1, len(tokens)), np.int64)
     bins = bins_of(topology, by_rank=config.replica_slots == 0)
     if OBJECTIVES[config.objective].in_seconds:
-        per_rank = tokens.sum() / topology.num_ranks / given.num_micro_batches
+        per_rank = tokens.sum() / topology.num_ranks / stated_layout.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)
         # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
         row_s = cost.routed_token_s / model.top_k / model.num_moe_layers / (ep_size // bins)
         work = np.rint(cost.sequence_s / row_s).astype(np.int64)
-    packed = packed_on_their_ranks(given, load, tokens=tokens, work=work, topology=topology, core=core)
+    packed = packed_on_their_ranks(stated_layout, load, tokens=tokens, work=work, topology=topology, core=core)
     return {rank: packed[owner == index] for index, rank in enumerate(ranks)}

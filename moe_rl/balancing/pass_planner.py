@@ -87,10 +87,10 @@ class PassRequest:
         """Raise where the given plan is for another model, or another number of ranks, slots or EP groups."""
         if self.plan is None:
             return
-        ours, theirs = self.placement, self.plan.placement
+        in_force, stated = self.placement, self.plan.placement
         for name in ("ep_size", "num_layers", "num_experts", "slots_per_rank", "resident_slots"):
-            given, needed = getattr(theirs, name), getattr(ours, name)
-            require(given == needed, f"the plan has {name} {given}, this run has {needed}.")
+            stated_value, needed = getattr(stated, name), getattr(in_force, name)
+            require(stated_value == needed, f"the plan has {name} {stated_value}, this run has {needed}.")
         groups = self.plan.replicas.num_ep_groups
         require(groups in (1, num_ep_groups), f"the plan is for {groups} EP groups, this run has {num_ep_groups}.")
 
@@ -234,8 +234,8 @@ class PassPlanner:
         )
         counted = None if count is None else count()  # of this rank alone: by its own rows it learns the drift
         num_micro_batches = _same_number(told_by)
-        misfit = next((one.misfit for of_group in told_by for one in of_group if one.misfit), None)
-        if misfit is None and any(len({one.digest for one in of_group}) > 1 for of_group in told_by):
+        misfit = next((facts.misfit for of_group in told_by for facts in of_group if facts.misfit), None)
+        if misfit is None and any(len({facts.digest for facts in of_group}) > 1 for of_group in told_by):
             misfit = Misfit(kind="ranks", sentence="the ranks hold different plans")
         if request.plan is not None:
             num_micro_batches = request.plan.replicas.num_micro_batches
@@ -250,18 +250,18 @@ class PassPlanner:
                 counted=counted,
                 plan_time_s=time.perf_counter() - started,
             )
-        shares, given = [], None if request.plan is None else self._given_here(request.plan)
+        shares, stated_plan = [], None if request.plan is None else self._given_here(request.plan)
         if rows is not None:
             layers = self.layers if request.of_stage else self.layers_of(request.may)
             # A rank plans some layers, which do not depend on each other, for all micro-batches, which may.
             parts = [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
             load = self._load_of_share(rows, told_by, parts, of_all_groups=request.of_all_groups)
-            mine = [layers[index] for index in parts[self.exchange.rank]]
-            held = np.stack([one.held for one in told_by[self.exchange.group_index]], axis=2)
-            shares = self._shares(lambda: self._share(request, load, mine, given, held))
-        whole = given or self._joined(request, shares, nothing)
-        here = given or self._given_here(whole)
-        filled = self.exchange.gather_over_groups(np.packbits(_filled(here.replicas)))
+            own_layers = [layers[index] for index in parts[self.exchange.rank]]
+            tokens_of_ranks = np.stack([facts.held for facts in told_by[self.exchange.group_index]], axis=2)
+            shares = self._shares(lambda: self._share(request, load, own_layers, stated_plan, tokens_of_ranks))
+        joined_plan = stated_plan or self._joined(request, shares, nothing)
+        local_plan = stated_plan or self._given_here(joined_plan)
+        filled = self.exchange.gather_over_groups(np.packbits(_filled(local_plan.replicas)))
         anywhere = np.bitwise_or.reduce(filled)
         predicted, static, most = (
             np.concatenate([getattr(share, name) for share in shares], axis=1)[:, self._of_stage(request)]
@@ -270,15 +270,15 @@ class PassPlanner:
             for name in ROWS
         )
         return PlannedPass(
-            plan=request.plan or whole,
-            here=here,
-            anywhere=np.unpackbits(anywhere, count=here.replicas.offsets.size - 1)
+            plan=request.plan or joined_plan,
+            here=local_plan,
+            anywhere=np.unpackbits(anywhere, count=local_plan.replicas.offsets.size - 1)
             .astype(np.bool_)
             .reshape(nothing.num_micro_batches, -1),
             predicted_rows=predicted,
             static_rows=static,
             most_rows=most,
-            held=held[0] if shares else None,
+            held=tokens_of_ranks[0] if shares else None,
             counted=counted,
             plan_time_s=time.perf_counter() - started,
         )
@@ -306,9 +306,9 @@ class PassPlanner:
         share = self._outcome_of_share(request, planned.here, load, layers)
         shares = self.exchange.gather(share)
         return PassOutcome(
-            rows=np.concatenate([each.rows for each in shares], axis=1),
-            moe_layer_s=sum(each.moe_layer_s for each in shares),
-            moe_layer_s_at_home=sum(each.moe_layer_s_at_home for each in shares),
+            rows=np.concatenate([share.rows for share in shares], axis=1),
+            moe_layer_s=sum(share.moe_layer_s for share in shares),
+            moe_layer_s_at_home=sum(share.moe_layer_s_at_home for share in shares),
         )
 
     def _outcome_of_share(self, request: PassRequest, plan: Plan, load: StepLoad, layers: list[int]) -> PassOutcome:
@@ -354,17 +354,19 @@ class PassPlanner:
         What fails on one of them fails on all.
         """
         rows, error = attempted(lambda: None if count is None else count())
-        mine = None if rows is None else replace(rows, routes=(), among=(rows.drawable, rows.drawable))
-        parts = self.exchange.gather_parts((mine, request and request.digest, told(error)))
+        own_counts = None if rows is None else replace(rows, routes=(), among=(rows.drawable, rows.drawable))
+        parts = self.exchange.gather_parts((own_counts, request and request.digest, told(error)))
         if error is not None:
             raise error
-        said = next((said for *_, said in parts if said), "")
-        require(not said, f"a rank with another part of the same experts: {said}")
+        error_message = next((error_message for *_, error_message in parts if error_message), "")
+        require(not error_message, f"a rank with another part of the same experts: {error_message}")
         require(
             len({digest for _, digest, _ in parts}) == 1, "ranks with parts of the same experts ask for other plans."
         )
-        everyone = [each for each, *_ in parts if each is not None]
-        _require_one_number([len(each.rows) for each in everyone] + [None] * (len(parts) - len(everyone)))
+        everyone = [rows_of_rank for rows_of_rank, *_ in parts if rows_of_rank is not None]
+        _require_one_number(
+            [len(rows_of_rank.rows) for rows_of_rank in everyone] + [None] * (len(parts) - len(everyone))
+        )
         return rows if rows is None or len(parts) == 1 else rows.of_all_parts(everyone, self.exchange.part)
 
     def _facts(self, request: PassRequest, rows: RankRows | None) -> _Facts:
@@ -383,20 +385,20 @@ class PassPlanner:
         """
         exchange, facts, top_k = self.exchange, told_by[self.exchange.group_index], self.model.top_k
         # One type on all ranks, or a receiver would read other numbers of the same bytes.
-        narrowed = narrow(rows.pairs, max(one.most for of_group in told_by for one in of_group))
-        mine, num_micro_batches = len(parts[exchange.rank]), len(rows.rows)
-        shape = (num_micro_batches, mine, self.model.num_experts)
-        drawable = np.stack([one.drawable for one in facts])
+        narrowed = narrow(rows.pairs, max(facts_of_rank.most for of_group in told_by for facts_of_rank in of_group))
+        num_own_layers, num_micro_batches = len(parts[exchange.rank]), len(rows.rows)
+        shape = (num_micro_batches, num_own_layers, self.model.num_experts)
+        drawable = np.stack([facts_of_rank.drawable for facts_of_rank in facts])
         of_parts = exchange.gather_parts(rows.drawn(drawable, exchange.rank))
         drawn = np.concatenate(
             [np.zeros((0, rows.pairs.shape[1], top_k), np.uint16), *chain(*zip(*of_parts, strict=True))]
         )
-        held = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
+        drawn_counts = np.array([[len(part) for part in drawn_rows(of_all)] for of_all in drawable.T]).reshape(
             -1, exchange.size
         )
         # Counts and drawn rows travel in one message.
         begin = math.prod(shape) * narrowed.itemsize // 2  # of drawn rows, among the uint16 of a rank
-        drawn_by = held.sum(axis=0).tolist()
+        drawn_by = drawn_counts.sum(axis=0).tolist()
         received = exchange.scatter(
             [
                 np.concatenate(
@@ -404,19 +406,22 @@ class PassPlanner:
                 )
                 for part in parts
             ],
-            shapes=[(begin + count * mine * top_k,) for count in drawn_by],
+            shapes=[(begin + count * num_own_layers * top_k,) for count in drawn_by],
         )
-        counted = [each[:begin].view(narrowed.dtype).reshape(shape) for each in received]
-        sent = [each[begin:].reshape(count, mine, top_k) for each, count in zip(received, drawn_by, strict=True)]
-        by_source = [np.split(routes, np.cumsum(held[:, source])[:-1]) for source, routes in enumerate(sent)]
+        counted = [message[:begin].view(narrowed.dtype).reshape(shape) for message in received]
+        sent = [
+            message[begin:].reshape(count, num_own_layers, top_k)
+            for message, count in zip(received, drawn_by, strict=True)
+        ]
+        by_source = [np.split(routes, np.cumsum(drawn_counts[:, source])[:-1]) for source, routes in enumerate(sent)]
         of_cells = [[of_source[cell] for of_source in by_source] for cell in range(num_micro_batches)]
-        own = np.stack(counted, axis=2), np.stack([one.rows for one in facts], axis=1), of_cells
-        groups = exchange.gather_over_groups(own) if of_all_groups else [own]
+        loads = np.stack(counted, axis=2), np.stack([facts_of_rank.rows for facts_of_rank in facts], axis=1), of_cells
+        groups = exchange.gather_over_groups(loads) if of_all_groups else [loads]
         return StepLoad(
             pairs=np.ascontiguousarray(np.stack([pairs for pairs, _, _ in groups]), np.int32),
             tokens=np.stack([tokens for _, tokens, _ in groups]),
             top_k=top_k,
-            routes=RouteSample.of_rows([cell for _, _, cells in groups for cell in cells]) if mine else None,
+            routes=RouteSample.of_rows([cell for _, _, cells in groups for cell in cells]) if num_own_layers else None,
         )
 
     def _shares(self, plan: Callable[[], _Share]) -> list[_Share]:
@@ -426,22 +431,24 @@ class PassPlanner:
         shares = self.exchange.gather(self.exchange.gather_parts((share, told(error)))[0])
         if error is not None:
             raise error
-        for rank, (_, said) in enumerate(shares):
-            require(not said, f"EP rank {rank} cannot plan its layers: {said}")
-        return [one for one, _ in shares if one is not None]
+        for rank, (_, error_message) in enumerate(shares):
+            require(not error_message, f"EP rank {rank} cannot plan its layers: {error_message}")
+        return [share for share, _ in shares if share is not None]
 
-    def _share(self, request: PassRequest, load: StepLoad, layers: list[int], given: Plan | None, held: Ints) -> _Share:
+    def _share(
+        self, request: PassRequest, load: StepLoad, layers: list[int], stated_plan: Plan | None, tokens_of_ranks: Ints
+    ) -> _Share:
         """Plan this rank's share of the layers, or say what a given plan makes of their load.
 
-        `held` [2, M, P] are all tokens of the EP group's ranks, and those of which every choice is known.
+        `tokens_of_ranks` [2, M, P] are all tokens of the EP group's ranks, and those of which every choice is known.
         """
         if not layers:
             no_rows = np.zeros((load.num_micro_batches, 0, load.ep_size), np.int64)
             return _Share(layers=[], facts={}, predicted_rows=no_rows, static_rows=no_rows, most_rows=no_rows)
         group = self.exchange.group_index if load.num_ep_groups > 1 else 0
-        if given is not None:
-            placement, replicas = request.placement.of_layers(layers), given.replicas.of_layers(layers, group=0)
-            plan = replace(given, placement=placement, replicas=replicas)
+        if stated_plan is not None:
+            placement, replicas = request.placement.of_layers(layers), stated_plan.replicas.of_layers(layers, group=0)
+            plan = replace(stated_plan, placement=placement, replicas=replicas)
         else:
             plan = self._planned(request, load, layers)
         most, predicted = int(load.pairs.max(initial=0)), rank_load(plan, load)[group]
@@ -451,24 +458,26 @@ class PassPlanner:
         return _Share(
             layers=layers,
             placement=plan.placement,
-            replicas=replace(plan.replicas, **columns) if given is None else None,
+            replicas=replace(plan.replicas, **columns) if stated_plan is None else None,
             facts={name: getattr(plan, name) for name in FACTS},
             predicted_rows=predicted,
             static_rows=rows_of_contiguous_homes(load)[group],
-            most_rows=predicted if (held[0] == held[1]).all() else self._certified(request, plan, load, held),
+            most_rows=predicted
+            if (tokens_of_ranks[0] == tokens_of_ranks[1]).all()
+            else self._certified(request, plan, load, tokens_of_ranks),
         )
 
-    def _certified(self, request: PassRequest, plan: Plan, load: StepLoad, held: Ints) -> Ints | None:
+    def _certified(self, request: PassRequest, plan: Plan, load: StepLoad, tokens_of_ranks: Ints) -> Ints | None:
         """Return [M, layers, P] rows at most where some tokens have no route; None where nobody states a risk.
 
         Nor where all are foretold and none replayed: such loads drift in common, and no certificate holds for them.
         """
-        (tokens, known), risk = held, request.config.capacity_risk
-        if risk is None or load.num_ep_groups > 1 or not known.any():
+        (tokens, complete_tokens), risk = tokens_of_ranks, request.config.capacity_risk
+        if risk is None or load.num_ep_groups > 1 or not complete_tokens.any():
             return None
-        whole = self.model.num_moe_layers * (request.num_micro_batches or len(tokens)) * self.exchange.num_groups
-        part = risk * load.num_layers * len(tokens) / whole  # places share the risk of the step
-        of_known = replace(load, tokens=known[None], routes=None)
+        num_cells = self.model.num_moe_layers * (request.num_micro_batches or len(tokens)) * self.exchange.num_groups
+        part = risk * load.num_layers * len(tokens) / num_cells  # places share the risk of the step
+        of_known = replace(load, tokens=complete_tokens[None], routes=None)
         return np.asarray(certify(plan, of_known, tokens[None], risk=part).rows[0])
 
     def _planned(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
@@ -547,14 +556,14 @@ class PassPlanner:
 
 def _same_number(told_by: list[list[_Facts]]) -> int | None:
     """Return of how many micro-batches all ranks gave routes; raise where they disagree."""
-    everyone = [one for of_group in told_by for one in of_group]
-    _require_one_number([one.num_micro_batches if one.in_all is None else one.in_all for one in everyone])
+    everyone = [facts for of_group in told_by for facts in of_group]
+    _require_one_number([facts.num_micro_batches if facts.in_all is None else facts.in_all for facts in everyone])
     return everyone[0].num_micro_batches
 
 
 def _require_one_number(sizes: Sequence[int | None]) -> None:
-    said = ", ".join(sorted(map(str, set(sizes))))
-    require(len(set(sizes)) == 1, f"the ranks gave routes of different numbers of micro-batches: {said}.")
+    listed = ", ".join(sorted(map(str, set(sizes))))
+    require(len(set(sizes)) == 1, f"the ranks gave routes of different numbers of micro-batches: {listed}.")
 
 
 def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -566,11 +575,11 @@ def _joined_facts(facts: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     together = dict(facts[0])
     if together["predicted_cost_s"] is not None:
-        together["predicted_cost_s"] = sum(each["predicted_cost_s"] for each in facts)
-    together["solve_time_s"] = max(each["solve_time_s"] for each in facts)
-    said = [{note.partition(":")[0] for note in each["notes"]} for each in facts]
+        together["predicted_cost_s"] = sum(facts_of_share["predicted_cost_s"] for facts_of_share in facts)
+    together["solve_time_s"] = max(facts_of_share["solve_time_s"] for facts_of_share in facts)
+    kinds_of_notes = [{note.partition(":")[0] for note in facts_of_share["notes"]} for facts_of_share in facts]
     together["notes"] = tuple(
-        note for note in together["notes"] if all(note.partition(":")[0] in beginnings for beginnings in said)
+        note for note in together["notes"] if all(note.partition(":")[0] in beginnings for beginnings in kinds_of_notes)
     )
     return together
 
@@ -584,11 +593,11 @@ def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
     """Return what is known of consecutive micro-batches as one; plans are those of the first part."""
     if len(parts) == 1:
         return parts[0]
-    counted = [each.counted for each in parts if each.counted is not None]
+    counted = [part.counted for part in parts if part.counted is not None]
     rows = [
         None
-        if any(getattr(each, name) is None for each in parts)
-        else np.concatenate([getattr(each, name) for each in parts])
+        if any(getattr(part, name) is None for part in parts)
+        else np.concatenate([getattr(part, name) for part in parts])
         for name in (*ROWS, "held")
     ]
     return replace(
@@ -597,9 +606,11 @@ def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
         static_rows=rows[1],
         most_rows=rows[2],
         held=rows[3],
-        counted=replace(counted[0], pairs=np.concatenate([each.pairs for each in counted])) if counted else None,
-        memory=max((each.memory for each in parts if each.memory), key=lambda one: one.peak_bytes, default=None),
-        plan_time_s=sum(each.plan_time_s for each in parts),
+        counted=replace(counted[0], pairs=np.concatenate([part.pairs for part in counted])) if counted else None,
+        memory=max(
+            (part.memory for part in parts if part.memory), key=lambda forecast: forecast.peak_bytes, default=None
+        ),
+        plan_time_s=sum(part.plan_time_s for part in parts),
     )
 
 
@@ -610,10 +621,10 @@ def moved_since(planned: PlannedPass, placement: ExpertPlacement, layers: Sequen
     return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
 
 
-def same_places(one: ExpertPlacement, other: ExpertPlacement) -> bool:
+def same_places(placement: ExpertPlacement, other: ExpertPlacement) -> bool:
     """Return whether two placements have the same experts in home and resident slots."""
-    return np.array_equal(home_experts(one), home_experts(other)) and np.array_equal(
-        one.resident_experts, other.resident_experts
+    return np.array_equal(home_experts(placement), home_experts(other)) and np.array_equal(
+        placement.resident_experts, other.resident_experts
     )
 
 

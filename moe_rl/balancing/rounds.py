@@ -71,9 +71,9 @@ def arrangements_between(
                 rounds[index].received += received
                 earliest = index + 1
     arrangements, current = [], old
-    for each in rounds:
+    for swaps in rounds:
         current = current.copy()
-        for layer, slots in each.cycles:
+        for layer, slots in swaps.cycles:
             current[layer, slots] = current[layer, [*slots[1:], slots[0]]]
         arrangements.append(current)
     return arrangements
@@ -83,11 +83,11 @@ def _cycles(before: NDArray[np.int32], after: NDArray[np.int32]) -> Iterator[lis
     """Yield the cycles of one layer, each from its lowest slot on: every slot is to take what the next one holds."""
     source = np.argsort(before)[after]
     seen = source == np.arange(len(source))
-    for first in np.flatnonzero(~seen).tolist():
-        if seen[first]:
+    for start in np.flatnonzero(~seen).tolist():
+        if seen[start]:
             continue
-        cycle, slot = [first], int(source[first])
-        while slot != first:
+        cycle, slot = [start], int(source[start])
+        while slot != start:
             cycle.append(slot)
             slot = int(source[slot])
         seen[cycle] = True

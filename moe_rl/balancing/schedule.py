@@ -102,16 +102,16 @@ def pack_schedule(
     Raises `InvalidInputError` where samples, schedule, model and topology disagree, and for a policy without the lever.
     """
     policy = POLICIES[config.policy]
-    packing = ", ".join(each.name for each in POLICIES if each.levers.pack)
+    packing = ", ".join(policy.name for policy in POLICIES if policy.levers.pack)
     require(policy.levers.pack, f"policy {config.policy!r} packs no sequences: use one of {packing}.")
     trace = _as_trace(samples, model)
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
-    given = [[list(batch) for batch in batches] for batches in schedule]
+    batches_of_ranks = [[list(batch) for batch in batches] for batches in schedule]
     over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if over > token_budget:
         logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed again.", over, token_budget)
-        return given
+        return batches_of_ranks
     packed = plan_of_load(
         read_load([trace], layout=layout, topology=topology),
         config=config,
@@ -125,11 +125,11 @@ def pack_schedule(
     cells: list[list[list[int]]] = [[[] for _ in batches] for batches in schedule]
     for sample in np.argsort(packed.order, kind="stable").tolist():
         cells[packed.dp_rank[sample]][packed.micro_batch[sample]].append(sample)
-    both = (pair for ranks in zip(given, cells, strict=True) for pair in zip(*ranks, strict=True))
-    emptied = sum(bool(before) and not after for before, after in both)
+    pairs = (pair for ranks in zip(batches_of_ranks, cells, strict=True) for pair in zip(*ranks, strict=True))
+    emptied = sum(bool(before) and not after for before, after in pairs)
     if emptied:
         logger.warning("moe_rl: packing would leave %d micro-batches empty: not packed again.", emptied)
-        return given
+        return batches_of_ranks
     return cells
 
 
@@ -280,15 +280,15 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     """Raise where the policy is unknown, has no slot limits, cannot leave experts at home, or leaves slots empty."""
     policy = POLICIES[config.policy]
 
-    others = ", ".join(each.name for each in POLICIES if each.keeps_homes and each.slot_limits)
+    usable = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
             f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
-            f"{config.spare_slots}: use one of {others}."
+            f"{config.spare_slots}: use one of {usable}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
-            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {others}."
+            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {usable}."
         )
     require_useful_slots(config)
 
@@ -301,7 +301,7 @@ def require_useful_slots(config: BalancerConfig) -> None:
         f"reorders has no effect: policy {config.policy!r} moves no expert in a run.",
     )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
-        filling = [each.name for each in POLICIES if getattr(each.levers, lever) and each.slot_limits]
+        filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]
         require(
             not getattr(config, slots) or config.policy in filling,
             f"{slots} has no effect: policy {config.policy!r} leaves such slots empty; use one of "

@@ -47,7 +47,7 @@ class SlotTable:
         slot_probs = probs.index_select(1, self.expert)
         if self.split is None:
             return slot_probs, slot_routing_map
-        first, stop = split_point(
+        start, stop = split_point(
             self.split[0:2],
             self.split[2:4],
             planned=self.split[4],
@@ -58,7 +58,7 @@ class SlotTable:
         )
         ordinals = (routing_map.cumsum(0) - 1).index_select(1, self.expert)
         # A bit per pair and slot: ordinals alone say which instance takes a pair, so nobody is asked.
-        slot_routing_map &= (ordinals >= first) & (ordinals < stop)
+        slot_routing_map &= (ordinals >= start) & (ordinals < stop)
         return slot_probs * slot_routing_map, slot_routing_map
 
     def to_slots_in_one_launch(
@@ -68,8 +68,8 @@ class SlotTable:
         from moe_rl.balancing.triton_slots import ToSlots
 
         place = self.source_rank, self.num_sources
-        found: tuple[torch.Tensor, torch.Tensor] = ToSlots.apply(probs, routing_map, self.expert, self.split, *place)
-        return found
+        outputs: tuple[torch.Tensor, torch.Tensor] = ToSlots.apply(probs, routing_map, self.expert, self.split, *place)
+        return outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class SlotTables:
         of_home = (split.upto, split.planned, split.share_upto, total, *planned)
         terms[0, table, slot] = expert
         order = np.argsort(key, kind="stable")  # of an expert's several replicas the last one tells the home
-        for index, (own, homes) in enumerate(zip(of_replica, of_home, strict=True), start=1):
-            terms[index, table, slot] = own[:, 0]
+        for index, (shares_of_replica, homes) in enumerate(zip(of_replica, of_home, strict=True), start=1):
+            terms[index, table, slot] = shares_of_replica[:, 0]
             terms[index, table[order], at_home[order]] = homes[order, 0]
         return cls(
             row=row.reshape(-1, num_layers),

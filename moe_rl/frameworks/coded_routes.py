@@ -93,7 +93,14 @@ def _sglang_tokenizer(module: ModuleType) -> None:
 
 
 def _texts(routes: Sequence[Any] | None) -> list[Any] | None:
-    return None if routes is None else [to_text(each) if hasattr(each, "numpy") else each for each in routes]
+    return (
+        None
+        if routes is None
+        else [
+            to_text(routes_of_sample) if hasattr(routes_of_sample, "numpy") else routes_of_sample
+            for routes_of_sample in routes
+        ]
+    )
 
 
 def _sglang_client(module: ModuleType) -> None:
@@ -121,10 +128,10 @@ ROUTES = "rollout_routed_experts"
 def _slime_samples(module: ModuleType) -> None:
     import torch
 
-    def applied(original: Any, self: Any, *given: Any, **more: Any) -> None:
+    def applied(original: Any, self: Any, *arguments: Any, **more: Any) -> None:
         if isinstance(self.rollout_routed_experts, CodedRoutes):  # a later turn is added to them
             self.rollout_routed_experts = torch.from_numpy(plain(self.rollout_routed_experts.data, np.int32))
-        original(self, *given, **more)
+        original(self, *arguments, **more)
         if torch.is_tensor(self.rollout_routed_experts):
             self.rollout_routed_experts = coded(self.rollout_routed_experts)
 
@@ -135,18 +142,20 @@ def _slime_manager(module: Any) -> None:
     import torch
 
     def converted(original: Any, self: Any, samples: Any) -> Any:
-        held: list[Any] = [getattr(each, ROUTES, None) for each in samples]
-        if self.custom_convert_samples_to_train_data_func is not None or not isinstance(held[0], CodedRoutes):
+        routes_of_samples: list[Any] = [getattr(sample, ROUTES, None) for sample in samples]
+        if self.custom_convert_samples_to_train_data_func is not None or not isinstance(
+            routes_of_samples[0], CodedRoutes
+        ):
             return original(self, samples)
-        for sample, routes in zip(samples, held, strict=True):
+        for sample, routes in zip(samples, routes_of_samples, strict=True):
             if getattr(self.args, "use_rollout_routing_replay", False):  # one at a time: each is eight times as large
                 ids = torch.from_numpy(plain(routes.data, np.int32))
                 module.validate_rollout_routed_experts_for_replay([ids], self.args)
             sample.rollout_routed_experts = None
         data = original(self, samples)
-        for sample, routes in zip(samples, held, strict=True):
+        for sample, routes in zip(samples, routes_of_samples, strict=True):
             sample.rollout_routed_experts = routes
-        return data | {ROUTES: held}
+        return data | {ROUTES: routes_of_samples}
 
     manager = module.RolloutManager  # Ray keeps the class itself elsewhere
     remote = getattr(manager, "__ray_metadata__", None)
@@ -158,7 +167,10 @@ def _slime_sender(module: ModuleType) -> None:
         routes = rollout_data.pop(ROUTES, None)
         original(rollout_data)
         if routes is not None:
-            rollout_data[ROUTES] = [each if isinstance(each, CodedRoutes) else coded(each) for each in routes]
+            rollout_data[ROUTES] = [
+                routes_of_sample if isinstance(routes_of_sample, CodedRoutes) else coded(routes_of_sample)
+                for routes_of_sample in routes
+            ]
 
     wrap(module, "tensorize_rollout_data_for_training", tensorized)
 
@@ -186,7 +198,7 @@ class RankRows:
 
 def _slime_actor(module: ModuleType) -> None:
     def prepared(original: Any, routes: Any, tokens: Any, **options: Any) -> Any:
-        if not all(isinstance(each, CodedRoutes) for each in routes):
+        if not all(isinstance(sequence, CodedRoutes) for sequence in routes):
             return original(routes, tokens, **options)
         mpu = module.mpu
         rank = RankOfModel(
@@ -197,7 +209,9 @@ def _slime_actor(module: ModuleType) -> None:
             sequence_parallel=options["sequence_parallel"],
         )
         multiplier, allgather = options["data_pad_size_multiplier"], options["allgather_cp"]
-        rows = slime_rows([len(each) for each in tokens], rank, pad_multiplier=multiplier, allgather_cp=allgather)
+        rows = slime_rows(
+            [len(sequence) for sequence in tokens], rank, pad_multiplier=multiplier, allgather_cp=allgather
+        )
         return RankRows(routes, rows, options["num_experts"])
 
     wrap(module, "prepare_routed_experts_for_routing_replay", prepared)
@@ -205,17 +219,19 @@ def _slime_actor(module: ModuleType) -> None:
 
 def _miles(module: ModuleType) -> None:
     # miles' object store takes arrays of int32, as many dimensions as they have: a stream is its size and its words.
-    def packaged(original: Any, *given: Any, **more: Any) -> Any:
-        shards = original(*given, **more)
+    def packaged(original: Any, *arguments: Any, **more: Any) -> Any:
+        shards = original(*arguments, **more)
         for shard in shards:
             if ROUTES in shard:
-                shard[ROUTES] = [_as_words(coded(each).data.tobytes()) for each in shard[ROUTES]]
+                shard[ROUTES] = [
+                    _as_words(coded(routes_of_sample).data.tobytes()) for routes_of_sample in shard[ROUTES]
+                ]
         return shards
 
     def processed(original: Any, args: Any, data: Any) -> Any:
         if ROUTES in data:
             data[ROUTES] = [
-                plain(each[1:].tobytes()[: each[0]], np.int32) if each.ndim == 1 else each for each in data[ROUTES]
+                plain(words[1:].tobytes()[: words[0]], np.int32) if words.ndim == 1 else words for words in data[ROUTES]
             ]
         return original(args, data)
 
@@ -238,23 +254,23 @@ def _verl(module: ModuleType) -> None:
         if routes is None:
             return original(self)
         # A copy without the routes: __getstate__ must not change the batch that is sent.
-        rest = object.__new__(type(self))
-        rest.__dict__.update(self.__dict__, batch=self.batch.exclude(key))
+        stripped = object.__new__(type(self))
+        stripped.__dict__.update(self.__dict__, batch=self.batch.exclude(key))
         shape, offsets = (None, routes.offsets().cpu()) if routes.is_nested else (routes.shape, None)
         rows = routes.values() if routes.is_nested else routes.flatten(0, 1)
-        batch, others, meta = original(rest)
-        return batch, others, {**meta, VARIABLE: (coded(rows.cpu().numpy()), shape, offsets, routes.dtype)}
+        batch, non_tensors, meta = original(stripped)
+        return batch, non_tensors, {**meta, VARIABLE: (coded(rows.cpu().numpy()), shape, offsets, routes.dtype)}
 
     def received(original: Any, self: Any, state: Any) -> None:
-        batch, others, meta = state
-        found = meta.get(VARIABLE)
-        original(self, (batch, others, {name: value for name, value in meta.items() if name != VARIABLE}))
-        if found is not None:
-            routes, shape, offsets, dtype = found
+        batch, non_tensors, meta = state
+        coded_columns = meta.get(VARIABLE)
+        original(self, (batch, non_tensors, {name: value for name, value in meta.items() if name != VARIABLE}))
+        if coded_columns is not None:
+            routes, shape, offsets, dtype = coded_columns
             rows = torch.from_numpy(plain(routes.data, np.int32)).to(dtype)
             nested = offsets is not None
-            whole = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(shape)
-            self.batch[key] = whole
+            rebuilt = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(shape)
+            self.batch[key] = rebuilt
 
     wrap(module.DataProto, "__getstate__", sent)
     wrap(module.DataProto, "__setstate__", received)
@@ -292,10 +308,10 @@ class _Coder:
         self._inner = inner
 
     def encode(self, batches: Sequence[Any]) -> Any:
-        return self._inner.encode([self._changed(each, self._code) for each in batches])
+        return self._inner.encode([self._changed(batch, self._code) for batch in batches])
 
     def decode(self, data: Any) -> list[Any]:
-        return [self._changed(each, self._expand) for each in self._inner.decode(data)]
+        return [self._changed(batch, self._expand) for batch in self._inner.decode(data)]
 
     @staticmethod
     def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -318,8 +334,8 @@ class _Coder:
 
 def _prime_rl(module: ModuleType) -> None:
     def made(name: str) -> Callable[..., None]:
-        def initialized(original: Any, self: Any, *given: Any, **more: Any) -> None:
-            original(self, *given, **more)
+        def initialized(original: Any, self: Any, *arguments: Any, **more: Any) -> None:
+            original(self, *arguments, **more)
             setattr(self, name, _Coder(getattr(self, name)))
 
         return initialized
@@ -352,7 +368,7 @@ def install() -> None:
         when_imported(name, POINTS.pop(name))  # once, however often a process is told
 
 
-given = os.environ.get(VARIABLE, "plain")
-require(given in ("plain", "coded"), f"{VARIABLE} must be coded or plain, got {given!r}.")
-if given == "coded":
+mode = os.environ.get(VARIABLE, "plain")
+require(mode in ("plain", "coded"), f"{VARIABLE} must be coded or plain, got {mode!r}.")
+if mode == "coded":
     install()

@@ -32,20 +32,20 @@ class Symbol:
         """Return what the name stands for; raise `InvalidInputError` where it is gone."""
         module, _, path = self.name.partition(":")
         try:
-            found: Any = import_module(module)
+            value: Any = import_module(module)
             for attribute in path.split(".") if path else ():
-                found = getattr(found, attribute)
+                value = getattr(value, attribute)
         except (ImportError, AttributeError) as error:
             raise InvalidInputError(f"{self.name} is not there: {error}.") from error
-        return found
+        return value
 
     def problem(self) -> str:
         """Return what is wrong with it, in a sentence; empty where nothing is."""
         try:
-            found = self.value()
+            value = self.value()
         except InvalidInputError as error:
             return str(error)
-        has = tuple(inspect.signature(found).parameters) if self.parameters else ()
+        has = tuple(inspect.signature(value).parameters) if self.parameters else ()
         # Parameters that a release adds at the end change nothing for a caller by name or by position.
         if has[: len(self.parameters)] == self.parameters:
             return ""
@@ -82,16 +82,19 @@ class Framework:
     def report(self) -> list[tuple[str, bool]]:
         """Return what of it is as the adapter wants it: (sentence, whether it is)."""
         try:
-            found = self.version()
+            version = self.version()
         except InvalidInputError as error:
             return [(str(error), False)]
         tested = ", ".join(self.tested)
         # A checkout has the version of its last release, whatever stands in it.
-        known = not self.tested or found in self.tested
-        said = f"{self.name} {found}" + ("" if not self.tested else f", tested with {tested}")
+        is_tested = not self.tested or version in self.tested
+        sentence = f"{self.name} {version}" + ("" if not self.tested else f", tested with {tested}")
         return [
-            (said, known),
-            *((each.problem() or f"{each.name} is there", not each.problem()) for each in self.symbols + self.beside),
+            (sentence, is_tested),
+            *(
+                (symbol.problem() or f"{symbol.name} is there", not symbol.problem())
+                for symbol in self.symbols + self.beside
+            ),
             *(Symbol(name=self.traps).value()() if self.traps else ()),
         ]
 
@@ -101,18 +104,18 @@ class Framework:
 
     def check(self) -> str:
         """Return the installed version; warn once where it was not tested, raise where a symbol is not as expected."""
-        found = self.version()
-        if self.tested and found not in self.tested and (self.name, found) not in _warned:
-            _warned.add((self.name, found))
+        version = self.version()
+        if self.tested and version not in self.tested and (self.name, version) not in _warned:
+            _warned.add((self.name, version))
             logger.warning(
                 "moe_rl: %s %s is installed; this adapter was tested with %s.",
                 self.name,
-                found,
+                version,
                 ", ".join(self.tested),
             )
         problems = self.problems()
-        require(not problems, f"{self.name} {found} is not what the adapter knows: {' '.join(problems)}")
-        return found
+        require(not problems, f"{self.name} {version} is not what the adapter knows: {' '.join(problems)}")
+        return version
 
 
 _warned: set[tuple[str, str]] = set()
@@ -126,10 +129,10 @@ def framework_of(module: str) -> Framework:
     facts = read_yaml(Path(module).with_name("contract.yaml"))
     for name, fact in facts.items():
         if isinstance(fact, list):
-            facts[name] = tuple(_symbol(each) if name in ("symbols", "beside") else each for each in fact)
+            facts[name] = tuple(_symbol(item) if name in ("symbols", "beside") else item for item in fact)
     return Framework(**facts)
 
 
 def _symbol(written: str) -> Symbol:
-    name, _, given = written.removesuffix(")").partition("(")
-    return Symbol(name=name, parameters=tuple(given.split(", ")) if given else ())
+    name, _, parameters = written.removesuffix(")").partition("(")
+    return Symbol(name=name, parameters=tuple(parameters.split(", ")) if parameters else ())

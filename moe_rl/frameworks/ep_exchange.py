@@ -31,10 +31,10 @@ def slots_of_pairs(table: SlotTable, ids: torch.Tensor, home_slot: torch.Tensor)
     routing_map = torch.zeros(num_tokens, len(home_slot), dtype=torch.bool, device=ids.device).scatter_(1, ids, True)
     numbers = torch.arange(1, top_k + 1, dtype=torch.float32, device=ids.device).expand(num_tokens, -1)
     column = torch.zeros(routing_map.shape, device=ids.device).scatter_(1, ids, numbers)
-    taken, _ = table.to_slots(column, routing_map)
+    is_taken, _ = table.to_slots(column, routing_map)
     slots = torch.cat([ids.new_zeros(num_tokens, 1), home_slot[ids]], dim=1)
-    every_slot = torch.arange(taken.shape[1], device=ids.device).expand_as(taken)
-    return slots.scatter_(1, taken.long(), every_slot)[:, 1:]
+    every_slot = torch.arange(is_taken.shape[1], device=ids.device).expand_as(is_taken)
+    return slots.scatter_(1, is_taken.long(), every_slot)[:, 1:]
 
 
 @dataclass(slots=True)
@@ -72,9 +72,9 @@ class ReplicaExchange:
         home, home_slot = np.divmod(placement.home_slot()[layer, replicas.expert[cell]].astype(np.int64), per_rank)
         host, host_slot = np.divmod(replicas.physical_id[cell].astype(np.int64), per_rank)
 
-        def side(mine: Any, other: Any, slot: Any) -> tuple[torch.Tensor, list[int]]:
+        def side(own_rank: Any, other: Any, slot: Any) -> tuple[torch.Tensor, list[int]]:
             # Between two ranks both sides take the copies in one order.
-            order = [i for i in np.lexsort((host_slot, home_slot, other)) if mine[i] == rank]
+            order = [i for i in np.lexsort((host_slot, home_slot, other)) if own_rank[i] == rank]
             counts = np.bincount(other[order], minlength=placement.ep_size)
             return torch.from_numpy(slot[order]).to(device), counts.tolist()
 
@@ -136,16 +136,17 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         slots, rows, *homes = ctx.saved_tensors
-        inputs = [rows.detach().requires_grad_(), *(each.requires_grad_() for each in ctx.exchange.push(homes))]
-        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        inputs = [rows.detach().requires_grad_(), *(tensor.requires_grad_() for tensor in ctx.exchange.push(homes))]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
         # A rank without rows computes nothing, and makes the exchanges before and behind it all the same.
         if len(rows):
             enabled, dtype = ctx.autocast
             with torch.enable_grad(), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
                 output = ctx.compute(inputs[0], slots, inputs[1:])
-            found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+            gradients = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
         of_rows, *of_replicas = (
-            torch.zeros_like(each) if one is None else one for each, one in zip(inputs, found, strict=True)
+            torch.zeros_like(tensor) if found_gradient is None else found_gradient
+            for tensor, found_gradient in zip(inputs, gradients, strict=True)
         )
         return None, None, None, of_rows, *ctx.exchange.bring_home(of_replicas, homes)
 
@@ -167,7 +168,7 @@ def forward_of(module: torch.nn.Module, weights: Weights, *inputs: torch.Tensor,
     """
     plain: Any = next(kind for kind in type(module).__mro__ if "FSDP" not in kind.__name__)
     shadow = object.__new__(plain)
-    names = [name for name, each in module._parameters.items() if each is not None]
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
     shadow.__dict__.update({**vars(module), "_parameters": {}, **settings, **dict(zip(names, weights, strict=True))})
     output: torch.Tensor = plain.forward(shadow, *inputs)
     return output
@@ -175,4 +176,4 @@ def forward_of(module: torch.nn.Module, weights: Weights, *inputs: torch.Tensor,
 
 def parameters_of(module: torch.nn.Module) -> list[torch.Tensor]:
     """Return the expert parameters [E/P, ...] as they are inside the module's forward: local tensors."""
-    return [each for each in module._parameters.values() if each is not None]
+    return [parameter for parameter in module._parameters.values() if parameter is not None]

@@ -39,7 +39,7 @@ from moe_rl.planner.registry import POLICIES
 RESIDENT_SHARE = 0.05
 
 
-def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[torch.nn.Module]) -> BalancerConfig:
+def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[torch.nn.Module]) -> BalancerConfig:
     """Return the configuration with what nobody set: reorders, and slots that the memory has room for.
 
     Where an EP group spans nodes and the policy fills them, a rank gets one slot for copies from other nodes, and one
@@ -47,25 +47,28 @@ def chosen(config: BalancerConfig, given: AbstractSet[str], models: Sequence[tor
     """
     levers = POLICIES[config.policy].levers
     require(
-        "pack" not in given or not config.pack or levers.pack,
+        "pack" not in stated or not config.pack or levers.pack,
         f"pack has no effect: policy {config.policy!r} packs no sequences.",
     )
-    if "reorders" not in given:
+    if "reorders" not in stated:
         config = replace(config, reorders=levers.move_homes)
     if parallel_state.get_expert_model_parallel_world_size() <= config.ranks_per_node:
         for name in ("cross_node_slots", "resident_slots"):
             require(not getattr(config, name), f"{name} has no effect: all ranks of an EP group are in one node.")
         return config
-    if "cross_node_slots" not in given and levers.cross_node:
+    if "cross_node_slots" not in stated and levers.cross_node:
         config = replace(config, cross_node_slots=1)
-    if "resident_slots" not in given and levers.choose_residents:
-        layers = [each for model in models for each in model.modules() if isinstance(each, MoELayer)]
-        sizes = [sum(each.numel() * (each.element_size() + 4) for each in one.experts.parameters()) for one in layers]
+    if "resident_slots" not in stated and levers.choose_residents:
+        layers = [module for model in models for module in model.modules() if isinstance(module, MoELayer)]
+        sizes = [
+            sum(parameter.numel() * (parameter.element_size() + 4) for parameter in layer.experts.parameters())
+            for layer in layers
+        ]
         # A copy that stays takes the weights and an fp32 gradient (4 bytes) of one expert in every layer.
         a_slot = sum(sizes) // max(1, layers[0].num_local_experts if layers else 1)
         # The rank with the least memory decides: plans need one number of slots everywhere.
-        here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
-        config = replace(config, resident_slots=min(2, *gathered(here)))
+        slots_here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
+        config = replace(config, resident_slots=min(2, *gathered(slots_here)))
     return config
 
 
@@ -198,16 +201,16 @@ class MegatronRun:
         # A longer sequence cannot be cut: the limit never goes below it.
         fitting, lengths = zip(*gathered((self.balancer.fitting_tokens, longest)), strict=True)
         shared_by = parallel_state.get_tensor_model_parallel_world_size()
-        fits = min((each * shared_by for each in fitting if each is not None), default=limit)
-        taken: int = min(limit, max(*lengths, fits))
+        fits = min((limit_of_rank * shared_by for limit_of_rank in fitting if limit_of_rank is not None), default=limit)
+        cut: int = min(limit, max(*lengths, fits))
         # Said when the limit first falls, not at every update of a run that stays below it.
-        if taken < limit and self._limit in (None, limit):
+        if cut < limit and self._limit in (None, limit):
             logger.warning(
                 "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
-                taken, self.framework.name, limit,
+                cut, self.framework.name, limit,
             )  # fmt: skip
-        self._limit = taken
-        return taken
+        self._limit = cut
+        return cut
 
     @property
     def packs(self) -> bool:
@@ -321,12 +324,12 @@ class MegatronRun:
             publish(self.last_metrics, self.settings.prometheus)
         return result
 
-    def move(self, *, away: bool) -> None:
+    def move(self, *, to_host: bool) -> None:
         """Give the balancer's memory back when the framework has put the parameters away, and take it again."""
         # A framework may ask twice, by its offload and by its sleep.
-        if self.balancer is not None and away != self._away:
-            self._away = away
-            (self.balancer.offload if away else self.balancer.onload)()
+        if self.balancer is not None and to_host != self._away:
+            self._away = to_host
+            (self.balancer.offload if to_host else self.balancer.onload)()
 
     def rebuild_groups(self) -> None:
         """Go on after the framework has destroyed and made its process groups anew; a collective of all ranks."""

@@ -43,15 +43,15 @@ class PlannerActor:
         require(not outside, f"the routes name experts outside 0 .. {self.model.num_experts - 1}.")
         return with_missing_last_rows(ids, len(ids) if num_tokens is None else num_tokens).astype(np.int16)
 
-    def plan(self, taken: Sequence[Any], schedule: Any, **how: Any) -> Plan:
+    def plan(self, references: Sequence[Any], schedule: Any, **how: Any) -> Plan:
         """Return the plan of one `forward_backward_func` call; see `moe_rl.balancing.plan_from_schedule`.
 
-        `taken` are what `take` returned, or references to it, in the order that `schedule` numbers them.
+        `references` are what `take` returned, or references to it, in the order that `schedule` numbers them.
         """
         import ray
 
         # Ray resolves references that are arguments themselves, not those inside a list.
-        samples = [ray.get(each) if isinstance(each, ray.ObjectRef) else each for each in taken]
+        samples = [ray.get(sample) if isinstance(sample, ray.ObjectRef) else sample for sample in references]
         return plan_from_schedule(
             samples, schedule, config=self.config, model=self.model, topology=self.topology, **how
         )

@@ -72,22 +72,22 @@ class RouterShiftRun:
         if forward_only and self._updated:
             self._first, self._num_tokens, self._updated = {}, 0, False
             self._store = self._update = None
-        found = []
+        keys = []
         for key, tokens in zip(HeldRows.of_tokens(sequences).keys.tolist(), sequences, strict=False):
-            first = self._first.get(key)
+            start = self._first.get(key)
             if forward_only:
                 # A second pass over the sequence, such as the reference model's, must not overwrite the first.
-                first = self._num_tokens if first is None else None
-                if first is not None:
-                    self._first[key] = first
+                start = self._num_tokens if start is None else None
+                if start is not None:
+                    self._first[key] = start
                     self._num_tokens += len(tokens)
-            elif first is None:
+            elif start is None:
                 raise InvalidInputError(
                     "the router shift compares an update with the pass of its old log-probabilities, and a sequence "
                     "was in none: let the trained model compute them, on the ranks that train (no bypass mode)."
                 )
-            found.append(torch.full((len(tokens),), -1) if first is None else first + torch.arange(len(tokens)))
-        return found
+            keys.append(torch.full((len(tokens),), -1) if start is None else start + torch.arange(len(tokens)))
+        return keys
 
     def coming(self) -> Sequence[Tensor]:
         """Return the keys of the sequences whose loss is computed now; call it once per micro-batch.
@@ -117,15 +117,20 @@ class RouterShiftRun:
 
     def _forget(self, micro_batches: Sequence[MicroBatchKeys]) -> None:
         """Forget the sequences that these micro-batches were the first to have; their places stay empty."""
-        begun = {int(each[0]) for keys, _ in micro_batches for each in keys if len(each) and each[0] >= 0}
-        self._first = {key: first for key, first in self._first.items() if first not in begun}
+        begun = {
+            int(keys_of_sequence[0])
+            for keys, _ in micro_batches
+            for keys_of_sequence in keys
+            if len(keys_of_sequence) and keys_of_sequence[0] >= 0
+        }
+        self._first = {key: start for key, start in self._first.items() if start not in begun}
 
     def _around(self, call: Callable[[], Any], micro_batches: Sequence[MicroBatchKeys], *, forward_only: bool) -> Any:
         device = next(self._chunks[0].parameters()).device
-        rows = [each.reshape(-1).to(device) for _, each in micro_batches]
+        rows = [keys_of_batch.reshape(-1).to(device) for _, keys_of_batch in micro_batches]
         if forward_only:
             # All sequences are known: a reference model's pass over the rollout, whose routers nobody reads.
-            if all(bool((each < 0).all()) for keys, _ in micro_batches for each in keys):
+            if all(bool((keys_of_sequence < 0).all()) for keys, _ in micro_batches for keys_of_sequence in keys):
                 return call()
             with self.tap.old_pass(self._num_tokens, self._store) as self._store, self.tap.told(rows):
                 return call()
@@ -145,10 +150,10 @@ class RouterShiftRun:
         With the bytes of the store of this rank. Raises `InvalidInputError` where more than 1 % of the tokens have no
         route in the old pass or this one.
         """
-        asked, self._asked = self._asked, []
-        if not asked:
+        readings, self._asked = self._asked, []
+        if not readings:
             return {}
-        return as_floats(self.of(torch.cat(asked)).metrics) | {"router_corr/store_bytes": float(self.num_bytes)}
+        return as_floats(self.of(torch.cat(readings)).metrics) | {"router_corr/store_bytes": float(self.num_bytes)}
 
     def reading(
         self, function: Callable[..., Any], keys_of: Callable[[list[Any], bool], Sequence[MicroBatchKeys]]

@@ -129,14 +129,14 @@ def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
 
 def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     """Return the settings of a block `moe_rl:`: fields of `BalancerConfig`, and `RUN_FIELDS`."""
-    own = {name: block[name] for name in RUN_FIELDS if block.get(name) is not None}
+    run_fields = {name: block[name] for name in RUN_FIELDS if block.get(name) is not None}
     until = block.get(UNTIL)
-    for name, value in own.items():
+    for name, value in run_fields.items():
         require_kind(name, value, RUN_FIELDS[name])
-    floor = own.get("router_shift", 0.0)
+    floor = run_fields.get("router_shift", 0.0)
     require(0.0 <= floor < 1.0, f"router_shift is the floor of gamma, from 0 (off) to below 1, got {floor}.")
     run: dict[str, Any] = {
-        name: Path(value) if isinstance(value, str) else value for name, value in own.items() if value != ""
+        name: Path(value) if isinstance(value, str) else value for name, value in run_fields.items() if value != ""
     }
     return Settings(
         balancer=balancer_config({name: value for name, value in block.items() if name not in (*RUN_FIELDS, UNTIL)}),
@@ -151,38 +151,41 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
 
     Values are read as YAML: 2 is a number, true a truth value, {theta: 0.1} a mapping.
     """
-    given = os.environ if environment is None else environment
-    config = given.get(f"{PREFIX}CONFIG")
-    if not (given.get(SWITCH) or config or given.get(f"{PREFIX}ROUTER_SHIFT")):
+    variables_of_process = os.environ if environment is None else environment
+    config = variables_of_process.get(f"{PREFIX}CONFIG")
+    if not (variables_of_process.get(SWITCH) or config or variables_of_process.get(f"{PREFIX}ROUTER_SHIFT")):
         return None
     block = _block_of_file(Path(config)) if config else {}
-    known = {*get_type_hints(BalancerConfig), *RUN_FIELDS, UNTIL}
-    for variable, text in variables(given).items():
+    names = {*get_type_hints(BalancerConfig), *RUN_FIELDS, UNTIL}
+    for variable, text in variables(variables_of_process).items():
         name = variable.removeprefix(PREFIX).lower()
         if variable == SWITCH or name == "config":
             continue
         # A name with a typing error would run with the default for days: it stops the start.
-        if name not in known:
-            nearest = nearest_name(variable, [PREFIX + each.upper() for each in known])
+        if name not in names:
+            nearest = nearest_name(variable, [PREFIX + name.upper() for name in names])
             raise InvalidInputError(f"moe_rl reads no variable {variable}.{nearest}")
         with located(variable):
             # YAML reads 1 as a number, and in a shell it means yes.
             block[name] = _flag(text) if name in FLAGS else _value(text)
-    if given.get(SWITCH):
-        require("policy" not in block or given.get(f"{PREFIX}POLICY") is None, "MOE_RL and MOE_RL_POLICY are one.")
-        if given[SWITCH] == OBSERVE:
+    if variables_of_process.get(SWITCH):
+        require(
+            "policy" not in block or variables_of_process.get(f"{PREFIX}POLICY") is None,
+            "MOE_RL and MOE_RL_POLICY are one.",
+        )
+        if variables_of_process[SWITCH] == OBSERVE:
             block["observe"] = True
         else:
-            block["policy"] = given[SWITCH]
-    return replace(settings_from_mapping(block), balances=bool(given.get(SWITCH) or config))
+            block["policy"] = variables_of_process[SWITCH]
+    return replace(settings_from_mapping(block), balances=bool(variables_of_process.get(SWITCH) or config))
 
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what of the environment `settings_from_environment` reads: what a driver must hand on to its workers."""
-    given = os.environ if environment is None else environment
+    variables_of_process = os.environ if environment is None else environment
     return {
         name: text
-        for name, text in given.items()
+        for name, text in variables_of_process.items()
         if name == SWITCH or (name.startswith(PREFIX) and not name.startswith(ELSEWHERE))
     }
 

@@ -62,10 +62,10 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     require_in_common(config)
-    found, experts = agreed(lambda: _looked_at(chunks, config))
-    shared = gathered(_digest_of_shared(found, experts), parallel_state.get_expert_model_parallel_group())
+    chunks_and_layers, experts = agreed(lambda: _looked_at(chunks, config))
+    shared = gathered(_digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group())
     agreed(lambda: require(len(set(shared)) == 1, "ranks of an EP group hold different adapters of all experts."))
-    layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in found])
+    layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in chunks_and_layers])
     # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
     groups = ExpertGroups.current()
     exchange = plan_exchange(groups)
@@ -73,9 +73,9 @@ def attach(
 
     def built() -> Balancer:
         for chunk in chunks:
-            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(found[0][1]))
-        model = model_spec(found[0][1].config, moe_layer_ids=layer_ids)
-        states = _states(found, experts, clocks, model=model, config=config)
+            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(chunks_and_layers[0][1]))
+        model = model_spec(chunks_and_layers[0][1].config, moe_layer_ids=layer_ids)
+        states = _states(chunks_and_layers, experts, clocks, model=model, config=config)
         buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
         transport = Transport(group=groups.replicas, buffers=buffers)
         residents = ResidentCopies(
@@ -85,7 +85,7 @@ def attach(
             counters=transport.counters,
         )
         return Balancer(
-            layers=[layer for _, layer in found],
+            layers=[layer for _, layer in chunks_and_layers],
             states=states,
             clocks=list(clocks.values()),
             optimizer=optimizer,
@@ -105,8 +105,8 @@ def attach(
         exchange.destroy()
         groups.destroy()
         raise
-    balancer.install([chunk for chunk, _ in found])
-    _warn_of_unknown_options(found[0][1].config)
+    balancer.install([chunk for chunk, _ in chunks_and_layers])
+    _warn_of_unknown_options(chunks_and_layers[0][1].config)
     return balancer
 
 
@@ -114,38 +114,38 @@ def _looked_at(
     chunks: Sequence[torch.nn.Module], config: BalancerConfig
 ) -> tuple[list[tuple[torch.nn.Module, MoELayer]], list[Experts]]:
     """Return the MoE layers with their chunks, and views of their experts; raise where they cannot be balanced."""
-    found = [(chunk, layer) for chunk in chunks for layer in moe_layers(chunk)]
-    require(bool(found), "the model has no MoELayer: there is nothing to balance.")
+    chunks_and_layers = [(chunk, layer) for chunk in chunks for layer in moe_layers(chunk)]
+    require(bool(chunks_and_layers), "the model has no MoELayer: there is nothing to balance.")
     for chunk in chunks:
         _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
-    for _, layer in found:
+    for _, layer in chunks_and_layers:
         _check_layer(layer, config)
-    check_groups(found[0][1].config.expert_model_parallel_size)
+    check_groups(chunks_and_layers[0][1].config.expert_model_parallel_size)
     grouped = config.experts == "grouped"
     compute = _compute_of(config) if grouped else None
     views = [
         experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
-        for _, layer in found
+        for _, layer in chunks_and_layers
     ]
     for view in views:
         if isinstance(view, GroupedSlots):
             view.require_float32_gradients()
     share_replica_codes(views)
-    return found, views
+    return chunks_and_layers, views
 
 
-def _digest_of_shared(found: Sequence[tuple[torch.nn.Module, MoELayer]], experts: Sequence[Experts]) -> str:
+def _digest_of_shared(chunks_and_layers: Sequence[tuple[torch.nn.Module, MoELayer]], experts: Sequence[Experts]) -> str:
     """Return a digest of parameters that are no single expert's: of adapters around grouped linears."""
     digest = hashlib.sha256()
-    for (_, layer), view in zip(found, experts, strict=True):
-        own = {id(each) for slot in range(view.num_local_experts) for each in view.parameters_of(slot)}
-        for each in (one for one in layer.experts.parameters() if id(one) not in own):
-            digest.update(each.detach().float().cpu().numpy().tobytes())
+    for (_, layer), view in zip(chunks_and_layers, experts, strict=True):
+        own_ids = {id(parameter) for slot in range(view.num_local_experts) for parameter in view.parameters_of(slot)}
+        for parameter in (candidate for candidate in layer.experts.parameters() if id(candidate) not in own_ids):
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def _states(
-    found: Sequence[tuple[torch.nn.Module, MoELayer]],
+    chunks_and_layers: Sequence[tuple[torch.nn.Module, MoELayer]],
     experts: Sequence[Experts],
     clocks: Mapping[int, MicroBatchClock],
     *,
@@ -155,11 +155,15 @@ def _states(
     """Return what `attach` will add to every layer; none is changed yet."""
     states: list[LayerState] = []
     chunks_begun = set()
-    for (chunk, layer), view in zip(found, experts, strict=True):
+    for (chunk, layer), view in zip(chunks_and_layers, experts, strict=True):
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
         waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
         chunks_begun.add(id(chunk))
-        waiting = [each.experts for one, each in found if one is chunk] if waits_for_all else [layer.experts]
+        waiting = (
+            [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
+            if waits_for_all
+            else [layer.experts]
+        )
         state = LayerState(
             layer=model.moe_layer_ids.index(layer.layer_number - 1),
             experts=view,
@@ -214,8 +218,8 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
     copies = config.foreign_slots > 0 or config.experts == "grouped"
-    told = {"experts": config.experts, "static_rows": config.static_rows}
-    _refuse(layer.config, experimental=config.experimental, copies=copies, told=told)
+    facts = {"experts": config.experts, "static_rows": config.static_rows}
+    _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
     # From 0.18 on Megatron has another name for it.
     scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
     captured = {str(getattr(scope, "name", scope)) for scope in scopes}

@@ -51,35 +51,37 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
     damaged file and for one of another model.
     """
     path = Path(folder) / FILE_NAME
-    found: list[Any] = [None, ""]
+    broadcast: list[Any] = [None, ""]
     if dist.get_rank() == 0 and path.exists():
         try:
-            found[0] = read_placement(path)
+            broadcast[0] = read_placement(path)
         except InvalidInputError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    saved, problem = found
+            broadcast[1] = str(error)
+    dist.broadcast_object_list(broadcast, src=0)
+    saved, problem = broadcast
     require(not problem, problem)
     if saved is None:
         logger.warning("moe_rl: there is no %s: the experts stay where Megatron puts them.", path)
         return False
-    ours = balancer.placement
+    own_placement = balancer.placement
     require(
-        saved.home_rank.shape == ours.home_rank.shape,
+        saved.home_rank.shape == own_placement.home_rank.shape,
         f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, this model has "
-        f"{list(ours.home_rank.shape)}.",
+        f"{list(own_placement.home_rank.shape)}.",
     )
-    if saved.resident_slots > ours.resident_slots or (saved.resident_slots and saved.ep_size != ours.ep_size):
+    if saved.resident_slots > own_placement.resident_slots or (
+        saved.resident_slots and saved.ep_size != own_placement.ep_size
+    ):
         logger.warning("moe_rl: the resident copies of %s do not fit this run: it begins without any.", path)
         saved = ExpertPlacement.from_home_rank(saved.home_rank, ep_size=saved.ep_size)
-    if saved.ep_size != ours.ep_size:
+    if saved.ep_size != own_placement.ep_size:
         logger.warning(
             "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as they can.",
             path,
             saved.ep_size,
-            ours.ep_size,
+            own_placement.ep_size,
         )
-    balancer.reorder(saved if saved.ep_size == ours.ep_size else resized(saved, ep_size=ours.ep_size))
+    balancer.reorder(saved if saved.ep_size == own_placement.ep_size else resized(saved, ep_size=own_placement.ep_size))
     return True
 
 

@@ -34,23 +34,25 @@ class ExpertOptimizerState:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizers: list[DistributedOptimizer] = []
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if not isinstance(one, DistributedOptimizer):
+        for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not isinstance(chained, DistributedOptimizer):
                 raise InvalidInputError(
                     f"reorder() needs Megatron's DistributedOptimizer (use_distributed_optimizer=True), got a "
-                    f"{type(one).__name__}."
+                    f"{type(chained).__name__}."
                 )
             for option in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-                dtype = getattr(one.config, option, torch.float32)
+                dtype = getattr(chained.config, option, torch.float32)
                 require(
-                    not one.config.use_precision_aware_optimizer or dtype in MOVABLE_DTYPES,
+                    not chained.config.use_precision_aware_optimizer or dtype in MOVABLE_DTYPES,
                     f"reorder() does not support {option} {dtype}: the optimizer scales every tensor as a whole, and a "
                     "moved expert may lie in parts of two.",
                 )
-            instances = getattr(one.ddp_config, "num_distributed_optimizer_instances", 1)
+            instances = getattr(chained.ddp_config, "num_distributed_optimizer_instances", 1)
             require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
-            if not getattr(one, "is_stub_optimizer", False):  # it has no parameter: with LoRA only experts may train
-                self._optimizers.append(one)
+            if not getattr(
+                chained, "is_stub_optimizer", False
+            ):  # it has no parameter: with LoRA only experts may train
+                self._optimizers.append(chained)
 
     def shards(self, parameter: torch.nn.Parameter) -> list[tuple[int, int]]:
         """Return, per expert-DP rank, the elements start .. stop - 1 of `parameter` whose state it holds.
@@ -85,17 +87,17 @@ class ExpertOptimizerState:
         offloads = isinstance(owner.optimizer, HybridDeviceOptimizer)
         master = owner.optimizer.param_to_inner_param[main] if offloads else main
         state = owner.optimizer.state.get(main, {})
-        found = [
+        states = [
             [value.view(-1)]
             for name, value in sorted(state.items())
             if isinstance(value, torch.Tensor) and value.numel() == main.numel() and value.dim() > 0
             if not (offloads and name == "master_param")
         ]
-        own = parameter.untyped_storage().data_ptr()
-        places = [each for each in (master, main) if each.untyped_storage().data_ptr() != own]
+        own_storage = parameter.untyped_storage().data_ptr()
+        places = [place for place in (master, main) if place.untyped_storage().data_ptr() != own_storage]
         if master is main:
             places = places[:1]
-        return [*found, [each.detach().view(-1) for each in places]] if places else found
+        return [*states, [place.detach().view(-1) for place in places]] if places else states
 
     def _owner(self, parameter: torch.nn.Parameter) -> tuple[DistributedOptimizer, Any]:
         for optimizer in self._optimizers:
@@ -111,10 +113,14 @@ class MegatronExperts:
     def __init__(self, states: Sequence[LayerState], *, optimizer: Any, device: torch.device) -> None:
         self.layers = [state.layer for state in states]
         self._states, self._optimizer, self._device = list(states), optimizer, device
-        inner = [getattr(each, "optimizer", None) for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+        inner = [
+            getattr(chained, "optimizer", None) for chained in getattr(optimizer, "chained_optimizers", [optimizer])
+        ]
         # A step that Megatron skips for an infinity does not reach them.
         self._hooks = [
-            each.register_step_post_hook(self._note_step) for each in inner if isinstance(each, torch.optim.Optimizer)
+            inner_optimizer.register_step_post_hook(self._note_step)
+            for inner_optimizer in inner
+            if isinstance(inner_optimizer, torch.optim.Optimizer)
         ]
 
     def release(self) -> None:
@@ -143,13 +149,13 @@ class MegatronExperts:
         require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
         state = ExpertOptimizerState(self._optimizer)
         self.complete_gathers()
-        return [each.experts for each in self._states], state
+        return [layer_state.experts for layer_state in self._states], state
 
     def complete_gathers(self) -> None:
         """Return once this rank's weights are those of the last optimizer step."""
-        for each in self._states:
-            if each.gather is not None:
-                each.gather.complete()
+        for layer_state in self._states:
+            if layer_state.gather is not None:
+                layer_state.gather.complete()
 
     def follow(self, placement: ExpertPlacement) -> None:
         """Let the layers route to the homes of `placement`."""
@@ -161,4 +167,4 @@ def _gradients_of(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
     """Return where gradients of a parameter gather: Megatron's DDP keeps `main_grad`, without it they are `grad`."""
     places = [getattr(parameter, "main_grad", None), parameter.grad]
     # A framework that puts gradients away frees their storage and leaves the tensors.
-    return [each for each in places if each is not None and each.untyped_storage().size()]
+    return [gradient for gradient in places if gradient is not None and gradient.untyped_storage().size()]

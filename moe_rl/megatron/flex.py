@@ -50,12 +50,12 @@ def make_room(dispatcher: Any, rows: torch.Tensor, tokens: int) -> None:
     if manager is None or not _is_hybrid(manager) or _fused_a2a()._hybrid_ep_buffer is not None:
         return
     allocate = _fused_a2a().init_hybrid_ep_buffer
-    known = inspect.signature(allocate).parameters
+    parameters = inspect.signature(allocate).parameters
     options = {
         name: getattr(manager.config, option)
         for option, names in BUFFER_OPTIONS.items()
         for name in names
-        if name in known and hasattr(manager.config, option)
+        if name in parameters and hasattr(manager.config, option)
     }
     most = max(rows.shape[-2], tokens)
     most += -most % getattr(_fused_a2a(), "HYBRIDEP_TOKEN_ALIGNMENT", 1)

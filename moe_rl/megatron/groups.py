@@ -32,15 +32,15 @@ class ExpertGroups(ExpertGrid):
         expert_dp = parallel_state.get_expert_data_parallel_group()
         ranks = np.array(dist.get_process_group_ranks(ep))
         grid = gather(ranks, expert_dp)
-        mine = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
-        everyone = gathered(mine)
+        own_places = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
+        everyone = gathered(own_places)
         groups = cls(
             ep=ep,
             expert_dp=expert_dp,
             expert_tp=parallel_state.get_expert_tensor_parallel_group(),
             # Of their own, with Megatron's time limit: a hang in them ends as one of Megatron's does.
-            replicas=own_group([each[0] for each in everyone], timeout=_timeout(ep)),
-            grid_group=own_group([each[1] for each in everyone], timeout=_timeout(ep)),
+            replicas=own_group([places[0] for places in everyone], timeout=_timeout(ep)),
+            grid_group=own_group([places[1] for places in everyone], timeout=_timeout(ep)),
             grid=grid,
             device=_device(),
         )
@@ -80,17 +80,19 @@ class ExpertGroups(ExpertGrid):
         """(t, T): this rank's place among the ranks that hold the parts of the same experts, and their number."""
         return self.expert_tp.rank(), self.expert_tp.size()
 
-    def all_true(self, mine: bool) -> bool:
-        """Return whether `mine` is true on every rank of all EP groups of this pipeline stage."""
-        return bool(gather(np.array([int(mine)], np.int64), self.ep, self.expert_dp, self.expert_tp).all())
+    def all_true(self, holds: bool) -> bool:
+        """Return whether `holds` is true on every rank of all EP groups of this pipeline stage."""
+        return bool(gather(np.array([int(holds)], np.int64), self.ep, self.expert_dp, self.expert_tp).all())
 
 
 def plan_exchange(groups: ExpertGroups) -> PlanExchange:
     """Return host groups of the EP and expert-DP ranks for planning alone; a collective of all ranks of the run."""
     kinds = (groups.ep, groups.expert_dp, groups.expert_tp)[: 3 if groups.expert_tp.size() > 1 else 2]
     everyone = gathered([tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
-    made = [own_group(each, backend="gloo", timeout=_timeout(groups.ep)) for each in zip(*everyone, strict=True)]
-    return PlanExchange(**dict(zip(("ep", "expert_dp", "expert_tp"), made, strict=False)))
+    process_groups = [
+        own_group(ranks, backend="gloo", timeout=_timeout(groups.ep)) for ranks in zip(*everyone, strict=True)
+    ]
+    return PlanExchange(**dict(zip(("ep", "expert_dp", "expert_tp"), process_groups, strict=False)))
 
 
 def check_groups(ep_size: int) -> None:

@@ -29,9 +29,9 @@ class ParameterGather:
         if not getattr(settings, "overlap_param_gather", False):
             return None
         parameters = [parameter for module in experts for parameter in module.parameters()]
-        found = [chunk.param_to_bucket_group[p] for p in parameters if p in chunk.param_to_bucket_group]
+        buckets = [chunk.param_to_bucket_group[p] for p in parameters if p in chunk.param_to_bucket_group]
         skip_next = settings.align_param_gather or chunk.overlap_param_gather_with_optimizer_step
-        return cls(buckets=tuple({id(bucket): bucket for bucket in found}.values()), skip_next=skip_next)
+        return cls(buckets=tuple({id(bucket): bucket for bucket in buckets}.values()), skip_next=skip_next)
 
     def wait(self) -> None:
         """Return once the weights are whole, as Megatron's own hook does; a collective of the expert-DP group."""

@@ -130,7 +130,7 @@ class RoutingRecorder:
     def _hooked(self, wrapped: torch.nn.Module) -> _Chunk:
         module = unwrapped(wrapped)
         chunk = _Chunk(layer_ids=[], boundaries=[], micro_batches=[], side_by_side=[])
-        for layer in (each for each in module.modules() if isinstance(each, MoELayer)):
+        for layer in (submodule for submodule in module.modules() if isinstance(submodule, MoELayer)):
             index = self._layer_ids.index(layer.layer_number - 1)
             chunk.layer_ids.append(index)
             self._handles.append(layer.router.register_forward_hook(self._router_hook(chunk, index)))
@@ -160,9 +160,9 @@ class RoutingRecorder:
             if chunk.running is None:  # not recording, or recomputing
                 return
             probs, routing_map = output
-            chosen = probs.detach().float().masked_fill(~routing_map, -1.0)
+            scores = probs.detach().float().masked_fill(~routing_map, -1.0)
             # By falling probability; the routing map alone has no order.
-            ids = chosen.topk(self._top_k, dim=1).indices
+            ids = scores.topk(self._top_k, dim=1).indices
             chunk.running[layer] = ids, routing_map.sum(dim=1) == self._top_k
 
         return record
@@ -173,33 +173,37 @@ class RoutingRecorder:
             if running is None:
                 return
             layers = [running[layer] for layer in chunk.layer_ids]
-            ids = torch.stack([each for each, _ in layers], dim=1).int().cpu().numpy()
-            valid = torch.stack([each for _, each in layers], dim=1).cpu().numpy()
+            ids = torch.stack([ids_of_layer for ids_of_layer, _ in layers], dim=1).int().cpu().numpy()
+            valid = torch.stack([valid_of_layer for _, valid_of_layer in layers], dim=1).cpu().numpy()
             chunk.micro_batches.append((ids, valid))
 
         return end
 
     def _append(self, step: int, columns: Mapping[str, NDArray[np.integer]]) -> None:
-        mine = (self._where, [(chunk.layer_ids, chunk.micro_batches) for chunk in self._chunks])
+        own_record = (self._where, [(chunk.layer_ids, chunk.micro_batches) for chunk in self._chunks])
         parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._writer is not None else None
-        dist.gather_object(mine, parts, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        dist.gather_object(own_record, parts, dst=dist.get_global_rank(self._group, 0), group=self._group)
         if self._writer is None or parts is None:
             return
-        first = self._chunks[0]
-        require(bool(first.boundaries), "the step ran no forward of the recorded model: there is nothing to append.")
+        chunk_of_ids = self._chunks[0]
+        require(
+            bool(chunk_of_ids.boundaries), "the step ran no forward of the recorded model: there is nothing to append."
+        )
         sequences, valid, micro_batch = [], [], []
-        for index, (ends, side_by_side) in enumerate(zip(first.boundaries, first.side_by_side, strict=True)):
-            ids, known = _whole_micro_batch(
+        for index, (ends, side_by_side) in enumerate(
+            zip(chunk_of_ids.boundaries, chunk_of_ids.side_by_side, strict=True)
+        ):
+            ids, valid_rows = _whole_micro_batch(
                 parts, index, ends, side_by_side=side_by_side, num_layers=len(self._layer_ids)
             )
             for start, stop in pairwise(ends.tolist()):
                 sequences.append(ids[start:stop])
-                valid.append(np.all(known[start:stop], axis=1))
+                valid.append(np.all(valid_rows[start:stop], axis=1))
                 micro_batch.append(index)
         count = len(sequences)
         numbers = (self._num_sequences + np.arange(count)) * self._dp_size + self._dp_rank
         self._num_sequences += count
-        given = {"sample_id": numbers, "group_id": columns.get("sample_id", numbers), **columns}
+        columns_given = {"sample_id": numbers, "group_id": columns.get("sample_id", numbers), **columns}
         self._writer.append(
             RoutingTrace.from_sequences(
                 sequences,
@@ -211,7 +215,7 @@ class RoutingRecorder:
                 step=np.full(count, step),
                 micro_batch=np.array(micro_batch),
                 dp_rank=np.full(count, self._dp_rank),
-                **given,
+                **columns_given,
             )
         )
 
@@ -239,5 +243,5 @@ def _sharing_group(dp_rank: int) -> dist.ProcessGroup:
     Its first rank is one of the first pipeline stage: Megatron numbers stages slowest.
     """
     dp_ranks = gathered(dp_rank)
-    sharing = [tuple(rank for rank, each in enumerate(dp_ranks) if each == one) for one in dp_ranks]
+    sharing = [tuple(rank for rank, index in enumerate(dp_ranks) if index == dp_index) for dp_index in dp_ranks]
     return own_group(sharing, backend="gloo")

@@ -37,8 +37,8 @@ class Refusal:
         if self.with_copies:
             copies = "with copies of experts, or experts='grouped' (without slots for them homes still move)"
             return f"{name} is not supported {copies}: {self.reason}."
-        remedy = f"; set it to {' or '.join(str(each) for each in self.allowed)}" if self.allowed else ""
-        remedy += "".join(f"; BalancerConfig({name}={each!r}) allows it" for name, each in self.unless.items())
+        remedy = f"; set it to {' or '.join(str(word) for word in self.allowed)}" if self.allowed else ""
+        remedy += "".join(f"; BalancerConfig({name}={word!r}) allows it" for name, word in self.unless.items())
         return f"{name} is not supported: {self.reason}{remedy}."
 
 
@@ -58,16 +58,16 @@ def refused(
     *,
     experimental: bool = False,
     copies: bool = True,
-    told: Mapping[str, object] | None = None,
+    facts: Mapping[str, object] | None = None,
     table: Table = REFUSALS,
 ) -> Iterator[tuple[str, str]]:
     """Yield (option, sentence) for every option whose value `attach` refuses; `value_of` gives None where not set.
 
-    `copies` says whether ranks hold copies of experts, as they do by default, or our own modules compute them; `told`
+    `copies` says whether ranks hold copies of experts, as they do by default, or our own modules compute them; `facts`
     are fields of `BalancerConfig`.
     """
     for refusal in table:
-        if refusal.unless.items() & (told or {}).items() or (refusal.with_copies and not copies):
+        if refusal.unless.items() & (facts or {}).items() or (refusal.with_copies and not copies):
             continue
         sentence = refusal.sentence(value_of(refusal.option), experimental=experimental)
         if sentence and all(holds(value_of(option), wanted) for option, wanted in refusal.when.items()):

@@ -163,10 +163,10 @@ class ResidentCopies:
     @torch.no_grad()
     def _checksums(self) -> torch.Tensor:
         """Return the sum of the bits of every parameter that this rank sends copies of."""
-        found: list[torch.Tensor] = []
+        checksums: list[torch.Tensor] = []
         for layer in self.layers.values():
             copies = () if layer.cell is None else layer.cell.copies
             homes = sorted({copy.home_slot for copy in copies if copy.home_rank == layer.transport.rank})
             parameters = [parameter for slot in homes for parameter in layer.experts.parameters_of(slot)]
-            found += [p.view(WORDS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
-        return torch.stack(found) if found else torch.zeros(0, device=self._groups.device)
+            checksums += [p.view(WORDS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+        return torch.stack(checksums) if checksums else torch.zeros(0, device=self._groups.device)

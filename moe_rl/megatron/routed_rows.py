@@ -79,14 +79,14 @@ def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, whe
         f"{list(ends.shape)}.",
     )
     pieces = []
-    for index, (given, length) in enumerate(zip(routed_experts, np.diff(ends).tolist(), strict=True)):
-        ids = _ids(given, dimensions=3)
+    for index, (sequence_routes, length) in enumerate(zip(routed_experts, np.diff(ends).tolist(), strict=True)):
+        ids = _ids(sequence_routes, dimensions=3)
         require(
             len(ids) <= length, f"sequence {index} has {len(ids)} rows of routes, its padded length is {length} tokens."
         )
-        whole = np.full((length, *ids.shape[1:]), -1, np.int64)
-        whole[: len(ids)] = ids
-        pieces.append(whole)
+        all_rows = np.full((length, *ids.shape[1:]), -1, np.int64)
+        all_rows[: len(ids)] = ids
+        pieces.append(all_rows)
     require(bool(pieces), "the micro-batch holds no sequence.")
     return np.concatenate(pieces)[held_positions(ends, where, side_by_side=False)]
 
@@ -98,14 +98,15 @@ def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> 
     needs sequences of one length, and else that one sequence follows the other.
     """
     pieces = [zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
-    held = np.stack(pieces, axis=1).ravel() if side_by_side else np.concatenate([np.zeros(0, np.int64), *pieces])
+    positions = np.stack(pieces, axis=1).ravel() if side_by_side else np.concatenate([np.zeros(0, np.int64), *pieces])
     batch = len(pieces) if side_by_side else 1
     require(
-        len(held) % (where.tp_size * batch) == 0,
-        f"sequence parallelism cuts {len(held) // max(1, batch)} positions into {where.tp_size} equal parts: pad them.",
+        len(positions) % (where.tp_size * batch) == 0,
+        f"sequence parallelism cuts {len(positions) // max(1, batch)} positions into {where.tp_size} equal parts: "
+        "pad them.",
     )
-    mine: Ints = held.reshape(where.tp_size, -1)[where.tp_rank]
-    return mine
+    own_part: Ints = positions.reshape(where.tp_size, -1)[where.tp_rank]
+    return own_part
 
 
 def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers: int) -> list[Ints]:
@@ -123,15 +124,15 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
                 "the model was built without moe_enable_routing_replay: its routers replay nothing."
             )
         lists.append(list(replay.replay_backward_list))
-    counts = {len(each) for each in lists}
+    counts = {len(recorded) for recorded in lists}
     require(
         len(counts) == 1 and counts != {0},
         f"the routers hold targets of {sorted(counts)} micro-batches: set every layer's once per micro-batch.",
     )
     routes = []
     for of_layers in zip(*lists, strict=True):
-        first = _array(of_layers[0])
-        rows = np.full((len(first), num_layers, first.shape[1]), -1, np.int64)
+        top_indices = _array(of_layers[0])
+        rows = np.full((len(top_indices), num_layers, top_indices.shape[1]), -1, np.int64)
         for index, targets in zip(layer_ids, of_layers, strict=True):
             rows[:, index] = _array(targets)
         routes.append(rows)

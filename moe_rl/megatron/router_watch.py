@@ -34,8 +34,8 @@ class RouterWatch:
         """
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
-            known = router.score_function in ("softmax", "sigmoid")
-            require(known, f"the watch reads routers of softmax and sigmoid, not of {router.score_function}.")
+            has_margin = router.score_function in ("softmax", "sigmoid")
+            require(has_margin, f"the watch reads routers of softmax and sigmoid, not of {router.score_function}.")
         self._check, self._telemetry, self._ranks_per_node = check, telemetry, ranks_per_node
         self._samples: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._counts: dict[int, torch.Tensor] = {}
@@ -63,9 +63,9 @@ class RouterWatch:
         """
         metrics = self._arrived()
         counts = [torch.stack(self._in_order(self._counts))] if self._counts else []
-        for each in counts:  # in every pass: which ranks have read the last one differs
+        for count in counts:  # in every pass: which ranks have read the last one differs
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            torch.distributed.all_reduce(each, group=group)
+            torch.distributed.all_reduce(count, group=group)
         if self._arriving is None and self._samples:
             columns = [torch.stack(column, dim=1) for column in zip(*self._in_order(self._samples), strict=True)]
             self._arriving = _on_the_way(columns + counts)
@@ -87,11 +87,11 @@ class RouterWatch:
                 self._counts[number] = counts + self._counts[number] if number in self._counts else counts
             if number not in self._samples:
                 rows = args[0].reshape(-1, args[0].shape[-1])[:ROWS]
-                chosen = routing_map[:ROWS].to(torch.int8).topk(router.topk, dim=1)
+                by_choice = routing_map[:ROWS].to(torch.int8).topk(router.topk, dim=1)
                 # A row with fewer experts than K was not routed: zeros, as engines write it.
-                ids = chosen.indices * chosen.values
-                own, margin = _own_choice(router, rows) if self._check else (ids, ids.new_zeros(len(ids)))
-                self._samples[number] = ids.to(torch.int16), own.to(torch.int16), margin.float()
+                ids = by_choice.indices * by_choice.values
+                own_ids, margin = _own_choice(router, rows) if self._check else (ids, ids.new_zeros(len(ids)))
+                self._samples[number] = ids.to(torch.int16), own_ids.to(torch.int16), margin.float()
 
         return watch
 
@@ -102,11 +102,11 @@ class RouterWatch:
         if event is not None and not event.query():
             return {}
         self._arriving = None
-        routes, own, margin, *counts = (column.numpy() for column in columns)
+        routes, own_ids, margin, *counts = (column.numpy() for column in columns)
         metrics: dict[str, float] = {}
         if self._check:
-            known = None if (margin < 0).any() else margin
-            metrics, verdict = replay_metrics(routes, own, known, num_experts=self._num_experts)
+            margins = None if (margin < 0).any() else margin
+            metrics, verdict = replay_metrics(routes, own_ids, margins, num_experts=self._num_experts)
             if verdict.fault is not None and verdict.fault not in self._told:
                 self._told.add(verdict.fault)
                 logger.warning("moe_rl: the replayed routes are wrong: %s.", verdict)
@@ -115,8 +115,8 @@ class RouterWatch:
             self._previous = counts[0]
             size = parallel_state.get_expert_model_parallel_world_size()
             node = np.arange(self._num_experts) * size // self._num_experts // self._ranks_per_node
-            mine = parallel_state.get_expert_model_parallel_rank() // self._ranks_per_node
-            metrics["moe_rl/nodes_per_token"] = nodes_per_token(routes, node, mine)
+            own_node = parallel_state.get_expert_model_parallel_rank() // self._ranks_per_node
+            metrics["moe_rl/nodes_per_token"] = nodes_per_token(routes, node, own_node)
         return metrics
 
 

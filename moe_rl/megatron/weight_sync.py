@@ -69,10 +69,10 @@ class MegatronExpertReader:
 
     def shape(self, parts_per_expert: int) -> ExpertShape:
         """Return the sizes of a whole expert, cut into so many parts. Raises `InvalidInputError` for other experts."""
-        first = next(iter(self._experts.values()), None)
-        require(first is not None, "this trainer has no MoE layer: its pipeline stage has none to send.")
-        assert first is not None
-        fc1, fc2 = self._two_weights(first, 0)
+        parameters = next(iter(self._experts.values()), None)
+        require(parameters is not None, "this trainer has no MoE layer: its pipeline stage has none to send.")
+        assert parameters is not None
+        fc1, fc2 = self._two_weights(parameters, 0)
         etp_size = parallel_state.get_expert_tensor_parallel_world_size()
         return ExpertShape(
             hidden_size=fc1.shape[1],
@@ -83,21 +83,21 @@ class MegatronExpertReader:
 
     def trainer_layout(self) -> TrainerLayout:
         """Return the layout of all trainers; a collective of all of them, since a rank knows its own stage alone."""
-        own = _LayersOfRank(
+        own_layers = _LayersOfRank(
             position=self._position,
             homes={layer: np.asarray(self._placement.home_rank[layer], np.int32) for layer in self._experts},
         )
         every: list[_LayersOfRank | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        ranks = [each for each in every if each is not None]
-        sizes = np.array([each.position for each in ranks]).max(axis=0) + 1
+        dist.all_gather_object(every, own_layers)
+        ranks = [layers_of_rank for layers_of_rank in every if layers_of_rank is not None]
+        sizes = np.array([layers_of_rank.position for layers_of_rank in ranks]).max(axis=0) + 1
         numbers = np.full(sizes, -1, np.int32)
         homes: dict[int, NDArray[np.int32]] = {}
         stages: dict[int, int] = {}
-        for rank, each in enumerate(ranks):
-            numbers[each.position] = rank
-            for layer, home in each.homes.items():
-                homes[layer], stages[layer] = home, each.position.stage
+        for rank, layers_of_rank in enumerate(ranks):
+            numbers[layers_of_rank.position] = rank
+            for layer, home in layers_of_rank.homes.items():
+                homes[layer], stages[layer] = home, layers_of_rank.position.stage
         layers = sorted(homes)
         require(layers == list(range(len(layers))), f"some MoE layers are on no trainer: there are {layers}.")
         return TrainerLayout(
@@ -123,8 +123,8 @@ class MegatronExpertReader:
         if problem.trainer.edp_size > 1:
             for layer in self._experts:
                 for expert in np.flatnonzero(self._placement.home_rank[layer] == self._position.ep).tolist():
-                    own = Parts(layer, expert, first_part, first_part + shard)
-                    total += int(part_sums(read(own), shard).sum())
+                    own_parts = Parts(layer, expert, first_part, first_part + shard)
+                    total += int(part_sums(read(own_parts), shard).sum())
         return TrainerSide(read=read, weights_sum=total)
 
     @staticmethod

@@ -108,8 +108,10 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Return read-only views of every array of the file; pages are read when they are touched."""
     specs = read_header(path)
     # One mapping per shard, read-only: pages are shared by all processes that read the trace.
-    whole = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    return {name: whole[spec.start : spec.stop].view(spec.dtype).reshape(spec.shape) for name, spec in specs.items()}
+    file_bytes = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    return {
+        name: file_bytes[spec.start : spec.stop].view(spec.dtype).reshape(spec.shape) for name, spec in specs.items()
+    }
 
 
 def file_crc32(path: Path) -> int:

@@ -145,18 +145,18 @@ class RoutingRecorder:
 
     def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # By name, however the caller passed them: model(ids) and model(input_ids=ids).
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given = given | given.get("kwargs", {})
-        token_ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        call_arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        call_arguments = call_arguments | call_arguments.get("kwargs", {})
+        token_ids, embeds = call_arguments.get("input_ids"), call_arguments.get("inputs_embeds")
         require(token_ids is not None or embeds is not None, "the model was called without input_ids.")
         if token_ids is None:
             # Their tokens are not known, their rows are all the same.
             token_ids = torch.full(embeds.shape[:2], -1)
         self._call = _Call(
             token_ids=token_ids,
-            real=_real_tokens(given.get("attention_mask"), token_ids.shape),
+            real=_real_tokens(call_arguments.get("attention_mask"), token_ids.shape),
             # Read before the call, which grows the cache.
-            cached_tokens=_cached_tokens(given, token_ids.shape[1]),
+            cached_tokens=_cached_tokens(call_arguments, token_ids.shape[1]),
             routes={},
         )
 
@@ -204,22 +204,22 @@ class RoutingRecorder:
 
     def _continue_batch(self, rows: _Rows, cached_tokens: int) -> None:
         batch = self._batches[-1] if self._batches else []
-        kept: list[_Rows] = []
+        rows_kept: list[_Rows] = []
         for part in batch:
-            room = cached_tokens - sum(earlier["tokens"].shape[1] for earlier in kept)
+            room = cached_tokens - sum(earlier["tokens"].shape[1] for earlier in rows_kept)
             if room > 0:
-                kept.append({name: column[:, :room] for name, column in part.items()})
-        recorded = sum(part["tokens"].shape[1] for part in kept)
+                rows_kept.append({name: column[:, :room] for name, column in part.items()})
+        recorded = sum(part["tokens"].shape[1] for part in rows_kept)
         require(
             recorded == cached_tokens,
             f"the key-value cache holds {cached_tokens} tokens, of which {recorded} were recorded: start recording "
             "before the first token is fed.",
         )
         require(
-            len(kept[0]["tokens"]) == len(rows["tokens"]),
-            f"the batch went from {len(kept[0]['tokens'])} to {len(rows['tokens'])} sequences while cached.",
+            len(rows_kept[0]["tokens"]) == len(rows["tokens"]),
+            f"the batch went from {len(rows_kept[0]['tokens'])} to {len(rows['tokens'])} sequences while cached.",
         )
-        self._batches[-1] = [*kept, rows]
+        self._batches[-1] = [*rows_kept, rows]
 
     def _split(self, batch: list[_Rows]) -> Iterable[RecordedSequence]:
         """Yield the sequences of a batch without padding and without what was fed after they had ended."""
@@ -233,11 +233,11 @@ class RoutingRecorder:
         # What generate() feeds from the end-of-sequence token on is padding.
         keep = columns["real"] & ~np.maximum.accumulate(ended, axis=1)
         logprobs = columns.get("logprobs")
-        for index, kept in enumerate(keep):
+        for index, is_kept in enumerate(keep):
             yield RecordedSequence(
-                routed_experts=routes[index, kept],
-                token_ids=tokens[index, kept],
-                router_logprobs=None if logprobs is None else logprobs[index, kept],
+                routed_experts=routes[index, is_kept],
+                token_ids=tokens[index, is_kept],
+                router_logprobs=None if logprobs is None else logprobs[index, is_kept],
             )
 
 
@@ -277,12 +277,12 @@ def router_choices(model: nn.Module, token_ids: Sequence[int]) -> tuple[NDArray[
     margins: list[torch.Tensor] = []
 
     def read(name: str, router: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, chosen = _read_output(name, router, output)
-        others = logits.float().scatter(1, chosen, -torch.inf).amax(dim=1)
-        least = logits.float().gather(1, chosen).amin(dim=1)
+        logits, ids = _read_output(name, router, output)
+        best_other = logits.float().scatter(1, ids, -torch.inf).amax(dim=1)
+        least = logits.float().gather(1, ids).amin(dim=1)
         # Relative to the largest logit, because that is what bf16 rounds by: 8 bits of it.
-        margins.append((least - others) / logits.float().abs().amax(dim=1).clamp_min(1e-9))
-        return logits, chosen
+        margins.append((least - best_other) / logits.float().abs().amax(dim=1).clamp_min(1e-9))
+        return logits, ids
 
     recorder = record_routing(model, read_output=read)
     with recorder, torch.no_grad():
@@ -295,22 +295,22 @@ def router_choices(model: nn.Module, token_ids: Sequence[int]) -> tuple[NDArray[
 
 def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     """Return (layer number, name, module) of every router, in the order of the layers."""
-    found: list[tuple[int, str, nn.Module]] = []
+    routers: list[tuple[int, str, nn.Module]] = []
     for name, module in model.named_modules():
         is_router = type(module).__name__.endswith("Router")
         if is_router and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts"):
             number = _LAYER_NUMBER.search(name)
-            found.append((int(number.group(1)) if number else len(found), name, module))
+            routers.append((int(number.group(1)) if number else len(routers), name, module))
     require(
-        len(found) > 0,
+        len(routers) > 0,
         f"{type(model).__name__} has no MoE layer that can be recorded: no module is a router with top_k and "
         "num_experts.",
     )
-    shapes = {(module.num_experts, module.top_k) for _, _, module in found}
+    shapes = {(module.num_experts, module.top_k) for _, _, module in routers}
     require(len(shapes) == 1, f"all MoE layers must have the same (experts, top-k), got {sorted(shapes)}.")
-    layers = [layer for layer, _, _ in found]
-    require(len(set(layers)) == len(layers), f"two routers share a layer number: {[name for _, name, _ in found]}.")
-    return sorted(found, key=lambda router: router[0])
+    layers = [layer for layer, _, _ in routers]
+    require(len(set(layers)) == len(layers), f"two routers share a layer number: {[name for _, name, _ in routers]}.")
+    return sorted(routers, key=lambda router: router[0])
 
 
 def _read_output(name: str, router: nn.Module, output: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,8 +125,8 @@ class Manifest:
         """Read and check the manifest of a trace directory."""
         path = directory / MANIFEST_NAME
         if not path.is_file():
-            found = "there is no such directory" if not directory.exists() else f"it has no {MANIFEST_NAME}"
-            raise InvalidInputError(f"{directory} is not a trace: {found}.")
+            absence = "there is no such directory" if not directory.exists() else f"it has no {MANIFEST_NAME}"
+            raise InvalidInputError(f"{directory} is not a trace: {absence}.")
         try:
             document = json.loads(path.read_bytes())
         except OSError as error:
@@ -135,8 +135,10 @@ class Manifest:
             raise InvalidInputError(f"{path} is corrupt: it is not JSON.") from error
         schema = document.get("schema") if isinstance(document, dict) else None
         require(isinstance(schema, str), f"{path} is not the manifest of a trace: it names no schema.")
-        known = (SCHEMA, CODED_SCHEMA)
-        require(schema in known, f"{path} has schema {schema!r}, this version of moe_rl reads {' and '.join(known)}.")
+        schemas = (SCHEMA, CODED_SCHEMA)
+        require(
+            schema in schemas, f"{path} has schema {schema!r}, this version of moe_rl reads {' and '.join(schemas)}."
+        )
         crc = document.pop("crc32", None)
         require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
         document["coded"] = document.pop("schema") == CODED_SCHEMA
@@ -193,7 +195,7 @@ def _schema() -> TypeAdapter[Manifest]:
 
 def _sentence(error: ValidationError) -> str:
     """Return what is wrong with the first value that does not fit."""
-    found = error.errors()[0]
-    place = ".".join(str(key) for key in found["loc"])
-    said = found["msg"].removeprefix("Value error, ").rstrip(".")
-    return f"{place}: {said}" if place else said
+    detail = error.errors()[0]
+    place = ".".join(str(key) for key in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"{place}: {message}" if place else message

@@ -17,9 +17,9 @@ def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = 
     out, with a warning. Raises `InvalidInputError` where a rank's recording is missing or of another model.
     """
     folder = Path(folder)
-    first = folder / "dp00000.moetrace"
-    require(first.is_dir(), f"{folder} holds no recording: there is no {first.name}.")
-    shape = TraceReader(first).manifest
+    first_part = folder / "dp00000.moetrace"
+    require(first_part.is_dir(), f"{folder} holds no recording: there is no {first_part.name}.")
+    shape = TraceReader(first_part).manifest
     ranks = range(int(shape.origin.get("data_parallel_size", 1)))
     readers = [TraceReader(folder / f"dp{rank:05d}.moetrace") for rank in ranks]
     # In the order of rank 0: all ranks run the steps in one order.
@@ -45,5 +45,7 @@ def _is_complete(readers: Sequence[TraceReader], step: int) -> bool:
     if not all(step in reader.steps for reader in readers):
         return False
     # Ranks meet in every micro-batch of a step: one that recorded fewer was killed in it.
-    last = {max(int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)) for reader in readers}
-    return len(last) == 1
+    last_micro_batches = {
+        max(int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)) for reader in readers
+    }
+    return len(last_micro_batches) == 1

@@ -20,18 +20,18 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
     Raises where the parts differ in model, layers, experts, top-k, provenance, kind or optional columns.
     """
     require(len(parts) > 0, "there is nothing to join: the trace has no such step.")
-    first = parts[0]
+    head = parts[0]
     if len(parts) == 1:
-        return first
+        return head
     for part in parts:
-        for (name, one), other in zip(_facts(first).items(), _facts(part).values(), strict=True):
-            require(one == other, f"parts of a trace differ in {name}.")
-    if isinstance(first, SequenceCounts):
-        return replace(first, **{name: _joined(parts, name) for name in COUNT_FIELDS})
+        for (name, fact), other in zip(_facts(head).items(), _facts(part).values(), strict=True):
+            require(fact == other, f"parts of a trace differ in {name}.")
+    if isinstance(head, SequenceCounts):
+        return replace(head, **{name: _joined(parts, name) for name in COUNT_FIELDS})
     columns: dict[str, Any] = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     columns["cu_seqlens"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return replace(first, **columns)
+    return replace(head, **columns)
 
 
 def cut_for_shards(trace: Trace, max_bytes: int) -> Iterator[tuple[int, Trace]]:

@@ -68,15 +68,15 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
     try:
         size = path.stat().st_size
         require(size == shard.size_bytes, f"{path} is truncated or damaged: {size} of {shard.size_bytes} bytes.")
-        found = {name: (spec.dtype, spec.shape) for name, spec in read_header(path).items()}
+        header = {name: (spec.dtype, spec.shape) for name, spec in read_header(path).items()}
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
     except CorruptFileError as error:
         raise InvalidInputError(f"{path} is corrupt: {error}.") from error
     expected = expected_arrays(manifest, num_tokens=shard.num_tokens, num_sequences=shard.num_sequences)
-    if manifest.coded and len(found.get("routed_experts", (0, ()))[1]) == 1:
-        expected["routed_experts"] = (np.dtype(np.uint8), found["routed_experts"][1])  # of any number of bytes
-    require(found == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
+    if manifest.coded and len(header.get("routed_experts", (0, ()))[1]) == 1:
+        expected["routed_experts"] = (np.dtype(np.uint8), header["routed_experts"][1])  # of any number of bytes
+    require(header == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
 
 
 def check_shard_bytes(path: Path, shard: ShardRecord) -> None:

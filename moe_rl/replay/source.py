@@ -41,34 +41,34 @@ def open_source(
         raise InvalidInputError(f"{path} cannot be read as {name}: {error.strerror}.") from error
 
 
-def _recognize(path: Path, given: str | None) -> str:
+def _recognize(path: Path, stated_format: str | None) -> str:
     """Return the format that the user gave, or the one that fits what is there."""
     require(path.exists(), f"there is no trace at {path}.")
-    if given or (path / MANIFEST_NAME).is_file():
-        return given or NATIVE_FORMAT
+    if stated_format or (path / MANIFEST_NAME).is_file():
+        return stated_format or NATIVE_FORMAT
     try:
-        found = [importer.name for importer in IMPORTERS if importer.recognizes(path)]
+        matches = [importer.name for importer in IMPORTERS if importer.recognizes(path)]
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
-    if not found:
+    if not matches:
         head = json_head(path) if path.is_file() else ""
         require(
             not ('"choices"' in head or '"meta_info"' in head) or "routed_experts" in head,
             f"{path} holds answers without routes: start vLLM or SGLang with --enable-return-routed-experts.",
         )
-        known = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
-        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {known}.")
+        names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
+        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {names}.")
     # A guess between two formats would read one of them wrong without a word.
-    require(len(found) == 1, f"{path} could be {' or '.join(found)}: name the format with --format.")
-    return found[0]
+    require(len(matches) == 1, f"{path} could be {' or '.join(matches)}: name the format with --format.")
+    return matches[0]
 
 
 def require_agreement(source: TraceSource, options: ImportOptions) -> None:
     """Raise where the options contradict what the trace says by itself, or say what only a file's reader can use."""
     require_of_use(source.path, source.format, options, ())
     for name in ("num_experts", "top_k", "moe_layer_ids", "provenance"):
-        given, have = getattr(options, name), getattr(source, name)
-        require(given in (None, have), f"{source.path} has {name} = {have}, not {given}.")
+        stated, have = getattr(options, name), getattr(source, name)
+        require(stated in (None, have), f"{source.path} has {name} = {have}, not {stated}.")
 
 
 def recorded_sequences(

@@ -73,8 +73,8 @@ class TraceSource(ABC):
         # All missing steps in one sentence: the user fixes the command once.
         missing = [str(step) for step in steps if step not in (None, *self.steps)]
         ends = sorted({min(self.steps), max(self.steps)}) if self.steps else ["none"]
-        held = " to ".join(map(str, ends))
-        require(not missing, f"{self.path} has no step {', '.join(missing)}: it holds steps {held}.")
+        steps_text = " to ".join(map(str, ends))
+        require(not missing, f"{self.path} has no step {', '.join(missing)}: it holds steps {steps_text}.")
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
@@ -173,9 +173,9 @@ def convert_trace(
     )
     require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
     # Resolved: a link to the source, or `..` in the path, must not overwrite what is being read.
-    here, there = source.path.resolve(), path.resolve()
-    require(here != there, f"{path} is the source itself: choose another path.")
-    require(not there.is_relative_to(here), f"{path} lies inside the source: choose another path.")
+    source_path, target_path = source.path.resolve(), path.resolve()
+    require(source_path != target_path, f"{path} is the source itself: choose another path.")
+    require(not target_path.is_relative_to(source_path), f"{path} lies inside the source: choose another path.")
 
     source.require_step(*sorted(set(steps or ())))
     # A foreign file is read whole for any of its steps, so all of them are taken at once where all are wanted.

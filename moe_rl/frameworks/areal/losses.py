@@ -36,24 +36,24 @@ _DEFAULTS = {
 }
 
 
-def install(actor: ModuleType, *, objective: str = "ppo", **ours: Any) -> None:
+def install(actor: ModuleType, *, objective: str = "ppo", **defaults: Any) -> None:
     """Put `grpo_loss_fn` with these keywords in the place of AReaL's; `actor` is its areal.trainer.ppo.actor.
 
     `InvalidInputError` for an objective that is not known at once, for settings that would not act where a `PPOActor`
     is made.
     """
     OBJECTIVES[objective]
-    made = actor.PPOActor.__init__
+    original_init = actor.PPOActor.__init__
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         # Fields that this version of AReaL does not have cannot have been set.
-        found = {name: getattr(config, name) for name in (*_WIDTHS, *_DEFAULTS) if hasattr(config, name)}
-        objective_of(objective, ours.get("options"), **found)
-        made(self, config, *args, **kwargs)
+        stated = {name: getattr(config, name) for name in (*_WIDTHS, *_DEFAULTS) if hasattr(config, name)}
+        objective_of(objective, defaults.get("options"), **stated)
+        original_init(self, config, *args, **kwargs)
 
     actor.PPOActor.__init__ = checked
-    actor.grpo_loss_fn = functools.partial(grpo_loss_fn, objective=objective, **ours)  # type: ignore[attr-defined]
+    actor.grpo_loss_fn = functools.partial(grpo_loss_fn, objective=objective, **defaults)  # type: ignore[attr-defined]
 
 
 def objective_of(

@@ -30,21 +30,23 @@ def _backend(raw: RawRun) -> Entry | None:
     return last_entry(raw, "actor.backend") or last_entry(raw, "allocation_mode")
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
+def _complete(settings: Known, raw: RawRun) -> Known:
     backend = _backend(raw)
     if backend is not None and not backend.missing:
         # `sglang:d4+megatron:d1p4e4`: the trainer stands behind the last plus.
         engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
         if engine != "megatron":
             trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"
-            known = {**known, "trainer": said_by(backend, trainer)}
+            settings = {**settings, "trainer": said_by(backend, trainer)}
         attention, _, experts = cut.partition("|")
         sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | {
             name: size for name, size in re.findall(r"([dptce])(\d+)", experts) if name == "e"
         }
-        known = {SIZES[name]: said_by(backend, int(size)) for name, size in sizes.items() if name in SIZES} | known
-    known = megatron.built_by_bridge(defaults("AReaL", packed=True) | known)
-    return with_model(known, raw, "actor.path")
+        settings = {
+            SIZES[name]: said_by(backend, int(size)) for name, size in sizes.items() if name in SIZES
+        } | settings
+    settings = megatron.built_by_bridge(defaults("AReaL", packed=True) | settings)
+    return with_model(settings, raw, "actor.path")
 
 
 def _recognizes(raw: RawRun) -> bool:

@@ -62,7 +62,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
         isinstance(engine, deepspeed.DeepSpeedEngine),
         f"attach needs the engine that deepspeed.initialize returns, got a {type(engine).__name__}.",
     )
-    modules = [each for each in engine.module.modules() if isinstance(each, AutoEPMoELayer)]
+    modules = [module for module in engine.module.modules() if isinstance(module, AutoEPMoELayer)]
     _require_supported_engine(engine, modules)
     spec, _ = model_of_config(engine.module.config.to_dict(), where=type(engine.module).__name__)
     require(
@@ -71,16 +71,16 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     clock = MicroBatchClock(engine.module)
-    layers = [SlotsLayer(each, LayerRun(index=index, clock=clock)) for index, each in enumerate(modules)]
+    layers = [SlotsLayer(module, LayerRun(index=index, clock=clock)) for index, module in enumerate(modules)]
     groups = EpGroups.of(modules[0].ep_group, device=next(engine.module.parameters()).device)
-    of_router = {each.module.router: each for each in layers}
+    of_router = {module.module.router: module for module in layers}
     # The methods below join this list when there is a balancer for them to ask.
-    undo: list[Callable[[], None]] = [each.release for each in layers]
-    runs, fixed = [each.run for each in layers], why_fixed(engine)
+    undo: list[Callable[[], None]] = [module.release for module in layers]
+    runs, fixed = [module.run for module in layers], why_fixed(engine)
 
     def release() -> None:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
     balancer = EpBalancer(
         runs,
@@ -145,11 +145,11 @@ class SlotsLayer:
         at_home, padded = counts[: self._num_homes], counts[self._num_homes :]
         # One copy to the host for both sums: each would wait for the GPU.
         num_home, num_replica = torch.stack((at_home.sum(), padded.sum())).tolist()
-        home, replica, rest = rows.split((num_home, num_replica, len(rows) - num_home - num_replica))
+        home, replica, padding = rows.split((num_home, num_replica, len(rows) - num_home - num_replica))
         experts = self.module.experts
         of_homes = self._compute(home, at_home)
         of_replicas = replicated(exchange, self._on_replicas, padded, replica, parameters_of(experts))
-        return torch.cat((of_homes, of_replicas, torch.zeros_like(rest)))
+        return torch.cat((of_homes, of_replicas, torch.zeros_like(padding)))
 
     def _on_replicas(self, rows: torch.Tensor, counts: torch.Tensor, weights: Weights) -> torch.Tensor:
         return forward_of(self.module.experts, weights, rows, counts)
@@ -174,29 +174,29 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
         "the engine has no AutoEP layer: it needs a model with MoE layers, and expert_parallel.enabled and autoep_size "
         "in DeepSpeed's configuration.",
     )
-    first = modules[0]
-    require("forward" not in vars(first.router), "a balancer is attached to this engine: call its detach() first.")
+    module = modules[0]
+    require("forward" not in vars(module.router), "a balancer is attached to this engine: call its detach() first.")
     require(hasattr(engine.module, "config"), f"{type(engine.module).__name__} has no config that says its MoE layers.")
     stage = engine.zero_optimization_stage()
-    handles = first.folding_group_handles
+    handles = module.folding_group_handles
     folded = 1 if handles is None else handles.spec.tp_size
-    require(first.ep_size > 1, "autoep_size is 1: every rank holds all experts.")
+    require(module.ep_size > 1, "autoep_size is 1: every rank holds all experts.")
     require(stage < 3, f"zero_optimization.stage is {stage}: it shards every expert over ranks; use stage 0, 1 or 2.")
     require(
         folded == 1,
         f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it that plans do not know.",
     )
     require(
-        first.comm_backend == "comm",
-        f"expert_parallel.comm_backend is {first.comm_backend!r}: its buffers have room for experts, not for slots; "
+        module.comm_backend == "comm",
+        f"expert_parallel.comm_backend is {module.comm_backend!r}: its buffers have room for experts, not for slots; "
         "use 'comm'.",
     )
     require(
-        not first.async_split_plan,
+        not module.async_split_plan,
         "expert_parallel.async_split_plan is on: it sizes the exchange before slots are known; turn it off.",
     )
     require(
-        first.combine_impl != "fused_weighted_sum",
+        module.combine_impl != "fused_weighted_sum",
         "expert_parallel.combine_impl is 'fused_weighted_sum', which has never been run with replicas; use 'auto'.",
     )
 

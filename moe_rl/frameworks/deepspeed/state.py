@@ -69,7 +69,7 @@ class AutoEpExperts:
     def ready(self) -> tuple[list[SlotViews], ZeroState]:
         """Return the experts and their state; a collective of all ranks, for the cuts of the shards."""
         parameters = [parameters_of(module.experts) for module in self._modules]
-        cuts = self._cuts([each for of_layer in parameters for each in of_layer])
+        cuts = self._cuts([parameter for of_layer in parameters for parameter in of_layer])
         state, experts, number = ZeroState(), [], 0
         for of_layer in parameters:
             by_parameter = []
@@ -90,11 +90,11 @@ class AutoEpExperts:
         cycle, `averaged_gradients` at its end.
         """
         by_group = [*self._optimizer.all_grad_tensors.values(), *self._optimizer.averaged_gradients.values()]
-        gradients = [each for group in by_group if group is not None for each in group]
+        gradients = [gradient for group in by_group if group is not None for gradient in group]
         for module in self._modules:
             for parameter in parameters_of(module.experts):
                 gradients += [parameter.grad, getattr(parameter, "grad_accum", None)]
-        nonzero = [each.ne(0).any() for each in gradients if each is not None]
+        nonzero = [gradient.ne(0).any() for gradient in gradients if gradient is not None]
         return bool(torch.stack(nonzero).any()) if nonzero else False
 
     def follow(self, placement: ExpertPlacement) -> None:
@@ -105,13 +105,13 @@ class AutoEpExperts:
 
     def _cuts(self, parameters: Sequence[torch.Tensor]) -> NDArray[np.int64]:
         """Return [G, parameters, 2]: the elements start .. stop - 1 that every expert-DP rank has the state of."""
-        mine = np.zeros((len(parameters), 2), np.int64)
+        own_cuts = np.zeros((len(parameters), 2), np.int64)
         for number, parameter in enumerate(parameters):
             mapping: Any = getattr(parameter, "_hp_mapping", None)  # frozen parameters have none
             if mapping is not None:
                 start = mapping.lp_fragment_address.start
-                mine[number] = start, start + mapping.lp_fragment_address.numel
-        everyone = self._groups.gather_in_run(mine)[self._groups.grid]
+                own_cuts[number] = start, start + mapping.lp_fragment_address.numel
+        everyone = self._groups.gather_in_run(own_cuts)[self._groups.grid]
         require(
             bool((everyone == everyone[:, :1]).all()),
             "ZeRO cuts the experts of different EP ranks at different places.",
@@ -130,9 +130,9 @@ class AutoEpExperts:
         mapping = parameter._hp_mapping
         master = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         offset = mapping.hp_fragment_address.start - mapping.lp_fragment_address.start + slot * size
-        kept = self._optimizer.optimizer.state.get(master, {})
+        state = self._optimizer.optimizer.state.get(master, {})
         # Not by DeepSpeed's own links: these are made once, when only the first parameter group has stepped.
-        states = (value for _, value in sorted(kept.items()) if isinstance(value, torch.Tensor))
+        states = (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
         # What has another shape counts steps, and is the same for all experts.
-        whole = [*(value for value in states if value.shape == master.shape), master]
-        return shards, [[each.detach()[offset + start : offset + stop]] for each in whole]
+        values = [*(value for value in states if value.shape == master.shape), master]
+        return shards, [[value.detach()[offset + start : offset + stop]] for value in values]

@@ -33,10 +33,10 @@ def found() -> list[tuple[str, bool]]:
     registry = _registry()
     fails = registry is not None and not _takes_default(registry)
     why = "deepspeed.initialize fails with this transformers, unless the adapter is imported before it"
-    said = [(why if fails else "AutoEP can register with transformers", True)]
+    sentences = [(why if fails else "AutoEP can register with transformers", True)]
     waits = "is there: an extension is being built, or its build was killed and every run waits: remove it"
     locks = [(f"{lock} {waits}", False) for lock in build_locks()]
-    return said + (locks or [("no build of an extension was left unfinished", True)])
+    return sentences + (locks or [("no build of an extension was left unfinished", True)])
 
 
 def build_locks() -> list[Path]:

@@ -88,12 +88,13 @@ def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any
     def routes(micro_batches: list[Any]) -> Routes:
         from moe_rl.megatron.routed_rows import RowSlice, padded_rows
 
-        batches = [_mapping(each) for each in micro_batches]
-        if any(key not in each or each[key] is None for each in batches):
+        batches = [_mapping(batch) for batch in micro_batches]
+        if any(key not in batch or batch[key] is None for batch in batches):
             return None
         where = RowSlice.current()
         return [
-            padded_rows(each[key], where=where, attention_mask=None if mask is None else each[mask]) for each in batches
+            padded_rows(batch[key], where=where, attention_mask=None if mask is None else batch[mask])
+            for batch in batches
         ]
 
     return routes
@@ -106,12 +107,12 @@ def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
     """
     from moe_rl.megatron.routed_rows import RowSlice, packed_rows
 
-    packed = [getattr(each, "packed_seq_params", None) for each in micro_batches]
-    if all(each is None for each in packed):
+    packed = [getattr(batch, "packed_seq_params", None) for batch in micro_batches]
+    if all(batch is None for batch in packed):
         return routes_of_padded("routed_experts")(micro_batches)
     routes = []
-    for each, params in zip(micro_batches, packed, strict=True):
-        batch = _mapping(each)
+    for batch_data, params in zip(micro_batches, packed, strict=True):
+        batch = _mapping(batch_data)
         if params is None or batch.get("routed_experts") is None:
             return None
         lengths = as_array(batch["input_lengths"]).tolist()
@@ -138,8 +139,8 @@ def routes_of_skyrl(micro_batches: list[Any]) -> Routes:
         if batch.get("rollout_expert_indices") is None or batch.get("sub_seq_lengths") is not None:
             return None
         ids, mask = as_array(batch["rollout_expert_indices"]), as_array(batch["attention_mask"]).astype(bool)
-        sequences = [of_one[kept] for of_one, kept in zip(ids, mask, strict=True)]
-        ends = np.cumsum([0, *(-(-len(each) // multiple) * multiple for each in sequences)])
+        sequences = [of_one[is_token] for of_one, is_token in zip(ids, mask, strict=True)]
+        ends = np.cumsum([0, *(-(-len(sequence) // multiple) * multiple for sequence in sequences)])
         routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=where))
     return routes
 
@@ -152,27 +153,27 @@ def _mapping(micro_batch: Any) -> Any:
 def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
     """Return the next `count` micro-batches, and the data iterator (one, or one per model chunk) with them in it."""
     if isinstance(data, Sequence):
-        parts = [looked_ahead(each, count) for each in data]
+        parts = [looked_ahead(chunk_data, count) for chunk_data in data]
         return parts[0][0], [iterator for _, iterator in parts]
     if not isinstance(data, Iterator):
         raise InvalidInputError(
             f"data_iterator is a {type(data).__name__}: routes can be looked up in an iterator over micro-batches, or "
             "in a list of them, one per model chunk."
         )
-    ahead = list(islice(data, count))
-    require(len(ahead) == count, f"the data iterator holds {len(ahead)} micro-batches, the call wants {count}.")
-    return ahead, _Replayed(ahead, data)
+    coming = list(islice(data, count))
+    require(len(coming) == count, f"the data iterator holds {len(coming)} micro-batches, the call wants {count}.")
+    return coming, _Replayed(coming, data)
 
 
 class _Replayed(Iterator[Any]):
     """Yields what was taken out of an iterator, then goes on with it; other attributes are the iterator's own."""
 
-    def __init__(self, taken: list[Any], rest: Iterator[Any]) -> None:
-        self._taken, self._rest = iter(taken), rest
+    def __init__(self, batches: list[Any], remaining: Iterator[Any]) -> None:
+        self._taken, self._rest = iter(batches), remaining
 
     def __next__(self) -> Any:
-        for each in self._taken:
-            return each
+        for batch in self._taken:
+            return batch
         return next(self._rest)
 
     def __getattr__(self, name: str) -> Any:

@@ -37,11 +37,11 @@ def flat(raw: RawRun) -> RawRun:
 
 
 def _without_section(entry: Entry) -> Entry:
-    section, _, last = entry.key.rpartition(".")
+    section, _, name = entry.key.rpartition(".")
     # ARGS and MODEL_ARGS of Megatron's YAML recipes; other sections have keys of their own.
     if entry.key in KEYS or (section and not section.isupper() and section not in BRIDGE_SECTIONS):
         return entry
-    return replace(entry, key=last.replace("-", "_").lstrip("_"))
+    return replace(entry, key=name.replace("-", "_").lstrip("_"))
 
 
 def is_bridge(raw: RawRun) -> bool:
@@ -68,25 +68,25 @@ def option_in(*sections: str) -> Callable[[str], str | None]:
 option = option_in("")
 
 
-def built_by_bridge(known: Known) -> Known:
+def built_by_bridge(settings: Known) -> Known:
     """Return the settings with those that Megatron-Bridge makes."""
-    return defaults("Megatron-Bridge", **FACTS["bridge"]) | known
+    return defaults("Megatron-Bridge", **FACTS["bridge"]) | settings
 
 
-def argument_defaults(known: Known, raw: RawRun) -> Known:
+def argument_defaults(settings: Known, raw: RawRun) -> Known:
     """Return the settings with what Megatron's argument parser takes where a flag is not given.
 
     Nothing is assumed where the command stands elsewhere, or a file is not there, that may give the flag.
     """
     if raw.partial or raw.absent:
-        return known
-    return defaults("Megatron's arguments", **FACTS["arguments"]) | known
+        return settings
+    return defaults("Megatron's arguments", **FACTS["arguments"]) | settings
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
+def _complete(settings: Known, raw: RawRun) -> Known:
     if is_bridge(raw):
-        return built_by_bridge(known)
-    return argument_defaults(known, raw)
+        return built_by_bridge(settings)
+    return argument_defaults(settings, raw)
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:

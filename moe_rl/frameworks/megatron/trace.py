@@ -40,8 +40,8 @@ def _files(path: Path) -> list[Path]:
     """Return the trace files by rank."""
     if path.is_file():
         return [path] if path.suffix == ".jsonl" else []
-    found = [file for file in path.glob("router_trace_rank*.jsonl") if FILE_NAME.fullmatch(file.name)]
-    return sorted(found, key=_rank)
+    files = [file for file in path.glob("router_trace_rank*.jsonl") if FILE_NAME.fullmatch(file.name)]
+    return sorted(files, key=_rank)
 
 
 def _rank(file: Path) -> int:
@@ -76,10 +76,10 @@ def _steps(file: Path) -> Iterator[tuple[int, Tables]]:
     """Yield (step, tables) of one rank; one step in memory at a time."""
     records = (_checked(record, where) for where, record in json_records(file))
     decoder = (record for record in records if record["block"] == "decoder")
-    last = -1
+    last_step = -1
     for step, group in groupby(decoder, key=lambda record: integer(record["step"], "step")):
-        require(step > last, f"{file}: step {step} comes after step {last}.")
-        last = step
+        require(step > last_step, f"{file}: step {step} comes after step {last_step}.")
+        last_step = step
         tables: Tables = defaultdict(list)
         for record in group:
             tables[integer(record["layer"], "layer")].append(record["top_indices"])
@@ -105,7 +105,7 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
     """Drop the second copy of every table where a layer ran its forward pass twice."""
-    kept: Tables = {}
+    tables_kept: Tables = {}
     repeated = False
     for layer, calls in tables.items():
         # A call without a token tells nothing: two of them are equal by nature.
@@ -117,21 +117,21 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
             "recompute cannot be told from data. Record without activation recompute.",
         )
         seen: Counter[bytes] = Counter()
-        kept[layer] = []
+        tables_kept[layer] = []
         for call, digest in zip(calls, digests, strict=True):
             # The second of two equal tables is recompute's; with none twice every one is the first.
             if seen[digest] % 2 == 0 or times != {2}:
-                kept[layer].append(call)
+                tables_kept[layer].append(call)
             seen[digest] += 1
         repeated |= times == {2}
-    counts_by_layer = {layer: len(calls) for layer, calls in kept.items()}
+    counts_by_layer = {layer: len(calls) for layer, calls in tables_kept.items()}
     require(
         len(set(counts_by_layer.values())) <= 1,
         f"{file}, step {step}: layers have different numbers of micro-batches ({counts_by_layer}).",
     )
     if repeated:
         logger.warning("%s, step %d: dropped the records of activation recompute.", file, step)
-    return kept
+    return tables_kept
 
 
 def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Iterator[RecordedSequence]:

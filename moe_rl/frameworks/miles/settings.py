@@ -25,5 +25,5 @@ READER = Reader(
     batch=slime.FACTS["batch"],
     keys=slime.KEYS,
     option=slime.option,
-    complete=lambda known, raw: slime.complete(known, raw, "miles"),
+    complete=lambda settings, raw: slime.complete(settings, raw, "miles"),
 )

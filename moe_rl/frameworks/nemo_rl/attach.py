@@ -34,15 +34,15 @@ def install_when_imported() -> None:
 
 def refuse_on_policy(losses: ModuleType) -> None:
     """Refuse, where NeMo-RL makes its loss, the setting that leaves out the pass which gamma compares with."""
-    made = losses.ClippedPGLossFn.__init__
+    original_init = losses.ClippedPGLossFn.__init__
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def checked(self: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
         require(
             not cfg.force_on_policy_ratio,
             "MOE_RL_ROUTER_SHIFT needs the pass of old log-probabilities, which force_on_policy_ratio leaves out.",
         )
-        made(self, cfg, *args, **kwargs)
+        original_init(self, cfg, *args, **kwargs)
 
     losses.ClippedPGLossFn.__init__ = checked
 
@@ -51,7 +51,7 @@ def install(train: ModuleType, *, floor: float) -> None:
     """Read the routers in every call of Megatron's schedule; `train` is nemo_rl.models.megatron.train."""
     from moe_rl.frameworks.router_shift import READING, RouterShiftRun
 
-    schedules, made = train.get_forward_backward_func, train.LossPostProcessor.__call__
+    schedules, original_call = train.get_forward_backward_func, train.LossPostProcessor.__call__
     runs: dict[Any, RouterShiftRun] = {}
 
     def reading_schedules() -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def install(train: ModuleType, *, floor: float) -> None:
 
         return reading
 
-    @functools.wraps(made)
+    @functools.wraps(original_call)
     def weighing(self: Any, data_dict: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         def loss(*output: Any, **named: Any) -> Any:
             run, batch = READING.get(), data_dict
@@ -77,7 +77,7 @@ def install(train: ModuleType, *, floor: float) -> None:
                 # A shallow copy: the advantages of the caller's batch stay what they were.
                 batch, keys = copy.copy(data_dict), _padded(data_dict, run.coming(), predicting=True)
                 batch["advantages"] = batch["advantages"] * run.of(keys).ratio.to(batch["advantages"])
-            return made(self, batch, *args, **kwargs)(*output, **named)
+            return original_call(self, batch, *args, **kwargs)(*output, **named)
 
         return loss
 
@@ -89,10 +89,10 @@ def _keys_of(run: Any, micro_batches: list[Any], forward_only: bool) -> list[tup
     """Return of each micro-batch the keys of its sequences, and those of the rows that this rank holds."""
     import torch
 
-    found = []
-    for each in micro_batches:
-        batch, packed = each.data_dict, each.packed_seq_params
-        require(packed is None or each.attention_mask is None, "a model that packs by itself is not read.")
+    keys_of_batches = []
+    for batch_data in micro_batches:
+        batch, packed = batch_data.data_dict, batch_data.packed_seq_params
+        require(packed is None or batch_data.attention_mask is None, "a model that packs by itself is not read.")
         lengths = batch["input_lengths"].tolist()
         tokens = [row[:length] for row, length in zip(batch["input_ids"], lengths, strict=True)]
         keys = run.keys(tokens, forward_only=forward_only)
@@ -100,15 +100,15 @@ def _keys_of(run: Any, micro_batches: list[Any], forward_only: bool) -> list[tup
         as_routes = {"routed_experts": _padded(batch, keys)[..., None, None], "input_lengths": batch["input_lengths"]}
         rows = routes_of_nemo_rl([SimpleNamespace(data_dict=as_routes, packed_seq_params=packed)])
         assert rows is not None
-        found.append((keys, torch.from_numpy(rows[0][:, 0, 0])))
-    return found
+        keys_of_batches.append((keys, torch.from_numpy(rows[0][:, 0, 0])))
+    return keys_of_batches
 
 
 def _padded(batch: Any, keys: Sequence[Any], *, predicting: bool = False) -> Any:
     """Return keys [B, S] as NeMo-RL's tensors lie, -1 on padding; `predicting`: of the token before each."""
     import torch
 
-    found = torch.full(tuple(batch["input_ids"].shape), -1)
-    for row, each in zip(found, keys, strict=True):
-        row[int(predicting) : len(each)] = each[:-1] if predicting else each
-    return found
+    padded = torch.full(tuple(batch["input_ids"].shape), -1)
+    for row, keys_of_row in zip(padded, keys, strict=True):
+        row[int(predicting) : len(keys_of_row)] = keys_of_row[:-1] if predicting else keys_of_row
+    return padded

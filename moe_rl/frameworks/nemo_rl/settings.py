@@ -21,24 +21,24 @@ FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
 KEYS: Keys = {**megatron.keys_in(POLICY), **rules_of(FACTS)}
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
+def _complete(settings: Known, raw: RawRun) -> Known:
     switch = keys.last_entry(raw, MEGATRON_SWITCH)
     if switch is not None and not switch.missing and not is_on(switch.value):
         return {"trainer": said_by(switch, "DTensor")}
     if starts_from_base(raw):
         if switch is None and not any("megatron" in name for name in raw.absent):
             return defaults("NeMo-RL", trainer="DTensor")
-        known = defaults("NeMo-RL", **FACTS["set_by_bases"]) | known
-    known = megatron.built_by_bridge(known)
+        settings = defaults("NeMo-RL", **FACTS["set_by_bases"]) | settings
+    settings = megatron.built_by_bridge(settings)
     # NeMo-RL's base configuration names an FP8 format and recipe that `fp8_cfg.enabled` alone switches on.
     if _switched_off(raw, FP8_SWITCH):
-        known = {name: setting for name, setting in known.items() if name not in FP8}
-    if known.get("rollout_fp8") is not None and known["rollout_fp8"].value:
-        known = defaults("NeMo-RL", rollout_fp32_scales=True) | known
+        settings = {name: setting for name, setting in settings.items() if name not in FP8}
+    if settings.get("rollout_fp8") is not None and settings["rollout_fp8"].value:
+        settings = defaults("NeMo-RL", rollout_fp32_scales=True) | settings
     left_out = keys.variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
     if left_out is not None:
-        known["replay_covers_mtp"] = left_out
-    return keys.with_model(known, raw, "policy.model_name")
+        settings["replay_covers_mtp"] = left_out
+    return keys.with_model(settings, raw, "policy.model_name")
 
 
 def knows(name: str) -> bool:

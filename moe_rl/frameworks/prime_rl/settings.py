@@ -13,14 +13,16 @@ from moe_rl.yaml_files import read_yaml
 KEYS: Keys = rules_of(read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
-    return known | defaults("prime-rl", trainer="FSDP2 with experts")
+def _complete(settings: Known, raw: RawRun) -> Known:
+    return settings | defaults("prime-rl", trainer="FSDP2 with experts")
 
 
 def _recognizes(raw: RawRun) -> bool:
     toml = any(file.endswith(".toml") for file in raw.files)
-    own = any(entry.key.startswith(("orchestrator.", "trainer.model.", "weight_broadcast.")) for entry in raw.entries)
-    return own or (toml and last_entry(raw, "model.name") is not None)
+    is_own = any(
+        entry.key.startswith(("orchestrator.", "trainer.model.", "weight_broadcast.")) for entry in raw.entries
+    )
+    return is_own or (toml and last_entry(raw, "model.name") is not None)
 
 
 READER = Reader(

@@ -21,7 +21,7 @@ KEYS: Keys = {**megatron.keys_in(CONFIG), **rules_of(FACTS)}
 
 def _worker(raw: RawRun) -> str:
     """Return which worker trains; empty where none of them has a strategy."""
-    return next((each for each in WORKERS if last_entry(raw, f"{each}.{STRATEGY}") is not None), "")
+    return next((worker for worker in WORKERS if last_entry(raw, f"{worker}.{STRATEGY}") is not None), "")
 
 
 def _of_worker(raw: RawRun) -> RawRun:
@@ -30,9 +30,9 @@ def _of_worker(raw: RawRun) -> RawRun:
     return replace(raw, entries=[replace(entry, key=entry.key.removeprefix(prefix)) for entry in raw.entries])
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
-    known = with_model(known | other_trainer(last_entry(raw, STRATEGY)), raw, "pretrain")
-    return with_model(known, raw, MODEL + "model_name_or_path")
+def _complete(settings: Known, raw: RawRun) -> Known:
+    settings = with_model(settings | other_trainer(last_entry(raw, STRATEGY)), raw, "pretrain")
+    return with_model(settings, raw, MODEL + "model_name_or_path")
 
 
 READER = Reader(

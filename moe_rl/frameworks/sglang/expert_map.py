@@ -37,12 +37,14 @@ def nearest_copies(slots: Ints, *, ep_size: int, slots_per_rank: int, ranks_per_
         return np.full(ep_size, slots[0])
     rank = np.arange(ep_size)
     of_slot = slots // slots_per_rank
-    own = of_slot[None, :] == rank[:, None]
+    is_on_rank = of_slot[None, :] == rank[:, None]
     near = (of_slot // ranks_per_node)[None, :] == (rank // ranks_per_node)[:, None]
     # With all copies on one node the node decides nothing, and SGLang draws among them.
     near[near.all(axis=1)] = False
-    found = np.where(own.any(axis=1), own.argmax(axis=1), np.where(near.any(axis=1), near.argmax(axis=1), -1))
-    return np.where(found >= 0, slots[found], -1)
+    nearest = np.where(
+        is_on_rank.any(axis=1), is_on_rank.argmax(axis=1), np.where(near.any(axis=1), near.argmax(axis=1), -1)
+    )
+    return np.where(nearest >= 0, slots[nearest], -1)
 
 
 def preferred_slots(
@@ -66,25 +68,25 @@ def static_slots(expert_map: ExpertMap, ranks_per_node: int) -> Ints:
     """
     ranks, experts = expert_map.ep_size, expert_map.num_experts
     rows = all_layers(expert_map).astype(np.int32)
-    chosen = np.empty((ranks, len(rows), experts), np.int64)
+    slots_chosen = np.empty((ranks, len(rows), experts), np.int64)
     draws: list[tuple[int, int, list[int], list[int]]] = []
     for layer, row in enumerate(rows):
-        chosen[:, layer], table, count = preferred_slots(
+        slots_chosen[:, layer], table, count = preferred_slots(
             row, num_experts=experts, ep_size=ranks, ranks_per_node=ranks_per_node
         )
-        for expert in np.flatnonzero((chosen[:, layer] < 0).any(axis=0)).tolist():
-            undecided = np.flatnonzero(chosen[:, layer, expert] < 0).tolist()
+        for expert in np.flatnonzero((slots_chosen[:, layer] < 0).any(axis=0)).tolist():
+            undecided = np.flatnonzero(slots_chosen[:, layer, expert] < 0).tolist()
             draws.append((layer, expert, table[expert, : count[expert]].tolist(), undecided))
     for rank in range(ranks):
         # Python's own generator, as SGLang uses it: another one would draw other copies.
         draw = random.Random(SEED)
         for layer, expert, slots, undecided in draws:
             if rank in undecided:
-                even, rest = divmod(len(undecided), len(slots))
-                dealt = slots * even + draw.sample(slots, k=rest)
+                even, remainder = divmod(len(undecided), len(slots))
+                dealt = slots * even + draw.sample(slots, k=remainder)
                 draw.shuffle(dealt)
-                chosen[rank, layer, expert] = dealt[undecided.index(rank)]
-    of_moe_layers: Ints = chosen[:, list(expert_map.moe_layer_ids)]
+                slots_chosen[rank, layer, expert] = dealt[undecided.index(rank)]
+    of_moe_layers: Ints = slots_chosen[:, list(expert_map.moe_layer_ids)]
     return of_moe_layers
 
 

@@ -43,8 +43,8 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     require(start >= 0 and rows >= 0, f"{num_tokens} tokens leave no row from token {start} on.")
     if options.num_layers is not None and options.top_k is not None:
         num_layers, top_k = options.num_layers, options.top_k
-        found = len(data) // (4 * num_layers * top_k)  # rows that do not fit the tokens are a misfit of the sequence
-        rows = found if 4 * found * num_layers * top_k == len(data) else rows
+        num_rows = len(data) // (4 * num_layers * top_k)  # rows that do not fit the tokens are a misfit of the sequence
+        rows = num_rows if 4 * num_rows * num_layers * top_k == len(data) else rows
     num_layers, top_k = _layers_and_choices(len(data) // 4, rows, options)
     routes = from_bytes(data, "int32", (rows, num_layers, top_k))
     group = record.get("group_id", record.get("group_index"))

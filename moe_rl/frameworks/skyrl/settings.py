@@ -20,11 +20,11 @@ FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
 KEYS: Keys = {**megatron.keys_in(*SECTIONS), **rules_of(FACTS)}
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
+def _complete(settings: Known, raw: RawRun) -> Known:
     strategy = last_entry(raw, "trainer.strategy")
-    known |= other_trainer(strategy) if strategy is not None else defaults("SkyRL", trainer="FSDP")
-    known = megatron.built_by_bridge(defaults("SkyRL", sequence_parallel=True, packed=True) | known)
-    return with_model(known, raw, POLICY + "model.path")
+    settings |= other_trainer(strategy) if strategy is not None else defaults("SkyRL", trainer="FSDP")
+    settings = megatron.built_by_bridge(defaults("SkyRL", sequence_parallel=True, packed=True) | settings)
+    return with_model(settings, raw, POLICY + "model.path")
 
 
 READER = Reader(

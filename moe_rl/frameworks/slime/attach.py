@@ -73,8 +73,8 @@ class Worker:
 
         Settings that our loss would not honor are refused here, before any rollout.
         """
-        ours = str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses.")
-        if ours:
+        is_own_loss = str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses.")
+        if is_own_loss:
             from moe_rl.frameworks.slime.losses import objective_of
 
             objective_of(args)
@@ -84,7 +84,7 @@ class Worker:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
             return
         if self.settings.router_shift:
-            require(ours, "MOE_RL_ROUTER_SHIFT weighs the loss of moe_rl.frameworks.slime.losses: choose it.")
+            require(is_own_loss, "MOE_RL_ROUTER_SHIFT weighs the loss of moe_rl.frameworks.slime.losses: choose it.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
             require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs leaves out.")
             require(self.packed, "the router shift needs --qkv-format thd, without --allgather-cp.")
@@ -111,7 +111,7 @@ class Worker:
             from moe_rl.frameworks.megatron_run import MegatronRun
 
             # Where one reader of weights is not guarded, experts must not move: it would ship them under wrong names.
-            guarded = bool(self.readers) and not any(getattr(args, each, None) for each in self.options_of_others)
+            guarded = bool(self.readers) and not any(getattr(args, option, None) for option in self.options_of_others)
             self.run = MegatronRun.attach(self.framework, model, optimizer, self.settings, guarded=guarded)
         self.step = rollout_id, step_id
 
@@ -123,13 +123,13 @@ class Worker:
 
     def tokens_ahead(self, data: Any, count: int) -> list[list[Any]] | None:
         """Return the token ids of the sequences in every micro-batch that comes; None where they are not known."""
-        first = data[0] if isinstance(data, Sequence) else data
-        indices, size = getattr(first, "micro_batch_indices", None), getattr(first, "micro_batch_size", None) or 0
+        chunk = data[0] if isinstance(data, Sequence) else data
+        indices, size = getattr(chunk, "micro_batch_indices", None), getattr(chunk, "micro_batch_size", None) or 0
         if not self.packed or not (indices or size):
             return None
-        tokens, start = first.rollout_data["tokens"], first.offset
+        tokens, start = chunk.rollout_data["tokens"], chunk.offset
         if indices is None:  # miles without --use-dynamic-batch-size, where `offset` counts samples
-            return [list(tokens[start + size * each :][:size]) for each in range(count)]
+            return [list(tokens[start + size * index :][:size]) for index in range(count)]
         return [[tokens[index] for index in batch] for batch in indices[start : start + count]]
 
     def pack(self, balancer: Any, data: Any, count: int) -> None:
@@ -138,18 +138,18 @@ class Worker:
         Not under routing replay, whose lists have the routes in the order of the given micro-batches, and not where a
         micro-batch is a number of samples.
         """
-        first = data[0] if isinstance(data, Sequence) else data
-        indices, limit = getattr(first, "micro_batch_indices", None), getattr(self.args, "max_tokens_per_gpu", None)
+        chunk = data[0] if isinstance(data, Sequence) else data
+        indices, limit = getattr(chunk, "micro_batch_indices", None), getattr(self.args, "max_tokens_per_gpu", None)
         replays = any(getattr(layer.router, "routing_replay", None) is not None for layer in balancer.layers)
         if not getattr(self.args, "use_dynamic_batch_size", False) or not indices or not limit or replays or count < 2:
             return
-        part = slice(first.offset, first.offset + count)
+        part = slice(chunk.offset, chunk.offset + count)
         samples = [sample for batch in indices[part] for sample in batch]
         ends = np.cumsum([len(batch) for batch in indices[part]])[:-1]
-        given = [each.tolist() for each in np.split(np.arange(len(samples)), ends)]
-        tokens = [first.rollout_data["tokens"][sample] for sample in samples]
+        batches = [indices.tolist() for indices in np.split(np.arange(len(samples)), ends)]
+        tokens = [chunk.rollout_data["tokens"][sample] for sample in samples]
         budget = limit * getattr(self.args, "context_parallel_size", 1)
-        packed = balancer.packed(given, tokens, token_budget=budget)
+        packed = balancer.packed(batches, tokens, token_budget=budget)
         indices[part] = [[samples[place] for place in batch] for batch in packed]
 
     def rows(self, of_token: Sequence[Any]) -> NDArray[np.int64]:
@@ -160,7 +160,9 @@ class Worker:
 
     def held(self, sequences: Sequence[Any]) -> HeldRows:
         """Return of which sequence each of this rank's rows is."""
-        return HeldRows.of_tokens(sequences, self.rows([np.full(len(each), i) for i, each in enumerate(sequences)]))
+        return HeldRows.of_tokens(
+            sequences, self.rows([np.full(len(sequence), i) for i, sequence in enumerate(sequences)])
+        )
 
     def note_models(self, copies: Any) -> None:
         """Note whose weights slime puts into the parameters; `copies` is its module `utils.tensor_backper`."""
@@ -189,12 +191,12 @@ class Worker:
         coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         if coming is None:
             raise InvalidInputError("the router shift finds no micro-batches in what Megatron's schedule is given.")
-        found = [self.router_shift.keys(each, forward_only=forward_only) for each in coming]
-        return [(each, torch.from_numpy(self.rows(each))) for each in found]
+        keys = [self.router_shift.keys(sequences, forward_only=forward_only) for sequences in coming]
+        return [(keys_of_batch, torch.from_numpy(self.rows(keys_of_batch))) for keys_of_batch in keys]
 
-    def reloaded(self, reload: Callable[..., Any], *given: Any) -> Any:
+    def reloaded(self, reload: Callable[..., Any], *arguments: Any) -> Any:
         """Reload the process groups that a colocated rollout has destroyed, ours among them, and connect ours."""
-        result = reload(*given)
+        result = reload(*arguments)
         if self.run is not None:
             self.run.rebuild_groups()
         return result
@@ -226,17 +228,17 @@ class Worker:
             if run is None:
                 return call() if keys is None else self.router_shift.around(call, keys, forward_only=forward_only)
             run.router_shift = self.router_shift
-            known: dict[str, Any] = {}
+            source: dict[str, Any] = {}
             if run.balancer is not None and not forward_only and settings.plans is not None and step is not None:
-                known = {"plan": load_plan(plan_path(settings.plans, *step))}
+                source = {"plan": load_plan(plan_path(settings.plans, *step))}
             elif run.balancer is not None and (not forward_only or self.stage() == "replay_forward"):
-                known = _from_lists(run, kwargs)
-            if run.balancer is not None and not known:
+                source = _from_lists(run, kwargs)
+            if run.balancer is not None and not source:
                 coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-                known = {"num_micro_batches": kwargs["num_microbatches"]}
+                source = {"num_micro_batches": kwargs["num_microbatches"]}
                 if coming is not None:
-                    known = {"tokens": [self.held(each) for each in coming]}
-            result = run.around(call, known, keys=keys, forward_only=forward_only)
+                    source = {"tokens": [self.held(sequences) for sequences in coming]}
+            result = run.around(call, source, keys=keys, forward_only=forward_only)
             if run.last_metrics:
                 logger.info("moe_rl: %s", run.last_metrics)
             return result
@@ -285,11 +287,14 @@ def packed_part(of_token: Sequence[Any], multiple: int, where: Any) -> NDArray[n
     from moe_rl.megatron.routed_rows import zigzag
 
     chunks = 2 * where.cp_size if where.cp_size > 1 else 1
-    parts = [zigzag(np.pad(each, (0, -len(each) % chunks), constant_values=-1), where) for each in of_token]
+    parts = [
+        zigzag(np.pad(of_sequence, (0, -len(of_sequence) % chunks), constant_values=-1), where)
+        for of_sequence in of_token
+    ]
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
     filled = np.pad(rows, (0, -len(rows) % (multiple * where.tp_size)), constant_values=-1)
-    mine: NDArray[np.int64] = filled.reshape(where.tp_size, -1)[where.tp_rank]
-    return mine
+    own_part: NDArray[np.int64] = filled.reshape(where.tp_size, -1)[where.tp_rank]
+    return own_part
 
 
 def next_routes(
@@ -304,16 +309,20 @@ def next_routes(
     for replay in replays:
         if replay is None:
             return None
-        ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + num_micro_batches]
+        queue = replay.top_indices_list[replay.forward_index : replay.forward_index + num_micro_batches]
         # A lazy object gives its ids once, to the router; one that numpy can read gives them again.
-        used_up = [hasattr(each, "materialize_for_routing_replay") and not hasattr(each, "__array__") for each in ahead]
-        if len(ahead) < num_micro_batches or any(used_up):
+        used_up = [
+            hasattr(queued, "materialize_for_routing_replay") and not hasattr(queued, "__array__") for queued in queue
+        ]
+        if len(queue) < num_micro_batches or any(used_up):
             return None
-        per_layer.append(ahead)
+        per_layer.append(queue)
     routes = []
     for of_layers in zip(*per_layer, strict=True):
-        first = signed(as_array(of_layers[0]))
-        by_layer = np.full((num_layers, *first.shape), -1, first.dtype)  # as slime has them: whole layers are copied
+        top_indices = signed(as_array(of_layers[0]))
+        by_layer = np.full(
+            (num_layers, *top_indices.shape), -1, top_indices.dtype
+        )  # as slime has them: whole layers are copied
         for layer, ids in zip(layer_ids, of_layers, strict=True):
             by_layer[layer] = as_array(ids)
         routes.append(by_layer.transpose(1, 0, 2))
@@ -377,10 +386,10 @@ def packed_steps(
     """
     packed = []
     for ids, samples, schedule in _by_step(routed_experts, total_lengths, steps, model):
-        found = pack_schedule(
+        packed_schedule = pack_schedule(
             samples, schedule, token_budget=token_budget, config=config, model=model, topology=topology
         )
-        packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in found])
+        packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in packed_schedule])
     return packed
 
 
@@ -395,7 +404,7 @@ def packed_by_lengths(
     packed = []
     for schedule in steps:
         ids = np.array(sorted({sample for batches in schedule for batch in batches for sample in batch}), np.int64)
-        layout = packing.layout(np.array([total_lengths[each] for each in ids], np.int64))
+        layout = packing.layout(np.array([total_lengths[index] for index in ids], np.int64))
         if layout is None:
             packed.append([[list(batch) for batch in batches] for batches in schedule])
             continue
@@ -438,8 +447,8 @@ def _by_step(
         # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
         ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
         number = {sample: index for index, sample in enumerate(ids)}
-        samples = [with_missing_last_rows(of_moe_layers(routes[each], model), lengths[each]) for each in ids]
-        yield ids, samples, [[[number[each] for each in batch] for batch in batches] for batches in schedule]
+        samples = [with_missing_last_rows(of_moe_layers(routes[index], model), lengths[index]) for index in ids]
+        yield ids, samples, [[[number[index] for index in batch] for batch in batches] for batches in schedule]
 
 
 def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -> list[Path]:

@@ -49,7 +49,7 @@ def policy_loss_function(
     """
     framework = _framework()
     total, response = batch["total_lengths"], batch["response_lengths"]
-    found = framework.get_log_probs_and_entropy(
+    outputs = framework.get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -58,10 +58,12 @@ def policy_loss_function(
         with_entropy=True,
         **framework.top_p_replay(args, batch),
     )
-    found = found[1] if isinstance(found, tuple) else found  # slime returns (empty, found), miles only what it found
-    current: list[Tensor] = found["log_probs"]
+    outputs = (
+        outputs[1] if isinstance(outputs, tuple) else outputs
+    )  # slime returns (empty, found), miles only what it found
+    current: list[Tensor] = outputs["log_probs"]
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    old = old or [each.detach() for each in current]
+    old = old or [log_probs.detach() for log_probs in current]
 
     def whole(parts: Samples | None) -> Tensor | None:
         return None if not parts else torch.cat(framework.whole(parts, total, response))
@@ -94,7 +96,7 @@ def policy_loss_function(
         objective_of(args),
     )
     loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
-    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    entropy = sum_of_sample_mean(torch.cat(outputs["entropy"]))
     loss = loss - args.entropy_coef * entropy
     # slime's ppo_kl is the mean of old - current, the k1 estimate.
     moved = (torch.cat(list(old)) - torch.cat(current)).detach()
@@ -102,8 +104,8 @@ def policy_loss_function(
     reported = {"pg_loss": policy, "entropy_loss": entropy}
     reported |= {"pg_clipfrac": sum_of_sample_mean(clipped), "ppo_kl": sum_of_sample_mean(moved)}
     if batch.get("rollout_log_probs"):
-        theirs = torch.cat(current if args.use_rollout_logprobs else list(old)).detach()
-        difference = (theirs - torch.cat(list(batch["rollout_log_probs"]))).abs()
+        rollout_log_probs = torch.cat(current if args.use_rollout_logprobs else list(old)).detach()
+        difference = (rollout_log_probs - torch.cat(list(batch["rollout_log_probs"]))).abs()
         reported["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
     if args.use_kl_loss:
         # The unbiased estimate weighs the reference KL by the ratio of current to old policy.
@@ -116,7 +118,7 @@ def policy_loss_function(
         loss = loss + 0 * logits.sum()  # every rank's backward pass has to reach the model
     # slime divides what it logs by the number of samples, or of tokens, so means of a micro-batch come as many times.
     per_token = getattr(args, "calculate_per_token_loss", False)
-    count = sum(each.sum().clamp(min=1) for each in batch["loss_masks"]) if per_token else len(response)
+    count = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"]) if per_token else len(response)
     means = {name: value.to(loss) * count for name, value in (tokens.metrics | metrics).items()}
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
 
@@ -141,7 +143,9 @@ def objective_of(args: Any) -> Objective:
 def _gamma(shift: RouterShiftRun, response_lengths: Sequence[int]) -> Tensor:
     """[T] gamma at the response tokens of whole samples; the row of a token is that of the one before."""
     keys = zip(shift.coming(), response_lengths, strict=True)
-    return shift.of(torch.cat([each[len(each) - 1 - count : -1] for each, count in keys])).ratio
+    return shift.of(
+        torch.cat([keys_of_sequence[len(keys_of_sequence) - 1 - count : -1] for keys_of_sequence, count in keys])
+    ).ratio
 
 
 def tis_function(
@@ -166,12 +170,12 @@ def tis_function(
     train = torch.cat(framework.whole(train_log_probs, total_lengths, response_lengths))
     rollout = torch.cat(framework.whole(rollout_log_probs, total_lengths, response_lengths))
     mask = torch.cat(list(loss_masks))
-    weights, kept, metrics = apply_rollout_correction(
+    weights, mask_kept, metrics = apply_rollout_correction(
         _config(correction), train, rollout, mask, cu_seqlens=_starts(response_lengths), context_parallel=_WHOLE
     )
     weights = torch.ones_like(train) if weights is None else weights
     flat = {name: value.to(pg_loss).expand_as(pg_loss) for name, value in metrics.items()}
-    masks = [part.to(old.dtype) for part, old in zip(kept.split(list(response_lengths)), loss_masks, strict=True)]
+    masks = [part.to(old.dtype) for part, old in zip(mask_kept.split(list(response_lengths)), loss_masks, strict=True)]
     return pg_loss * framework.local(weights, total_lengths, response_lengths), masks, flat
 
 
@@ -199,14 +203,14 @@ class _Framework:
         """Whole responses from this rank's parts, differentiable."""
         if not self._split:
             return list(parts)
-        return [self._gather(each, *lengths) for each, *lengths in zip(parts, total, response, strict=True)]
+        return [self._gather(part, *lengths) for part, *lengths in zip(parts, total, response, strict=True)]
 
     def local(self, values: Tensor, total: Sequence[int], response: Sequence[int]) -> Tensor:
         """This rank's parts, flat, of whole responses [T]."""
         if not self._split:
             return values
         samples = values.split(list(response))
-        return torch.cat([self._slice(each, *n) for each, *n in zip(samples, total, response, strict=True)])
+        return torch.cat([self._slice(sample, *n) for sample, *n in zip(samples, total, response, strict=True)])
 
 
 def _framework() -> _Framework:

@@ -27,13 +27,13 @@ FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
 KEYS: Keys = {**megatron.KEYS, **rules_of(FACTS)}
 
 
-def complete(known: Known, raw: RawRun, framework: str) -> Known:
+def complete(settings: Known, raw: RawRun, framework: str) -> Known:
     """Return the settings with defaults, and R3 where the rollout engine returns its routes."""
     # One flag of slime's does both: the engine returns routes, and the trainer replays them.
-    routes = known.get("rollout_returns_routes")
+    routes = settings.get("rollout_returns_routes")
     if routes is not None and routes.value:
-        known["replay"] = Setting(value="R3", written=routes.written, where=routes.where)
-    return megatron.argument_defaults(defaults(framework, **FACTS["defaults"]) | known, raw)
+        settings["replay"] = Setting(value="R3", written=routes.written, where=routes.where)
+    return megatron.argument_defaults(defaults(framework, **FACTS["defaults"]) | settings, raw)
 
 
 def recognizes(raw: RawRun) -> bool:
@@ -48,5 +48,5 @@ READER = Reader(
     batch=FACTS["batch"],
     keys=KEYS,
     option=option,
-    complete=lambda known, raw: complete(known, raw, "slime"),
+    complete=lambda settings, raw: complete(settings, raw, "slime"),
 )

@@ -109,43 +109,43 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     require_supported(config)
     routers = find_routers(model)
     inner: Any = model
-    found = [IMPLEMENTATIONS[module] for module in model.modules() if module in IMPLEMENTATIONS]
-    if not found:
+    implementations = [IMPLEMENTATIONS[module] for module in model.modules() if module in IMPLEMENTATIONS]
+    if not implementations:
         raise InvalidInputError(
             f"no expert module of this {type(model).__name__} runs through moe_rl: load it with "
             'DistributedConfig(ep_size=..., ep_implementation="moe_rl") after importing '
             "moe_rl.frameworks.transformers.attach."
         )
     # One mesh spreads all layers: the first one's is every one's.
-    first = found[0]
-    require(first.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
+    head = implementations[0]
+    require(head.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
     require(
-        first.tp_mesh.size() == 1,
-        f"tp_size is {first.tp_mesh.size()}: ranks that share a batch send slices of it that plans do not know.",
+        head.tp_mesh.size() == 1,
+        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it that plans do not know.",
     )
-    attached = any(each.layer is not None for each in found)
+    attached = any(implementation.layer is not None for implementation in implementations)
     require(not attached, "a balancer is attached to this model: call its detach() first.")
     spec, _ = model_of_config(inner.config.to_dict(), where=type(model).__name__)
     require(
-        len(routers) == len(found) == spec.num_moe_layers,
-        f"the model has {len(found)} expert modules and {len(routers)} routers, its configuration names "
+        len(routers) == len(implementations) == spec.num_moe_layers,
+        f"the model has {len(implementations)} expert modules and {len(routers)} routers, its configuration names "
         f"{spec.num_moe_layers} MoE layers.",
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     replayed = RoutingReplay(model, model_spec=spec)
-    for each, layer in zip(found, replayed.layers, strict=True):
-        each.layer = layer
+    for implementation, layer in zip(implementations, replayed.layers, strict=True):
+        implementation.layer = layer
 
     def release() -> None:
-        for each in found:
-            each.layer = None
+        for implementation in implementations:
+            implementation.layer = None
         replayed.detach()
 
-    announce(FRAMEWORK.name, version, num_layers=len(found), policy=config.policy)
+    announce(FRAMEWORK.name, version, num_layers=len(implementations), policy=config.policy)
     return EpBalancer(
         replayed.layers,
         clock=replayed.clock,
-        groups=EpGroups.of(first.ep_mesh.get_group(), device=next(model.parameters()).device),
+        groups=EpGroups.of(head.ep_mesh.get_group(), device=next(model.parameters()).device),
         recorder=functools.partial(record_routing, model),
         release=release,
         movable="FSDP owns their shards and the optimizer's state.",
@@ -174,10 +174,10 @@ class RoutingReplay:
 
     def begin_pass(self, routes: Sequence[Any]) -> None:
         """Replay `routes`, [B, S, L, K] or [N, L, K] per micro-batch, in the next forwards and recomputations."""
-        rows = [torch.from_numpy(rows_of(each, self.model)) for each in routes]
+        rows = [torch.from_numpy(rows_of(routes_of_batch, self.model)) for routes_of_batch in routes]
         for layer in self.layers:
             device = self._forwards[layer.index][0].weight.device
-            layer.begin([each[:, layer.index].to(device) for each in rows], len(rows))
+            layer.begin([rows_of_batch[:, layer.index].to(device) for rows_of_batch in rows], len(rows))
         self.clock.reset()
 
     def end_pass(self) -> None:

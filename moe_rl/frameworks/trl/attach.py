@@ -78,8 +78,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already.
         if self.model.training and self._step % count == 0:
             self.routing.give_up()  # after out of memory `auto_find_batch_size` begins anew, inside of `train`
-            coming = [(self._step + each) % self.args.steps_per_generation for each in range(count)]
-            self.routing.begin_pass([self._buffered_inputs[each][ROUTES] for each in coming])
+            coming = [(self._step + step) % self.args.steps_per_generation for step in range(count)]
+            self.routing.begin_pass([self._buffered_inputs[index][ROUTES] for index in coming])
         return inputs
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -205,8 +205,8 @@ def _clip_ratios(trainer: Any, rule: Objective, tokens: PolicyTokenLoss, advanta
     if rule.name == "cispo":
         return {"cispo_clip_ratio": high}
     every = trainer.accelerator.gather(per_sequence[:2].T.contiguous())
-    found = {"low_mean": low, "high_mean": high, "region_mean": region, "low_min": float(every[:, 0].min())}
-    return {f"clip_ratio/{name}": value for name, value in (found | {"high_max": float(every[:, 1].max())}).items()}
+    ratios = {"low_mean": low, "high_mean": high, "region_mean": region, "low_min": float(every[:, 0].min())}
+    return {f"clip_ratio/{name}": value for name, value in (ratios | {"high_max": float(every[:, 1].max())}).items()}
 
 
 def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any], mode: str) -> Tensor:

@@ -61,8 +61,8 @@ def install(module: ModuleType, *, settings: Settings) -> Callable[[], None]:
     ]
 
     def uninstall() -> None:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
     return uninstall
 
@@ -97,8 +97,8 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
         if settings.router_shift:
             FRAMEWORK.check()
             for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
-                found = getattr(self.engine_config, name, wanted)
-                require(found == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
+                value = getattr(self.engine_config, name, wanted)
+                require(value == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
             run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
         RUNS[self.module[0]] = self, run, LookAhead()
     return optimizer
@@ -109,18 +109,18 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
 
     @functools.wraps(function)
     def planned(**kwargs: Any) -> Any:
-        engine, run, ahead = RUNS.get(kwargs["model"][0], (None, None, None))
+        engine, run, look_ahead = RUNS.get(kwargs["model"][0], (None, None, None))
         if run is None or run.idle:
             return function(**kwargs)
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-        known: dict[str, Any] | None = None  # the pass that is prepared
+        source: dict[str, Any] | None = None  # the pass that is prepared
         if run.balancer is None:
-            known = {}
-        elif ahead.prepared is None:
-            known = _known(micro_batches, engine, run.balancer.model)
+            source = {}
+        elif look_ahead.prepared is None:
+            source = _known(micro_batches, engine, run.balancer.model)
         shift, forward_only = run.router_shift, kwargs["forward_only"]
         keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
-        return run.around(lambda: function(**kwargs), known, keys=keys, forward_only=forward_only)
+        return run.around(lambda: function(**kwargs), source, keys=keys, forward_only=forward_only)
 
     return planned
 
@@ -130,9 +130,11 @@ def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: 
     from verl.utils.tensordict_utils import get_non_tensor_data, index_select_tensor_dict
 
     engine = UPDATE.get()
-    _, run, ahead = (None, None, None) if engine is None else RUNS.get(engine.module[0], (None, None, None))
-    if ahead is not None and ahead.prepared is data and ahead.indices is not None:
-        return [index_select_tensor_dict(data, each) for each in ahead.indices], ahead.indices
+    _, run, look_ahead = (None, None, None) if engine is None else RUNS.get(engine.module[0], (None, None, None))
+    if look_ahead is not None and look_ahead.prepared is data and look_ahead.indices is not None:
+        return [
+            index_select_tensor_dict(data, indices_of_batch) for indices_of_batch in look_ahead.indices
+        ], look_ahead.indices
     micro_batches, indices = original(data, *args, **kwargs)
     grouped = get_non_tensor_data(data, "force_group_size", 1) > 1
     if run is None or indices is None or grouped:
@@ -141,32 +143,32 @@ def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: 
     of_driver = micro_batches_of_column(data, budget)
     if of_driver is not None:
         indices = of_driver
-        micro_batches = [index_select_tensor_dict(data, each) for each in indices]
+        micro_batches = [index_select_tensor_dict(data, indices_of_batch) for indices_of_batch in indices]
     if not run.packs or len(indices) == 1:
         return micro_batches, indices
     replayed = data.get("routed_experts", None)
     routes = None
     if replayed is not None:
-        routes = [of_moe_layers(each, run.balancer.model) for each in replayed.unbind()]
+        routes = [of_moe_layers(indices_of_batch, run.balancer.model) for indices_of_batch in replayed.unbind()]
     packed = run.balancer.packed(indices, data["input_ids"].unbind(), token_budget=budget, routes=routes)
-    return [index_select_tensor_dict(data, each) for each in packed], packed
+    return [index_select_tensor_dict(data, indices_of_batch) for indices_of_batch in packed], packed
 
 
 def _known(micro_batches: list[Any], engine: Any, model: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    source: dict[str, Any] = {}
     if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
-        known["routes"] = [_rows(batch, engine, model) for batch in micro_batches]
+        source["routes"] = [_rows(batch, engine, model) for batch in micro_batches]
     if engine.engine_config.use_remove_padding:
-        known["tokens"] = [_held(batch, engine) for batch in micro_batches]
-    elif not known:  # padded rows, whose order is not read here
-        known["num_micro_batches"] = len(micro_batches)
-    return known
+        source["tokens"] = [_held(batch, engine) for batch in micro_batches]
+    elif not source:  # padded rows, whose order is not read here
+        source["num_micro_batches"] = len(micro_batches)
+    return source
 
 
 def _keys(micro_batch: Any, engine: Any, shift: Any, *, forward_only: bool) -> Any:
     """Return what the router shift knows the tokens of each sequence by, and this rank's rows."""
     keys = shift.keys(micro_batch["input_ids"].unbind(), forward_only=forward_only)
-    return keys, _packed([each + 1 for each in keys], micro_batch, engine) - 1
+    return keys, _packed([keys_of_sequence + 1 for keys_of_sequence in keys], micro_batch, engine) - 1
 
 
 def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
@@ -179,13 +181,13 @@ def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
     from verl.utils.megatron import router_replay_utils as replay
 
     tokens, routes = micro_batch["input_ids"], micro_batch["routed_experts"]
-    known = [torch.ones(len(each), dtype=torch.bool) for each in routes.unbind()]
+    masks = [torch.ones(len(routes_of_sequence), dtype=torch.bool) for routes_of_sequence in routes.unbind()]
     if engine.engine_config.router_replay.mode == "R3":
         routes = replay.align_r3_router_replay_data(routes, tokens)
-        known = list(replay.build_r3_replay_mask(tokens, micro_batch["response_mask"]).unbind())
+        masks = list(replay.build_r3_replay_mask(tokens, micro_batch["response_mask"]).unbind())
     shifted = [
-        (each.to(torch.int32) + 1) * mask[:, None, None].to(each.device)
-        for each, mask in zip(routes.unbind(), known, strict=True)
+        (routes_of_sequence.to(torch.int32) + 1) * mask[:, None, None].to(routes_of_sequence.device)
+        for routes_of_sequence, mask in zip(routes.unbind(), masks, strict=True)
     ]
     return of_moe_layers(_packed(shifted, micro_batch, engine) - 1, model)
 
@@ -195,7 +197,7 @@ def _held(micro_batch: Any, engine: Any) -> HeldRows:
     import torch
 
     tokens = micro_batch["input_ids"].unbind()
-    numbers = [torch.full((len(each),), index + 1, dtype=torch.int32) for index, each in enumerate(tokens)]
+    numbers = [torch.full((len(ids),), index + 1, dtype=torch.int32) for index, ids in enumerate(tokens)]
     return HeldRows.of_tokens(tokens, _packed(numbers, micro_batch, engine) - 1)
 
 
@@ -228,24 +230,26 @@ def _reported(
     the pass's metrics beside verl's, where verl has some: on the last pipeline stage."""
     from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
 
-    run, told, config = _run_of(self), functools.partial(get_non_tensor_data, data), self.engine_config
+    run, fact, config = _run_of(self), functools.partial(get_non_tensor_data, data), self.engine_config
     if run is None:
         return original(self, data, loss_function, forward_only=forward_only)
     limit = None
-    if not forward_only and told("use_dynamic_bsz", True):
-        limit = told("max_token_len_per_gpu", None)
-    if limit is not None and told("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
+    if not forward_only and fact("use_dynamic_bsz", True):
+        limit = fact("max_token_len_per_gpu", None)
+    if limit is not None and fact("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
         longest = -(-max(map(len, data["input_ids"].unbind())) // config.context_parallel_size)
         assign_non_tensor(data, max_token_len_per_gpu=run.micro_batch_limit(limit, longest))
-    ahead = RUNS[self.module[0]][2]
-    if ahead.prepared is not None and not ahead.comes(data, forward_only=forward_only):
+    look_ahead = RUNS[self.module[0]][2]
+    if look_ahead.prepared is not None and not look_ahead.comes(data, forward_only=forward_only):
         run.balancer.drop_prepared()
     try:
         with _forming_micro_batches_of(None if forward_only else self):
             output = original(self, data, loss_function, forward_only=forward_only)
-        _look_ahead(data, self, run, ahead, forward_only=forward_only)
+        _look_ahead(data, self, run, look_ahead, forward_only=forward_only)
     except BaseException:
-        ahead.prepared = None  # the same batch may come once more, and the pass that was prepared for it is used up
+        look_ahead.prepared = (
+            None  # the same batch may come once more, and the pass that was prepared for it is used up
+        )
         if run.balancer is not None:
             run.balancer.drop_prepared()
         raise
@@ -268,9 +272,9 @@ def _forming_micro_batches_of(engine: Any) -> Iterator[None]:
         UPDATE.reset(token)
 
 
-def _look_ahead(data: Any, engine: Any, run: Any, ahead: Any, *, forward_only: bool) -> None:
+def _look_ahead(data: Any, engine: Any, run: Any, look_ahead: Any, *, forward_only: bool) -> None:
     """Let the update after the pass that has run be planned beside whatever runs until it comes; a collective."""
-    ahead.prepared = None
+    look_ahead.prepared = None
     # Rows of a dynamic context-parallel group are cut by another scheduler; buffers of one size want replayed routes.
     if run.balancer is None or engine.engine_config.dynamic_context_parallel or run.balancer.config.static_rows:
         return
@@ -278,7 +282,7 @@ def _look_ahead(data: Any, engine: Any, run: Any, ahead: Any, *, forward_only: b
     if run.packs and run.balancer.searches_homes:
         return
     with _forming_micro_batches_of(engine):
-        micro_batches = ahead.after(data, engine, forward_only=forward_only)
+        micro_batches = look_ahead.after(data, engine, forward_only=forward_only)
     if micro_batches is not None:
         run.balancer.prepare(**_known(micro_batches, engine, run.balancer.model))
 
@@ -307,7 +311,7 @@ def _moved(
     result = original(self, device, model, *args, **kwargs)
     run = _run_of(self)
     if run is not None and model:
-        run.move(away=device != module.get_device_name())
+        run.move(to_host=device != module.get_device_name())
     return result
 
 
@@ -323,18 +327,18 @@ def _at_home(original: Callable[..., Any], self: Any, *args: Any, module: Any, *
 @contextlib.contextmanager
 def _on_device(engine: Any, device: str) -> Iterator[None]:
     """Keep on the device what verl has put away, and itself would put away before the experts are back."""
-    away = {"model": engine.is_param_offload_enabled, "optimizer": engine.is_optimizer_offload_enabled}
-    away["grad"] = away["model"]
-    if not any(away.values()):
+    offloads = {"model": engine.is_param_offload_enabled, "optimizer": engine.is_optimizer_offload_enabled}
+    offloads["grad"] = offloads["model"]
+    if not any(offloads.values()):
         yield
         return
-    engine.to(device=device, **away)
+    engine.to(device=device, **offloads)
     engine._is_offload_param = engine._is_offload_optimizer = False
     try:
         yield
     finally:
-        engine._is_offload_param, engine._is_offload_optimizer = away["model"], away["optimizer"]
-        engine.to(device="cpu", **away)
+        engine._is_offload_param, engine._is_offload_optimizer = offloads["model"], offloads["optimizer"]
+        engine.to(device="cpu", **offloads)
 
 
 def _exported(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,8 +347,8 @@ def _exported(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     run = _run_of(self)
     if run is None or run.balancer is None:
         return parameters, config
-    whole = _inside(functools.partial(run.balancer.canonical, weights_only=True), parameters)
-    return ExportedWeights(whole, lambda: split_weights(self, run.balancer, parameters)), config
+    whole_weights = _inside(functools.partial(run.balancer.canonical, weights_only=True), parameters)
+    return ExportedWeights(whole_weights, lambda: split_weights(self, run.balancer, parameters)), config
 
 
 def _inside(context: Callable[[], AbstractContextManager[None]], items: Iterator[Any]) -> Iterator[Any]:

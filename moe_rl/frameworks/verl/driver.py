@@ -49,8 +49,8 @@ def install(module: ModuleType, trainer: str, settings: Settings) -> Callable[[]
     """Wrap `_balance_batch` of the module's trainer and return what undoes it."""
     packings: dict[int, DriverPacking | None] = {}
 
-    def balanced(original: Callable[..., Any], self: Any, batch: Any, *given: Any, **more: Any) -> Any:
-        result = original(self, batch, *given, **more)
+    def balanced(original: Callable[..., Any], self: Any, batch: Any, *arguments: Any, **more: Any) -> Any:
+        result = original(self, batch, *arguments, **more)
         batch = batch if result is None else result
         if id(self) not in packings:
             packings[id(self)] = _packing_or_warning(self, settings)
@@ -163,8 +163,8 @@ def micro_batches_of_column(data: Any, budget: int) -> list[list[int]] | None:
     of_sample = np.asarray(column.cpu().numpy(), np.int64)
     tokens = np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64)
     count = int(of_sample.max()) + 1
-    held, members = np.bincount(of_sample, weights=tokens), np.bincount(of_sample)
-    usable = len(of_sample) == len(tokens) and held.max() <= budget and members.min() > 0
+    tokens_held, members = np.bincount(of_sample, weights=tokens), np.bincount(of_sample)
+    usable = len(of_sample) == len(tokens) and tokens_held.max() <= budget and members.min() > 0
     everyone = gathered((bool(usable), count))
     if not all(fits for fits, _ in everyone) or len({number for _, number in everyone}) > 1:
         return None

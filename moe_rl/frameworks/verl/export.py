@@ -35,8 +35,8 @@ class SplitWeights:
 class ExportedWeights(Iterator[tuple[str, torch.Tensor]]):
     """All weights by name, as verl's exporter yields them; or `split`."""
 
-    def __init__(self, whole: Iterator[tuple[str, torch.Tensor]], split: Callable[[], SplitWeights]) -> None:
-        self._whole, self._split = whole, split
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], split: Callable[[], SplitWeights]) -> None:
+        self._whole, self._split = weights, split
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         return next(self._whole)
@@ -84,7 +84,7 @@ def _experts_hidden(model: Any) -> Iterator[None]:
 
     The layers themselves give no state_dict while experts are away from home, so that it is put together here.
     """
-    own, named = dict(vars(model)), model.named_parameters
+    attributes, named = dict(vars(model)), model.named_parameters
 
     def dense(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in named(*args, **kwargs):
@@ -101,8 +101,8 @@ def _experts_hidden(model: Any) -> Iterator[None]:
     finally:
         for name in hidden:
             del vars(model)[name]
-            if name in own:
-                vars(model)[name] = own[name]
+            if name in attributes:
+                vars(model)[name] = attributes[name]
 
 
 def expert_names(bridge: Any, model: Any) -> dict[int, list[str]]:
@@ -114,10 +114,10 @@ def expert_names(bridge: Any, model: Any) -> dict[int, list[str]]:
     for index, layer in enumerate(model.moe_layer_ids):
         per_expert = []
         for expert in (0, 1):
-            found: list[str] = []
+            mapped_names: list[str] = []
             for name in MCORE_NAMES:
-                found += bridge._weight_name_mapping_mcore_to_hf(name.format(layer=layer, expert=expert))
-            per_expert.append(found)
+                mapped_names += bridge._weight_name_mapping_mcore_to_hf(name.format(layer=layer, expert=expert))
+            per_expert.append(mapped_names)
         templates = [re.sub(r"\.experts\.0\.", ".experts.{expert}.", name) for name in per_expert[0]]
         if len(templates) != 3 or [name.format(expert=1) for name in templates] != per_expert[1]:
             raise InvalidInputError(

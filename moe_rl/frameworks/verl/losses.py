@@ -79,14 +79,14 @@ def policy_losses(
     above the actor config. Objectives that need the rollout's log-probabilities are left out, since verl does not hand
     them over: their place is `rollout_correction`.
     """
-    known = {"old_log_prob", "draw"}
-    chosen = options or {}
-    for name in chosen:
+    arguments_read = {"old_log_prob", "draw"}
+    loss_options = options or {}
+    for name in loss_options:
         OBJECTIVES[name]
     return {
-        f"{PREFIX}{entry.name}": _policy_loss(entry, gamma, router_shift, dict(chosen.get(entry.name, {})))
+        f"{PREFIX}{entry.name}": _policy_loss(entry, gamma, router_shift, dict(loss_options.get(entry.name, {})))
         for entry in OBJECTIVES
-        if set(entry.needs) <= known
+        if set(entry.needs) <= arguments_read
     }
 
 
@@ -119,9 +119,10 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
         named = [*rejections, *filter(None, [rollout_is])]
         if not any(name.startswith(PREFIX) for name in named):
             return original(*tensors, rollout_is=rollout_is, rollout_rs=rollout_rs, **thresholds)
-        others = [name for name in named if not name.startswith(PREFIX)]
+        other_names = [name for name in named if not name.startswith(PREFIX)]
         require(
-            not others, f"rollout_correction: {', '.join(others)} must have the prefix {PREFIX} too, as the rest has."
+            not other_names,
+            f"rollout_correction: {', '.join(other_names)} must have the prefix {PREFIX} too, as the rest has.",
         )
         weights, mask, metrics = rollout_correction(
             *tensors,
@@ -182,16 +183,16 @@ def objective_of(entry: Objective, config: Any, options: Mapping[str, Any]) -> O
     verl's default.
     """
     of_loss = getattr(config, "policy_loss", None)
-    found = {name: getattr(config, name, None) for name in (*_WIDTHS, "clip_ratio_c", "tau_pos", "tau_neg")}
+    stated = {name: getattr(config, name, None) for name in (*_WIDTHS, "clip_ratio_c", "tau_pos", "tau_neg")}
     for name in _WIDTHS:
-        found[name] = getattr(config, "clip_ratio", None) if found[name] is None else found[name]
-    found |= {name: getattr(of_loss, name, None) for name in VERLS["clip_cov"][1][2:] + VERLS["kl_cov"][1]}
-    found["beta"] = getattr(of_loss, "dro_beta", None)
+        stated[name] = getattr(config, "clip_ratio", None) if stated[name] is None else stated[name]
+    stated |= {name: getattr(of_loss, name, None) for name in VERLS["clip_cov"][1][2:] + VERLS["kl_cov"][1]}
+    stated["beta"] = getattr(of_loss, "dro_beta", None)
     if entry.name in VERLS:
-        found = {name: value for name, value in found.items() if name in VERLS[entry.name][1]}
+        stated = {name: value for name, value in stated.items() if name in VERLS[entry.name][1]}
     if entry.name not in VERLS or (entry.ratio_level == "sequence" and entry.widths == "ratio"):
-        found = {name: value for name, value in found.items() if _GENERIC.get(name) != value}
-    return entry.from_settings({name: value for name, value in found.items() if value is not None}, options)
+        stated = {name: value for name, value in stated.items() if _GENERIC.get(name) != value}
+    return entry.from_settings({name: value for name, value in stated.items() if value is not None}, options)
 
 
 def checked_settings(config: Any, *, router_shift: bool = False) -> None:
@@ -207,16 +208,16 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
 
 
-def _aggregation(entry: Objective, asked: str, config: Any) -> str:
+def _aggregation(entry: Objective, mode: str, config: Any) -> str:
     """Return how verl's own mode aggregates; what verl does not have, in its own way unless asked for another."""
     if entry.name not in VERLS:
-        return entry.default_loss_agg_mode if asked == "token-mean" else asked
+        return entry.default_loss_agg_mode if mode == "token-mean" else mode
     own_mode = VERLS[entry.name][0]
     if type(config).__module__.partition(".")[0] == "verl":
         always = _installed_verl_is_always_by_sequence(own_mode, config)
     else:
         always = own_mode in _ALWAYS_BY_SEQUENCE
-    return _BY_SEQUENCE if always else asked
+    return _BY_SEQUENCE if always else mode
 
 
 def _installed_verl_is_always_by_sequence(mode: str, config: Any) -> bool:
@@ -236,10 +237,10 @@ def _installed_verl_is_always_by_sequence(mode: str, config: Any) -> bool:
                 log_prob=-torch.ones(2, 3),
                 advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
                 response_mask=mask,
-                loss_agg_mode=asked,
+                loss_agg_mode=mode_asked,
                 config=config,
             )[0]
-            for asked in ("token-mean", _BY_SEQUENCE)
+            for mode_asked in ("token-mean", _BY_SEQUENCE)
         ]
         _PROBED[mode] = bool(torch.isclose(*losses))
     return _PROBED[mode]
@@ -249,16 +250,16 @@ def _installed_verl_is_always_by_sequence(mode: str, config: Any) -> bool:
 _PROBED: dict[str, bool] = {}
 
 
-def _totals(mode: str, response_mask: Tensor, given: dict[str, Any]) -> BatchTotals | None:
+def _totals(mode: str, response_mask: Tensor, batch_facts: dict[str, Any]) -> BatchTotals | None:
     """Return the denominators of verl's global batch; None where verl leaves them to the micro-batch."""
     needed = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
-    dp_size, scale = int(given.get("dp_size") or 1), given.get("loss_scale_factor")
-    if given.get(needed) is None and mode != "token-sum":
+    dp_size, scale = int(batch_facts.get("dp_size") or 1), batch_facts.get("loss_scale_factor")
+    if batch_facts.get(needed) is None and mode != "token-sum":
         require(dp_size == 1, f"{needed} is required by {mode} with dp_size {dp_size}.")
         return None if scale is None else BatchTotals.from_mask(response_mask, loss_scale_factor=scale)
     return BatchTotals(
-        batch_num_tokens=float(given.get("batch_num_tokens") or 0),
-        global_batch_size=float(given.get("global_batch_size") or 0),
+        batch_num_tokens=float(batch_facts.get("batch_num_tokens") or 0),
+        global_batch_size=float(batch_facts.get("global_batch_size") or 0),
         dp_size=dp_size,
         loss_scale_factor=scale,
     )

@@ -30,7 +30,7 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
     from moe_rl.frameworks.verl.contract import FRAMEWORK
     from moe_rl.frameworks.verl.losses import rollout_corrected
 
-    correction = next(each for each in FRAMEWORK.beside if "rollout_corr_helper" in each.name)
+    correction = next(symbol for symbol in FRAMEWORK.beside if "rollout_corr_helper" in symbol.name)
     if problem := correction.problem():
         logger.warning("moe_rl: no moe_rl_* names in rollout_correction: %s", problem)
         return
@@ -51,8 +51,8 @@ def _check_settings(actor: ModuleType) -> None:
     """Check one of our losses' settings, and the engine, where verl makes its actor config: before workers start."""
     from moe_rl.frameworks.verl.losses import checked_settings
 
-    def checked(made: Any, self: Any) -> None:
-        made(self)
+    def checked(original: Any, self: Any) -> None:
+        original(self)
         gamma = bool(_settings and _settings.router_shift)
         checked_settings(self, router_shift=gamma)
         if _settings is not None and "megatron" not in self.strategy:

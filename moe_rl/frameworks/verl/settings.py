@@ -50,9 +50,9 @@ def _trainer(raw: RawRun) -> Known:
     return {} if is_megatron else defaults("verl", trainer="FSDP")
 
 
-def _complete(known: Known, raw: RawRun) -> Known:
-    known = DEFAULTS | megatron.built_by_bridge(known | _trainer(raw))
-    return keys.with_model(known, raw, "actor_rollout_ref.model.path")
+def _complete(settings: Known, raw: RawRun) -> Known:
+    settings = DEFAULTS | megatron.built_by_bridge(settings | _trainer(raw))
+    return keys.with_model(settings, raw, "actor_rollout_ref.model.path")
 
 
 def _recognizes(raw: RawRun) -> bool:

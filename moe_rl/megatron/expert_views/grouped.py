@@ -44,13 +44,14 @@ class GroupedSlots:
     """The experts of one layer, computed by `GroupedExperts`; `homes` says whose parameters they are."""
 
     def __init__(self, homes: ExpertParameters, config: TransformerConfig, compute: GroupedCompute) -> None:
-        first = homes.parameters_of(0)
+        weights_of_home = homes.parameters_of(0)
         require(
-            len(_matrices(first)) == MATRICES and len({parameter.requires_grad for parameter in first}) == 1,
+            len(_matrices(weights_of_home)) == MATRICES
+            and len({parameter.requires_grad for parameter in weights_of_home}) == 1,
             "experts='grouped' computes with fc1 and fc2 that both train or are both frozen, and these have adapters "
             "(LoRA) or are frozen in part: leave experts at 'megatron'.",
         )
-        odd = [size for matrix in _matrices(first) for size in matrix.shape if size % ALIGNMENT]
+        odd = [size for matrix in _matrices(weights_of_home) for size in matrix.shape if size % ALIGNMENT]
         require(
             not odd,
             f"experts='grouped' multiplies matrices whose sides are multiples of {ALIGNMENT}, one of this rank's "
@@ -100,15 +101,15 @@ class GroupedSlots:
 
         Counts that are a tensor stay on their device; rows behind the last slot's are nobody's then.
         """
-        known = None if isinstance(rows_per_slot, torch.Tensor) else rows_per_slot
-        filled = filled_slots(known or [0] * len(weights), weights, self.num_local_experts)
+        host_counts = None if isinstance(rows_per_slot, torch.Tensor) else rows_per_slot
+        filled = filled_slots(host_counts or [0] * len(weights), weights, self.num_local_experts)
         operands = [weights[slot] or self.parameters_of(slot) for slot in filled]
         run = _Run(view=self)
         run.replicas = [
             _Replica(
                 slot=slot - self.num_local_experts,
                 weights=[weight.detach() for weight in _matrices(operand)],
-                gradients=_matrices([each for each in gradients[slot] or () if each is not None]),
+                gradients=_matrices([gradient for gradient in gradients[slot] or () if gradient is not None]),
             )
             for slot, operand in zip(filled, operands, strict=True)
             if slot >= self.num_local_experts
@@ -157,10 +158,10 @@ class GroupedSlots:
         for index in range(MATRICES):
             codes = self._home_codes[index * homes : (index + 1) * homes]
             codes += [self.replica_codes[replica.slot, index] for replica in replicas]
-            turned = [each.transposed for each in codes if each.transposed is not None]
+            turned = [codes_of_slot.transposed for codes_of_slot in codes if codes_of_slot.transposed is not None]
             tables.append(
                 ExpertMatrix(
-                    weights=self._codes([each.plain for each in codes]),
+                    weights=self._codes([codes_of_slot.plain for codes_of_slot in codes]),
                     transposed=self._codes(turned) if turned else None,
                 )
             )
@@ -183,10 +184,10 @@ class GroupedSlots:
     def _gradient_tables(self, run: "_Run") -> tuple[ExpertGradients, ExpertGradients]:
         # Asked for only where weights train, and then every replica has gradients.
         replicas = [cast("Sequence[torch.Tensor]", replica.gradients) for replica in run.replicas]
-        first, second = (
+        fc1, second = (
             [gradients[index] for gradients in (*run.home_gradients, *replicas)] for index in range(MATRICES)
         )
-        return self._gradient_table(first), self._gradient_table(second)
+        return self._gradient_table(fc1), self._gradient_table(second)
 
     def _gradient_table(self, parts: list[torch.Tensor]) -> ExpertGradients:
         # `owners` keeps scratch gradients alive until backward; main gradients and buffers live longer anyway.
@@ -205,10 +206,10 @@ class GroupedSlots:
     def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
         """Return where the gradients of a home go: `main_grad`, or scratch memory where there is no Megatron DDP."""
         parameters = _matrices(self.parameters_of(slot))
-        given = [_main_grad(parameter) for parameter in parameters]
+        main_grads = [_main_grad(parameter) for parameter in parameters]
         return [
             torch.zeros_like(parameter, dtype=torch.float32) if main_grad is None else main_grad
-            for parameter, main_grad in zip(parameters, given, strict=True)
+            for parameter, main_grad in zip(parameters, main_grads, strict=True)
         ]
 
     def require_float32_gradients(self) -> None:

@@ -40,12 +40,12 @@ def grouped_spec(spec: ModuleSpec, *, recipe: str = "bf16", backend: str = "auto
     `recipe` is a name in `moe_rl.kernels.recipes`, `backend` one of the grouped GEMM's that take tables.
     """
     changed = copy.deepcopy(spec)
-    inside = submodules_of(getattr(changed.submodules, "mlp", None))
-    experts = getattr(inside, "experts", None)
+    mlp_parts = submodules_of(getattr(changed.submodules, "mlp", None))
+    experts = getattr(mlp_parts, "experts", None)
     grouped = built_as(experts, SequentialMLP, GroupedExpertsMLP, recipe=recipe, backend=backend)
     if grouped is None:
         raise InvalidInputError(
             f"the layer spec has no SequentialMLP at submodules.mlp.submodules.experts: {experts!r}."
         )
-    inside.experts = grouped
+    mlp_parts.experts = grouped
     return changed

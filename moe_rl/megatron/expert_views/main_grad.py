@@ -22,7 +22,9 @@ MATRIX_AXES = 2
 def fuses(config: Any, weights: Weights) -> bool:
     """Return whether linears built with this `TransformerConfig` add these weights' gradients to `main_grad`."""
     return bool(
-        config.gradient_accumulation_fusion and torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        config.gradient_accumulation_fusion
+        and torch.is_grad_enabled()
+        and any(weight.requires_grad for weight in weights)
     )
 
 
@@ -36,7 +38,7 @@ def fused_operands(
 
     `weights` are those of all home slots and of the filled ones behind them; None marks an empty slot, and stays.
     """
-    told: list[torch.nn.Parameter] = []
+    fused_parameters: list[torch.nn.Parameter] = []
     passed_on: list[torch.Tensor] = []
     operands: list[Weights | None] = []
     for slot, parts in enumerate(weights):
@@ -53,11 +55,11 @@ def fused_operands(
             ]
         )
         if at_home:
-            told += itertools.compress(targets, fused)
+            fused_parameters += itertools.compress(targets, fused)
             passed_on += itertools.compress(parts, fused)
 
     def tell() -> Iterator[torch.Tensor]:
-        return (marked_as_added(parameter) for parameter in told)
+        return (marked_as_added(parameter) for parameter in fused_parameters)
 
     return hand_over(tell, rows, passed_on), operands
 

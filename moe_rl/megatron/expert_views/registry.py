@@ -35,8 +35,8 @@ def experts_of(
     views = {view.module_class: view for view in EXPERT_VIEWS}
     view = views.get(f"{kind.__module__}.{kind.__qualname__}")
     if view is None:
-        known = ", ".join(name.rpartition(".")[2] for name in views)
-        raise InvalidInputError(f"experts of type {kind.__name__} are not supported; supported are {known}.")
+        names = ", ".join(name.rpartition(".")[2] for name in views)
+        raise InvalidInputError(f"experts of type {kind.__name__} are not supported; supported are {names}.")
     if view.never_run and not experimental:
         raise InvalidInputError(experimental_sentence(kind.__name__, view.never_run))
     if compute is None:

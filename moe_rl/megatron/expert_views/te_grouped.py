@@ -59,21 +59,23 @@ class TEGroupedExperts(ComputingView):
         gradients: Sequence[Gradients | None],
     ) -> torch.Tensor:
         """Return [T, H]: every slot's rows through its expert; see `Experts.forward`."""
-        first = self.num_local_experts
-        filled = filled_slots(rows_per_slot, weights, first)
+        num_homes = self.num_local_experts
+        filled = filled_slots(rows_per_slot, weights, num_homes)
         operands = [
-            weights[slot] or (self.parameters_of(slot) if slot < first else None) for slot in range(len(weights))
+            weights[slot] or (self.parameters_of(slot) if slot < num_homes else None) for slot in range(len(weights))
         ]
         if fuses(self._module.config, operands[0] or ()):
             rows, operands = fused_operands(self, rows, operands, gradients)
-        at_home = sum(rows_per_slot[:first])
+        at_home = sum(rows_per_slot[:num_homes])
         if at_home == len(rows):
-            return self._run(self._module, rows, rows_per_slot[:first], probs, operands[:first])
+            return self._run(self._module, rows, rows_per_slot[:num_homes], probs, operands[:num_homes])
         sizes = [at_home, len(rows) - at_home]
         (home_rows, copy_rows), (home_probs, copy_probs) = torch.split(rows, sizes), torch.split(probs, sizes)
-        homes = self._run(self._module, home_rows, rows_per_slot[:first], home_probs, operands[:first])
-        spare = [operands[slot] or operands[filled[-1]] for slot in range(first, len(weights))]  # no rows: any weights
-        return torch.cat([homes, self._run(self._copies, copy_rows, rows_per_slot[first:], copy_probs, spare)])
+        homes = self._run(self._module, home_rows, rows_per_slot[:num_homes], home_probs, operands[:num_homes])
+        spare = [
+            operands[slot] or operands[filled[-1]] for slot in range(num_homes, len(weights))
+        ]  # no rows: any weights
+        return torch.cat([homes, self._run(self._copies, copy_rows, rows_per_slot[num_homes:], copy_probs, spare)])
 
     def _run(
         self, module: Any, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor, weights: Sequence[Any]
@@ -112,15 +114,19 @@ def _without_memory(module: Any, num_gemms: int) -> Any:
     )
     for name, path in paths.items():
         if path:  # the same adapter around other weights
-            around = copy.copy(wrappers[name])
-            around._modules = {**around._modules, path: getattr(copies, name)}
-            setattr(copies, name, around)
+            wrapper_copy = copy.copy(wrappers[name])
+            wrapper_copy._modules = {**wrapper_copy._modules, path: getattr(copies, name)}
+            setattr(copies, name, wrapper_copy)
     return copies
 
 
 def _path(linear: Any, name: str) -> str:
     """Return where the grouped linear is in what may be an adapter around it: "", or its name there and a dot."""
-    paths = [f"{path}." if path else "" for path, each in linear.named_modules() if hasattr(each, "weight0")]
+    paths = [
+        f"{path}." if path else ""
+        for path, module_at_path in linear.named_modules()
+        if hasattr(module_at_path, "weight0")
+    ]
     matrices = all(parameter.dim() <= MATRIX_AXES for parameter in linear.parameters())
     require(
         len(paths) == 1 and paths[0].count(".") <= 1 and matrices,

@@ -19,9 +19,9 @@ NPY_BASE64_START = "k05VTVBZ"
 
 def from_base64(text: object) -> bytes:
     """Return the decoded bytes of a base64 string."""
-    given = of_kind(text, str, f"routes must be a base64 string, got {type(text).__name__}.")
+    encoded = of_kind(text, str, f"routes must be a base64 string, got {type(text).__name__}.")
     try:
-        return base64.b64decode(given, validate=True)
+        return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidInputError("the routes are not valid base64.") from error
 

@@ -106,9 +106,9 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the one safe stand-in for a name, or a class of inert objects."""
-        known = _STAND_INS.get((module_name.replace("numpy._core", "numpy.core"), global_name))
-        if known is not None:
-            return known
+        stand_in = _STAND_INS.get((module_name.replace("numpy._core", "numpy.core"), global_name))
+        if stand_in is not None:
+            return stand_in
         if module_name == "torch" and global_name in TORCH_DTYPES:
             return TORCH_DTYPES[global_name]
         if global_name in STORAGE_DTYPES and module_name in ("torch", "torch.storage"):
@@ -142,7 +142,7 @@ def load_torch_file(path: Path, *, verify: bool = True) -> Any:
         raise InvalidInputError(f"{path} is damaged: its contents cannot be read.") from error
 
 
-def _load(whole: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], verify: bool) -> Any:
+def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], verify: bool) -> Any:
     root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
     if root is None:
         raise InvalidInputError("it holds no data.pkl")
@@ -151,26 +151,26 @@ def _load(whole: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], verify:
         member = members.get(f"{root}data/{key}")
         if member is None:
             raise InvalidInputError(f"tensor storage {key!r} is missing")
-        return _stored_bytes(whole, member, verify=verify)
+        return _stored_bytes(file_bytes, member, verify=verify)
 
-    pickled = _stored_bytes(whole, members[f"{root}data.pkl"], verify=True)
+    pickled = _stored_bytes(file_bytes, members[f"{root}data.pkl"], verify=True)
     return _plain(_Unpickler(pickled.tobytes(), storage).load(), {})
 
 
-def _stored_bytes(whole: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: bool) -> NDArray[np.uint8]:
+def _stored_bytes(file_bytes: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: bool) -> NDArray[np.uint8]:
     """Return a member's bytes as a view of the file; torch stores them without compression."""
     require(member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, torch.save never does that")
     # The local header's name and extra field may be longer than the directory's: read their lengths from it.
-    header = whole[member.header_offset : member.header_offset + 30]
+    header = file_bytes[member.header_offset : member.header_offset + 30]
     require(len(header) == 30, f"the zip entry of {member.filename} is damaged")
     name_length, extra_length = np.frombuffer(header[26:30].tobytes(), "<u2").tolist()
     start = member.header_offset + 30 + name_length + extra_length
-    require(start + member.file_size <= len(whole), f"{member.filename} ends after the end of the file")
-    data = whole[start : start + member.file_size]
+    require(start + member.file_size <= len(file_bytes), f"{member.filename} ends after the end of the file")
+    data = file_bytes[start : start + member.file_size]
     crc = 0
-    for first in range(0, len(data) if verify else 0, CHECK_BYTES):
+    for chunk_start in range(0, len(data) if verify else 0, CHECK_BYTES):
         # 4 MiB at a time, dropped once read: the file may be larger than memory.
-        piece = data[first : first + CHECK_BYTES]
+        piece = data[chunk_start : chunk_start + CHECK_BYTES]
         crc = zlib.crc32(piece.data, crc)
         drop_pages(piece)
     require(not verify or crc == member.CRC, f"the checksum of {member.filename} does not match its bytes")
@@ -216,8 +216,8 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
     if 0 in extents:
         return np.zeros(extents, dtype)
     # as_strided checks nothing: the furthest element decides whether the view stays inside.
-    last = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
-    require(last < len(flat), f"a tensor of shape {list(extents)} leaves its storage of {len(flat)} values")
+    last_byte = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
+    require(last_byte < len(flat), f"a tensor of shape {list(extents)} leaves its storage of {len(flat)} values")
     count = math.prod(extents)
     if strides == tuple(math.prod(extents[axis + 1 :]) for axis in range(len(extents))):
         return flat[start : start + count].reshape(extents)
