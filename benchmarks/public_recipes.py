@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from moe_rl.doctor import examine
-from moe_rl.doctor.verdict import Verdict, refusals_of
+from moe_rl.doctor.verdict import AttachVerdict, refusals_of
 from moe_rl.launch import interpret, read_run
 
 FILE = Path(__file__).with_suffix(".yaml")
@@ -133,7 +133,7 @@ SHAPES: Mapping[str, tuple[str, Callable[[Recipe], str]]] = {
 """Of every framework, how its files end and how a recipe is written."""
 
 
-def diagnosed(recipe: Recipe) -> tuple[Any, Verdict]:
+def diagnosed(recipe: Recipe) -> tuple[Any, AttachVerdict]:
     """Return the settings that the doctor reads in the recipe, and its verdict."""
     suffix, shape = SHAPES[recipe.framework]
     with tempfile.TemporaryDirectory() as folder:

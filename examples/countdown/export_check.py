@@ -19,7 +19,7 @@ from examples.countdown.rollout_engine import Precision, RolloutEngine
 from examples.countdown.rollouts import Rollouts
 from examples.countdown.trainer import Trainer
 from moe_rl.importance import kl_estimate
-from moe_rl.replay.hf_recorder import RecordedSequence, record_routing
+from moe_rl.replay.hf_recorder import RoutedSequence, record_routing
 
 FLOAT32_LIMIT, FP8_LIMIT = 1e-6, 1e-4
 
@@ -85,7 +85,7 @@ def _share_of_experts(probe: Rollouts) -> float:
     return float(used.float().mean())
 
 
-def _recorded_routes(sequences: Sequence[RecordedSequence], probe: Rollouts) -> Tensor:
+def _recorded_routes(sequences: Sequence[RoutedSequence], probe: Rollouts) -> Tensor:
     """Return [T, L, K] uint8 of the recorded rows; zeros for the last token of a sequence, which was not run."""
     routes = torch.zeros_like(probe.routed_experts)
     for index, recorded in enumerate(sequences):

@@ -19,7 +19,7 @@ from moe_rl.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AdviceRule:
     """A bound on a metric and what to do beyond it."""
 
     name: str
@@ -62,9 +62,9 @@ class Rule:
         return value > self.bound if self.above else value < self.bound
 
 
-RULES: Registry[Rule] = Registry(
+RULES: Registry[AdviceRule] = Registry(
     "advice rule",
-    [Rule(name=name, **rule) for name, rule in read_yaml(Path(__file__).with_name("advice.yaml")).items()],
+    [AdviceRule(name=name, **rule) for name, rule in read_yaml(Path(__file__).with_name("advice.yaml")).items()],
 )
 
 
@@ -103,7 +103,7 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     return advice
 
 
-def _readings(records: Sequence[Mapping[str, object]]) -> list[tuple[Rule, str, float]]:
+def _readings(records: Sequence[Mapping[str, object]]) -> list[tuple[AdviceRule, str, float]]:
     """Return (rule, metric, value) of every rule that has something to read."""
     return [(rule, *seen) for rule in RULES if not isinstance(seen := rule.read(records), str)]
 
@@ -115,7 +115,7 @@ LEAST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class DangerVerdict:
     """Whether a run is about to collapse, as far as its log can say."""
 
     in_danger: bool | None
@@ -123,24 +123,24 @@ class Verdict:
     reason: str
 
 
-def verdict(records: Sequence[Mapping[str, object]]) -> Verdict:
+def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
     """Return whether two signs of different kinds agree that the run is about to collapse; one alone may be noise."""
     kinds = dict.fromkeys(rule.danger for rule in RULES if rule.danger)
     read = [(rule, value) for rule, _, value in _readings(records) if rule.danger]
     logged = [kind for kind in kinds if kind in {rule.danger for rule, _ in read}]
     if len(records) < LEAST_STEPS:
-        return Verdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
+        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
     if len(logged) < 2:
         only = f"those of {logged[0]} alone" if logged else "none"
-        return Verdict(
+        return DangerVerdict(
             in_danger=None,
             reason=f"signs of two kinds must agree ({', '.join(kinds)}), and {only} can be read from what is logged.",
         )
     agreeing = dict.fromkeys(rule.danger for rule, value in read if rule.speaks(value))
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
-        return Verdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
-    return Verdict(in_danger=False, reason=f"no two of its signs agree; read were those of {', '.join(logged)}.")
+        return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
+    return DangerVerdict(in_danger=False, reason=f"no two of its signs agree; read were those of {', '.join(logged)}.")
 
 
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:

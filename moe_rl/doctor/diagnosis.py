@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
-from moe_rl.doctor.verdict import Verdict, attach_verdict
+from moe_rl.doctor.verdict import AttachVerdict, attach_verdict
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings
 
@@ -47,7 +47,7 @@ class Diagnosis:
     num_checked: int
     """Traps that were looked for."""
     attach: bool
-    verdict: Verdict | None = None
+    verdict: AttachVerdict | None = None
     """Whether `attach` would accept the run, where that was asked."""
 
     def count(self, severity: str) -> int:

@@ -19,7 +19,7 @@ Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AttachVerdict:
     """What `attach` would say of a run."""
 
     word: Word
@@ -37,21 +37,21 @@ def refusals_of(settings: RunSettings) -> Iterator[tuple[str, str]]:
         yield from refused(settings.value_of, table=table)
 
 
-def attach_verdict(run: ReadRun) -> Verdict:
+def attach_verdict(run: ReadRun) -> AttachVerdict:
     """Return whether `attach` accepts the run; what the files leave open is never taken for accepted."""
     settings = run.settings
     # Another trainer settles it, whatever options of Megatron the files have besides.
     if settings.trainer is not None:
-        return Verdict(word="does not attach", reasons=tuple(_of_another_trainer(settings.trainer)))
+        return AttachVerdict(word="does not attach", reasons=tuple(_of_another_trainer(settings.trainer)))
     reasons = [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]
     if reasons := [*reasons, *_of_the_model(settings)]:
-        return Verdict(word="does not attach", reasons=tuple(reasons))
+        return AttachVerdict(word="does not attach", reasons=tuple(reasons))
     # Before "attaches, but": an option that decides and is not known must never read as accepted.
     if unread := list(_not_read(run)):
-        return Verdict(word="not readable", reasons=tuple(unread))
+        return AttachVerdict(word="not readable", reasons=tuple(unread))
     if conditions := list(_conditions(run)):
-        return Verdict(word="attaches, but", reasons=tuple(conditions))
-    return Verdict(word="attaches")
+        return AttachVerdict(word="attaches, but", reasons=tuple(conditions))
+    return AttachVerdict(word="attaches")
 
 
 def _of_another_trainer(trainer: Setting[str]) -> Iterator[str]:

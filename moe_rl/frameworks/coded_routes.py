@@ -175,14 +175,14 @@ def _slime_sender(module: ModuleType) -> None:
     wrap(module, "tensorize_rollout_data_for_training", tensorized)
 
 
-class RankRows:
+class CodedRankRows:
     """The rows of a rank for one micro-batch; `rows[:, layer]` are those of a layer, decoded when slime asks."""
 
     def __init__(self, *rows_of: Any, layer: int = 0) -> None:
         self._rows_of, self._layer = rows_of, layer
 
-    def __getitem__(self, index: tuple[slice, int]) -> "RankRows":
-        return RankRows(*self._rows_of, layer=index[1])
+    def __getitem__(self, index: tuple[slice, int]) -> "CodedRankRows":
+        return CodedRankRows(*self._rows_of, layer=index[1])
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         routes, rows, num_experts = self._rows_of
@@ -212,7 +212,7 @@ def _slime_actor(module: ModuleType) -> None:
         rows = slime_rows(
             [len(sequence) for sequence in tokens], rank, pad_multiplier=multiplier, allgather_cp=allgather
         )
-        return RankRows(routes, rows, options["num_experts"])
+        return CodedRankRows(routes, rows, options["num_experts"])
 
     wrap(module, "prepare_routed_experts_for_routing_replay", prepared)
 

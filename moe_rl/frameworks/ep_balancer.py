@@ -27,7 +27,7 @@ from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
-from moe_rl.frameworks.ep_exchange import ReplicaExchange, Traffic
+from moe_rl.frameworks.ep_exchange import ReplicaExchange, SlotTraffic
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.routes import of_moe_layers
 from moe_rl.replay.hf_recorder import RoutingRecorder
@@ -100,7 +100,7 @@ class EpBalancer(PassCycle[Tables]):
         super().__init__(planner, config=config, clocks=[clock], groups=groups, movable=movable)
         self._layers, self._clock, self._groups, self._replay = layers, clock, groups, replay
         self._recorder, self._release = recorder, release
-        self._traffic = Traffic()
+        self._traffic = SlotTraffic()
         self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
         self._recorded_steps = 0
 
@@ -192,7 +192,7 @@ class EpBalancer(PassCycle[Tables]):
         slots, rows = tables
         given = [torch.from_numpy(each).to(self._device) for each in rows] if self._replay else []
         num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
-        self._traffic = Traffic()
+        self._traffic = SlotTraffic()
         slots = slots.to(self._device)
         for layer in self._layers:
             layer.begin([each[:, layer.index] for each in given], max(num_planned, len(given)))

@@ -38,7 +38,7 @@ def slots_of_pairs(table: SlotTable, ids: torch.Tensor, home_slot: torch.Tensor)
 
 
 @dataclass(slots=True)
-class Traffic:
+class SlotTraffic:
     """Bytes that this rank sent in a pass."""
 
     pushed: int = 0
@@ -57,7 +57,7 @@ class ReplicaExchange:
     """Replica slots of this rank that are filled, by source."""
     receive_counts: list[int]
     num_replica_slots: int
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: SlotTraffic = field(default_factory=SlotTraffic)
 
     @classmethod
     def of_cell(

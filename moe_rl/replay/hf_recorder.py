@@ -28,7 +28,7 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedSequence:
+class RoutedSequence:
     """Rows of one sequence, one per token that was fed to the model and is not padding."""
 
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16]
@@ -106,7 +106,7 @@ class RoutingRecorder:
         self._handles.clear()
         self._call = None
 
-    def sequences(self) -> list[RecordedSequence]:
+    def sequences(self) -> list[RoutedSequence]:
         """Return every recorded sequence, batch after batch in the order of the calls.
 
         A sequence of P prompt and N generated tokens has P + N - 1 rows: the last token is never fed. In a batch that
@@ -221,7 +221,7 @@ class RoutingRecorder:
         )
         self._batches[-1] = [*rows_kept, rows]
 
-    def _split(self, batch: list[_Rows]) -> Iterable[RecordedSequence]:
+    def _split(self, batch: list[_Rows]) -> Iterable[RoutedSequence]:
         """Yield the sequences of a batch without padding and without what was fed after they had ended."""
         columns = {name: np.concatenate([rows[name] for rows in batch], axis=1) for name in batch[0]}
         routes, tokens = columns["routes"].astype(route_dtype(self.num_experts)), columns["tokens"]
@@ -234,7 +234,7 @@ class RoutingRecorder:
         keep = columns["real"] & ~np.maximum.accumulate(ended, axis=1)
         logprobs = columns.get("logprobs")
         for index, is_kept in enumerate(keep):
-            yield RecordedSequence(
+            yield RoutedSequence(
                 routed_experts=routes[index, is_kept],
                 token_ids=tokens[index, is_kept],
                 router_logprobs=None if logprobs is None else logprobs[index, is_kept],

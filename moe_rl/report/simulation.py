@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
-from moe_rl.report.whole_step import Misfit, RlGain
+from moe_rl.report.whole_step import MemoryMisfit, RlGain
 from moe_rl.simulators.memory import MemoryForecast
 from moe_rl.simulators.sensitivity import PerturbedRanking
 
@@ -120,7 +120,7 @@ class ReportData:
     as many sequences at least 95 of 100 lead there."""
     rl: RlGain | None = None
     """A whole step of RL, as far as it is known; None: the report is of another pass, or of loads without samples."""
-    misfit: Misfit | None = None
+    misfit: MemoryMisfit | None = None
     """Set where the best policy's peak exceeds the GPU's memory."""
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""

@@ -87,7 +87,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class MemoryMisfit:
     """A run whose peak memory exceeds the GPU's, with the mildest remedy that works."""
 
     peak_gib: float

@@ -98,7 +98,7 @@ class SyncPrice:
         return sum(self.parts_s.values())
 
 
-class Transport(Protocol):
+class SyncTransport(Protocol):
     """How weights travel. An entry of `TRANSPORTS`."""
 
     name: ClassVar[str]
@@ -207,7 +207,7 @@ class Planned:
         return {"transfer": transfer, "loader": LOADER_TENSOR_S * setting.num_tensors / setting.engine_size}
 
 
-TRANSPORTS: Registry[Transport] = Registry(
+TRANSPORTS: Registry[SyncTransport] = Registry(
     "weight-sync transport",
     [Broadcast(), Requests(), Delta(), Reshard(), ReshardInPython(), Rdma(), ExpertBlocks(), Planned()],
 )

@@ -19,7 +19,7 @@ from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.posterior import Posterior
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.units import GIB
-from moe_rl.report.whole_step import Misfit, Remedy, RlGain
+from moe_rl.report.whole_step import MemoryMisfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult, SimulationResult
@@ -293,7 +293,7 @@ def _with_misfit(scenario: Scenario, plans: Mapping[str, Plan], report: Simulati
     fitting = mildest_that_fits(scenario.training_step.setting, best.policy, scenario.model.spec.num_layers, simulate)
     remedy = None if fitting is None else _remedy(scenario, plans, report, fitting)
     hbm_gib = scenario.topology.hardware.hbm_gib
-    return replace(report, misfit=Misfit(peak_gib=forecast.peak_bytes / GIB, hbm_gib=hbm_gib, remedy=remedy))
+    return replace(report, misfit=MemoryMisfit(peak_gib=forecast.peak_bytes / GIB, hbm_gib=hbm_gib, remedy=remedy))
 
 
 def _remedy(scenario: Scenario, plans: Mapping[str, Plan], report: SimulationReport, fitting: Fitting) -> Remedy:

@@ -9,7 +9,7 @@ import pytest
 from cli_runner import moe_rl
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.doctor.advisor import RULES, Rule, advise, not_judged, read_metrics, verdict
+from moe_rl.doctor.advisor import RULES, AdviceRule, advise, not_judged, read_metrics, verdict
 
 REGISTRY = RULES
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -26,7 +26,7 @@ def said(*records: dict[str, float]) -> set[str]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_rule_speaks_beyond_its_bound_only(rule: Rule) -> None:
+def test_every_rule_speaks_beyond_its_bound_only(rule: AdviceRule) -> None:
     step = max(abs(rule.bound) * 0.01, 1e-9)
     beyond, within = (rule.bound + sign * (step if rule.above else -step) for sign in (1, -1))
     early = dict.fromkeys(rule.metrics, 1.0)  # what relative rules compare with

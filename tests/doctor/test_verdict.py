@@ -7,7 +7,7 @@ import pytest
 from cli_runner import moe_rl
 from runs import FIXTURES, GOOD, diagnose
 
-from moe_rl.doctor.verdict import Verdict
+from moe_rl.doctor.verdict import AttachVerdict
 
 PLAIN = (
     "--num-layers 4 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 "
@@ -16,7 +16,7 @@ PLAIN = (
 OVERRIDES = "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"
 
 
-def verdict(path: Path, text: str) -> Verdict:
+def verdict(path: Path, text: str) -> AttachVerdict:
     path.write_text(text)
     found = diagnose(path, attach=True).verdict
     assert found is not None
@@ -24,7 +24,7 @@ def verdict(path: Path, text: str) -> Verdict:
 
 
 def test_a_run_that_sets_nothing_refused_attaches(tmp_path: Path) -> None:
-    assert verdict(tmp_path / "run.sh", f"python train.py {PLAIN}\n") == Verdict(word="attaches")
+    assert verdict(tmp_path / "run.sh", f"python train.py {PLAIN}\n") == AttachVerdict(word="attaches")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.simulation import LoadBounds
-from moe_rl.report.whole_step import Misfit, Remedy, RlGain
+from moe_rl.report.whole_step import MemoryMisfit, Remedy, RlGain
 from moe_rl.simulators.rl_step import RlStep
 
 
@@ -93,7 +93,7 @@ def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
 def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
     remedy = Remedy(options="--recompute-granularity full", peak_gib=50.1, slower=0.31, speedup=1.174, rl_speedup=1.05)
-    misfit = Misfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
+    misfit = MemoryMisfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
         "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the step takes 31% "

@@ -18,7 +18,7 @@ import torch
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.transformers.attach import RoutingReplay
 from moe_rl.frameworks.trl.contract import FRAMEWORK
-from moe_rl.replay.hf_recorder import RecordedSequence, record_routing
+from moe_rl.replay.hf_recorder import RoutedSequence, record_routing
 
 try:
     from trl import GRPOTrainer
@@ -36,7 +36,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         FRAMEWORK.check()
         super().__init__(*args, **kwargs)
         require(not self.use_vllm, "routing is recorded in Transformers' generate: set use_vllm=False.")
-        self._generated: list[RecordedSequence] = []
+        self._generated: list[RoutedSequence] = []
         self.routing = balancer or RoutingReplay(self.accelerator.unwrap_model(self.model))
         """What `begin_pass` and `end_pass` are called on: an `EpBalancer`, or replay alone."""
 
