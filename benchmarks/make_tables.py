@@ -197,12 +197,13 @@ def docstring(name: str) -> str:
 
 
 def public_names(names: str) -> str:
-    """Return one row of Markdown per name: what the first sentence of its docstring says. The site shows all of it."""
-    lines = ["", "| name | what |", "|---|---|"]
+    """Return a folded row of Markdown per name: what the first sentence of its docstring says. The site shows all."""
+    rows = ["| name | what |", "|---|---|"]
     for name in names.split():
         said = " ".join((inspect.getdoc(resolve_name(name)) or "").split("\n\n")[0].split())
-        lines.append(f"| `{name}` | {said.replace('|', BAR_IN_TABLE)} |")
-    return "".join(f"{line}\n" for line in (*lines, ""))
+        rows.append(f"| `{name}` | {said.replace('|', BAR_IN_TABLE)} |")
+    shown = ", ".join(f"<code>{name.rpartition('.')[2]}</code>" for name in names.split())
+    return "\n" + folded(shown, "".join(f"{row}\n" for row in rows)) + "\n"
 
 
 def options_table(name: str) -> str:
