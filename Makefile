@@ -31,7 +31,7 @@ help:
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff, mypy, how dense statements and what names are, room by room, and words that no page or message has"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
-	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue time without a GPU"
+	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue slots and waits without a GPU"
 	@echo "make gpu-pack     a checkout made ready for a GPU machine: python3 benchmarks/first_call.py --out DIR runs there"
 	@echo "make kernel-carried  the machine code that is carried: the reference's bits on the emulator, every launch"
 	@echo "make test-first-call  the first call's phases and faults as a GPU machine has them: Python 3.12, Triton 3.6, no pydantic"
@@ -184,18 +184,14 @@ bench: $(VENV)/.test
 	@mkdir -p out
 	$(BIN)/python -m pytest benchmarks -m "not slow" --benchmark-json=out/benchmarks.json
 
-# Without a GPU the figures are issue times of machine code, the same on every machine. A GPU has a baseline of its own,
-# once somebody has measured one: GPU=nvidia-h200 GROWTH=10%.
-GPU ?= static
+# Without a GPU the figures are counted in machine code, the same on every machine. A GPU has a baseline of its own, once
+# somebody has measured one there: GROWTH=10%.
 GROWTH ?= 1%
-FIGURES := $(BIN)/python -m pytest benchmarks/bench_kernel_figures.py -q --benchmark-columns=mean --benchmark-sort=name
 bench-kernels: $(VENV)/.test
-	$(FIGURES) --benchmark-compare=benchmarks/results/$(GPU)/kernel_figures.json --benchmark-compare-fail=mean:$(GROWTH)
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py --growth $(GROWTH)
 
 bench-kernels-baseline: $(VENV)/.test
-	@mkdir -p out
-	$(FIGURES) -k test_figure --benchmark-json=out/kernel_figures.json
-	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py out/kernel_figures.json
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py --write-baseline
 
 # Compiles what is carried (an hour of no GPU), and lays beside the checkout what a GPU image lacks: git ignores
 # carried/, so a copy of the checkout has to take it along. Then, there: python3 benchmarks/first_call.py --out DIR

@@ -1,42 +1,44 @@
-"""One figure per problem of our kernels, which must not grow: `make bench-kernels` compares it with the baseline.
+"""Figures of our kernels that must not grow, a line per problem: `make bench-kernels` compares them with a baseline.
 
-On a GPU the figure is device time. Elsewhere it is issue time (`benchmarks.kernels.issue`): how long the schedulers of
-an H100 take to issue the instructions that the compiler made of the problem's launches, for Hopper and for Blackwell.
-That is the same on every machine and grows with what makes a kernel longer: a spilled register, a lost vector load, a
-loop that is no longer unrolled.
+Without a GPU the figures are counted in the machine code that the compiler makes for Hopper and for Blackwell, the same
+on every machine: issue slots (instructions of all warps of a problem's launches, `benchmarks.kernels.issue`), which
+grow with a spilled register, a lost vector load or a loop that is no longer unrolled; and waits (`WAITS` of
+`benchmarks.kernels.sass`): memory fences, fences of proxies, barriers of some warps, rewritten descriptors. Slots are
+no time: nothing of tensor cores or memory is in them. On a GPU the figure is device time.
 
-    make bench-kernels             compare with benchmarks/results/static/kernel_figures.json: 1 % more of one fails
-    make bench-kernels-baseline    write the baseline anew
+    python benchmarks/bench_kernel_figures.py                     1 % more slots of one fail, and one more wait of any
+    python benchmarks/bench_kernel_figures.py --growth 10%        on a GPU, whose times are not the same every time
+    python benchmarks/bench_kernel_figures.py --write-baseline
 
-A GPU's baseline lies in the folder of its model: `make bench-kernels GPU=nvidia-h200 GROWTH=10%`.
+The baseline lies in benchmarks/results/static, that of a GPU in the folder of its model.
 """
 
+import argparse
 import json
 import os
 import re
+import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("triton", reason="figures of kernels need triton")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.kernels.issue import issue_seconds, launches_of, spilled
+from benchmarks.kernels.issue import issue_slots, launches_of, program_of, spilled
 from benchmarks.kernels.launches import WIDE
 from benchmarks.kernels.pool import in_pool, one_per_key, why_not_compiled
 from benchmarks.kernels.recording import Launch, recorded
+from benchmarks.kernels.sass import WAITS, waits_of
 from benchmarks.kernels.specialized_suite import specialized_problems
 from benchmarks.operators.cases import Case
 from benchmarks.operators.gemm_suites import ALL_SUITES
 from benchmarks.operators.harness import Problem, check
 from benchmarks.operators.run import device_here
-from benchmarks.operators.timer import MICROSECONDS, time_call
+from benchmarks.operators.timer import time_call
 from moe_rl.kernels.registry import is_interpreted
 
 ON_GPU = device_here() == "cuda"
@@ -46,6 +48,32 @@ CASES = tuple(
     Case(model=shape, tokens=1024, routing="even")
     for shape in (SHAPE, replace(SHAPE, name="wide gpt-oss", is_oai=True))
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The figures of one problem."""
+
+    issue_slots: float | None = None
+    """Instructions of all warps; None on a GPU."""
+    waits: list[int] | None = None
+    """Of each kind of `sass.WAITS`, in the code of all launches; None on a GPU, and where a baseline has none yet."""
+    device_us: float | None = None
+    """Median; None without a GPU."""
+
+    def grown(self, before: "Counted", growth: float) -> list[str]:
+        """Return what is more than before, in words."""
+        found = []
+        for name, now, then in (
+            ("issue slots", self.issue_slots, before.issue_slots),
+            ("us of device time", self.device_us, before.device_us),
+        ):  # fmt: skip
+            if now is not None and then is not None and now > then * (1.0 + growth):
+                found.append(f"{now:,.0f} {name}, before {then:,.0f}")
+        for kind, now_of_kind, then_of_kind in zip(WAITS, self.waits or (), before.waits or (), strict=False):
+            if now_of_kind > then_of_kind:
+                found.append(f"{now_of_kind} {kind}, before {then_of_kind}")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +112,6 @@ def _figures(arch: int, device: str) -> Iterator[Figure]:
 @cache
 def all_figures() -> list[Figure]:
     """Return what can be told here: for both architectures without a GPU, and for the one that is there."""
-    if is_interpreted():
-        return []
     if ON_GPU:
         major, minor = torch.cuda.get_device_capability()
         return list(_figures(10 * major + minor, "cuda"))
@@ -97,89 +123,93 @@ def all_figures() -> list[Figure]:
     return found
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a case of every figure."""
-    if "figure" in metafunc.fixturenames:
-        metafunc.parametrize("figure", all_figures(), ids=lambda figure: figure.name)
-
-
-_passed_s = 0.0
-
-
-def issue_clock() -> float:
-    """Return the issue time that has passed: pytest-benchmark's clock where there is no GPU."""
-    return _passed_s
-
-
-def device_clock() -> float:
-    """Return the device time that has passed: pytest-benchmark's clock on a GPU."""
-    return _passed_s
-
-
-@pytest.fixture(scope="module")
-def launches(request: pytest.FixtureRequest) -> dict[str, list[Launch]]:
-    """Launches by the name of each figure that was selected, compiled on every core."""
+def counted(figures: Sequence[Figure]) -> dict[str, Counted]:
+    """Return the figures by name, compiled on every core."""
     if ON_GPU:
-        return {}
-    chosen = [item.callspec.params["figure"] for item in request.session.items if hasattr(item, "callspec")]
-    found = {figure.name: launches_of(figure.problem.calls[figure.provider], figure.arch) for figure in chosen}
+        return {figure.name: Counted(device_us=device_us(figure)) for figure in figures}
+    made = {figure.name: launches_of(figure.problem.calls[figure.provider], figure.arch) for figure in figures}
     for arch in ARCHITECTURES:
-        kernels = one_per_key([launch for made in found.values() for launch in made if launch.arch == arch])
+        kernels = one_per_key([launch for launches in made.values() for launch in launches if launch.arch == arch])
         failed = [why for why in in_pool(why_not_compiled, kernels, os.cpu_count() or 1) if why]
-        assert not failed, failed[0]
-    return found
+        if failed:
+            raise RuntimeError(failed[0])
+    return {name: counted_of(launches) for name, launches in made.items()}
 
 
-@pytest.mark.skipif(is_interpreted(), reason="TRITON_INTERPRET=1 is set: interpreted kernels have no machine code")
-def test_every_problem_has_a_figure_to_compare_with() -> None:
-    """What the baseline does not name would never be seen to grow."""
-    if not baseline().exists():
-        pytest.skip(f"no baseline of this GPU: {baseline()}")
-    known = json.loads(baseline().read_text(encoding="utf-8"))["benchmarks"]
-    assert {row["name"] for row in known} == {f"test_figure[{figure.name}]" for figure in all_figures()}
+def counted_of(launches: Sequence[Launch]) -> Counted:
+    """Return what the machine code of launches that belong together says."""
+    if spilled(list(launches)):
+        raise RuntimeError(f"spills: {', '.join(launch.name for launch in launches)}")
+    waits = [waits_of(program_of(launch).instructions) for launch in launches]
+    return Counted(issue_slots=issue_slots(list(launches)), waits=[sum(kind) for kind in zip(*waits, strict=True)])
 
 
-@pytest.mark.benchmark(timer=device_clock if ON_GPU else issue_clock)
-def test_figure(benchmark: BenchmarkFixture, figure: Figure, launches: dict[str, list[Launch]]) -> None:
-    """Let the clock go on by what the problem takes."""
-    if ON_GPU:
-        samples = device_seconds(figure)
-    else:
-        samples = [issue_seconds(launches[figure.name])]
-        assert spilled(launches[figure.name]) == 0
-    left = iter(samples)
-
-    def one_go() -> None:
-        global _passed_s
-        _passed_s += next(left)
-
-    benchmark.group = f"sm_{figure.arch} {figure.problem.operator}"
-    benchmark.extra_info["figure"] = "device time" if ON_GPU else "issue time"
-    benchmark.pedantic(one_go, rounds=len(samples))
-
-
-def device_seconds(figure: Figure) -> list[float]:
-    """Return samples of device time, after a check of the result."""
+def device_us(figure: Figure) -> float:
+    """Return the median of device time, after a check of the result."""
     problem, call = figure.problem, figure.problem.calls[figure.provider]
     row = check(replace(problem, repeats=1), figure.provider, problem.expected())
-    assert row["passed"], row["problem"]
-    timing = time_call(call, method="graph" if problem.is_short else "events")
-    return [sample / MICROSECONDS for sample in timing.samples_us]
+    if not row["passed"]:
+        raise RuntimeError(f"{figure.name}: {row['problem']}")
+    return statistics.median(time_call(call, method="graph" if problem.is_short else "events").samples_us)
 
 
-def write_baseline(measured: Path) -> None:
-    """Keep what a comparison reads of a file of pytest-benchmark, a problem per line."""
-    statistics = ("min", "max", "mean", "stddev", "median", "iqr", "outliers", "ops", "rounds", "iterations")
-    rows = [
-        {key: row[key] for key in ("group", "name", "fullname", "extra_info")}
-        | {"stats": {name: row["stats"][name] for name in statistics}}
-        for row in json.loads(measured.read_text(encoding="utf-8"))["benchmarks"]
-    ]
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    baseline().parent.mkdir(parents=True, exist_ok=True)
-    baseline().write_text(f'{{"machine_info": {{}}, "benchmarks": [\n{lines}\n]}}\n', encoding="utf-8")
-    print(f"wrote {len(rows)} figures to {baseline()}")
+def read_baseline(path: Path) -> dict[str, Counted]:
+    """Return the figures to compare with; none where nobody has made a baseline."""
+    if not path.is_file():
+        return {}
+    return {name: Counted(**row) for name, row in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def write_baseline(path: Path, found: Mapping[str, Counted]) -> None:
+    """Keep figures, a problem per line."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(asdict(row))}" for name, row in sorted(found.items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    print(f"wrote {len(found)} figures to {path}")
+
+
+def compared(found: Mapping[str, Counted], before: Mapping[str, Counted], growth: float) -> list[str]:
+    """Return a sentence for each figure that has grown, that nobody compares, or that is gone."""
+    sentences = [f"{name} has no figure to compare with" for name in sorted(found.keys() - before.keys())]
+    sentences += [f"{name} is in the baseline and no problem any more" for name in sorted(before.keys() - found.keys())]
+    for name in sorted(found.keys() & before.keys()):
+        sentences += [f"{name}: {what}" for what in found[name].grown(before[name], growth)]
+    return sentences
+
+
+def table(found: Mapping[str, Counted]) -> str:
+    """Return the figures, a problem per line."""
+    lines = [f"{'device us' if ON_GPU else 'issue slots':>15}  {' / '.join(WAITS)}  problem"]
+    for name, row in sorted(found.items()):
+        amount = row.device_us if row.device_us is not None else row.issue_slots
+        lines.append(f"{amount:15,.0f}  {' / '.join(map(str, row.waits or ()))}  {name}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures, and end with 1 where one has grown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--growth", default="1%", help="that a baseline allows, of slots or of device time")
+    parser.add_argument("--write-baseline", action="store_true")
+    options = parser.parse_args(arguments)
+    if is_interpreted():
+        print("TRITON_INTERPRET=1 is set: interpreted kernels have no machine code.", file=sys.stderr)
+        return 2
+    found = counted(all_figures())
+    print(table(found))
+    if options.write_baseline:
+        write_baseline(baseline(), found)
+        return 0
+    before = read_baseline(baseline())
+    if not before:
+        print(f"no baseline of this GPU: {baseline()}")
+        return 0
+    sentences = compared(found, before, float(options.growth.rstrip("%")) / 100)
+    print(
+        "\n".join([*(f"GROWN {sentence}" for sentence in sentences), f"{len(found)} figures, {len(sentences)} grown"])
+    )
+    return int(bool(sentences))
 
 
 if __name__ == "__main__":
-    write_baseline(Path(sys.argv[1]))
+    sys.exit(main())

@@ -20,6 +20,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from benchmarks.gpu.page import page, verdict
 from benchmarks.gpu.phases import PHASES, Phase
 from benchmarks.gpu.record import write_records
 from benchmarks.gpu.rows import Outcome, Row
+from benchmarks.gpu.wheels import unpack
 
 LIMIT_S = 500.0
 START_S = 60.0
@@ -52,7 +54,7 @@ class Child:
         arguments += ["--rehearse"] if options.rehearse else []
         arguments += ["--fault", options.fault] if options.fault else []
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        paths = [str(ROOT), *carried_paths(options.carried), environment.get("PYTHONPATH", "")]
+        paths = [str(ROOT), options.packages, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["MOE_RL_PROVEN_TILES"] = str(out / "provisional")
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -77,11 +79,6 @@ class Child:
         code = self.process.wait()
         self.log.close()
         return code
-
-
-def carried_paths(folder: Path) -> list[str]:
-    """Return the folders of unpacked packages that `make gpu-pack` laid beside the checkout."""
-    return [str(found) for found in sorted(folder.glob("site-*"))]
 
 
 def run_phase(phase: Phase, out: Path, left: Sequence[str], limit_s: float, options: argparse.Namespace) -> list[Row]:
@@ -158,14 +155,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all phases together")
     parser.add_argument("--only", default="", help="names of phases, comma-separated")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of the times after which a child hangs")
-    parser.add_argument("--carried", type=Path, default=ROOT / "carried", help="folder of unpacked packages")
+    parser.add_argument(
+        "--carried", type=Path, default=ROOT / "carried", help="folder of wheels that the children import"
+    )
     parser.add_argument("--steps", type=int, default=None, help="only so many steps of each phase")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)  # tests put one in: benchmarks/gpu/child.py
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out is missing: name a folder for the results, or set OUT.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as packages:
+        options.packages = packages if unpack(options.carried, Path(packages)) else ""
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the phases that were asked for."""
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     known = {(row.phase, row.step): row for row in record.read(options.resume or out)}
     kept = [row for row in known.values() if row.outcome is not Outcome.NOT_REACHED]

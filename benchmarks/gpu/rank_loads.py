@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,11 +86,20 @@ def predictions(rows: Mapping[str, list[np.ndarray]], params: Any) -> dict[str, 
     return {name: [predicted_seconds(cell, params).tolist() for cell in cells] for name, cells in rows.items()}
 
 
-def collect(trace: str, command: str, *, ep: int, tokens_per_rank: int) -> RankLoads:
-    """Plan a step of the trace by every policy, and return evenly spread layers of a micro-batch."""
+def layer_params(ep: int) -> dict[str, Any]:
+    """Return what prices a layer of experts with the widths of Qwen3-30B-A3B on an H100, by type."""
     from moe_rl.config import load_cluster, load_model
     from moe_rl.core.cost import layer_cost_params
     from moe_rl.core.topology import ClusterTopology
+
+    topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=ep)
+    widths = load_model("qwen3-30b-a3b").spec
+    return {kind: layer_cost_params(widths, topology, fp8=kind == "fp8") for kind in ("bf16", "fp8")}
+
+
+def collect(trace: str, command: str, *, ep: int, tokens_per_rank: int) -> RankLoads:
+    """Plan a step of the trace by every policy, and return evenly spread layers of a micro-batch."""
+    from moe_rl.config import load_model
     from moe_rl.study.options import SimulationOptions, merge_options
     from moe_rl.study.plan_and_price import make_plans, pricing_of
     from moe_rl.study.resident_slots import open_scenario
@@ -107,8 +116,7 @@ def collect(trace: str, command: str, *, ep: int, tokens_per_rank: int) -> RankL
     scenario = open_scenario(trace, merge_options(SimulationOptions, asked, None), silent)
     plans = make_plans(scenario, POLICIES, silent)
     _, loads = pricing_of(scenario, plans)
-    topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=ep)
-    params = {kind: layer_cost_params(widths, topology, fp8=kind == "fp8") for kind in ("bf16", "fp8")}
+    params = layer_params(ep)
     pairs = loads[BASELINE].per_expert()
     filled = [cell for cell in np.ndindex(*pairs.shape[:3]) if pairs[cell].sum() and cell[:2] == (0, 0)]
     cells = [filled[int(at)] for at in np.unique(np.linspace(0, len(filled) - 1, NUM_CELLS).round())]
@@ -124,10 +132,18 @@ def collect(trace: str, command: str, *, ep: int, tokens_per_rank: int) -> RankL
 def main() -> int:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace")
+    parser.add_argument("trace", nargs="?", help="left out with --predict")
+    parser.add_argument("--predict", action="store_true", help="price the rows of the file anew")
     parser.add_argument("--ep", type=int, default=8)
     parser.add_argument("--tokens-per-rank", type=int, default=4096)
     options = parser.parse_args()
+    if options.predict or not options.trace:
+        known = RankLoads.read()
+        rows = {name: [np.array(cell) for cell in cells] for name, cells in known.rows.items()}
+        params = layer_params(len(known.rows[BASELINE][0]))
+        replace(known, predicted_s={kind: predictions(rows, of_kind) for kind, of_kind in params.items()}).save()
+        print(f"priced the rows of {FILE} anew")
+        return 0
     command = f"python -m benchmarks.gpu.rank_loads {Path(options.trace).name}"
     found = collect(options.trace, command, ep=options.ep, tokens_per_rank=options.tokens_per_rank)
     found.save()

@@ -1,8 +1,8 @@
-"""Issue time: how long the schedulers of an H100 take to issue the instructions of a call's launches.
+"""Issue slots: how many instructions all warps of a call's launches issue.
 
-A figure of machine code, the same on every machine, that grows with every instruction: nothing of memory or latency is
-in it, and no wave of programs but a product's. Kernels for Blackwell are counted at an H100's clock as well. Of a
-specialized loop the part that multiplies counts, not what loads, adds or stores beside it.
+A figure of machine code, the same on every machine, that grows with every instruction. It is no time: nothing of tensor
+cores, memory or latency is in it, and no wave of programs but a product's. Of a specialized loop the part that
+multiplies counts, not what loads, adds or stores beside it.
 """
 
 import math
@@ -27,10 +27,10 @@ def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
     return launches
 
 
-def issue_seconds(launches: list[Launch]) -> float:
-    """Return the issue time of launches that belong together: tile maps, quantizers, products."""
+def issue_slots(launches: list[Launch]) -> float:
+    """Return the issue slots of launches that belong together: tile maps, quantizers, products."""
     sizes = sizes_of(launches)
-    return sum(_warp_instructions(launch, sizes) for launch in launches) / ISSUED_PER_S
+    return sum(_warp_instructions(launch, sizes) for launch in launches)
 
 
 def spilled(launches: list[Launch]) -> int:

@@ -8,6 +8,10 @@
         Orders loads of threads before what TMA overwrites. In forward and dgrad no thread loads from the ring. In
         weight gradients threads load scales from it, so the loading warp keeps its fence: it stands behind the waits
         for both empty barriers and before the copies of scales.
+    a meeting of both SMs' loading warps before a multicast (bf16)
+        Both have waited for `both_empty`, at which the warpgroups of both SMs arrive: nobody reads any more what the
+        multicast overwrites, and the other SM's mbarrier of the step is past its phase before. Bytes may arrive there
+        before they are expected.
     bar.sync before the second of two arrivals
         All warps of the warpgroup have met for the first one, and nothing stands between the two.
 
@@ -26,6 +30,8 @@ from triton import knobs
 _FENCE = re.compile(r"^\s*fence\.proxy\.async\.shared::(cta|cluster);")
 _MEETING = re.compile(r"^\s*(bar\.sync\s+\d+, 128;)")
 _ARRIVAL = re.compile(r"^\s*@%p\d+ mbarrier\.arrive\.shared::")
+_MEETING_OF_SMS = re.compile(r"^\s*@%p\d+ mbarrier\.arrive\.release\.cluster\.shared::cluster")
+_WAIT_FOR_SM = re.compile(r"^\s*mbarrier\.try_wait\.parity\.acquire\.cluster\.shared::cta\.b64 (\w+),")
 _NOTHING = "// taken out: {}"
 SOURCES = ("gluon_hopper",)
 """Modules whose kernels are edited."""
@@ -37,8 +43,10 @@ def lean(ptx: str) -> str:
     loads_from_ring = ".entry _gluon_wgrad_kernel" in ptx
     for at, line in enumerate(lines):
         is_before_copies = _next(lines, at, r"wgmma\.|cp\.async\.bulk\.tensor") == "cp.async.bulk.tensor"
-        if _FENCE.match(line) and not (loads_from_ring and is_before_copies):
+        if (_FENCE.match(line) and not (loads_from_ring and is_before_copies)) or _MEETING_OF_SMS.match(line):
             lines[at] = _NOTHING.format(line.strip())
+        elif wait := _WAIT_FOR_SM.match(line):
+            lines[at] = f"setp.eq.s32 {wait[1]}, 0, 0; " + _NOTHING.format(line.strip())
     for at, line in enumerate(lines):
         if (meeting := _MEETING.match(line)) and meeting[1] == _last_meeting_of_arrival(lines, at):
             lines[at] = _NOTHING.format(line.strip())

@@ -21,6 +21,7 @@ HEAD = """# What the kernels' machine code says about their speed
 "latency": at which latency of a load in the loop, in cycles, a kernel leaves its lowest roof; nothing where TMA alone
 loads. An H100 takes some 300 cycles to L2 and 600 to 800 to HBM. "rows per group": the lowest roof of small groups of
 a product of 1,536 columns and a sum of 2,048, whose tiles are partly empty and whose weights come from HBM, 3.35 TB/s.
+"waits": MEMBAR / FENCE / barriers of some warps / descriptors that are written anew, which no roof knows.
 A tile of 128 x 384 is of two SMs that share its rows. It asks nothing of the groups, but of the columns that they fill
 it: 1,536 do, 2,048 fill 5.3 of 6. "multicast 2" and "gluon_wide" are of two SMs that share 256 columns, each with 128
 rows of one group. No roof knows of power: an H200 at 700 W multiplies bf16 at about 1.4 GHz.
@@ -63,11 +64,17 @@ def _of_code(row: CountedRow) -> tuple[object, ...]:
     return (
         row.name, row.tile, row.registers or "", row.spills, f"{row.shared_bytes / 1024:.0f}",
         f"{row.instructions_per_step:.0f} / {row.cta_barriers_per_step:.0f}", row.instructions_per_tile or "",
+        *(_waits(row.waits_per_step), _waits(row.loader_waits_per_step), _waits(row.waits_per_tile)),
     )  # fmt: skip
 
 
+def _waits(counts: Sequence[float]) -> str:
+    return " / ".join(f"{count:.0f}" for count in counts)
+
+
 _OF_CODE = (
-    "kernel", "tile", "registers", "spills", "shared, KiB", "instructions / barriers per step", "instructions per tile"
+    "kernel", "tile", "registers", "spills", "shared, KiB", "instructions / barriers per step", "instructions per tile",
+    "waits per step", "of the loading warp", "per tile",
 )  # fmt: skip
 
 

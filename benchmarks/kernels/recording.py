@@ -20,6 +20,7 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.kernels.lean_ptx import edited
 from moe_rl.kernels import devices
 from moe_rl.kernels.registry import Operator
 
@@ -44,8 +45,9 @@ class Launch:
     """The arguments in memory, by parameter."""
 
     def compile(self) -> Any:
-        """Return the kernel as Triton compiled it, from Triton's cache of files where it is there."""
-        return compile_kernel(self.source, target=GPUTarget("cuda", self.arch, WARP_SIZE), options=self.options)
+        """Return the kernel as Triton compiled it, edited where it is to be, from Triton's cache of files if it can."""
+        with edited(self.source.fn.fn.__module__):
+            return compile_kernel(self.source, target=GPUTarget("cuda", self.arch, WARP_SIZE), options=self.options)
 
 
 class _NoGpu:

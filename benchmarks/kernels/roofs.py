@@ -24,6 +24,7 @@ from benchmarks.kernels.sass import (
     Loop,
     Program,
     issue_cycles,
+    waits_of,
 )
 
 SMS, CLOCK_HZ, SM_REGISTERS, SM_SHARED_BYTES = 132, 1.755e9, 65_536, 233_472
@@ -101,6 +102,12 @@ class CountedRow:
     instructions_per_tile: int
     """Outside the main loop; 0 where a program has one tile."""
     problems: tuple[str, ...]
+    waits_per_step: tuple[float, ...] = ()
+    """Of each kind of `sass.WAITS`, in the loop that multiplies."""
+    loader_waits_per_step: tuple[float, ...] = ()
+    """The same of the warp that loads; nothing where none does by itself."""
+    waits_per_tile: tuple[int, ...] = ()
+    """Of both, beside their steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +169,19 @@ def counted_row(
         name=name, tile=str(tile), registers=registers, shared_bytes=shared_bytes,
         spills=sum(program.words[word] for word in SPILL_WORDS), instructions_per_step=len(loop.body) / steps,
         cta_barriers_per_step=loop.cta_barriers / steps, instructions_per_tile=len(program.of_tile(loop)),
-        problems=tuple(problems),
+        problems=tuple(problems), **_waits(program, loop, steps),
     )  # fmt: skip
+
+
+def _waits(program: Program, main: Loop, steps: float) -> dict[str, tuple[float, ...]]:
+    """Return the waits of a row."""
+    loader = program.loading_loop()
+    of_tile = program.of_tile(main) + (program.of_loaded_tile(loader) if loader is not None else ())
+    return {
+        "waits_per_step": tuple(count / steps for count in waits_of(main.body)),
+        "loader_waits_per_step": tuple(map(float, waits_of(loader.body))) if loader is not None else (),
+        "waits_per_tile": waits_of(of_tile),
+    }
 
 
 def product_row(

@@ -72,6 +72,19 @@ class Instruction:
         return self.operation.startswith("WARPGROUP.DEPBAR") and self.text.endswith("0x0")
 
 
+WAITS = {
+    "MEMBAR": re.compile(r"\bMEMBAR\b"), "FENCE": re.compile(r"\bFENCE\b"),
+    "named barriers": re.compile(r"\bBAR\.SYNC\S* \S+, \S+"), "descriptors": re.compile(r"\bUTMACCTL\b"),
+}  # fmt: skip
+"""Where a thread waits though no roof counts it: memory fences, fences of proxies, barriers of some warps, and
+rewritten descriptors, which TMA's cache has to forget."""
+
+
+def waits_of(body: Sequence[Instruction]) -> tuple[int, ...]:
+    """Return how many waits of each kind of `WAITS` some instructions have."""
+    return tuple(sum(bool(pattern.search(instruction.text)) for instruction in body) for pattern in WAITS.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """Instructions first .. last of a program, the last of which branches back."""
@@ -179,6 +192,18 @@ class Program:
     def main_loop(self) -> Loop | None:
         """Return the innermost loop that multiplies on tensor cores."""
         return next((loop for loop in self.loops() if loop.count(*TENSOR_WORDS)), None)
+
+    def loading_loop(self) -> Loop | None:
+        """Return the innermost loop that only loads: of the warp that fills the ring of a specialized kernel."""
+        return next((loop for loop in self.loops() if loop.count("UTMALDG") and not loop.count(*TENSOR_WORDS)), None)
+
+    def of_loaded_tile(self, step: Loop) -> tuple[Instruction, ...]:
+        """Return what the loading warp issues per tile beside its steps."""
+        around = (loop for loop in self.loops() if loop.first <= step.first and loop.last > step.last)
+        tiles = next((loop for loop in around if not loop.count("USETMAXREG")), None)
+        if tiles is None:
+            return ()
+        return self.instructions[tiles.first : step.first] + self.instructions[step.last + 1 : tiles.last + 1]
 
     def of_tile(self, main: Loop) -> tuple[Instruction, ...]:
         """Return what a warp issues per tile outside its main loop, every branch; nothing where no loop has tiles.

@@ -143,10 +143,12 @@ def time_row(problem: Problem, provider: str, row: Row, roofline: Roofline, *, b
     except RuntimeError as error:  # a capture fails where a call waits for the device
         return row | {"passed": False, "problem": f"timing as {method}: {error}"}
     work = problem.work
+    # A CPU's small copies say nothing of what its products could reach.
+    has_share = roofline.covers(work) and roofline.device != "cpu"
     return row | timing.as_dict() | {
         "gb_per_s": gb_per_s(work, timing.median_us),
         "tflops": tflops(work, timing.median_us) if work.flops else None,
-        "roofline_fraction": roofline.fraction(work, timing.median_us) if roofline.covers(work) else None,
+        "roofline_fraction": roofline.fraction(work, timing.median_us) if has_share else None,
     }  # fmt: skip
 
 

@@ -295,6 +295,7 @@ class TmaCopy:
             raise OutOfBounds(f"a TMA copy to {low}..{self.high} of {len(memory.bytes)} B, aligned to {align}")
         self.units = slice(low // memory.grain, self.high // memory.grain)
         memory.claim(self.units, warp)
+        memory.check_async_write(self.units)
         memory.writer[self.units] = barrier.agent
         memory.written[self.units] = barrier.clock
         memory.unfenced[self.units] = False

@@ -138,6 +138,8 @@ class SharedMemory:
         self.unfenced = np.zeros(words, bool)
         """Written by loads and stores, and no proxy fence since: what TMA and tensor cores read may be older."""
         self.touched_low, self.touched_high = words, 0
+        self.unfenced_reads = np.zeros(words, bool)
+        """Loaded by threads, and no proxy fence since: TMA may overwrite it before the load has its value."""
         self.changes = np.zeros(len(self.bytes) >> 10, np.int64)
         """How often each KiB was written."""
         self.operands: dict[Any, tuple[int, np.ndarray]] = {}
@@ -160,6 +162,7 @@ class SharedMemory:
         self._check_writer(units, warps[:, None], "reads")
         own = self.clocks.of[warps, warps]
         self.read_at[warps[:, None], units] = own[:, None]
+        self.unfenced_reads[units] = True
         words = self.bytes.view(UNSIGNED[size])
         return words[(offsets // size)[None, :] + np.arange(count)[:, None]]
 
@@ -249,8 +252,18 @@ class SharedMemory:
         """Warps have waited for a product that read these."""
         self.read_at[warps.start : warps.stop, units] = self.clocks.of[warps, warps][:, None]
 
+    def check_async_write(self, units: slice) -> None:
+        """Check that TMA may overwrite units: a wait orders it behind loads of threads only with a fence of proxies."""
+        if self.unfenced_reads[units].any():
+            low = units.start * self.grain
+            raise Race(f"TMA overwrites what threads have loaded from {low} on, without fence.proxy.async")
+
     def fence_proxy(self, warps: range) -> None:
-        """What these warps wrote, or know of, may be read by TMA and tensor cores from now on."""
+        """What these warps wrote or loaded, or know of, TMA and tensor cores may read and overwrite from now on."""
+        read = np.flatnonzero(self.unfenced_reads)
+        if len(read):
+            known_reads = self.clocks.of[warps.start : warps.stop, : self.clocks.num_warps].max(axis=0)
+            self.unfenced_reads[read[(self.read_at[:, read] <= known_reads[:, None]).all(axis=0)]] = False
         if self.touched_low >= self.touched_high:
             return
         units = np.flatnonzero(self.unfenced[self.touched_low : self.touched_high]) + self.touched_low

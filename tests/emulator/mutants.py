@@ -43,7 +43,8 @@ def mutants_of(text: str) -> Iterator[Mutant]:
                       is_compilers=what == "no barrier" or (what == "no fence" and not named)
                       or "acquire.cluster" in lines[at])  # fmt: skip
 
-    for at, line in enumerate(lines):
+    for at, whole in enumerate(lines):
+        line = whole.partition("//")[0]  # what `lean_ptx` has taken out stands behind
         if match := re.match(r"\s*\.loc\s+(\d+) (\d+)", line):
             source = linecache.getline(files.get(match[1], ""), int(match[2])).strip()
         elif "mbarrier.try_wait" in line:
@@ -83,11 +84,7 @@ def mutants_of(text: str) -> Iterator[Mutant]:
 
 
 REDUNDANT = (
-    ("no wait", "acquire.cluster", "Triton lets the loading warps of a cluster meet before each multicast, after both "
-     "have waited for `both_empty`, which says as much"),
-    ("no fence", "warpgroup_mma", "TMA alone writes the operands"),
     ("no fence", "tcgen05_mma(", "TMA alone writes the operands"),
-    ("no fence", "async_load", "TMA alone writes and products alone read what a copy overwrites"),
     ("no barrier", "barrier.cluster.wait", "at the end both halves of a CTA's warps wait for the cluster, and then for "
      "each other: either wait says it for both"),
     ("no barrier", "mbarrier.arrive(", "a barrier stands before each of two arrivals, and the loading warp waits for "

@@ -184,3 +184,65 @@ def test_records_lie_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_rl.kernels.gemm.proven import Chip
 
     assert record_path(Chip(capability=(9, 0), num_sms=132)) == MACHINE_CODE / "proven-sm_90-132.json"
+
+
+MEMBAR, FENCE, NAMED, DESCRIPTOR = range(4)
+
+
+@pytest.mark.lengthy
+def test_loops_wait_nowhere_but_where_they_must() -> None:
+    """Of each form of each specialized loop, in its machine code: what no roof counts."""
+    from benchmarks.kernels.aot import bundled
+    from benchmarks.kernels.roofs import SPILL_WORDS
+    from benchmarks.kernels.sass import disassemble, waits_of
+
+    found = archive()
+    special = {kernel.code: kernel for kernel in found.kernels.values() if kernel.tiles}
+    chosen = {kernel.tiles[0] + str(" table " in kernel.name): kernel for kernel in special.values()}
+    assert len(chosen) == 8
+    for kernel in chosen.values():
+        program = disassemble(found.cubin(kernel), bundled("nvdisasm"))
+        step, loader = program.main_loop(), program.loading_loop()
+        assert step is not None
+        assert loader is not None
+        in_step, in_loader = waits_of(step.body), waits_of(loader.body)
+        assert (in_step[MEMBAR], in_step[FENCE], in_step[DESCRIPTOR]) == (0, 0, 0), kernel.name
+        assert in_step[NAMED] <= 1, kernel.name
+        # Threads load the scales of weight gradients from what TMA overwrites: there one fence stays.
+        most = 1 if kernel.tiles[0].startswith("wgrad") else 0
+        assert max(in_loader[MEMBAR], in_loader[FENCE]) <= most, kernel.name
+        of_tile = waits_of(program.of_loaded_tile(loader))
+        assert of_tile[DESCRIPTOR] == 0 or " table " in kernel.name, kernel.name
+        assert sum(program.words[word] for word in SPILL_WORDS) == 0, kernel.name
+
+
+def test_what_is_taken_out_of_a_loop() -> None:
+    from benchmarks.kernels.lean_ptx import lean
+
+    meeting = [
+        "bar.sync \t0, 128;", "// begin", "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];", "add.s32 %r2, %r1, 8;",
+        "bar.sync \t0, 128;", "@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r2];",
+    ]  # fmt: skip
+    text = [".visible .entry _gluon_kernel(", "fence.proxy.async.shared::cta;", "wgmma.fence.sync.aligned;", *meeting,
+            "fence.proxy.async.shared::cta;", "cp.async.bulk.tensor.2d"]  # fmt: skip
+    kept = [line for line in lean("\n".join(text)).splitlines() if not line.startswith("//")]
+    assert kept == [line for at, line in enumerate(text) if at not in (1, 4, 7, 9)]
+    assert len(lean("\n".join(text)).splitlines()) == len(text), "lines keep their numbers"
+    wgrad = lean("\n".join(text).replace("_gluon_kernel", "_gluon_wgrad_kernel")).splitlines()
+    assert wgrad[9] == text[9], "scales are loaded by threads: the loading warp keeps its fence"
+    between = [*meeting[:3], "st.shared.b32 [%r9], %r8;", *meeting[3:]]
+    assert lean("\n".join(between)).splitlines() == between, "something is written between the two"
+
+
+def test_the_promise_is_the_simulator_s_own() -> None:
+    """`python -m benchmarks.gpu.rank_loads --predict` refreshes it, from the rows in the file."""
+    import numpy as np
+
+    from benchmarks.gpu.rank_loads import RankLoads, layer_params, predictions
+
+    loads = RankLoads.read()
+    rows = {name: [np.array(cell) for cell in cells] for name, cells in loads.rows.items()}
+    assert len({np.sum(cell) for cell in rows["static"]}) == 1, "every layer has as many rows"
+    for kind, params in layer_params(len(rows["static"][0])).items():
+        for name, cells in predictions(rows, params).items():
+            np.testing.assert_allclose(cells, loads.predicted_s[kind][name], rtol=1e-9)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.gpu.page import page, verdict
 from benchmarks.gpu.phases import PHASES
 from benchmarks.gpu.record import proven_tiles
 from benchmarks.gpu.rows import Outcome, Row, append, read
+from benchmarks.gpu.wheels import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FIRST_CALL_PYTHON") or sys.executable
@@ -148,3 +150,23 @@ def test_a_tile_is_proven_if_all_its_forms_were_right_and_it_was_faster() -> Non
     assert proven_tiles([*loops, row("roofs", "x", speedup=0.9, loop="dgrad none one tensor")], "soak") == [], "slower"
     assert proven_tiles(loops, "soak") == [], "nothing was timed"
     assert proven_tiles([*loops, fast], "loops") == []
+
+
+def test_carried_wheels_are_imported_by_the_children_and_of_ours_the_core_alone(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "a_peer-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a_peer/__init__.py", "ANSWER = 42\n")
+    with zipfile.ZipFile(tmp_path / "wheels" / "moe_rl-0.1.0-cp312-abi3-linux_x86_64.whl", "w") as wheel:
+        wheel.writestr("moe_rl/__init__.py", "raise RuntimeError\n")
+        wheel.writestr("moe_rl/_native.abi3.so", "no library")
+    into = tmp_path / "site"
+    into.mkdir()
+    assert len(unpack(tmp_path / "wheels", into)) == 2
+    assert not (into / "moe_rl").exists()
+    code = "import a_peer, importlib.util; print(a_peer.ANSWER, importlib.util.find_spec('moe_rl._native').origin)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sitecustomize; {code}"],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": str(into), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.stdout.split() == ["42", str(into / "moe_rl_core" / "_native.abi3.so")]
+    assert unpack(tmp_path / "none", into) == []

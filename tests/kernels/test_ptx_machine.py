@@ -411,3 +411,38 @@ def test_multicast_arrives_in_every_cta_of_its_mask(schedule: Schedule) -> None:
     assert (out == tile_in_shared(tensor, [128, 16], [0, 0], 3)).all()
     with pytest.raises(Fault):
         run(program(1), tensor, out, place, schedule=schedule)
+
+
+def overwritten(between: str) -> None:
+    """TMA brings a tile, every thread loads of it, and TMA brings another one to the same place."""
+    program = make_map(tensor="%rd0", where="%rd2", size=[128, 16], box=[128, 16])
+    again = """
+        @%p30 mbarrier.arrive.expect_tx.shared.b64 _, [%r321], 2048;
+        @%p30 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+            [%r320], [%rd2, {%r330, %r330}], [%r321];
+    """
+    program += f"""
+        mov.b32 %r300, global_smem; add.s32 %r320, %r300, 0; add.s32 %r321, %r300, 32768; mov.b32 %r330, 0;
+        @%p30 mbarrier.init.shared.b64 [%r321], 1;
+        bar.sync 0;
+        {again} {WAIT.format(barrier="%r321", parity=0)}
+        shl.b32 %r331, %r0, 4; add.s32 %r332, %r320, %r331; ld.shared.b32 %r333, [%r332];
+        bar.sync 0;
+        {between}
+        {again} {WAIT.format(barrier="%r321", parity=1)}
+    """
+    scratch = np.zeros(64, np.uint64)
+    place = scratch[-(scratch.ctypes.data // 8) % 16 :][:16]
+    run(
+        kernel(program, num_arrays=3, threads=64),
+        np.ones((16, 128), np.uint8),
+        np.zeros(1, np.uint8),
+        place,
+        schedule=LATE,
+    )
+
+
+def test_what_threads_have_loaded_tma_overwrites_behind_a_fence_of_proxies_alone() -> None:
+    overwritten("fence.proxy.async.shared::cta;")
+    with pytest.raises(Race, match="TMA overwrites what threads have loaded"):
+        overwritten("")

@@ -9,6 +9,9 @@ In each SM one warp loads and two warpgroups multiply 64 rows each, at their own
 products, 128 and 64 wide, each within one block of weight scales: of 384 columns rank 0 has 0 .. 127 and 256 .. 319,
 rank 1 has 128 .. 255 and 320 .. 383. While one product is scaled and added to the fp32 sums, the other one runs.
 
+Weights in one tensor are described to TMA once per program, with an axis for the slots. Behind a table every slot has
+an address of its own, and the loading warp describes a tile's weights anew, when no copy may read the old descriptor.
+
 Per step of the ring: `ready` (bytes of TMA) lets the warpgroups read; `empty` (both warpgroups of this SM) lets the
 warp load again what only this SM reads; `both_empty` (the four warpgroups of the cluster) what arrives in both.
 """
@@ -86,12 +89,31 @@ def place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, COLUMNS: gl.const
 
 
 @gluon.jit
+def _weights(
+    base, num_slots, num_out, num_sum, stride_slot,
+    SUM_IS_DENSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Describe W of so many slots: [slots, out, sum] (forward) or [slots, sum, out] (dgrad).
+
+    With bounds of its own a slot's last step has zeros beyond the sum; the next slot's weights may be NaN.
+    """
+    if SUM_IS_DENSE:
+        return tma.make_tensor_descriptor(
+            base, [num_slots, num_out, num_sum], [stride_slot, num_sum, 1], [1, BLOCK_N, BLOCK_K], LAYOUT
+        )
+    else:  # noqa: RET505  # Triton compiles both returns of a constant branch unless the other is in an else
+        return tma.make_tensor_descriptor(
+            base, [num_slots, num_sum, num_out], [stride_slot, num_out, 1], [1, BLOCK_K, BLOCK_N], LAYOUT
+        )
+
+
+@gluon.jit
 def _load_steps(
-    a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+    a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
     TABLE: gl.constexpr, SUM_IS_DENSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, W_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring. The weights' descriptors are written anew per tile, when no copy may read them any more."""
+    """Fill the ring. `of_all`: descriptors of all slots' weights, nothing behind a table."""
     w, more, ready, empty, both_empty = ring
     _num_rows, num_out, num_sum, num_groups = sizes
     out_blocks = gl.cdiv(num_out, BLOCK_N + MORE_N)
@@ -101,20 +123,24 @@ def _load_steps(
         expert, first, _end, col, to_sum, _is_group = place(
             tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
         )
-        base = part_pointer(w_ptr, expert, stride_w_group, a_desc.dtype, TABLE, 16)
-        if MORE_N:
-            for i in gl.static_range(STAGES):  # copies may arrive in any order
-                mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
+        slot = expert
+        if TABLE:
+            slot = 0
+            if MORE_N:
+                for i in gl.static_range(STAGES):  # copies may arrive in any order
+                    mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
+            else:
+                # Multicast ones arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
+                mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ gl.minimum(stage, 1))
+            base = part_pointer(w_ptr, expert, 0, a_desc.dtype, TABLE, 16)
+            w_desc = _weights(base, 1, num_out, num_sum, num_out * num_sum, SUM_IS_DENSE, BLOCK_N, BLOCK_K, W_LAYOUT)
+            if MORE_N:
+                more_desc = _weights(base, 1, num_out, num_sum, num_out * num_sum, True, MORE_N, BLOCK_K, W_LAYOUT)
         else:
-            # Multicast ones arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
-            mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ gl.minimum(stage, 1))
-        if SUM_IS_DENSE:
-            w_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [BLOCK_N, BLOCK_K], W_LAYOUT)
-        else:
-            w_desc = tma.make_tensor_descriptor(base, [num_sum, num_out], [num_out, 1], [BLOCK_K, BLOCK_N], W_LAYOUT)
+            w_desc = of_all[0]
+            if MORE_N:
+                more_desc = of_all[1]
         step_bytes: gl.constexpr = 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta
-        if MORE_N:
-            more_desc = tma.make_tensor_descriptor(base, [num_out, num_sum], [num_sum, 1], [MORE_N, BLOCK_K], W_LAYOUT)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.wait(both_empty.index(stage), phase)
@@ -122,10 +148,10 @@ def _load_steps(
             mbarrier.expect(arrived, step_bytes + (more_desc.nbytes_per_cta if MORE_N else 0))
             tma.async_load(a_desc, [first, start], arrived, a_low.index(stage), multicast=MORE_N > 0)
             tma.async_load(a_desc, [first + BLOCK_M // 2, start], arrived, a_high.index(stage), multicast=MORE_N > 0)
-            at = [col, start] if SUM_IS_DENSE else [start, col]
+            at = [slot, col, start] if SUM_IS_DENSE else [slot, start, col]
             tma.async_load(w_desc, at, arrived, w.index(stage), multicast=MORE_N == 0)
             if MORE_N:
-                tma.async_load(more_desc, [col + BLOCK_N, start], arrived, more.index(stage))
+                tma.async_load(more_desc, [slot, col + BLOCK_N, start], arrived, more.index(stage))
             stage, phase = next_step(stage, phase, STAGES)
 
 
@@ -195,10 +221,14 @@ def _multiply(
             next_more = gl.load(ws_base + more_block * stride_ws_out + step * stride_ws_sum)
             mbarrier.wait(ready.index(stage), phase)
             rows_of_step = a.index(stage)
-            product = warpgroup_mma(rows_of_step, w.index(stage).permute((1, 0)), product, use_acc=False, is_async=True)
+            product = warpgroup_mma(
+                rows_of_step, w.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0)), product, use_acc=False,
+                is_async=True,
+            )  # fmt: skip
             more_product = warpgroup_mma(
-                rows_of_step, more.index(stage).permute((1, 0)), more_product, use_acc=False, is_async=True
-            )
+                rows_of_step, more.index(stage).reshape((MORE_N, BLOCK_K)).permute((1, 0)), more_product,
+                use_acc=False, is_async=True,
+            )  # fmt: skip
             # One of two products may still run: the narrow one hides these 64 multiply-adds of the wide one.
             product = warpgroup_mma_wait(1, deps=[product])
             acc += product * scale[:, None]
@@ -235,7 +265,10 @@ def _multiply_wide(
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(ready.index(stage), phase)
-            w_of_step = w.index(stage).permute((1, 0)) if SUM_IS_DENSE else w.index(stage)
+            if SUM_IS_DENSE:
+                w_of_step = w.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+            else:
+                w_of_step = w.index(stage).reshape((BLOCK_K, BLOCK_N))
             acc = warpgroup_mma(a.index(stage), w_of_step, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             before = (stage + STAGES - 1) % STAGES
@@ -260,23 +293,28 @@ def _gluon_wide_kernel(
     """Bf16. Each SM has half of the rows, and all of the columns."""
     ROWS: gl.constexpr = BLOCK_M // _SMS
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[1, 0]])
-    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2, cga_layout=[[0, 0]])
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3, cga_layout=[[0, 0, 0]])
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16], [[1, 0]])
     a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [ROWS, BLOCK_K], A_LAYOUT)
     a_low = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], A_LAYOUT)
     a_high = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], A_LAYOUT)
-    W_SHAPE: gl.constexpr = [STAGES, BLOCK_N, BLOCK_K] if SUM_IS_DENSE else [STAGES, BLOCK_K, BLOCK_N]
+    W_SHAPE: gl.constexpr = [STAGES, 1, BLOCK_N, BLOCK_K] if SUM_IS_DENSE else [STAGES, 1, BLOCK_K, BLOCK_N]
     w = gl.allocate_shared_memory(gl.bfloat16, W_SHAPE, W_LAYOUT)
     ready, empty, both_empty = _barriers(STAGES)
     ring = (w, w, ready, empty, both_empty)
     operands = (out_ptr, out_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
     sizes = (num_rows, num_out, num_sum, num_groups)
+    of_all = ()
+    if not TABLE:
+        of_all = (
+            _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K, W_LAYOUT),
+        )
     gl.warp_specialize([
         (_multiply_wide, (a_low, ring, operands, sizes,
                           0, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
         (_multiply_wide, (a_high, ring, operands, sizes,
                           ROWS, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
-        (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+        (_load_steps, (a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
                        TABLE, SUM_IS_DENSE, BLOCK_M, BLOCK_N, 0, BLOCK_K, STAGES, W_LAYOUT)),
         # Warps and registers of the parts after the first, which has 4 warps and gets the registers that are left:
         # 4 x 32 x 232 = 29,696 of an SM's 65,536 for a warpgroup that multiplies; addresses alone need 40.
@@ -294,25 +332,31 @@ def _gluon_kernel(
     """Persistent: cluster p takes tiles p, p + clusters, ...; row block outer, column block inner."""
     # How two SMs share a block: each has all of A, and half of the columns.
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]])
-    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[1, 0]])
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3, cga_layout=[[0, 1, 0]])
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // _SMS, 32], [[0, 1]])
     MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE_N // _SMS, 32], [[0, 1]])
     a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [_HALF, BLOCK_K], A_LAYOUT)
     a_low = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
     a_high = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
-    w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, BLOCK_K], W_LAYOUT)
-    more = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, MORE_N, BLOCK_K], W_LAYOUT)
+    w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, BLOCK_N, BLOCK_K], W_LAYOUT)
+    more = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, MORE_N, BLOCK_K], W_LAYOUT)
     ready, empty, both_empty = _barriers(STAGES)
     ring = (w, more, ready, empty, both_empty)
     operands = (a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
     sizes = (num_rows, num_out, num_sum, num_groups)
     strides = (stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum)
+    of_all = ()
+    if not TABLE:
+        of_all = (
+            _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, BLOCK_N, BLOCK_K, W_LAYOUT),
+            _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, MORE_N, BLOCK_K, W_LAYOUT),
+        )
     gl.warp_specialize([
         (_multiply, (a_low, ring, operands, sizes, strides,
                      0, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
         (_multiply, (a_high, ring, operands, sizes, strides,
                      _HALF, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
-        (_load_steps, (a_desc, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes, stride_w_group,
+        (_load_steps, (a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
                        TABLE, True, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
     ], [4, 1], [232, 40])  # fmt: skip
 

@@ -82,7 +82,10 @@ def quantize(
     recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3). They are clamped and rounded to nearest even; NaN stays NaN.
 
     (1, 32) is MXFP8: the scale is the next power of two in one byte (E8M0), 2^-127 for a block of zeros. An infinity
-    gives its block 2^127, where its code 448 is infinite again in fp32. See `reference.mx_scale` for the rounding.
+    gives its block 2^127, where its code 448 is infinite again in fp32, and so does a value that rounds beyond the
+    largest finite one (3.3e38 becomes 256 x 2^120, which is infinite). It is not NaN, as an infinity of other blocks
+    is: E8M0 has one NaN for the whole block, which would make 31 finite neighbors NaN; they lose what is below 2^117.
+    See `reference.mx_scale` for the rounding.
     """
     require_rounding("quantize", rounding)
     require(block_shape in BLOCK_SHAPES, f"quantize: block shape {block_shape} is not one of {BLOCK_SHAPES}.")
