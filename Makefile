@@ -218,6 +218,7 @@ ifeq ($(BARE_PYTHON),)
 	@echo "make test-first-call: skipped, no Python 3.12 was found; name one by BARE_PYTHON=..."
 else
 	$(MAKE) $(BARE)/.created
+	@[ -d carried ] || PYTHONPATH=. $(BIN)/python -m benchmarks.gpu.pack
 	FIRST_CALL_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -m "slow or not slow" tests/kernels/test_first_call.py
 endif
 

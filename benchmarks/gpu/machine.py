@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from moe_rl.kernels.registry import Operator
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TIME = float("nan")
+BEAT_S = 5.0
 Tensors = tuple[torch.Tensor, ...]
 _RESOLVE = Operator.resolve
 """As it is; who records launches replaces it."""
@@ -86,6 +88,23 @@ class Machine:
         """Tell the parent that a long step goes on."""
         if not self.is_recording:
             print(f'{{"alive": "{what}"}}', flush=True)
+
+    @contextlib.contextmanager
+    def beating(self, what: str) -> Iterator[None]:
+        """Tell the parent again and again that a step goes on, while something else makes it: a compiler, ranks."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(BEAT_S):
+                self.beat(what)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def microseconds(self, call: Callable[[], object], *, budget_s: float = 0.25, graph: bool = False) -> float:
         """Return the median time of a call, L2 overwritten before each; NaN where times mean nothing."""

@@ -28,7 +28,8 @@ def run(step: str, machine: Machine) -> dict[str, Figure]:
     call, expected = {"torch bf16": _bf16, "torch FP8 by row": _by_row, "DeepGEMM FP8": _deep_gemm}[kind](
         machine, groups, rows, n, k
     )
-    got, want = call()[:rows].float(), expected()
+    with machine.beating(step):  # DeepGEMM compiles at its first call
+        got, want = call()[:rows].float(), expected()
     error = float((got - want).norm() / want.norm())
     if not error < LIMITS[kind]:
         raise AssertionError(f"{kind} errs by {error:.2g}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.rows import Figure
 
 STEPS = tuple(CASES)
-BEAT_S = 5.0
 REHEARSED_PATIENCE = 20.0
 """Four ranks on a CPU that others use take their time."""
 
@@ -27,7 +24,7 @@ def run(step: str, machine: Machine) -> dict[str, Figure]:
     global _rows
     if _rows is None:
         _rows = rows_of_script(machine)
-    with beating(machine):
+    with machine.beating("runtime"):
         row = next((row for row in _rows if row.step == step), None)
     if row is None:
         raise RuntimeError("the ranks' process ended before this case")
@@ -52,21 +49,3 @@ def rows_of_script(machine: Machine) -> Iterator[Row]:
         for line in process.stdout:
             if line.startswith("{"):
                 yield Row.parse(line)
-
-
-@contextlib.contextmanager
-def beating(machine: Machine) -> Iterator[None]:
-    """Tell the parent that this goes on: ranks train for longer than a step of ours may be silent."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(BEAT_S):
-            machine.beat("runtime")
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

@@ -1,6 +1,6 @@
 """Four ranks of Megatron with our balancer on one device, over a backend that joins as NCCL does, beside plain ones.
 
-    python3 -m benchmarks.gpu.runtime_on_streams [--out DIR] [--limit-s 120] [--device cpu] [--cases NAME ...]
+    python3 -m benchmarks.gpu.runtime_on_streams [--out DIR] [--limit-s 115] [--device cpu] [--cases NAME ...]
 
 NCCL refuses two ranks on one device, so tensors go through pinned memory and gloo (`tests/staged`): calls return at
 once, `wait()` makes the caller's stream wait, the host never does. The cases are those of `tests/megatron`, with the
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 PHASE = "runtime"
 NUM_RANKS = 4
-LIMIT_S = 120.0
+LIMIT_S = 115.0
 CASE_LIMIT_S = 25.0
 """A case that takes longer hangs."""
 START_S = 25.0

@@ -37,7 +37,8 @@ def run(step: str, machine: Machine) -> dict[str, Figure]:
     metrics = ",".join(METRICS.values())
     command = ["ncu", "--csv", "--metrics", metrics, "--kernel-name", "regex:gluon", "--launch-count", "1"]
     command += [sys.executable, "-c", ONE_LAUNCH]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    with machine.beating("ncu"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     table = done.stdout[done.stdout.find('"ID"') :]
     values = {
         row["Metric Name"]: f"{row['Metric Value']} {row['Metric Unit']}" for row in csv.DictReader(io.StringIO(table))

@@ -20,6 +20,9 @@ from benchmarks.gpu.wheels import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FIRST_CALL_PYTHON") or sys.executable
+CARRIED = ROOT / "carried"
+IS_PACKED = "FIRST_CALL_PYTHON" in os.environ and CARRIED.is_dir()
+"""Whether Python is that of a GPU machine, without pydantic, and what it lacks is carried."""
 PATIENCE = 20.0
 """Times twenty seconds: a busy machine must not make a step look as if it hung."""
 BLOCKED = """
@@ -36,14 +39,17 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def first_call(tmp_path: Path, *arguments: str, patience: float = PATIENCE) -> tuple[int, list[Row], str]:
-    """Run the script without pydantic and return (exit code, rows, what it printed)."""
+def first_call(
+    tmp_path: Path, *arguments: str, patience: float = PATIENCE, carried: Path | None = None
+) -> tuple[int, list[Row], str]:
+    """Run the script without pydantic, unless it is carried, and return (exit code, rows, what it printed)."""
     (tmp_path / "site").mkdir(exist_ok=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKED)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(tmp_path / "site")
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    if carried is None:
+        environment["PYTHONPATH"] = str(tmp_path / "site")
     command = [PYTHON, "benchmarks/first_call.py", "--out", str(tmp_path / "out"), "--rehearse", "--carried",
-               str(tmp_path / "none"), "--patience", str(patience), *arguments]  # fmt: skip
+               str(carried or tmp_path / "none"), "--patience", str(patience), *arguments]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, read(tmp_path / "out"), done.stdout
@@ -86,10 +92,14 @@ def test_a_missing_module_and_time_that_runs_out_are_not_reached(tmp_path: Path)
 @pytest.mark.slow
 def test_every_phase_goes_through_and_a_second_call_goes_on(tmp_path: Path) -> None:
     """With two steps of each phase: all of them take ten minutes, and `--rehearse` runs them."""
-    code, rows, printed = first_call(tmp_path, "--steps", "2", "--limit-s", "5000")
+    carried = CARRIED if IS_PACKED else None
+    if carried is not None:
+        lacking = subprocess.run([PYTHON, "-c", "import pydantic"], capture_output=True, check=False)
+        assert lacking.returncode, "a GPU machine has no pydantic"
+    code, rows, printed = first_call(tmp_path, "--steps", "2", "--limit-s", "5000", carried=carried)
     left = {row.phase for row in rows if row.outcome is Outcome.NOT_REACHED and not row.is_peer}
     assert code == 0, printed
-    assert left <= {"runtime", "ncu"}, printed
+    assert left <= ({"ncu"} if carried else {"runtime", "ncu"}), printed
     assert {row.phase for row in rows} == {phase.name for phase in PHASES if not phase.in_second_call}
     (tmp_path / "out").rename(tmp_path / "old")
     code, again, printed = first_call(
@@ -120,6 +130,25 @@ def test_only_what_is_ours_and_wrong_is_wrong() -> None:
     assert verdict([late])[0].startswith("VERDICT: nothing was reached")
     assert verdict([row("loops", "z", Outcome.WRONG)])[0].startswith("VERDICT: WRONG")
     assert "rehearsal" in page([late], is_rehearsal=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        (1300.0, "93% (4096x7168), 90% (7168x2048); the limit was 85%: ours stays for homes"),
+        (1180.0, "84% (4096x7168), 90% (7168x2048); the limit was 85%: homes go through DeepGEMM"),
+    ],
+)
+def test_what_was_agreed_on_of_deep_gemm_is_drawn_from_the_rows(ours: float, expected: str) -> None:
+    rows = [
+        row("roofs", "FP8 forward 4096x7168", TFLOPS=ours),
+        row("roofs", "FP8 forward 7168x2048", TFLOPS=900.0),
+        row("peers", "DeepGEMM FP8 4096x7168", is_peer=True, TFLOPS=1400.0),
+        row("peers", "DeepGEMM FP8 7168x2048", is_peer=True, TFLOPS=1000.0),
+        row("peers", "torch bf16 4096x7168", is_peer=True, TFLOPS=600.0),
+    ]
+    assert expected in page(rows, is_rehearsal=False)
+    assert "Beside DeepGEMM: not reached" in page(rows[:2], is_rehearsal=False)
 
 
 def test_rows_are_appended_and_a_later_one_of_a_step_counts(tmp_path: Path) -> None:
