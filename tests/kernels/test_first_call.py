@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.first_call import Child
 from benchmarks.gpu.page import page, verdict
 from benchmarks.gpu.phases import PHASES
 from benchmarks.gpu.record import proven_tiles
@@ -109,6 +111,23 @@ def test_every_phase_goes_through_and_a_second_call_goes_on(tmp_path: Path) -> N
     assert [row for row in again if row.phase == "facts"] == [row for row in rows if row.phase == "facts"], "not kept"
     assert {row.outcome for row in again if row.phase == "casts"} == {Outcome.RIGHT}
     assert len(list((tmp_path / "out").rglob("*"))) <= 8
+
+
+def test_ending_a_child_ends_what_it_has_started(tmp_path: Path) -> None:
+    """As the ranks of phase "runtime" are: they would train on, beside the phases that are timed after it."""
+    grandchild = "import time; print('starts', flush=True); time.sleep(20); print('lives', flush=True)"
+    started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    child = Child.__new__(Child)
+    child.log = (tmp_path / "log.txt").open("w")
+    child.process = subprocess.Popen(
+        [sys.executable, "-c", started],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.process.stdout is not None
+    assert child.process.stdout.readline() == "starts\n"
+    assert child.end() == -signal.SIGKILL
+    assert child.process.stdout.read() == "", "whoever holds the pipe has ended without a word"
+    child.process.stdout.close()
 
 
 def row(phase: str, step: str, outcome: Outcome = Outcome.RIGHT, *, is_peer: bool = False, **figures: object) -> Row:

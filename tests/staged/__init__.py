@@ -17,7 +17,7 @@ lock of the driver (cudaMalloc and cudaHostAlloc synchronize) can stop it. Opera
     device   CUDA tensors; needs CUDA_DEVICE_MAX_CONNECTIONS=32, since a memory wait blocks its hardware queue
 
 Types that NCCL refuses are refused in each. Not shown by any of them: NCCL's own order of two communicators, NVLink,
-RDMA, and on a CPU two streams of one rank (see `tests/streams.py`).
+RDMA, and on a CPU two streams of one rank (see `tests/streams_model.py`).
 """
 
 from staged.group import StagedGroup, install
