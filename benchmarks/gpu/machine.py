@@ -177,7 +177,10 @@ def as_hopper() -> Iterator[None]:
         return _RESOLVE(self, name, device) if name in ("reference", "torch") else self.own(self.triton_module)
 
     def put(function: Any, instead_of: Any) -> None:
-        for module in [module for module in sys.modules.values() if vars(module).get("capability") is instead_of]:
+        for module in list(sys.modules.values()):
+            # What others put there need not be a module.
+            if getattr(module, "__dict__", {}).get("capability") is not instead_of:
+                continue
             module.capability = function  # type: ignore[attr-defined]  # of a module known by its name alone
 
     try:

@@ -164,7 +164,7 @@ def archive_of(notes: Notes) -> Archive:
     kernels, content = {}, {}
     for key, (kernel, cubin, ptx) in zip(keys, made, strict=True):
         kernels[key] = CarriedKernel(**{**_fields(kernel), "tiles": tuple(notes.tiles.get(key, ()))})
-        content |= {f"{kernel.code}.cubin": cubin, f"{kernel.code}.ptx": ptx.encode()}
+        content |= {f"{kernel.image}.cubin": cubin, f"{kernel.image}.ptx": ptx.encode()}
     return Archive(kernels, sources_digest(), content)
 
 

@@ -39,7 +39,7 @@ class CarriedKernel:
     """One compilation, with what its launch needs."""
 
     code: str
-    """Digest of its instructions (`text_digest`), and its name in the archive."""
+    """Digest of its instructions (`text_digest`)."""
     name: str
     """For people: folder, kernel, constants and element types."""
     function: str
@@ -56,6 +56,11 @@ class CarriedKernel:
     tiles: tuple[str, ...] = ()
     """Of a specialized loop: "<op> <scaling> <tile>", as `tile_name` writes it."""
 
+    @property
+    def image(self) -> str:
+        """Its name in the archive. Two compilations may differ in a parameter that no instruction reads."""
+        return f"{self.code}-{len(self.parameters)}"
+
 
 @dataclass(frozen=True)
 class Archive:
@@ -66,7 +71,7 @@ class Archive:
     sources: str
     """`sources_digest` of the kernels that were compiled."""
     content: Mapping[str, bytes] = field(repr=False)
-    """Machine code (<code>.cubin) and its PTX (<code>.ptx)."""
+    """Machine code (<image>.cubin) and its PTX (<image>.ptx)."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -93,11 +98,11 @@ class Archive:
 
     def cubin(self, kernel: CarriedKernel) -> bytes:
         """Return the machine code."""
-        return self.content[f"{kernel.code}.cubin"]
+        return self.content[f"{kernel.image}.cubin"]
 
     def ptx(self, kernel: CarriedKernel) -> str:
         """Return the assembly that it was made of."""
-        return self.content[f"{kernel.code}.ptx"].decode()
+        return self.content[f"{kernel.image}.ptx"].decode()
 
     @cached_property
     def codes_of_tiles(self) -> dict[str, set[str]]:

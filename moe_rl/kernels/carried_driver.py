@@ -78,7 +78,7 @@ class Driver:
 
     def function(self, archive: Archive, kernel: CarriedKernel, device: torch.device) -> ctypes.c_void_p:
         """Return a kernel's function on a device, loaded at its first launch there."""
-        at = str(device), kernel.code
+        at = str(device), kernel.image
         if at not in self._functions:
             if device.type == "cuda":
                 torch.zeros(1, device=device)  # makes torch's context of the device, and the current one

@@ -15,7 +15,7 @@ from emulator.memory import GlobalMemory
 from emulator.program import parse
 from emulator.schedules import Schedule
 from emulator.tensors import add_tensors_at
-from moe_rl.kernels.carried import Archive, CarriedKernel, text_digest
+from moe_rl.kernels.carried import Archive, CarriedKernel
 
 INVALID_VALUE, INVALID_IMAGE, NOT_FOUND = 1, 200, 500
 HELD_CLUSTERS = 66
@@ -32,7 +32,7 @@ class EmulatedCuda:
         """Digests of what was launched."""
         self.change: Callable[[CarriedKernel, str], str] = lambda _kernel, text: text
         """Takes a kernel and its PTX, and returns the PTX to run: mutants."""
-        self._kernels = {kernel.code: kernel for kernel in archive.kernels.values()}
+        self._kernels = {archive.cubin(kernel): kernel for kernel in archive.kernels.values()}
         self._handles: dict[int, CarriedKernel] = {}
         self._codes: dict[str, Code] = {}
 
@@ -41,7 +41,7 @@ class EmulatedCuda:
         return 0
 
     def cuModuleLoadData(self, module: Any, image: bytes) -> int:
-        kernel = self._kernels.get(text_digest(image))
+        kernel = self._kernels.get(image)
         if kernel is None:
             return INVALID_IMAGE
         module._obj.value = len(self._handles) + 1

@@ -48,6 +48,9 @@ def test_what_is_carried_is_of_these_kernels_and_small() -> None:
     for kernel in found.kernels.values():
         assert text_digest(found.cubin(kernel)) == kernel.code
         assert f".reqntid {kernel.threads}" in found.ptx(kernel)
+        # And scratch memory, and a profiler's. Two kernels of one code may differ in what they are handed.
+        taken = found.ptx(kernel).partition(".entry")[2].partition(")")[0].count(".param ")
+        assert taken == len(kernel.parameters) + 2, kernel.name
         assert "/" not in found.ptx(kernel).partition(".entry")[2].partition("{")[0], "a path of whoever compiled it"
 
 
