@@ -193,7 +193,7 @@ bench-kernels: $(VENV)/.test
 bench-kernels-baseline: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python benchmarks/bench_kernel_figures.py --write-baseline
 
-# Compiles what is carried (an hour of no GPU), and lays beside the checkout what a GPU image lacks: git ignores
+# Compiles what is carried (three CPU minutes, no GPU), and lays beside the checkout what a GPU image lacks: git ignores
 # carried/, so a copy of the checkout has to take it along. Then, there: python3 benchmarks/first_call.py --out DIR
 gpu-pack: $(VENV)/.test
 	PYTHONPATH=. $(BIN)/python -m benchmarks.kernels.carry
