@@ -120,7 +120,7 @@ def listen(
         if not line.startswith("{"):
             continue
         said = json.loads(line)
-        silence = HANG_S * options.patience
+        silence = said.get("silent_s", HANG_S * options.patience)
         if "doing" in said:
             doing = said["doing"]
         elif "step" in said:

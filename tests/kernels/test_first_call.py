@@ -41,9 +41,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def first_call(
-    tmp_path: Path, *arguments: str, patience: float = PATIENCE, carried: Path | None = None
-) -> tuple[int, list[Row], str]:
+def first_call(tmp_path: Path, *arguments: str, carried: Path | None = None) -> tuple[int, list[Row], str]:
     """Run the script without pydantic, unless it is carried, and return (exit code, rows, what it printed)."""
     (tmp_path / "site").mkdir(exist_ok=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKED)
@@ -51,7 +49,7 @@ def first_call(
     if carried is None:
         environment["PYTHONPATH"] = str(tmp_path / "site")
     command = [PYTHON, "benchmarks/first_call.py", "--out", str(tmp_path / "out"), "--rehearse", "--carried",
-               str(carried or tmp_path / "none"), "--patience", str(patience), *arguments]  # fmt: skip
+               str(carried or tmp_path / "none"), "--patience", str(PATIENCE), *arguments]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, read(tmp_path / "out"), done.stdout
@@ -71,7 +69,7 @@ def test_a_wrong_kernel_ends_in_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.lengthy
 def test_a_right_kernel_ends_in_right_and_a_hang_costs_its_own_step_alone(tmp_path: Path) -> None:
-    code, rows, printed = first_call(tmp_path, "--only", "facts", "--fault", "hang@cubins load", patience=0.1)
+    code, rows, printed = first_call(tmp_path, "--only", "facts", "--fault", "hang@cubins load")
     assert code == 0, printed
     by_step = {row.step: row for row in rows}
     assert by_step["cubins load"].outcome is Outcome.NOT_REACHED
