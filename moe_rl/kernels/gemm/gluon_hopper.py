@@ -306,7 +306,7 @@ def _gluon_wide_kernel(
     sizes = (num_rows, num_out, num_sum, num_groups)
     of_all = ()
     if not TABLE:
-        of_all = (
+        of_all = (  # type: ignore[assignment]
             _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, SUM_IS_DENSE, BLOCK_N, BLOCK_K, W_LAYOUT),
         )
     gl.warp_specialize([
@@ -347,7 +347,7 @@ def _gluon_kernel(
     strides = (stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum)
     of_all = ()
     if not TABLE:
-        of_all = (
+        of_all = (  # type: ignore[assignment]
             _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, BLOCK_N, BLOCK_K, W_LAYOUT),
             _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, MORE_N, BLOCK_K, W_LAYOUT),
         )
