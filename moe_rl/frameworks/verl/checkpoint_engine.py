@@ -11,15 +11,15 @@ everything else. `expert_map` [MoE layers, slots] is read at every sync, so that
 without it engines have the map that they start with. Ranks of an engine count expert-parallel index first, then slices
 of experts.
 
-Not for rollout engines that gather the batches of their ranks and take the names of the first (SGLang in verl, with
-ep_size above 1).
+SGLang is refused with ep_size above 1: verl gathers the batches of its ranks and loads all of them under the names of
+the first, so that every rank would write other experts than its own.
 """
 
 import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.frameworks.post_import import wrap
 from moe_rl.frameworks.verl.export import ExportedWeights, SplitWeights
 from moe_rl.sync.dense import receive_dense, send_dense
 from moe_rl.sync.errors import SyncError
@@ -46,8 +47,36 @@ NAME = "moe_rl"
 
 
 def register(module: ModuleType) -> None:
-    """Enter the engine into verl's registry; `module` is `verl.checkpoint_engine.base`."""
+    """Enter the engine into verl's registry; `module` is `verl.checkpoint_engine.base`.
+
+    A rollout worker then refuses an engine that cannot take experts by name, before any weight travels.
+    """
     module.CheckpointEngineRegistry.register(NAME)(PlannedCheckpointEngine)
+
+    def checked(made: Callable[..., None], self: Any, rollout_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_rollout(rollout_config)
+        made(self, rollout_config, *args, **kwargs)
+
+    wrap(module.CheckpointEngineWorker, "__init__", checked)
+
+
+# Rollout engines into which verl loads the batches of all ranks under the first rank's names
+# (verl/workers/rollout/sglang_rollout, sglang.srt.weight_sync.utils.update_weights).
+ZIPPED_BY_POSITION = ("sglang",)
+
+
+def check_rollout(rollout_config: Any) -> None:
+    """Raise for a rollout engine that would load a rank's experts under another rank's names."""
+    chosen = rollout_config.checkpoint_engine
+    if chosen.backend != NAME or rollout_config.name not in ZIPPED_BY_POSITION:
+        return
+    ep_size = chosen.engine_kwargs.get(NAME, {}).get("ep_size", 1)
+    require(
+        ep_size == 1,
+        f"checkpoint_engine.backend=moe_rl with rollout.name={rollout_config.name} and ep_size={ep_size}: verl loads "
+        "the batches of an engine's ranks under the names of the first, so each rank would get the experts of another. "
+        "Leave engine_kwargs.moe_rl.ep_size out (every rank then gets all experts), or use vllm.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

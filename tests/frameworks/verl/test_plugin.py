@@ -1,7 +1,7 @@
 """What the plug-in changes in verl's own modules, without verl."""
 
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,3 +41,32 @@ def test_an_actor_of_another_engine_is_a_warning_or_an_error(
         else:
             module.ActorConfig()
     assert ("goes on unbalanced" in caplog.text) == (strategy != "megatron")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ep_size", "refused"), [("sglang", 2, True), ("sglang", 1, False), ("vllm", 2, False)]
+)
+def test_an_engine_that_names_experts_by_the_first_rank_is_refused(rollout: str, ep_size: int, refused: bool) -> None:
+    """A worker of SGLang with expert parallelism raises before weights travel; others are made as before."""
+    pytest.importorskip("torch")
+    from moe_rl.frameworks.verl.checkpoint_engine import PlannedCheckpointEngine, register
+
+    module: Any = ModuleType("base")
+    registered: dict[str, Any] = {}
+    module.CheckpointEngineRegistry = SimpleNamespace(
+        register=lambda name: lambda made: registered.update({name: made})
+    )
+    module.CheckpointEngineWorker = type(
+        "CheckpointEngineWorker",
+        (),
+        {"__init__": lambda self, rollout_config, model_config: vars(self).update(made=True)},
+    )
+    register(module)
+    assert registered == {"moe_rl": PlannedCheckpointEngine}
+    chosen = SimpleNamespace(backend="moe_rl", engine_kwargs={"moe_rl": {"ep_size": ep_size}})
+    config = SimpleNamespace(name=rollout, checkpoint_engine=chosen)
+    if refused:
+        with pytest.raises(InvalidInputError, match="under the names of the first"):
+            module.CheckpointEngineWorker(config, None)
+    else:
+        assert module.CheckpointEngineWorker(config, None).made
