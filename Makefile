@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
+.PHONY: help env demo examples test quick test-sync test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
 	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
+	@echo "make test-sync    weight syncs through the loaders of SGLang and vLLM as released, whose wheels it unpacks into .venv-sync (400 MB)"
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   wheels of a checkout and of git's archives in an empty environment, without a compiler"
 	@echo "make fuzz-planner 60 settings of the day: does any policy beat moe-rl with the same slots?"
@@ -72,6 +73,11 @@ $(VENV)/.docs: $(VENV)/.core
 
 $(VENV)/.examples: $(VENV)/.test
 	$(PIP) "moe-rl[examples]"
+	@touch $@
+
+# Only files of these wheels are read: none of their requirements is installed, and nothing of them runs on a GPU.
+.venv-sync/.created: $(VENV)/.test constraints.txt
+	$(PIP) --no-deps --no-compile --upgrade --target .venv-sync sglang vllm
 	@touch $@
 
 env: $(VENV)/.lint
@@ -149,6 +155,10 @@ examples: $(VENV)/.examples
 
 test-docs: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/docs/test_tutorial.py tests/docs/test_commands.py
+
+test-sync: $(VENV)/.test
+	@$(MAKE) --no-print-directory .venv-sync/.created || { echo "NOT RUN: pip could not bring the wheels of sglang and vllm"; exit 0; }; \
+	MOE_RL_ENGINES=$(CURDIR)/.venv-sync $(BIN)/python -m pytest -n 0 tests/sync/test_engine_loaders.py
 
 test-browser: $(VENV)/.test
 	sh tests/browser/run.sh $(BIN)/python

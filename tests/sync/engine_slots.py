@@ -1,0 +1,168 @@
+"""Engine ranks whose slots are filled by SGLang's and vLLM's own weight loaders.
+
+Layers are not built: the loaders' methods run on instances that have the attributes which they read.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from engine_code import SGLANG, VLLM, engine_modules
+from layout_cases import Expert, Slots, Weights
+
+from moe_rl.sync import EngineLayout
+from moe_rl.sync.expert_parts import ExpertShape
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class LoadedSlots(Slots):
+    """Slots [W / EP] of every layer as an engine keeps them: gate and up in one parameter, down in another."""
+
+    def __init__(self, shape: ExpertShape, engine: EngineLayout, index: int) -> None:
+        super().__init__(shape, engine, index)
+        layers, slots = self.local.shape
+        ffn, hidden = shape.ffn_size // engine.tp_size, shape.hidden_size
+        self.w13 = [_unwritten(slots, 2 * ffn, hidden) for _ in range(layers)]
+        self.w2 = [_unwritten(slots, hidden, ffn) for _ in range(layers)]
+
+    def load(self, layer: int, expert: int, tensors: Expert) -> None:
+        for name, tensor in zip(NAMES, tensors, strict=True):
+            self.load_named(layer, expert, name, tensor.contiguous())
+        self.loads += int((self.local[layer] == expert).sum())
+
+    def load_named(self, layer: int, expert: int, name: str, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def wrong_slots(self, weights: Weights) -> int:
+        wrong = 0
+        for (layer, slot), expert in np.ndenumerate(self.local):
+            gate, up, down = self.slice(weights(layer, int(expert)))
+            gates = torch.equal(self.w13[layer][slot], torch.cat([gate, up]))
+            wrong += not (gates and torch.equal(self.w2[layer][slot], down))
+        return wrong
+
+
+def _unwritten(*sizes: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full(sizes, float("nan"), dtype=torch.bfloat16), requires_grad=False)
+
+
+class SglangSlots(LoadedSlots):
+    """`FusedMoE.weight_loader` and `ExpertLocationMetadata`: SGLang finds an expert's slots by its own table."""
+
+    def __init__(self, shape: ExpertShape, engine: EngineLayout, index: int) -> None:
+        super().__init__(shape, engine, index)
+        location, layer_code = _sglang()
+        experts = int(engine.slots.max()) + 1
+        physical = torch.as_tensor(np.array(engine.slots), dtype=torch.int64)
+        self.location = location.ExpertLocationMetadata._init_raw(
+            ep_size=engine.ep_size,
+            physical_to_logical_map=physical,
+            logical_to_all_physical_map=location._compute_logical_to_all_physical_map(
+                physical, experts, engine.ep_size, None
+            ),
+            moe_ep_rank=0,
+        )
+        self.layers = [self._layer(number) for number in range(len(self.local))]
+        table = layer_code.FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", experts)
+        self.table = {weight: (parameter, expert, shard) for parameter, weight, expert, shard in table}
+
+    def _layer(self, number: int) -> Any:
+        fused = _sglang()[1].FusedMoE
+        layer = fused.__new__(fused)
+        torch.nn.Module.__init__(layer)
+        facts = {
+            "layer_id": number,
+            "quant_config": None,
+            "uses_expert_location": True,
+            "_has_fused_shared": False,
+            "num_fused_shared_experts": 0,
+            "_expert_storage_rank": self.index // self.engine.tp_size,
+            "_num_local_routed": self.local.shape[1],
+            "_num_global_routed": self.engine.slots.shape[1],
+            "num_local_experts": self.local.shape[1],
+            "moe_tp_rank": self.index % self.engine.tp_size,
+            "moe_tp_size": self.engine.tp_size,
+            "quant_method": object(),
+            "scheme": None,
+            "use_flashinfer_trtllm_moe": False,
+            "use_triton_kernels": False,
+            "use_presharded_weights": not self.engine.whole_tensors,
+            "moe_runner_config": SimpleNamespace(is_gated=True),
+        }
+        for name, value in facts.items():
+            setattr(layer, name, value)
+        layer.w13_weight, layer.w2_weight = self.w13[number], self.w2[number]
+        return layer
+
+    def load_named(self, layer: int, expert: int, name: str, tensor: torch.Tensor) -> None:
+        _sglang()[1].get_global_expert_location_metadata = lambda: self.location
+        parameter, number, shard = self.table[f"experts.{expert}.{name}."]
+        target = self.layers[layer]
+        into = target.w13_weight if parameter.endswith("w13_") else target.w2_weight
+        target.weight_loader(into, tensor, f"{parameter}weight", shard_id=shard, expert_id=number)
+
+
+class VllmSlots(LoadedSlots):
+    """`RoutedExperts.weight_loader` and `determine_expert_map`; its names are of the map that the sync brings."""
+
+    SHARDS: ClassVar = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+    def __init__(self, shape: ExpertShape, engine: EngineLayout, index: int) -> None:
+        super().__init__(shape, engine, index)
+        experts, maps, _ = _vllm()
+        own = index // engine.tp_size
+        local, table, _ = maps.determine_expert_map(engine.ep_size, own, engine.slots.shape[1])
+        assert local == self.local.shape[1]
+        self.module = experts.RoutedExperts.__new__(experts.RoutedExperts)
+        parallel = SimpleNamespace(tp_size=engine.tp_size)
+        vars(self.module).update(
+            quant_config=None,
+            quant_method=object(),
+            _fused_shared_expert_quantizer=None,
+            expert_map_manager=SimpleNamespace(
+                map_global_to_local=lambda slot: slot if table is None else int(table[slot]),
+                num_fused_shared_experts=0,
+            ),
+            moe_config=SimpleNamespace(
+                tp_shard_with_padding=False,
+                is_act_and_mul=True,
+                tp_rank=index % engine.tp_size,
+                num_logical_experts=int(engine.slots.max()) + 1,
+                moe_parallel_config=parallel,
+            ),
+        )
+
+    def load_named(self, layer: int, expert: int, name: str, tensor: torch.Tensor) -> None:
+        shard = self.SHARDS[name]
+        parameter = self.w2[layer] if shard == "w2" else self.w13[layer]
+        for slot in np.flatnonzero(self.engine.slots[layer] == expert).tolist():
+            if self.engine.whole_tensors:
+                self.module.weight_loader(parameter, tensor, "weight", shard, slot)
+                continue
+            here = self.module._map_global_expert_id_to_local_expert_id(slot)
+            if here < 0:
+                continue
+            slices = {"expert_data": parameter.data[here], "loaded_weight": tensor, "tp_rank": 0, "load_full": True}
+            if shard == "w2":
+                self.module._load_w2(shard_dim=1, **slices)
+            else:
+                self.module._load_w13(shard_dim=0, shard_id=shard, **slices)
+
+
+@cache
+def _sglang() -> list[Any]:
+    location, layer = engine_modules(SGLANG)
+    layer._is_cpu = layer._is_hip = layer._use_aiter = False
+    unset = SimpleNamespace(get=lambda: False)
+    layer.envs = SimpleNamespace(SGLANG_MOE_COPY_WEIGHT_VIEWS_BEFORE_H2D=unset)
+    no_dispatch = SimpleNamespace(ep_dispatch_algorithm=None, moe_a2a_backend="none")
+    location.get_exec = lambda: SimpleNamespace(moe=no_dispatch)
+    return [location, layer]
+
+
+@cache
+def _vllm() -> list[Any]:
+    return engine_modules(VLLM)
