@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
@@ -198,6 +198,9 @@ class Planner(ABC):
     """Copies stay for a step in all its slots: compared with others it gets resident slots as replica slots, too."""
     slot_limits: ClassVar[bool] = True
     """Keeps to the problem's slots; False for a policy that takes as many as it likes, which no buffer can hold."""
+    unmet_dispatchers: ClassVar[Mapping[str, str]] = {}
+    """Dispatchers under which the simulator does not meet the policy's published gains, each with the reason: there the
+    policy is not forecast."""
     never_worse_than_static: ClassVar[bool] = True
     """Under objective "imbalance" its busiest ranks take no more of the known rows than under static placement."""
     by_default: ClassVar[bool] = False

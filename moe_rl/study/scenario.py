@@ -372,7 +372,13 @@ def _problem(
 def check_policies(options: SimulationOptions) -> None:
     """Raise for an unknown policy or parameter, before any work is done."""
     for name in options.policy:
-        make_planner(name, **options.policy_parameters(name))
+        planner = make_planner(name, **options.policy_parameters(name))
+        unmet = planner.unmet_dispatchers.get(options.moe_token_dispatcher_type)
+        require(
+            unmet is None,
+            f"--policy {name} is not forecast with --moe-token-dispatcher-type {options.moe_token_dispatcher_type}: "
+            f"{unmet} (python -m benchmarks.validate_model).",
+        )
     for option in options.policy_option:
         options.policy_parameters(option.partition(".")[0])
     require(len(set(options.policy)) == len(options.policy), f"--policy names a policy twice: {options.policy}.")

@@ -59,6 +59,19 @@ def test_one_known_step_is_met_and_narrows_the_interval(tmp_path: Path, trace: P
     assert any("1 known step: " in note for note in document["notes"])
 
 
+def test_plan_takes_a_known_step_and_refuses_what_is_none(tmp_path: Path, trace: Path) -> None:
+    own = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "ultraep")
+    seconds = 1.3 * static(simulated(tmp_path, trace, *SMALL))["step_time_s"]
+    out = tmp_path / "plan.npz"
+    planned = moe_rl("plan", trace, *own, "--known-step", seconds, "--out", out)
+    assert planned.code == 0, planned.err
+    assert out.exists()
+    refused = moe_rl("plan", trace, *own, "--known-step", 1e6 * seconds, "--out", tmp_path / "other.npz")
+    assert refused.code == 2
+    assert "times as long as the forecast" in refused.err
+    assert not (tmp_path / "other.npz").exists()
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -189,3 +202,12 @@ def test_what_published_runs_contradict_is_refused_or_named(tmp_path: Path, trac
     assert any("no expert parallelism" in note for note in alone["notes"])
     elsewhere = simulated(tmp_path, trace, *SMALL, "--cluster", "b300")
     assert any("cluster b300 (fitted: h100" in note for note in elsewhere["notes"])
+
+
+def test_a_policy_whose_published_gain_is_not_met_is_refused_for_that_dispatcher(trace: Path) -> None:
+    own = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static,llep")
+    refused = moe_rl("simulate", trace, *own, "--moe-token-dispatcher-type", "alltoall")
+    assert refused.code == 2
+    assert "--policy llep is not forecast" in refused.err
+    assert "18 to 68 % too high" in refused.err
+    assert moe_rl("simulate", trace, *own).code == 0
