@@ -23,6 +23,9 @@ from markupsafe import Markup
 
 import moe_rl
 from benchmarks import public_recipes, recipe_gains
+from benchmarks.validate_model.compare import PUBLISHED
+from benchmarks.validate_model.constants import carried_constants
+from benchmarks.validate_model.picture import forecast_picture
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.traps import Trap
 from moe_rl.importance import OBJECTIVES
@@ -130,6 +133,16 @@ def errors_table() -> str:
             found["fitted"],
         )
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def carried_table() -> str:
+    """Return every constant that published rows determine, by kind of rows, as a Markdown table."""
+    lines = ["| constant | value | rows that carry it | |", "|---" * 4 + "|"]
+    lines += [
+        f"| {found.name} | {found.value:g} | {found.rows} of {found.of} | {found.kind} |"
+        for found in carried_constants(PUBLISHED)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -289,6 +302,7 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "recipe-gains": recipe_gains.table,
     "recipe-gains-short": recipe_gains.short_table,
     "validate-model": errors_table,
+    "carried-constants": carried_table,
     "megatron-options": megatron_options,
 }
 
@@ -431,6 +445,7 @@ def roofs_picture() -> Markup:
 
 DRAWN = {
     "roofs": roofs_picture,
+    "forecasts": forecast_picture,
     "policies": wait_picture,
     "first-look": first_look,
     "load-maps": load_maps,

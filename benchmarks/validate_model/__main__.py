@@ -1,6 +1,6 @@
 """The cost model beside published measurements, fitted sets marked.
 
-python -m benchmarks.validate_model            # --points: every figure; --memory: forecast peaks; --forecasts; --json
+python -m benchmarks.validate_model    # --points: every figure; --memory; --forecasts; --ablation; --constants; --json
 """
 
 import sys
@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from benchmarks.validate_model.ablation import WORTH, ablations
 from benchmarks.validate_model.compare import PUBLISHED, memory_forecasts, validate
+from benchmarks.validate_model.constants import carried_constants
 from benchmarks.validate_model.forecasts import (
     by_class,
     called_pairs,
@@ -40,6 +42,12 @@ def validate_model(
     forecasts: Annotated[
         bool, typer.Option("--forecasts", help="Say how often 80 % intervals hold, and which pairs they call, instead.")
     ] = False,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Leave every term out in turn, and say which is worth it, instead.")
+    ] = False,
+    constants: Annotated[
+        bool, typer.Option("--constants", help="List what published rows determine, and how many carry it, instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict published measurements and say how far off the cost model is, fitted sets marked.
@@ -51,6 +59,12 @@ def validate_model(
         return
     if forecasts:
         _print_forecasts(published, as_json=as_json)
+        return
+    if ablation:
+        _print_ablation(published, as_json=as_json)
+        return
+    if constants:
+        _print_constants(published, as_json=as_json)
         return
     with progress_bar() as advance:
         advance("predicting published measurements", 0, 1)
@@ -87,6 +101,32 @@ def _print_forecasts(folder: Path, *, as_json: bool) -> None:
     for each in pairs:
         said = f"{each.count} pairs differ by more than 10 %, {each.called} are called, {each.right} rightly"
         console.print(f"{each.name}: {said}")
+
+
+def _print_ablation(folder: Path, *, as_json: bool) -> None:
+    found = list(ablations(folder))
+    if as_json:
+        print_json({"schema": "moe_rl.ablation/1", "worth": WORTH, "terms": [asdict(each) for each in found]})
+        return
+    table = figures_table("term left out", "vendor's runs", "most", "class", "", gap=2)
+    for each in found:
+        kind, most = each.most
+        verdict = Text("" if each.stays else "not worth it", style="" if each.stays else "red")
+        table.add_row(Text(each.term), f"{each.worse['vendor']:+.4f}", f"{most:+.4f}", Text(kind), verdict)
+    console = results()
+    console.print(table)
+    console.print(f"growth of the mean |log| of a class; a term is worth it from {WORTH} on")
+
+
+def _print_constants(folder: Path, *, as_json: bool) -> None:
+    found = list(carried_constants(folder))
+    if as_json:
+        print_json({"schema": "moe_rl.constants/1", "constants": [asdict(each) for each in found]})
+        return
+    table = figures_table("constant", "value", "rows that carry it", "kind", gap=2)
+    for each in found:
+        table.add_row(Text(each.name), f"{each.value:g}", f"{each.rows} of {each.of}", Text(each.kind))
+    results().print(table)
 
 
 def _print_memory(folder: Path, *, as_json: bool) -> None:

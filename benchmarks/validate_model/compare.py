@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors, ratio_errors
-from benchmarks.validate_model.gains import layer_gains
+from benchmarks.validate_model.gains import layer_gains, policy_gains
 from benchmarks.validate_model.layer import all_to_all, moe_layer
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.config import load_software
@@ -29,11 +29,14 @@ from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed, WholeRun
 PUBLISHED = Path(__file__).parents[2] / "tests" / "simulators" / "data"
 
 
-def validate(folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed) -> list[ValidationResult]:
-    """Return every comparison of every published set in `folder`, by file name."""
+def validate(
+    folder: Path, *, model_named: ModelNamed, cluster_named: ClusterNamed, kinds: Sequence[str] = ()
+) -> list[ValidationResult]:
+    """Return every comparison of every published set in `folder`, by file name; of these kinds where they are given."""
     results: list[ValidationResult] = []
     for published in _published(folder):
-        results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
+        if not kinds or published["kind"] in kinds:
+            results.extend(_KINDS[published["kind"]](published, model_named, cluster_named))
     return sorted(results, key=lambda result: "held-out" not in result.name)
 
 
@@ -247,6 +250,7 @@ _KINDS = {
     "throughput": _throughput,
     "moe_layer": moe_layer,
     "layer_gains": layer_gains,
+    "policy_gains": policy_gains,
     "all_to_all": all_to_all,
     "whole_runs": _whole_runs,
     "memory_peaks": _memory_peaks,

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.dirichlet import DIRICHLET_SCENARIOS
+from benchmarks.validate_model.drawn import planned
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -89,3 +91,28 @@ def _gain(
 def _layer_seconds(prediction: StepPrediction) -> float:
     breakdown = prediction.breakdown_s or {}
     return sum(breakdown[name] for name in LAYER_PARTS)
+
+
+def policy_gains(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare gains of whole policies, over routing drawn as severe as their papers say."""
+    points = []
+    for case in published["cases"]:
+        setting = StepSetting(**case["setting"])
+        simulate = planned(
+            DIRICHLET_SCENARIOS[case["scenario"]],
+            ep_size=case["ep_size"],
+            tokens=case["tokens"],
+            setting=setting,
+            cluster=case["cluster"],
+            names=tuple(case["policies"]),
+        )
+        result = simulate(setting)
+        steps = {**result.policies, **result.yardsticks(), "static": result.static}
+        for point in case["gains"]:
+            over, policy = steps[point["over"]].prediction, steps[point["policy"]].prediction
+            gain = over.step_time_s / policy.step_time_s
+            name = f"{point['policy']} / {point['over']}"
+            points.append(ValidationPoint(name=name, unit=published["unit"], published=point["gain"], predicted=gain))
+    return [compared(published, points)]

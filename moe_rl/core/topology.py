@@ -19,7 +19,6 @@ MAY_BE_ZERO = (
     "flat_rdma_gb_per_s",
     "host_layer_ms",
     "host_expert_ms",
-    "host_chunk_ms",
     "step_fixed_s",
 )
 
@@ -81,8 +80,6 @@ class HardwareSpec:
     """Host time of one layer and micro-batch, forward and backward, without CUDA graphs and without experts."""
     host_expert_ms: float = 0.0
     """Host time of every local expert beside that: one launch per expert and matrix product."""
-    host_chunk_ms: float = 0.0
-    """Host time of one model chunk of a pipeline stage and micro-batch: its sends and receives."""
     step_fixed_s: float = 0.0
     """Once per step: optimizer launches, gradient norm, exposed gradient reduction and parameter gathering, logging."""
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ CONSTANTS = (
     "gemm_tflops", "hbm_gb_per_s", "gemm_fixed_us", "nvlink_gb_per_s", "rdma_gb_per_s", "intra_node_latency_us",
     "inter_node_latency_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms", "fp8_speedup", "gemm_half_width",
     "flat_rdma_gb_per_s", "attention_linear_tflops", "attention_forward_tflops", "attention_backward_tflops",
-    "host_layer_ms", "host_expert_ms", "host_chunk_ms", "step_fixed_s",
+    "host_layer_ms", "host_expert_ms", "step_fixed_s",
 )  # fmt: skip
 SHIPPED_SOFTWARE = Software()
 # Costs of the training software that whole steps determine.

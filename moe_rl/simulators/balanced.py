@@ -176,10 +176,14 @@ def uniform_load(model: MoeModelSpec, topology: ClusterTopology, *, tokens_per_r
 def flops_per_token(model: MoeModelSpec, sequence_length: float) -> float:
     """Return floating-point operations of forward and backward per token; causal attention counts half.
 
+    Layers with a window of w tokens count 2 w - w^2 / n instead of the n of a sequence of n tokens, w < n.
+
     Recomputation does not count (model FLOPs, as in NVIDIA/Megatron-LM:megatron/training/training.py).
     """
     core = model.query_channels + model.num_attention_heads * model.kv_channels
-    attention = 2.0 * model.attention_params + sequence_length * core
+    # As much as full attention over a sequence of this length.
+    attended = float(attention_squares(np.array([round(sequence_length)], np.int64), model)[0]) / round(sequence_length)
+    attention = 2.0 * model.attention_params + attended * core
     per_width = 2.0 * model.num_expert_matrices * model.hidden_size
     moe = model.top_k * model.moe_ffn_hidden_size + model.shared_expert_ffn_hidden_size
     dense_layers = model.num_layers - model.num_moe_layers

@@ -24,14 +24,6 @@ NORM_PASSES = (14.0, 24.0)
 QKV_PASSES = (6.0, 10.0)
 # Backward core attention recomputes the scores: 5 matrix products against forward's 2.
 BACKWARD_ATTENTION_FLOPS = 2.5
-# Share of a latent attention's projections in the two that its module `mla_up_proj` computes again, from the shapes of
-# DeepSeek-V3 and Kimi-K2.
-MLA_UP_PROJECTION = 0.23
-# Hidden-size elements that the module `layernorm` reads and writes again.
-LAYER_NORM_PASSES = 8.0
-# Core attention of heads of 64 channels against 128, per floating-point operation, forward and backward: cuDNN 9.19 on
-# H200 and GB200 (NVIDIA/cudnn-frontend@afa9f7c:benchmark/sdpa_benchmark_training/results, gpt-oss and Llama).
-NARROW_HEAD = (1.6, 1.35)
 # Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed.
 LOSS_BYTES = (6.0, 8.0)
 # All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward.
@@ -277,7 +269,6 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     """Return the host's seconds to launch one layer of one micro-batch: the layer takes no less.
 
     A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
-    A pipeline's chunk also launches sends and receives: they are spread over its layers.
     """
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph == "full_iteration":
@@ -292,10 +283,7 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
     in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)
-    stages, directions = setting.pipeline_model_parallel_size, 1 + (backward_passes > 0)
-    chunks = stages * setting.num_virtual_stages if stages > 1 else 0
-    chunk = hardware.host_chunk_ms * left * directions / 2.0 * chunks / run.model.num_layers
-    return 1e-3 * software.host * (in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again) + chunk)
+    return 1e-3 * software.host * in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
@@ -308,10 +296,6 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
     core_s = core_attention_seconds(model, hardware, backward=backward)
     if backward and "core_attn" in setting.recompute_modules:
         core_s += core_s / BACKWARD_ATTENTION_FLOPS
-    if backward and "mla_up_proj" in setting.recompute_modules:
-        linear_s *= 1.0 + MLA_UP_PROJECTION / 2.0
-    if backward and "layernorm" in setting.recompute_modules:
-        moved += LAYER_NORM_PASSES * model.hidden_size
     return LinearTime(
         per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
         per_square=core_s,
@@ -323,8 +307,6 @@ def core_attention_seconds(model: MoeModelSpec, hardware: HardwareSpec, *, backw
     outputs = model.num_attention_heads * model.kv_channels
     # Half of the n^2 pairs are computed, 2 operations each: n^2 per channel of Q K^T, and of its product with V.
     flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
-    if model.kv_channels < 128:
-        flops *= NARROW_HEAD[backward]
     tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
     return flops / (tflops * 1e12)
 

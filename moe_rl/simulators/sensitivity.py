@@ -20,7 +20,7 @@ PERTURBED_CONSTANTS: Mapping[str, Sequence[str]] = {
     "RDMA": ("rdma_gb_per_s", "flat_rdma_gb_per_s"),
     "latencies": ("intra_node_latency_us", "inter_node_latency_us"),
     "fixed costs": ("gemm_fixed_us", "layer_fixed_forward_ms", "layer_fixed_backward_ms", "step_fixed_s"),
-    "host": ("host_layer_ms", "host_expert_ms", "host_chunk_ms"),
+    "host": ("host_layer_ms", "host_expert_ms"),
 }
 FACTORS = (0.7, 1.3)
 # Policies whose step times differ by less count as equal: the model cannot tell them apart.

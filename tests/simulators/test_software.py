@@ -21,7 +21,7 @@ from moe_rl.simulators.pipeline import stage_layers
 from moe_rl.simulators.setting import CUDA_GRAPHS, RECOMPUTE_MODULES, StepSetting, TrainingRun
 from moe_rl.simulators.whole_runs import WholeRun
 
-HOSTED = replace(HARDWARE, host_layer_ms=3.0, host_expert_ms=0.25, host_chunk_ms=2.0, step_fixed_s=0.2)
+HOSTED = replace(HARDWARE, host_layer_ms=3.0, host_expert_ms=0.25, step_fixed_s=0.2)
 QWEN = load_model("qwen3-30b-a3b").spec
 NEAR = 1 + 1e-9
 
@@ -59,7 +59,7 @@ def test_parts_add_up_and_only_overlap_is_negative(setting: StepSetting) -> None
     assert all(seconds >= 0 for name, seconds in step.breakdown_s.items() if name != "overlap")
 
 
-@given(settings_of_runs, st.sampled_from(["host_layer_ms", "host_expert_ms", "host_chunk_ms", "step_fixed_s"]))
+@given(settings_of_runs, st.sampled_from(["host_layer_ms", "host_expert_ms", "step_fixed_s"]))
 def test_more_host_time_never_helps(setting: StepSetting, constant: str) -> None:
     slower = balanced(setting, **{constant: 3 * getattr(HOSTED, constant)})
     assert slower.step_time_s >= balanced(setting).step_time_s / NEAR

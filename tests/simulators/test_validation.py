@@ -39,6 +39,7 @@ LIMITED = {
     "whole-runs-setting-held-out": 0.055,
     "whole-runs-setting-held-out-without-regressions": 0.055,
     "llep-layer-gains": 0.15,
+    "policy-gains": 0.06,
 }
 
 
