@@ -21,6 +21,7 @@ VLLM = (
     "vllm.model_executor.layers.fused_moe.routed_experts",
     "vllm.model_executor.layers.fused_moe.expert_map_manager",
     "vllm.utils.math_utils",
+    "vllm.utils.deep_gemm",
 )
 
 
@@ -74,10 +75,12 @@ class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """An empty module has nothing to execute."""
 
 
-def engine_modules(real: Sequence[str]) -> list[Any]:
-    """Return the modules `real` of one engine, executed."""
+def engine_modules(real: Sequence[str], **values: Any) -> list[Any]:
+    """Return the modules `real` of one engine, executed; `values` are what its package `platforms` then has."""
     folder = os.environ[FOLDER]
     if folder not in sys.path:
         sys.path.append(folder)
     sys.meta_path.insert(0, _EmptyModules(real, folder))
+    if values:
+        vars(importlib.import_module(f"{real[0].split('.')[0]}.platforms")).update(values)
     return [importlib.import_module(name) for name in real]

@@ -3,6 +3,7 @@
 Layers are not built: the loaders' methods run on instances that have the attributes which they read.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -43,6 +44,44 @@ class LoadedSlots(Slots):
             gates = torch.equal(self.w13[layer][slot], torch.cat([gate, up]))
             wrong += not (gates and torch.equal(self.w2[layer][slot], down))
         return wrong
+
+    def wrong_quantized_slots(self, weights: Weights, quantizer: "Quantizer") -> int:
+        """Return the slots that, quantized where they are, differ from whole experts that were quantized and cut."""
+        wrong, where = 0, {"tp_size": self.engine.tp_size, "index": self.index % self.engine.tp_size}
+        for (layer, slot), expert in np.ndenumerate(self.local):
+            gate, up, down = weights(layer, int(expert))
+            own_gate, own_up = self.w13[layer][slot].chunk(2)
+            right = quantizer.same(own_gate, gate, dim=0, **where) and quantizer.same(own_up, up, dim=0, **where)
+            wrong += not (right and quantizer.same(self.w2[layer][slot], down, dim=1, **where))
+        return wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """vLLM's cast of a matrix to FP8 in blocks, with blocks as small as the experts of these tests."""
+
+    block: tuple[int, int]
+    power_of_two_scales: bool
+
+    def __call__(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes [N, K] and scales [N / block, K / block]."""
+        cast = _vllm()[3].per_block_cast_to_fp8
+        return cast(matrix, list(self.block), use_ue8m0=self.power_of_two_scales)
+
+    def same(self, own: torch.Tensor, whole: torch.Tensor, *, tp_size: int, index: int, dim: int) -> bool:
+        """Return whether a slice cast by itself has the bits of the same slice of the whole matrix's cast."""
+        own_codes, own_scales = self(own.contiguous())
+        codes, scales = (part.chunk(tp_size, dim)[index] for part in self(whole))
+        return torch.equal(own_codes.view(torch.uint8), codes.contiguous().view(torch.uint8)) and torch.equal(
+            own_scales, scales
+        )
+
+
+# Blocks of 128 x 128, and rows of 32, of experts that are 16 times as large.
+QUANTIZERS = {
+    "FP8": Quantizer(block=(8, 8), power_of_two_scales=False),
+    "MXFP8": Quantizer(block=(1, 8), power_of_two_scales=True),
+}
 
 
 def _unwritten(*sizes: int) -> torch.nn.Parameter:
@@ -112,7 +151,7 @@ class VllmSlots(LoadedSlots):
 
     def __init__(self, shape: ExpertShape, engine: EngineLayout, index: int) -> None:
         super().__init__(shape, engine, index)
-        experts, maps, _ = _vllm()
+        experts, maps = _vllm()[:2]
         own = index // engine.tp_size
         local, table, _ = maps.determine_expert_map(engine.ep_size, own, engine.slots.shape[1])
         assert local == self.local.shape[1]
@@ -165,4 +204,11 @@ def _sglang() -> list[Any]:
 
 @cache
 def _vllm() -> list[Any]:
-    return engine_modules(VLLM)
+    # What vLLM asks of the GPU: the CPU has the same type of numbers.
+    cpu = SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn, simple_compile_backend="eager")
+    experts, maps, numbers, quantization = engine_modules(VLLM, current_platform=cpu)
+    cast = quantization.per_block_cast_to_fp8
+    quantization.per_block_cast_to_fp8 = getattr(cast, "_torchdynamo_orig_callable", cast)
+    finite = torch.finfo(torch.float8_e4m3fn)
+    quantization.get_fp8_min_max = lambda: (finite.min, finite.max)
+    return [experts, maps, numbers, quantization]

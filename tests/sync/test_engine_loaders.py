@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 from engine_code import FOLDER
-from engine_slots import LoadedSlots, SglangSlots, VllmSlots
+from engine_slots import QUANTIZERS, LoadedSlots, SglangSlots, VllmSlots
 from layout_cases import Drawn, TrainerSizes, draw, drawn_homes, drawn_slots, nodes_apart, problem_of, sync, weights_of
 
 from moe_rl.sync import EngineLayout, plan_sync
@@ -21,13 +21,18 @@ ENGINES = {"sglang": SglangSlots, "vllm": VllmSlots}
 LAYOUTS = range(2000, 2200)
 
 
-def loaded(drawn: Drawn, engine: type[LoadedSlots], *, step: int = 7) -> int:
-    """Sync once through the engine's loader and return how many slots were filled; none may be wrong."""
+def loaded(drawn: Drawn, engine: type[LoadedSlots], *, quantized: str = "", step: int = 7) -> int:
+    """Sync once through the engine's loader and return how many slots were filled; none may be wrong.
+
+    `quantized`: of an engine that then quantizes its own slots.
+    """
     problem = drawn.problem
     ranks = {each.rank: engine(drawn.shape, each.engine, each.index) for each in problem.engine_ranks()}
     sync(plan_sync(problem, message_bytes=1), drawn, ranks, step=step)
     weights = weights_of(drawn.shape, step)
     assert sum(rank.wrong_slots(weights) for rank in ranks.values()) == 0
+    if quantized:
+        assert sum(rank.wrong_quantized_slots(weights, QUANTIZERS[quantized]) for rank in ranks.values()) == 0
     for rank in ranks.values():
         rank.versions.require(step)
     return sum(rank.local.size for rank in ranks.values())
@@ -35,8 +40,10 @@ def loaded(drawn: Drawn, engine: type[LoadedSlots], *, step: int = 7) -> int:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_200_random_layouts_are_exact(name: str) -> None:
-    slots = sum(loaded(draw(seed), ENGINES[name]) for seed in LAYOUTS)
-    assert slots > 10_000
+    """Every second engine quantizes what it got, in FP8 or MXFP8, as if whole experts had been quantized and cut."""
+    kinds = ("", "FP8", "", "MXFP8")
+    slots = [loaded(draw(seed), ENGINES[name], quantized=kinds[seed % len(kinds)]) for seed in LAYOUTS]
+    assert sum(slots) > 10_000
 
 
 @pytest.mark.parametrize("name", ENGINES)
