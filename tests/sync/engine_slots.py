@@ -15,6 +15,7 @@ from layout_cases import Expert, Slots, Weights
 
 from moe_rl.sync import EngineLayout
 from moe_rl.sync.expert_parts import ExpertShape
+from moe_rl.sync.versions import SlotVersions
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -28,6 +29,11 @@ class LoadedSlots(Slots):
         ffn, hidden = shape.ffn_size // engine.tp_size, shape.hidden_size
         self.w13 = [_unwritten(slots, 2 * ffn, hidden) for _ in range(layers)]
         self.w2 = [_unwritten(slots, hidden, ffn) for _ in range(layers)]
+
+    def change_map(self, engine: EngineLayout) -> None:
+        """Take a map of as many slots, before the weights for it come."""
+        self.engine, self.local = engine, engine.local_slots(self.index)
+        self.versions = SlotVersions(self.local)
 
     def load(self, layer: int, expert: int, tensors: Expert) -> None:
         for name, tensor in zip(NAMES, tensors, strict=True):
@@ -93,20 +99,30 @@ class SglangSlots(LoadedSlots):
 
     def __init__(self, shape: ExpertShape, engine: EngineLayout, index: int) -> None:
         super().__init__(shape, engine, index)
-        location, layer_code = _sglang()
+        self.location = self._location(engine)
+        self.layers = [self._layer(number) for number in range(len(self.local))]
         experts = int(engine.slots.max()) + 1
+        table = _sglang()[1].FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", experts)
+        self.table = {weight: (parameter, expert, shard) for parameter, weight, expert, shard in table}
+
+    def change_map(self, engine: EngineLayout) -> None:
+        """Take the map that comes with the next weights: SGLang updates its own table in place."""
+        super().change_map(engine)
+        self.location.update(self._location(engine), list(range(len(engine.slots))))
+
+    @staticmethod
+    def _location(engine: EngineLayout) -> Any:
+        location = _sglang()[0]
         physical = torch.as_tensor(np.array(engine.slots), dtype=torch.int64)
-        self.location = location.ExpertLocationMetadata._init_raw(
+        every_slot = location._compute_logical_to_all_physical_map(
+            physical, int(engine.slots.max()) + 1, engine.ep_size, None
+        )
+        return location.ExpertLocationMetadata._init_raw(
             ep_size=engine.ep_size,
             physical_to_logical_map=physical,
-            logical_to_all_physical_map=location._compute_logical_to_all_physical_map(
-                physical, experts, engine.ep_size, None
-            ),
+            logical_to_all_physical_map=every_slot,
             moe_ep_rank=0,
         )
-        self.layers = [self._layer(number) for number in range(len(self.local))]
-        table = layer_code.FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", experts)
-        self.table = {weight: (parameter, expert, shard) for parameter, weight, expert, shard in table}
 
     def _layer(self, number: int) -> Any:
         fused = _sglang()[1].FusedMoE
