@@ -17,6 +17,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
 from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.result import PolicyResult
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed
@@ -111,8 +112,13 @@ def policy_gains(
         result = simulate(setting)
         steps = {**result.policies, **result.yardsticks(), "static": result.static}
         for point in case["gains"]:
-            over, policy = steps[point["over"]].prediction, steps[point["policy"]].prediction
-            gain = over.step_time_s / policy.step_time_s
+            gain = _step_seconds(steps[point["over"]]) / _step_seconds(steps[point["policy"]])
             name = f"{point['policy']} / {point['over']}"
             points.append(ValidationPoint(name=name, unit=published["unit"], published=point["gain"], predicted=gain))
     return [compared(published, points)]
+
+
+def _step_seconds(step: PolicyResult) -> float:
+    seconds = step.prediction.step_time_s
+    assert seconds is not None, "the drawn step has tokens"
+    return seconds
