@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.frameworks.post_import import wrap
+from moe_rl.core.post_import import wrap
 from moe_rl.frameworks.verl.export import ExportedWeights, SplitWeights
 from moe_rl.sync.dense import receive_dense, send_dense
 from moe_rl.sync.errors import SyncError
