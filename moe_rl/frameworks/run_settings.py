@@ -29,7 +29,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import require_usable_policy
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
-from moe_rl.planner.static import StaticPlanner
+from moe_rl.planner.others.static import StaticPlanner
 from moe_rl.yaml_files import read_yaml
 
 SWITCH = "MOE_RL"

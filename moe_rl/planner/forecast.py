@@ -14,8 +14,8 @@ from typing import ClassVar
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import Levers, PlanProblem
-from moe_rl.planner.eplb import EplbPlanner, eplb_placement
-from moe_rl.planner.lplb import exactly_split
+from moe_rl.planner.others.eplb import EplbPlanner, eplb_placement
+from moe_rl.planner.others.lplb import exactly_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

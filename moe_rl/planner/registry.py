@@ -9,15 +9,15 @@ from typing import get_type_hints
 from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_kind
 from moe_rl.core.registry import Registry
 from moe_rl.planner.base import Planner
-from moe_rl.planner.eplb import EplbOraclePlanner, EplbPlanner
 from moe_rl.planner.forecast import ForecastPlanner
-from moe_rl.planner.llep import LlepPlanner
-from moe_rl.planner.lplb import LplbOraclePlanner
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
-from moe_rl.planner.moonep import MoonEpPlanner
-from moe_rl.planner.relibra import RelibraPlanner
-from moe_rl.planner.static import StaticPlanner
-from moe_rl.planner.ultraep import UltraEpPlanner
+from moe_rl.planner.others.eplb import EplbOraclePlanner, EplbPlanner
+from moe_rl.planner.others.llep import LlepPlanner
+from moe_rl.planner.others.lplb import LplbOraclePlanner
+from moe_rl.planner.others.moonep import MoonEpPlanner
+from moe_rl.planner.others.relibra import RelibraPlanner
+from moe_rl.planner.others.static import StaticPlanner
+from moe_rl.planner.others.ultraep import UltraEpPlanner
 from moe_rl.planner.variants import MoeRlUnpackedPlanner, StaticPackPlanner
 
 

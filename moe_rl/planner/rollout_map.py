@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.expert_map import ExpertMap
-from moe_rl.planner.eplb import rebalance_experts
+from moe_rl.planner.others.eplb import rebalance_experts
 from moe_rl.planner.swap_annealing import Ints, anneal_swaps, smooth_max
 
 ITERATIONS = 4_000

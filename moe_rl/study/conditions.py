@@ -11,7 +11,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL
 from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
 from moe_rl.planner.base import OURS
-from moe_rl.planner.moonep import MoonEpPlanner
+from moe_rl.planner.others.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
 from moe_rl.report.units import GIB, format_bytes, format_count
 from moe_rl.simulators.movement import STEP_PARTS

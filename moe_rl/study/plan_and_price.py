@@ -18,7 +18,7 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.base import ALL_LEVERS
 from moe_rl.planner.bounds import mean_bound, node_bound, placement_bound
 from moe_rl.planner.domain_engine import engine_of
-from moe_rl.planner.moonep import MoonEpPlanner
+from moe_rl.planner.others.moonep import MoonEpPlanner
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.profiling.posterior import NORMAL_80
 from moe_rl.report.faces import SimulationReport

@@ -17,7 +17,7 @@ from moe_rl.core.expert_map import ExpertMap
 from moe_rl.core.metrics import imbalance
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner.eplb import rebalance_experts
+from moe_rl.planner.others.eplb import rebalance_experts
 from moe_rl.planner.rollout_map import spread_copies
 from moe_rl.replay import TraceSource
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map

@@ -9,7 +9,7 @@ from strategies import HARDWARE, load_of, problem_of, random_pairs, seeds
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.eplb import rebalance_experts
+from moe_rl.planner.others.eplb import rebalance_experts
 from moe_rl.planner.registry import make_planner
 
 README_LOAD = np.array(

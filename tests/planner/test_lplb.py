@@ -10,7 +10,7 @@ from strategies import HARDWARE, load_of, problem_of, random_pairs
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import PlanProblem, make_planner
-from moe_rl.planner.lplb import topologies
+from moe_rl.planner.others.lplb import topologies
 
 
 def lplb_problem(

@@ -7,7 +7,7 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.planner import POLICIES, Planner, make_planner
-from moe_rl.planner.static import StaticPlanner
+from moe_rl.planner.others.static import StaticPlanner
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.frameworks.sglang.expert_map import preferred_slots, static_slots
-from moe_rl.planner.eplb import rebalance_experts
+from moe_rl.planner.others.eplb import rebalance_experts
 from moe_rl.planner.rollout_map import spread_copies
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map
 

@@ -17,8 +17,8 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.assemble import finish_plan, replica_plan
 from moe_rl.planner.base import Levers, Planner, PlanProblem
-from moe_rl.planner.eplb import eplb_placement
 from moe_rl.planner.exact_split import exact_split, holders_of
+from moe_rl.planner.others.eplb import eplb_placement
 from moe_rl.planner.split import proportional_source_quotas
 
 

@@ -17,9 +17,9 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.planner.assemble import finish_plan, no_replicas
 from moe_rl.planner.base import Levers, Planner, PlanProblem
+from moe_rl.planner.others.ultraep import check_replication
 from moe_rl.planner.quota_greedy import replicate_in_node
 from moe_rl.planner.swap_annealing import anneal_swaps
-from moe_rl.planner.ultraep import check_replication
 from moe_rl.planner.weights import seconds_per_row
 
 Ints = NDArray[np.int64]
