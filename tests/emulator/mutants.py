@@ -26,8 +26,8 @@ class Mutant:
     line: int
     text: str
     is_compilers: bool = False
-    """Whether Triton put the instruction there by itself: a barrier of a part's warps, a fence that the loop does not
-    name. Those may be redundant: between two of them often one warp alone touches shared memory."""
+    """Whether Triton put the instruction there by itself: a barrier of a part's warps, a fence or an mbarrier that the
+    loop does not name. Those may be redundant: between two of them often one warp alone touches shared memory."""
 
 
 def mutants_of(text: str) -> Iterator[Mutant]:
@@ -38,10 +38,11 @@ def mutants_of(text: str) -> Iterator[Mutant]:
 
     def changed(at: int, new: str, what: str) -> Mutant:
         named = "fence" in source or "make_tensor_descriptor" in source
+        is_own_init = "mbarrier.init" in lines[at] and source.startswith("def ")
         return Mutant(f"line {at + 1}: {what}: {' '.join(lines[at].split())[:100]} of {source}", at + 1,
                       "\n".join([*lines[:at], new, *lines[at + 1 :]]),
                       is_compilers=what == "no barrier" or (what == "no fence" and not named)
-                      or "acquire.cluster" in lines[at])  # fmt: skip
+                      or "acquire.cluster" in lines[at] or is_own_init)  # fmt: skip
 
     for at, whole in enumerate(lines):
         line = whole.partition("//")[0]  # what `lean_ptx` has taken out stands behind
@@ -84,6 +85,10 @@ def mutants_of(text: str) -> Iterator[Mutant]:
 
 
 REDUNDANT = (
+    ("no init", "def _gluon_wide_kernel(", "the meeting of both SMs' loading warps, which this mbarrier was for, is "
+     "taken out"),
+    ("one arrival more", "def _gluon_wide_kernel(", "the meeting of both SMs' loading warps, which this mbarrier was "
+     "for, is taken out"),
     ("no fence", "tcgen05_mma(", "TMA alone writes the operands"),
     ("no barrier", "barrier.cluster.wait", "at the end both halves of a CTA's warps wait for the cluster, and then for "
      "each other: either wait says it for both"),
