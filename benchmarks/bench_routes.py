@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_routes size [--trace FILE]       bytes beside the index of the combination
     python -m benchmarks.bench_routes decode                    MB of ids per second and core
-    python -m benchmarks.bench_routes sequences [--trace FILE]  the same of sequences as they are, in order and shuffled
+    python -m benchmarks.bench_routes sequences [--trace FILE]  the same sequence by sequence, and coding them
     python -m benchmarks.bench_routes turns                     bytes of a turn beside its new tokens
     python -m benchmarks.bench_routes memory [--trace FILE]     host peak of slime's data path, scaled down, and its law
     python -m benchmarks.bench_routes faults                    seeded faults in every producer's format x 5 families
@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from moe_rl.config import CONFIGS
 from moe_rl.replay import ImportOptions, recorded_sequences
 from moe_rl.routes import CheckedSequence, RoutesReader, RoutesWriter, check_routes
-from moe_rl.routes.blocks import check_shape
 from moe_rl.routes.coded import CodedRoutes
+from moe_rl.routes.sets import check_shape
 
 SHAPES = {"gpt-oss": (32, 4), "Qwen3": (128, 8), "DeepSeek-V3": (256, 8), "ESFT": (64, 6), "Qwen3-Next": (512, 10)}
 GB = 1e9
@@ -80,7 +80,7 @@ def measure_size(trace: Path | None) -> dict[str, Any]:
     result: dict[str, Any] = {"random": {}}
     for name, (experts, top_k) in SHAPES.items():
         ids = random_routes(rng, 40_000, 2, experts, top_k)
-        index = (check_shape(experts, top_k).whole.total - 1).bit_length()
+        index = check_shape(experts, top_k).index_bits
         size = len(stream([ids], experts))
         result["random"][name] = {
             "bits": 8 * size / (40_000 * 2),
@@ -89,7 +89,7 @@ def measure_size(trace: Path | None) -> dict[str, Any]:
         }
     sequences, experts = recorded(trace)
     layers, top_k = sequences[0].shape[1:]
-    index = (check_shape(experts, top_k).whole.total - 1).bit_length()
+    index = check_shape(experts, top_k).index_bits
     bits = 8 * len(stream(sequences, experts)) / (sum(map(len, sequences)) * layers)
     return result | {"trace": {"bits": bits, "index_bits": index, "ratio": bits / index}}
 
@@ -120,22 +120,45 @@ def measure_decode(trace: Path | None) -> dict[str, Any]:
     return result
 
 
-def measure_sequences(trace: Path | None, rounds: int = 3) -> dict[str, Any]:
-    """Ids read per second of CPU time where every sequence of a trace is read by itself, in order and shuffled."""
+# Rows of the sequences that recorded ones are cut into beside their own lengths.
+CUT_TO = (300, 1000, 2000)
+
+
+def measure_sequences(trace: Path | None, rounds: int = 5) -> dict[str, Any]:
+    """Ids per second of CPU time: coded, and read sequence by sequence in order and shuffled; bits of a set."""
     sequences, experts = recorded(trace, 200_000)
-    reader = RoutesReader(stream(sequences, experts))
-    ids, result = sum(each.size for each in sequences), {}
-    orders = {"in_order": list(range(len(sequences)))}
-    orders["shuffled"] = np.random.default_rng(0).permutation(len(sequences)).tolist()
-    for name, order in orders.items():
+    result: dict[str, Any] = {"own": _rates(sequences, experts, rounds)}
+    rows = np.concatenate(sequences)
+    for length in CUT_TO:
+        if len(rows) >= length:
+            pieces = [rows[begin : begin + length] for begin in range(0, len(rows) - length + 1, length)]
+            result[f"{length}_rows"] = _rates(pieces, experts, rounds)
+    return result
+
+
+def _rates(sequences: list[NDArray[Any]], experts: int, rounds: int) -> dict[str, Any]:
+    ids, layers = sum(each.size for each in sequences), sequences[0].shape[1]
+
+    def rate(work: Callable[[], object]) -> float:
         times = []
-        for _ in range(rounds):
+        for _ in range(rounds):  # the best of some: a shared machine is quiet now and then
             begin = time.process_time()
-            for key in order:
-                reader.ids(key)
+            work()
             times.append(time.process_time() - begin)
-        result[f"{name}_ids_mb_per_s"] = ids / min(times) / 1e6
-    return result | {"sequences": len(sequences), "mean_rows": sum(map(len, sequences)) / len(sequences)}
+        return ids / min(times) / 1e6
+
+    coded = stream(sequences, experts)
+    reader, in_order = RoutesReader(coded), list(range(len(sequences)))
+    shuffled = np.random.default_rng(0).permutation(len(sequences)).tolist()
+    rows = sum(map(len, sequences))
+    return {
+        "sequences": len(sequences),
+        "mean_rows": rows / len(sequences),
+        "bits_per_set": 8 * len(coded) / (rows * layers),
+        "encode_ids_mb_per_s": rate(lambda: stream(sequences, experts)),
+        "in_order_ids_mb_per_s": rate(lambda: [reader.ids(key) for key in in_order]),
+        "shuffled_ids_mb_per_s": rate(lambda: [reader.ids(key) for key in shuffled]),
+    }
 
 
 def measure_turns() -> dict[str, Any]:

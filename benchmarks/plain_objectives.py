@@ -88,19 +88,6 @@ def luspo(b: Batch, log: Log) -> Tensor:
     return (_gspo_tokens(b, log) * b["response_mask"]).sum(-1).mean()
 
 
-def segment(b: Batch, log: Log) -> Tensor:
-    """GSPO with one ratio per unbroken run of valid tokens."""
-    mask = b["response_mask"]
-    keep = mask.to(b["log_prob"].dtype)
-    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    turn = starts.cumsum(-1)
-    empty = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=keep.dtype)
-    difference = ((b["log_prob"] - b["old_log_prob"]) * keep).detach()
-    total, count = empty.scatter_add(1, turn, difference), empty.scatter_add(1, turn, keep)
-    ratio = _through_tokens(b, (total / count.clamp(min=1)).gather(1, turn))
-    return masked_mean(_surrogate(b, log, ratio, ratio.clamp(0.8, 1.2), None), mask)
-
-
 def gmpo(b: Batch, log: Log) -> Tensor:
     """GMPO."""
     mask, advantages = b["response_mask"], b["advantages"]
@@ -227,19 +214,6 @@ def opsm(b: Batch, log: Log) -> Tensor:
     return masked_mean(_ppo_tokens(b | {"advantages": b["advantages"] * ~dropped}, log), mask)
 
 
-def fipo(b: Batch, log: Log) -> Tensor:
-    """FIPO; the discounted sum over the future is a product with a triangular matrix."""
-    mask, ratio = b["response_mask"], _ratio(b)
-    moved = (b["log_prob"] - b["old_log_prob"]).detach().clamp(-20.0, 20.0) * mask * (ratio.detach() <= 10.0)
-    place = torch.arange(mask.shape[1], dtype=moved.dtype)
-    decay = torch.tril(2.0 ** ((place - place[:, None]).clamp(max=0) / 32.0))
-    influence = (moved @ decay).exp().clamp(1.0, 1.2)
-    unsafe = (b["advantages"] < 0) & (ratio > 4.0)
-    influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
-    log("actor/fipo_influence", lambda: masked_mean(influence, mask))
-    return masked_mean(influence * _surrogate(b, log, ratio, ratio.clamp(0.8, 1.2), 10.0), mask)
-
-
 def _covariance(b: Batch) -> Tensor:
     log_prob, advantages, mask = b["log_prob"].detach(), b["advantages"], b["response_mask"]
     return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
@@ -314,8 +288,8 @@ def prime_rl_ipo(b: Batch, log: Log) -> Tensor:
 
 
 _FORMS: tuple[Plain, ...] = (
-    *(ppo, grpo, dapo, gspo, luspo, segment, gmpo, vespo, cispo, scale_rl, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
-    *(decoupled_ppo, opsm, fipo, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
+    *(ppo, grpo, dapo, gspo, luspo, gmpo, vespo, cispo, scale_rl, sapo, dppo_tv, dppo_kl, ctpo, aspo, dcpo),
+    *(decoupled_ppo, opsm, clip_cov, kl_cov, reinforce, dro, topr, prime_rl, prime_rl_ipo),
 )
 PLAIN: dict[str, Plain] = {form.__name__: form for form in _FORMS}
 """By the objective's name."""

@@ -1,8 +1,9 @@
-// Puts the decoder of routes (routes_codec.h) into the Python module.
+// Puts the codec of routes (routes_codec.h, routes_encoder.h) into the Python module.
 
-#include "routes_codec.h"
+#include "routes_encoder.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
 
@@ -12,90 +13,150 @@ using namespace moe_rl;
 
 template <class T, int DIMS>
 using In = nb::ndarray<const T, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
-template <int DIMS> using Out = nb::ndarray<std::uint64_t, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
-template <class Id> using Rows = nb::ndarray<Id, nb::ndim<2>, nb::device::cpu>;
+template <class T, int DIMS> using Out = nb::ndarray<T, nb::ndim<DIMS>, nb::c_contig, nb::device::cpu>;
+template <class Id> using Routes = nb::ndarray<Id, nb::ndim<3>, nb::device::cpu>; // [n, l, K], rows may lie apart
 
+// What one call of `read` found wrong.
+enum Fault : int { NONE, BAD_CHECKSUM, BAD_BLOCK };
+
+// Reads the routed rows `first` .. of some layers of a chunk into `out`; returns (fault, place among `layers`, block).
+// Blocks are [L, B]; those in `checked` [L, B] had their checksums right before.
 template <class Id>
-std::int64_t decode(const RouteDecoder &decoder, In<std::uint8_t, 1> data, In<std::int64_t, 1> start,
-                    In<std::int64_t, 1> size, In<std::int64_t, 1> rows, std::int64_t first, Rows<Id> out,
-                    std::optional<In<std::uint32_t, 2>> table, std::optional<In<std::uint8_t, 2>> sizes,
-                    std::optional<In<std::uint8_t, 3>> members) {
-    const auto blocks = static_cast<std::int64_t>(start.shape(0)), top_k = std::int64_t{decoder.top_k()};
-    check(size.shape(0) == start.shape(0) && rows.shape(0) == start.shape(0), "start, size and rows must be [n]");
-    check(static_cast<std::int64_t>(out.shape(1)) == top_k && out.stride(1) == 1 && first >= 0, "out must be [rows, K], whole rows");
-    RouteCodes codes;
-    if (table) {
-        check(sizes && members && static_cast<int>(table->shape(0)) == decoder.groups() &&
-                  table->shape(1) == std::size_t{1} << codes.BITS && members->shape(2) == decoder.top_k() * 1U &&
-                  sizes->shape(0) == table->shape(0) && members->shape(0) == table->shape(0) &&
-                  members->shape(1) == sizes->shape(1),
-              "the tables of a codebook must be [G, 2^14], [G, n] and [G, n, K]");
-        codes = {table->data(), sizes->data(), members->data(), static_cast<std::int64_t>(sizes->shape(1))};
+nb::tuple read(const RouteShape &shape, In<std::uint8_t, 1> body, In<std::int64_t, 2> start, In<std::uint16_t, 2> size,
+               In<std::uint32_t, 2> crc, Out<std::uint8_t, 2> checked, const std::vector<std::int64_t> &layers,
+               nb::list codes, std::int64_t block_rows, std::int64_t num_routed, std::int64_t first, Routes<Id> out) {
+    const auto rows = static_cast<std::int64_t>(out.shape(0)), bytes = static_cast<std::int64_t>(body.shape(0));
+    const auto num_layers = static_cast<std::int64_t>(start.shape(0)), blocks = static_cast<std::int64_t>(start.shape(1));
+    check(block_rows > 0 && block_rows < 1 << 16 && first >= 0 && first + rows <= num_routed &&
+              (num_routed + block_rows - 1) / block_rows == blocks, "the rows lie outside the chunk");
+    check(size.shape(0) == start.shape(0) && size.shape(1) == start.shape(1) && checked.shape(0) == start.shape(0) &&
+              checked.shape(1) == start.shape(1) && crc.shape(0) == start.shape(0) && crc.shape(1) == start.shape(1) + 1,
+          "start, size and checked must be [L, B], crc [L, B + 1]");
+    check(out.shape(1) == layers.size() && nb::len(codes) == layers.size() && static_cast<int>(out.shape(2)) == shape.top_k &&
+              out.stride(2) == 1 && sizeof(Id) == static_cast<std::size_t>(shape.id_bytes()),
+          "out must be [rows, layers, K]");
+    std::vector<const RouteCodes *> tables;
+    for (std::size_t place = 0; place < layers.size(); ++place) {
+        check(layers[place] >= 0 && layers[place] < num_layers, "a layer lies outside the chunk");
+        tables.push_back(codes[place].is_none() ? nullptr : nb::cast<const RouteCodes *>(codes[place]));
     }
-    for (std::int64_t i = 0; i < blocks; ++i)
-        check(start(i) >= 0 && size(i) >= 0 && rows(i) >= 0 && rows(i) < 1 << 16 &&
-                  size(i) <= static_cast<std::int64_t>(data.shape(0)) - start(i),
-              "a block lies outside the data");
-    const nb::gil_scoped_release no_gil;
-    std::vector<Id> block;
-    const std::int64_t wanted = static_cast<std::int64_t>(out.shape(0)), stride = out.stride(0);
-    for (std::int64_t i = 0, done = -first; i < blocks; done += rows(i), ++i) {
-        block.resize(rows(i) * top_k);
-        if (!decoder.decode(data.data() + start(i), size(i), rows(i), codes, block.data()))
-            return i;
-        const std::int64_t begin = std::max<std::int64_t>(done, 0), end = std::min(wanted, done + rows(i));
-        for (std::int64_t row = begin; row < end; ++row)
-            std::memcpy(out.data() + row * stride, &block[(row - done) * top_k], top_k * sizeof(Id));
+    const std::int64_t row_stride = out.stride(0), layer_stride = out.stride(1);
+    Id *const target = out.data();
+    Fault fault = NONE;
+    std::int64_t bad_place = -1, bad_block = -1;
+    {
+        const nb::gil_scoped_release no_gil;
+        const RouteDecoder decoder(shape);
+        std::vector<std::uint8_t> scratch;
+        // Block by block, and in it all layers: their rows are neighbors in `out`.
+        for (std::int64_t block = first / block_rows; fault == NONE && block * block_rows < first + rows; ++block)
+            for (std::size_t place = 0; fault == NONE && place < layers.size(); ++place) {
+                const std::int64_t layer = layers[place], begin = start(layer, block), length = size(layer, block);
+                const std::int64_t low = std::max(first, block * block_rows);
+                const std::int64_t high = std::min(first + rows, (block + 1) * block_rows);
+                const bool inside = begin >= 0 && length <= bytes - begin;
+                if (inside && !checked(layer, block))
+                    checked(layer, block) = Crc32::of(body.data() + begin, length) == crc(layer, block);
+                if (!inside || !checked(layer, block))
+                    fault = BAD_CHECKSUM;
+                else if (!decoder.decode(BlockRows<Id>{body.data() + begin, length,
+                                                       std::min(block_rows, num_routed - block * block_rows),
+                                                       low - block * block_rows, high - block * block_rows,
+                                                       target + (low - first) * row_stride +
+                                                           static_cast<std::int64_t>(place) * layer_stride,
+                                                       row_stride},
+                                         tables[place], scratch))
+                    fault = BAD_BLOCK;
+                if (fault != NONE)
+                    bad_place = static_cast<std::int64_t>(place), bad_block = block;
+            }
     }
-    return -1;
+    return nb::make_tuple(static_cast<int>(fault), bad_place, bad_block);
 }
 
-template <class Id>
-void rank(const RouteDecoder &decoder, In<Id, 2> ids, int group, Out<1> numbers) {
-    check(static_cast<int>(ids.shape(1)) == decoder.top_k() && numbers.shape(0) == ids.shape(0) && group >= 0 &&
-              group < decoder.groups(), "ids must be [n, K], numbers [n]");
-    decoder.rank(ids.data(), static_cast<std::int64_t>(ids.shape(0)), group, numbers.data());
-}
-
-// Returns the lowest widths[i] <= 57 bits of values[i], one after the other.
-nb::bytes pack_bits(In<std::uint64_t, 1> values, In<std::uint8_t, 1> widths) {
-    check(values.shape(0) == widths.shape(0), "one width per value");
-    std::vector<std::uint8_t> out(8);
-    std::int64_t at = 0;
-    for (std::size_t i = 0; i < values.shape(0); at += widths(i++)) {
-        check(widths(i) <= 57, "a width exceeds 57 bits");
-        out.resize((at + widths(i)) / 8 + 9);
-        std::uint64_t word;
-        std::memcpy(&word, &out[at / 8], 8);
-        word |= (values(i) & ((std::uint64_t{1} << widths(i)) - 1)) << at % 8;
-        std::memcpy(&out[at / 8], &word, 8);
+// Returns by layer (codebook, blocks one after another), then sizes [L, B] and checksums [L, B + 1] as bytes.
+template <class Id> nb::tuple encode(const RouteShape &shape, In<Id, 3> ids, std::int64_t block_rows) {
+    const auto rows = static_cast<std::int64_t>(ids.shape(0)), layers = static_cast<std::int64_t>(ids.shape(1));
+    check(static_cast<int>(ids.shape(2)) == shape.top_k && block_rows > 0, "ids must be [N, L, K]");
+    for (std::size_t i = 0; i < ids.size(); ++i)
+        check(ids.data()[i] < shape.experts, "an id lies outside 0 .. E - 1");
+    std::vector<CodedLayer> coded;
+    {
+        const nb::gil_scoped_release no_gil;
+        RouteEncoder encoder(shape);
+        std::vector<Id> rows_of_layer(rows * shape.top_k);
+        for (std::int64_t layer = 0; layer < layers; ++layer) {
+            const Id *from = ids.data() + layer * shape.top_k;
+            for (Id *to = rows_of_layer.data(); to < rows_of_layer.data() + rows_of_layer.size(); from += layers * shape.top_k)
+                for (int k = 0; k < shape.top_k; ++k)
+                    *to++ = from[k];
+            coded.push_back(encoder.encode(LayerRows<Id>{rows_of_layer.data(), rows, shape.top_k}, block_rows));
+        }
     }
-    return nb::bytes(out.data(), static_cast<std::size_t>((at + 7) / 8));
+    nb::list books, blocks;
+    std::vector<std::uint16_t> sizes;
+    std::vector<std::uint32_t> crcs;
+    for (const CodedLayer &layer : coded) {
+        books.append(nb::bytes(layer.book.data(), layer.book.size()));
+        blocks.append(nb::bytes(layer.blocks.data(), layer.blocks.size()));
+        sizes.insert(sizes.end(), layer.sizes.begin(), layer.sizes.end());
+        crcs.insert(crcs.end(), layer.crcs.begin(), layer.crcs.end());
+    }
+    return nb::make_tuple(books, blocks, nb::bytes(sizes.data(), 2 * sizes.size()), nb::bytes(crcs.data(), 4 * crcs.size()));
 }
 
-template <class Id> void bind(nb::class_<RouteDecoder> &decoder) {
+// Writes rows of `ids` [T, L, K] in ascending order; returns the flat [T, L] places of the first id outside and of the
+// first expert that is named twice, -1: none.
+template <class Given, class Id>
+nb::tuple sorted(const RouteShape &shape, In<Given, 3> ids, In<bool, 1> known, Out<Id, 3> out) {
+    check(ids.shape(0) == out.shape(0) && ids.shape(1) == out.shape(1) && ids.shape(2) == out.shape(2) &&
+              known.shape(0) == ids.shape(0) && static_cast<int>(ids.shape(2)) == shape.top_k &&
+              sizeof(Id) == static_cast<std::size_t>(shape.id_bytes()), "ids and out must be [T, L, K], known [T]");
+    RouteFaults faults;
+    {
+        const nb::gil_scoped_release no_gil;
+        faults = sort_sets(ids.data(), known.data(), static_cast<std::int64_t>(ids.shape(0)),
+                           static_cast<std::int64_t>(ids.shape(1)), shape.top_k, shape.experts, out.data());
+    }
+    return nb::make_tuple(faults.outside, faults.twice);
+}
+
+template <class Id> void bind(nb::class_<RouteShape> &shape) {
     using namespace nb::literals;
-    decoder.def("decode", &decode<Id>, "data"_a.noconvert(), "start"_a.noconvert(), "size"_a.noconvert(),
-                "rows"_a.noconvert(), "first"_a, "out"_a.noconvert(), "table"_a.none(), "sizes"_a.none(),
-                "members"_a.none(),
-                "Write rows `first`, ... of the blocks at `start` [n] of `data` into `out` [rows, K]; return the first "
-                "corrupt block, or -1.");
-    decoder.def("rank", &rank<Id>, "ids"_a.noconvert(), "group"_a, "numbers"_a.noconvert(),
-                "Fill numbers [n] of the parts in `group` of ascending rows ids [n, K], all in 0 .. E - 1.");
+    shape.def("read", &read<Id>, "body"_a.noconvert(), "start"_a.noconvert(), "size"_a.noconvert(), "crc"_a.noconvert(),
+              "checked"_a.noconvert(), "layers"_a, "codes"_a, "block_rows"_a, "num_routed"_a, "first"_a,
+              "out"_a.noconvert(),
+              "Read the routed rows from `first` on of some layers of a chunk into `out` [n, l, K]; return (fault, place "
+              "among the layers, block): 0 none, 1 a wrong checksum, 2 a corrupt block.");
+    shape.def("encode", &encode<Id>, "ids"_a.noconvert(), "block_rows"_a,
+              "Return (codebooks, blocks, sizes, checksums) of the layers of ids [N, L, K], every row ascending.");
+    shape.def("sorted", &sorted<std::uint8_t, Id>, "ids"_a.noconvert(), "known"_a.noconvert(), "out"_a.noconvert(),
+              "Write rows of ids [T, L, K] in ascending order into `out`, zeros where not `known` [T]; return the flat "
+              "[T, L] places of the first id outside 0 .. E - 1 and of the first expert named twice, -1: none.");
+    shape.def("sorted", &sorted<std::uint16_t, Id>, "ids"_a.noconvert(), "known"_a.noconvert(), "out"_a.noconvert());
+    shape.def("sorted", &sorted<std::int16_t, Id>, "ids"_a.noconvert(), "known"_a.noconvert(), "out"_a.noconvert());
+    shape.def("sorted", &sorted<std::int32_t, Id>, "ids"_a.noconvert(), "known"_a.noconvert(), "out"_a.noconvert());
+    shape.def("sorted", &sorted<std::int64_t, Id>, "ids"_a.noconvert(), "known"_a.noconvert(), "out"_a.noconvert());
 }
 
 } // namespace
 
 void bind_routes_codec(nb::module_ &module) {
     using namespace nb::literals;
-    nb::class_<RouteDecoder> decoder(module, "RouteDecoder");
-    decoder.def("__init__", [](RouteDecoder *self, int experts, int top_k, int low_bits, std::uint64_t radix, int group,
-                               int index_bits) {
+    nb::class_<RouteShape> shape(module, "RouteShape");
+    shape.def("__init__", [](RouteShape *self, int experts, int top_k, int low_bits, std::uint64_t radix, int group,
+                             int index_bits) {
         check(1 <= top_k && top_k <= std::min(experts, routes::MAX_TOP_K) && experts <= 4096 && radix <= 256 && group >= 1, "no such sets");
-        new (self) RouteDecoder(experts, top_k, {low_bits, radix, group}, index_bits);
+        new (self) RouteShape(experts, top_k, {low_bits, radix, group}, index_bits);
     });
-    bind<std::uint8_t>(decoder);
-    bind<std::uint16_t>(decoder);
-    module.def("pack_bits", &pack_bits, "values"_a.noconvert(), "widths"_a.noconvert(),
-               "Return the lowest widths[i] bits of values[i] as bytes, one after the other, lowest bit first.");
+    bind<std::uint8_t>(shape);
+    bind<std::uint16_t>(shape);
+    nb::class_<RouteCodes>(module, "RouteCodes")
+        .def("__init__", [](RouteCodes *self, const RouteShape &of, nb::bytes book) {
+            new (self) RouteCodes(of, reinterpret_cast<const std::uint8_t *>(book.c_str()), static_cast<std::int64_t>(book.size()));
+        })
+        .def_prop_ro("is_sound", &RouteCodes::is_sound)
+        .def_prop_ro("num_bytes", &RouteCodes::num_bytes);
+    module.def("crc32", [](In<std::uint8_t, 1> data) { return Crc32::of(data.data(), static_cast<std::int64_t>(data.shape(0))); },
+               "data"_a.noconvert(), "Return zlib's CRC-32.");
 }

@@ -18,7 +18,6 @@ from moe_rl.importance.advantages import (
     vapo_gae,
 )
 from moe_rl.importance.aggregate import LOSS_AGG_MODES, BatchTotals, agg_loss
-from moe_rl.importance.bypass import bypass_policy_loss
 from moe_rl.importance.context_parallel import ContextParallel, SumReducer
 from moe_rl.importance.diagnostics import binary_kl, kl_estimate, off_policy_metrics, router_agreement
 from moe_rl.importance.distributed import all_reduce_sum, context_parallel_of, group_like
@@ -26,7 +25,13 @@ from moe_rl.importance.float32_head import float32_head
 from moe_rl.importance.m2po import m2po_mask
 from moe_rl.importance.objectives import OBJECTIVES, Objective, ObjectiveBatch, PolicyLossInputs, TokenLoss
 from moe_rl.importance.opsm import opsm_mask
-from moe_rl.importance.policy_loss import PolicyLossOutput, PolicyTokenLoss, policy_loss, policy_token_loss
+from moe_rl.importance.policy_loss import (
+    PolicyLossOutput,
+    PolicyTokenLoss,
+    bypass_policy_loss,
+    policy_loss,
+    policy_token_loss,
+)
 from moe_rl.importance.ratios import ImportanceWeights, importance_weights, reciprocal_band
 from moe_rl.importance.rollout_config import ROLLOUT_PRESETS, ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction, rollout_correction
@@ -39,7 +44,6 @@ from moe_rl.importance.router_shift import (
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
 from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, rollout_router_shift, token_keys
-from moe_rl.importance.sequences import turn_ids
 from moe_rl.importance.staleness import BehaviorFilter
 from moe_rl.importance.tensors import Metrics, as_floats
 from moe_rl.importance.value_loss import value_loss
@@ -51,7 +55,7 @@ __all__ = [
     "rollout_correction",
     "apply_rollout_correction", "RolloutCorrectionConfig", "ROLLOUT_PRESETS", "ROLLOUT_RS_OPTIONS",
     "bypass_policy_loss", "importance_weights", "ImportanceWeights", "reciprocal_band", "opsm_mask", "m2po_mask",
-    "turn_ids", "BehaviorFilter", "float32_head", "router_shift_ratio", "RouterShiftAccumulator",
+    "BehaviorFilter", "float32_head", "router_shift_ratio", "RouterShiftAccumulator",
     "RouterShift", "RouterShiftUse", "router_log_probs", "RouterTap", "RouterStore", "UpdatePass",
     "rollout_router_shift", "token_keys", "store_router_log_probs", "StoredRouterLogProbs",
     "group_normalized_advantages",

@@ -70,8 +70,8 @@ class ContextParallel(Options):
             return (self.rank,)
         return (self.rank, 2 * self.size - 1 - self.rank)
 
-    def after(self, chunk_sums: Tensor, decay: Tensor) -> Tensor:
-        """Return what follows each of this rank's parts, a factor `decay` [N] less from part to part: [N, parts]."""
+    def after(self, chunk_sums: Tensor) -> Tensor:
+        """Return the sums of what follows each of this rank's parts in its sequence: [N, parts]."""
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
         # All parts, since a zigzag split gives a rank two that lie apart: [N, size * parts], in the sequence's order.
@@ -79,9 +79,9 @@ class ContextParallel(Options):
         every[:, list(self.chunks)] = chunk_sums.detach()
         columns = self.sum(every).unbind(dim=1)
         behind = [torch.zeros_like(columns[0])]
-        # From the last part back: behind part i stand part i + 1 and, decayed once more, what stands behind that.
+        # From the last part back: behind part i stand part i + 1 and what stands behind that.
         for sums in reversed(columns[1:]):
-            behind.append(sums + decay * behind[-1])
+            behind.append(sums + behind[-1])
         return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
 
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from moe_rl.importance.objectives import (
     TokenLoss,
     make_objective,
 )
+from moe_rl.importance.rollout_config import RolloutCorrectionConfig
+from moe_rl.importance.rollout_correction import apply_rollout_correction
 from moe_rl.importance.router_shift import RouterShiftUse
 from moe_rl.importance.sequences import SequenceLayout, ValidTokens
 from moe_rl.importance.tensors import (
@@ -34,7 +36,7 @@ from moe_rl.importance.tensors import (
 )
 
 # Inputs that an objective gets as they are.
-_KEPT = ("policy_version", "current_version", "turn_ids", "draw")
+_KEPT = ("policy_version", "current_version", "draw")
 
 # verl's guard inside the geometric mean of weights.
 _WEIGHT_EPS = 1e-10
@@ -101,6 +103,50 @@ def policy_loss(
     return PolicyLossOutput(
         loss=reduce_loss(token_loss.loss, token_loss.valid, mode, totals), metrics=token_loss.metrics
     )
+
+
+def bypass_policy_loss(
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    loss_agg_mode: str = "token-mean",
+    totals: BatchTotals | None = None,
+    sum_over_ranks: SumReducer | None = None,
+    **ppo_options: Any,
+) -> PolicyLossOutput:
+    """Return the loss of a bypass preset: two policies instead of three, the rollout policy in the old one's place.
+
+    `inputs.old_log_prob` holds the rollout log-probabilities. Without an old forward pass there is no router shift.
+
+    Rejection and weights compare the *current* policy with the rollout. `ppo_clip` uses the mask only, since
+    its ratio already is pi / pi_rollout; `reinforce` multiplies the weights in. `ppo_options` are those of the
+    ppo objective. Metrics of the correction are added. `totals` must count the mask you want in the
+    denominators (verl: after rejection).
+
+    Source: verl-project/verl:verl/trainer/ppo/core_algos.py, `compute_policy_loss_bypass_mode`.
+    """
+    require(config.bypass_mode, "bypass_policy_loss needs a config with bypass_mode=True.")
+    require(
+        inputs.router_shift_ratio is None,
+        "bypass mode has no old forward pass, so it cannot have a router_shift_ratio.",
+    )
+    require(inputs.rollout_is_weights is None, "bypass mode computes its own weights; rollout_is_weights must be None.")
+    # The weight of the current policy against the rollout is a constant of the loss: detached.
+    weights, mask, metrics = apply_rollout_correction(
+        config,
+        inputs.log_prob.detach(),
+        inputs.old_log_prob,
+        inputs.response_mask,
+        cu_seqlens=inputs.cu_seqlens,
+        context_parallel=inputs.context_parallel,
+        sum_over_ranks=sum_over_ranks,
+    )
+    explicit = config.loss_type == "reinforce"
+    require(not (explicit and ppo_options), f"loss_type 'reinforce' takes no options, got {sorted(ppo_options)}.")
+    corrected = replace(inputs, response_mask=mask, rollout_is_weights=weights if explicit else None)
+    objective = "reinforce" if explicit else "ppo"
+    output = policy_loss(corrected, objective=objective, loss_agg_mode=loss_agg_mode, totals=totals, **ppo_options)
+    return PolicyLossOutput(loss=output.loss, metrics=output.metrics | metrics)
 
 
 _AS_THE_OBJECTIVE_SAYS = RouterShiftUse()

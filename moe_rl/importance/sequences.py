@@ -141,41 +141,18 @@ class SequenceLayout:
         """Running sum inside each whole sequence, token shape, detached."""
         # In float64, since what comes later is taken off the sequence's sum: float32 would keep 7 digits of that sum.
         wide = values.detach().to(torch.float64)
-        later = self.future_sum(wide, 1.0) - wide
+        later = self._sum_to_end(wide) - wide
         return (self.expand(self.sum(wide), wide) - later).to(values.dtype)
 
-    def turns(self, valid: Tensor) -> Tensor:
-        """int64, token shape: the number of each valid token's unbroken run within its whole sequence, from 0."""
-        flat = valid.reshape(-1)
-        # An empty sequence at the end starts behind the last token; a spare place takes it.
-        is_start = flat.new_zeros(flat.shape[0] + 1).index_fill(0, self.starts[:-1], 1)[:-1]
-        # A run starts at a valid token that is its sequence's first or follows a masked one.
-        started = (flat * (1 - flat.roll(1) * (1 - is_start))).long().cumsum(dim=0)
-        base = torch.cat([started.new_zeros(1), started])[self.starts[self.sequence_of_token]]
-        return (started - base - 1).clamp_(min=0).view_as(valid)
-
-    def turn_mean(self, values: Tensor, keep: Tensor, turns: Tensor) -> Tensor:
-        """Mean over the valid tokens of each token's turn, token shape, detached; masked tokens hold 0."""
-        size, flat = self.context.size, turns.reshape(-1).clamp(min=0)
-        # Of a sequence as many turns as it has tokens, on all ranks: room for the longest list of turns.
-        room = self.lengths[self.sequence_of_token] * size
-        place = self.starts[self.sequence_of_token] * size + torch.minimum(flat, room - 1)
-        sums = torch.stack([values.detach(), keep]).reshape(2, -1)
-        # A scatter into places of turns: their number differs by sequence, and only the device knows it.
-        total, count = self.context.sum(sums.new_zeros(2, values.numel() * size).index_add(1, place, sums)).unbind()
-        return (total / count.clamp(min=1.0))[place].reshape(values.shape)
-
-    def future_sum(self, values: Tensor, decay: float) -> Tensor:
-        """sum over u >= t of decay^(u - t) values_u inside each whole sequence, token shape, detached."""
+    def _sum_to_end(self, values: Tensor) -> Tensor:
+        """Sum of what stands at a token and behind it in its whole sequence, token shape; `values` are detached."""
         parts, half, sequence = len(self.context.chunks), self._piece_lengths(), self.sequence_of_token
-        place, part = self._place_and_part()
-        local = _decayed(values.detach().reshape(-1), decay, sequence * parts + part)
+        _, part = self._place_and_part()
+        local = _sums_to_end(values.reshape(-1), sequence * parts + part)
         cuts = torch.stack([self.starts[:-1] + number * half for number in range(parts)], dim=1)
         present = (half > 0).unsqueeze(1)
         sums = torch.cat([local, local.new_zeros(1)])[cuts] * present
-        later = self.context.after(sums, decay ** half.to(values.dtype))
-        reach = decay ** ((part + 1) * half[sequence] - place).to(values.dtype)
-        return (local + later[sequence, part] * reach).view_as(values)
+        return (local + self.context.after(sums)[sequence, part]).view_as(values)
 
     def everywhere(self, values: Tensor) -> Tensor:
         """Values of the whole batch, [tokens of all ranks of the group], in its order, the same on every rank."""
@@ -255,16 +232,6 @@ class ValidTokens:
         return self.layout.sum(values) / self.counts.clamp(min=1.0)
 
 
-@torch.no_grad()
-def turn_ids(response_mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return int64, token shape: the number, from 0, of each token's turn, an unbroken run of valid tokens.
-
-    Of whole sequences, before they are split over context-parallel ranks. Masked tokens hold anything.
-    """
-    layout = SequenceLayout.of(response_mask, cu_seqlens, ContextParallel.whole())
-    return layout.turns((response_mask != 0).float())
-
-
 def finite_or_zero(largest: Tensor) -> Tensor:
     """Return a maximum, and 0 where it is -inf: the maximum of nothing."""
     return torch.where(largest.isneginf(), torch.zeros_like(largest), largest)
@@ -276,14 +243,14 @@ def _total(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return (values.to(dtype) if mask is None else values.to(dtype) * mask).sum()
 
 
-def _decayed(values: Tensor, decay: float, group: Tensor) -> Tensor:
-    """sum over u >= t of decay^(u - t) values_u, [T], within equal `group`s, which are runs.
+def _sums_to_end(values: Tensor, group: Tensor) -> Tensor:
+    """sum over u >= t of values_u, [T], within equal `group`s, which are runs.
 
-    Doubling: each pass adds what lies `step` further, until nothing of it would be left in the sum.
+    Doubling: each pass adds what lies `step` further.
     """
     step, length = 1, values.shape[0]
-    while step < length and decay**step > torch.finfo(values.dtype).eps:
-        further = values[step:] * decay**step * (group[step:] == group[:-step])
+    while step < length:
+        further = values[step:] * (group[step:] == group[:-step])
         values = values + torch.nn.functional.pad(further, (0, step))
         step *= 2
     return values

@@ -13,7 +13,7 @@ from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay.manifest import MANIFEST_NAME, SHARD_NAME, Manifest, ShardRecord, sync_directory
 from moe_rl.replay.sequences import Trace, cut_for_shards
 from moe_rl.replay.shard import optional_columns, write_shard
-from moe_rl.routes.blocks import check_shape
+from moe_rl.routes.sets import check_shape
 
 logger = logging.getLogger(__name__)
 

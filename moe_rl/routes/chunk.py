@@ -8,21 +8,25 @@ the bytes that are there before anything is read by them.
 import math
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.core.errors import require
-from moe_rl.routes.blocks import Blocks, CodeTables, block_rows, check_shape, decode_blocks, encode_layer
-from moe_rl.routes.codebook import SetShape, codebook_from_bytes
+from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.routes.sets import SetShape, block_rows, check_shape, core_of_routes
+from moe_rl.routes.weights import WeightColumn, encode_weights
 
 MAGIC = b"\x89routes\n"
-VERSION = 1
-# Magic, version, flags (none is known), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
+VERSION = 2
+HAS_WEIGHTS = 1
+# What the core says of a block that it could not read.
+BAD_CHECKSUM = 1
+# Magic, version, flags (HAS_WEIGHTS), E, K, L, rows with a route, pieces, gaps, version runs, bytes of tables and of
 # body, CRC-32.
 HEADER = struct.Struct("<8sHHHHIIIIIQQI")
 # What closes a file: magic, number of chunks before it, checksum of both. A stream of messages has none.
@@ -53,6 +57,9 @@ class ChunkTables:
     """[L, blocks] bytes of every block."""
     crc: NDArray[np.uint32]
     """[L, blocks + 1] checksums of the blocks, and of the codebook."""
+    weight_size: NDArray[np.uint32] | None = None
+    """[L, blocks] bytes of every block's combine weights; None: the stream has none."""
+    weight_crc: NDArray[np.uint32] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +68,8 @@ class ChunkTables:
 
     def to_bytes(self) -> bytes:
         """Return the tables as they are stored."""
-        layout = _layout(self.shape, len(self.layer_ids), self.num_routed, (0, 0, 0))
+        has_weights = self.weight_size is not None
+        layout = _layout(self.shape, len(self.layer_ids), self.num_routed, (0, 0, 0), has_weights=has_weights)
         return b"".join(getattr(self, name).tobytes() for name in layout)
 
 
@@ -73,58 +81,87 @@ class Chunk:
     body: NDArray[np.uint8]
     start: NDArray[np.int64]
     """[L, blocks] first byte of every block in the body."""
+    weights: WeightColumn | None
     end: int
     """Byte of the buffer behind the chunk."""
+    checked: NDArray[np.uint8]
+    """[L, blocks] 1 once the block's checksum was right."""
     books: dict[int, bytes] = field(default_factory=dict)
     """By layer, the codebooks whose checksums were right, a few kB each: the same objects, so that they hash once."""
 
     def check_blocks(self) -> None:
-        """Raise in one sentence if a codebook or block is damaged; reads all of them."""
+        """Raise in one sentence if a codebook, block or weight is damaged; reads all of them."""
         for layer in range(len(self.tables.layer_ids)):
             self._book(layer)
-            for block, (begin, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
-                self._check(layer, block, self.body[int(begin) : int(begin) + int(size)])
+            for block, (first, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
+                damaged = (
+                    zlib.crc32(self.body[int(first) : int(first) + int(size)].data) != self.tables.crc[layer, block]
+                )
+                require(not damaged, self._fault(layer, f"block {block}"))
+                if self.weights is not None:
+                    self.weights.read(layer, block)
 
-    def blocks_of(self, layer: int, start_row: int, stop_row: int) -> tuple[Blocks, int]:
-        """Return (blocks that hold routed rows first .. last - 1, the first row of the first of them)."""
-        tables = self.tables
-        rows = block_rows(tables.shape.top_k)
-        begin, end = start_row // rows, -(-stop_row // rows)
-        start = np.ascontiguousarray(self.start[layer, begin:end])
-        size = tables.size[layer, begin:end].astype(np.int64)
-        for block in range(begin, end):
-            self._check(layer, block, self.body[start[block - begin] : start[block - begin] + size[block - begin]])
-        # The last block holds what is left: rows need not fill it.
-        row_counts = np.minimum(np.arange(begin + 1, end + 1) * rows, tables.num_routed) - np.arange(begin, end) * rows
-        return Blocks(data=self.body, start=start, size=size, rows=row_counts, tables=self._book(layer)), begin * rows
+    def read(self, layers: Sequence[int], first: int, out: NDArray[Any]) -> None:
+        """Write the routed rows from `first` on of some layers into `out` [n, l, K], in one call of the core."""
+        if not out.size:
+            return
+        tables, shape = self.tables, self.tables.shape
+        books = [self._book(layer) for layer in layers]
+        fault, place, block = shape.core.read(
+            self.body, self.start, tables.size, tables.crc, self.checked,
+            layers, books, block_rows(shape.top_k), tables.num_routed, first, out,
+        )  # fmt: skip
+        if fault:
+            require(fault != BAD_CHECKSUM, self._fault(layers[place], f"block {block}"))
+            raise InvalidInputError(f"layer {tables.layer_ids[layers[place]]}, block {block} is corrupt.")
 
-    def decode(self, layer: int, start: int, out: NDArray[Any]) -> None:
-        """Write the routed rows from `start` on into `out` [n, K]."""
-        if len(out):
-            blocks, begin = self.blocks_of(layer, start, start + len(out))
-            decode_blocks(blocks, self.tables.shape, start - begin, out)
-
-    def _book(self, layer: int) -> CodeTables | None:
+    def _book(self, layer: int) -> Any:
         sizes = self.tables.book_size
-        if not sizes[layer]:
-            return None
-        if layer not in self.books:
-            begin = int(sizes[:layer].sum(dtype=np.int64))
-            data = self.body[begin : begin + int(sizes[layer])]
-            self._check(layer, -1, data)
-            self.books[layer] = data.tobytes()
-        return _code_tables(self.books[layer], self.tables.shape)
+        book = self.books.get(layer)
+        if book is None:
+            first = int(sizes[:layer].sum(dtype=np.int64))
+            book = self.body[first : first + int(sizes[layer])].tobytes()
+            require(zlib.crc32(book) == self.tables.crc[layer, -1], self._fault(layer, "the codebook"))
+            self.books[layer] = book
+        return CODES.of(book, self.tables.shape) if book else None
 
-    def _check(self, layer: int, block: int, data: NDArray[np.uint8]) -> None:
-        what = f"block {block}" if block >= 0 else "the codebook"
-        damaged = zlib.crc32(data.data) != self.tables.crc[layer, block]
-        require(not damaged, f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match.")
+    def _fault(self, layer: int, what: str) -> str:
+        return f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match."
 
 
-# 0.1 to 0.5 MB each, and a host has thousands of streams open; a stream of 94 layers in two chunks has 188.
-@lru_cache(maxsize=256)
-def _code_tables(book: bytes, shape: SetShape) -> CodeTables:
-    return CodeTables.of(codebook_from_bytes(book, shape), shape)
+class KeptCodes:
+    """The code tables that were used last, in the form that the decoder looks things up in, up to some bytes.
+
+    0.1 to 0.6 MB each. A stream of 94 layers is read with its tables at hand, and a host that has thousands of streams
+    open does not hold them all.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[bytes, SetShape], Any] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def of(self, book: bytes, shape: SetShape) -> Any:
+        """Return the tables of a codebook; raise in one sentence if it is not one."""
+        key = book, shape
+        with self._lock:
+            codes = self._kept.get(key)
+            if codes is not None:
+                self._kept.move_to_end(key)
+                return codes
+        codes = core_of_routes().RouteCodes(shape.core, book)
+        require(codes.is_sound, "the codebook of a layer is corrupt.")
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = codes
+                self._bytes += codes.num_bytes
+            while self._bytes > self.most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].num_bytes
+        return codes
+
+
+CODES = KeptCodes(96 << 20)
 
 
 def encode_chunk(
@@ -135,9 +172,17 @@ def encode_chunk(
     pieces: NDArray[Any],
     gaps: NDArray[Any],
     versions: NDArray[Any],
+    weights: NDArray[np.float32] | None = None,
 ) -> bytes:
-    """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending."""
-    layers = [encode_layer(np.ascontiguousarray(ids[:, layer]), shape) for layer in range(ids.shape[1])]
+    """Return a chunk of the rows that have a route: `ids` [N, L, K], every row ascending; `weights` alike."""
+    books, blocks, size, crc = shape.core.encode(np.ascontiguousarray(ids), block_rows(shape.top_k))
+    weight_tables: dict[str, NDArray[np.uint32]] = {}
+    parts, flags = [*books, *blocks], 0
+    if weights is not None:
+        column = encode_weights(weights, block_rows(shape.top_k))
+        weight_tables = {"weight_size": column.size, "weight_crc": column.crc}
+        parts.append(column.body.tobytes())
+        flags = HAS_WEIGHTS
     tables = ChunkTables(
         shape=shape,
         layer_ids=np.asarray(layer_ids, "<u2"),
@@ -145,16 +190,17 @@ def encode_chunk(
         pieces=pieces,
         gaps=gaps,
         versions=versions,
-        book_size=np.array([len(book) for book, _ in layers], "<u4"),
-        size=np.array([[len(block) for block in blocks] for _, blocks in layers], "<u2"),
-        crc=np.array([[zlib.crc32(part) for part in (*blocks, book)] for book, blocks in layers], "<u4"),
+        book_size=np.array([len(book) for book in books], "<u4"),
+        size=np.frombuffer(size, "<u2").reshape(len(layer_ids), -1),
+        crc=np.frombuffer(crc, "<u4").reshape(len(layer_ids), -1),
+        **weight_tables,
     )
-    body = b"".join([*(book for book, _ in layers), *(block for _, blocks in layers for block in blocks)])
+    body = b"".join(parts)
     stored = tables.to_bytes()
     fields = (
         MAGIC,
         VERSION,
-        0,
+        flags,
         shape.num_experts,
         shape.top_k,
         len(layer_ids),
@@ -203,29 +249,63 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
     require(left >= HEADER.size, f"{where} is truncated: {left} bytes are left of a header of {HEADER.size}.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
-    require(version <= VERSION and not flags, f"{where} is newer (version {version}) than this moe_rl reads.")
+    newer = version > VERSION or flags & ~HAS_WEIGHTS
+    require(not newer, f"{where} is newer (version {version}) than this moe_rl reads.")
+    require(
+        version == VERSION, f"{where} is of version {version}, before blocks had spans: write the routes once more."
+    )
     require(
         stored + body <= left - HEADER.size,
         f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
     )
     begin = position + HEADER.size
     # The header with 0 in place of its checksum, then the tables: one number covers both.
-    checksum = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
-    require(checksum == crc, f"{where} is corrupt: the checksum of its tables does not match.")
+    found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
+    require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
-    tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, where)
+    tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, where, bool(flags))
     size = tables.size.astype(np.int64)
     books = int(tables.book_size.sum(dtype=np.int64))
     start = books + np.cumsum(size.ravel()).reshape(size.shape) - size
-    require(books + int(size.sum()) == body, f"{where} is corrupt: its blocks do not fill its body.")
+    blocks_end = books + int(size.sum())
+    column = None if tables.weight_size is None else tables.weight_size.sum(dtype=np.int64)
+    require(blocks_end + int(column or 0) == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
-    return Chunk(tables=tables, body=data[begin + stored : end], start=start, end=end), end
+    held = data[begin + stored : end]
+    chunk = Chunk(
+        tables=tables,
+        body=held,
+        start=start,
+        weights=_weights_of(tables, held[blocks_end:]),
+        end=end,
+        checked=np.zeros(size.shape, np.uint8),
+    )
+    return chunk, end
+
+
+def _weights_of(tables: ChunkTables, body: NDArray[np.uint8]) -> WeightColumn | None:
+    if tables.weight_size is None or tables.weight_crc is None:
+        return None
+    return WeightColumn(
+        size=tables.weight_size,
+        crc=tables.weight_crc,
+        body=body,
+        num_rows=tables.num_routed,
+        top_k=tables.shape.top_k,
+        block_rows=block_rows(tables.shape.top_k),
+    )
 
 
 def _tables(
-    data: NDArray[np.uint8], shape: SetShape, layers: int, routed: int, counts: list[int], where: str
+    data: NDArray[np.uint8],
+    shape: SetShape,
+    layers: int,
+    routed: int,
+    counts: list[int],
+    where: str,
+    has_weights: bool,
 ) -> ChunkTables:
-    layout = _layout(shape, layers, routed, (counts[0], counts[1], counts[2]))
+    layout = _layout(shape, layers, routed, (counts[0], counts[1], counts[2]), has_weights=has_weights)
     # In Python's integers: a damaged header may ask for more than 64 bits.
     sizes = {name: math.prod(extents) * np.dtype(dtype).itemsize for name, (dtype, extents) in layout.items()}
     require(
@@ -237,12 +317,12 @@ def _tables(
         arrays[name] = np.frombuffer(data[: sizes[name]].tobytes(), dtype).reshape(extents)
         data = data[sizes[name] :]
     tables = ChunkTables(shape=shape, num_routed=routed, **arrays)
-    gap_start, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
-    ends, versions = gap_start + missing, tables.versions["first"].astype(np.int64)
+    first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
+    ends, versions = first + missing, tables.versions["first"].astype(np.int64)
     # Gaps and version runs ascend and lie inside the rows: readers look things up in them by bisection.
     sound = (
         int(missing.sum()) == tables.num_rows - routed
-        and bool((missing > 0).all() and (gap_start[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
+        and bool((missing > 0).all() and (first[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
         and int(ends.max(initial=0)) <= tables.num_rows
         and int(versions.max(initial=0)) <= max(0, tables.num_rows - 1)
     )
@@ -251,10 +331,11 @@ def _tables(
 
 
 def _layout(
-    shape: SetShape, layers: int, routed: int, counts: tuple[int, int, int]
+    shape: SetShape, layers: int, routed: int, counts: tuple[int, int, int], *, has_weights: bool
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Return dtype and shape of every table, in stored order; `counts` of pieces, gaps and version runs."""
     blocks = -(-routed // block_rows(shape.top_k))
+    weights = ("weight_size", "weight_crc") if has_weights else ()
     return {
         "pieces": (PIECE, counts[:1]),
         "gaps": (RUN, counts[1:2]),
@@ -263,4 +344,5 @@ def _layout(
         "crc": ("<u4", (layers, blocks + 1)),
         "size": ("<u2", (layers, blocks)),
         "layer_ids": ("<u2", (layers,)),
+        **dict.fromkeys(weights, ("<u4", (layers, blocks))),
     }

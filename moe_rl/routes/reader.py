@@ -3,6 +3,7 @@
 Opening reads headers and tables. A block is read, and its checksum checked, when rows of it are asked for.
 """
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,10 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import route_dtype
-from moe_rl.routes.blocks import block_rows
 from moe_rl.routes.chunk import PART, Chunk, ChunkScan
+from moe_rl.routes.sets import block_rows
 
 Bytes = bytes | memoryview | NDArray[np.uint8]
-# Blocks of a layer that are decoded before the next layer's: their rows stay in the second-level cache. A reader keeps
-# as many decoded blocks.
-TILE_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,7 @@ class RoutesReader:
         self._chunks: list[Chunk] = []
         self._gaps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._extents: dict[int, tuple[_Extent, ...]] = {}
-        self._recent: tuple[tuple[Any, NDArray[Any]], ...] = ()
-        """Blocks that were decoded last, each with what it is; replaced as a whole, so that threads may read."""
+        self._map: mmap.mmap | None = None
         self.closed = False
         """Whether the data end with the mark of a whole file; messages have none."""
         for part in data if isinstance(data, list) else [data]:
@@ -63,10 +60,15 @@ class RoutesReader:
         hint = f"; its writer was stopped: open {unfinished} with salvage=True" if unfinished.is_file() else ""
         require(Path(path).is_file(), f"{path} is not a file of routes{hint}.")
         require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
-        data = np.memmap(path, np.uint8, mode="r")
+        with Path(path).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = np.frombuffer(mapped, np.uint8)
         if salvage:
-            return cls(data[: _sound_bytes(data)], name=str(path))
+            data = data[: _sound_bytes(data)]
         reader = cls(data, name=str(path))
+        reader._map = mapped
+        if salvage:
+            return reader
         require(
             reader.closed,
             f"{path} was not closed by its writer, or is cut behind a chunk: rows may be missing. "
@@ -78,18 +80,18 @@ class RoutesReader:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
             scan = ChunkScan(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data)
-            chunks = list(scan)
+            found = list(scan)
             # A copy: a damaged chunk must leave the reader as it was.
             extents = dict(self._extents)
-            for number, chunk in enumerate(chunks, len(self._chunks)):
-                self._check_same(chunk, chunks[0])
-                first_row = 0
+            for number, chunk in enumerate(found, len(self._chunks)):
+                self._check_same(chunk, found[0])
+                first = 0
                 for key, parent, start, rows in chunk.tables.pieces.tolist():
-                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first_row, rows))
-                    first_row += rows
-            self._chunks += chunks
+                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first, rows))
+                    first += rows
+            self._chunks += found
             self._extents = extents
-            self._gaps += [_gap_ends(chunk) for chunk in chunks]
+            self._gaps += [_gap_ends(chunk) for chunk in found]
             self.closed = scan.closed
 
     @property
@@ -134,6 +136,24 @@ class RoutesReader:
             self._decode(extent, picked, out[at : at + extent.rows])
         return out
 
+    def combine_weights(
+        self, key: int, rows: slice = slice(None), layers: Sequence[int] | slice = slice(None)
+    ) -> NDArray[np.float32]:
+        """Return [n, l, K] float32 combine weights in the order of `ids`, 0 where a row holds no route.
+
+        Raises `InvalidInputError` if the stream was written without them.
+        """
+        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        begin, end = _bounds(rows, self.length(key))
+        out = np.zeros((end - begin, len(picked), self.top_k), np.float32)
+        self._check_map()
+        with located(self._name or "routes"):
+            for extent, at in self._pieces(key, begin, end):
+                first, last = self._routed(extent)
+                routed = self._weights_of(extent.chunk, first, last, picked)
+                out[at : at + extent.rows][self._valid(extent)] = routed
+        return out
+
     def valid(self, key: int, rows: slice = slice(None)) -> NDArray[np.bool_]:
         """Return [n] True where a row holds a route."""
         begin, end = _bounds(rows, self.length(key))
@@ -151,8 +171,8 @@ class RoutesReader:
             out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
         return out
 
-    def _check_same(self, chunk: Chunk, head: Chunk) -> None:
-        like = (self._chunks[0] if self._chunks else head).tables
+    def _check_same(self, chunk: Chunk, first: Chunk) -> None:
+        like = (self._chunks[0] if self._chunks else first).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
         require(same, "the chunks are of different models: their experts, top-k or layers differ.")
 
@@ -168,6 +188,8 @@ class RoutesReader:
     def _routed(self, extent: _Extent) -> tuple[int, int]:
         """Return which routed rows of its chunk the extent's are."""
         ends, before = self._gaps[extent.chunk]
+        if not len(ends):
+            return extent.first, extent.first + extent.rows
         gaps = self._chunks[extent.chunk].tables.gaps["first"]
         place = []
         for row in (extent.first, extent.first + extent.rows):
@@ -183,42 +205,36 @@ class RoutesReader:
         return np.asarray((gap < 0) | (ends[gap] <= rows)) if len(gaps) else np.ones(extent.rows, np.bool_)
 
     def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
-        start_row, stop_row = self._routed(extent)
-        if stop_row - start_row == extent.rows:
-            self._decode_routed(extent.chunk, start_row, layers, out)
-        else:
-            routed = np.empty((stop_row - start_row, *out.shape[1:]), out.dtype)
-            self._decode_routed(extent.chunk, start_row, layers, routed)
-            out[self._valid(extent)] = routed
-
-    def _decode_routed(self, number: int, start_row: int, layers: Sequence[int], out: NDArray[Any]) -> None:
-        """Write the chunk's routed rows from `start_row` on; a short read keeps its blocks for the next sequence's."""
-        chunk, size = self._chunks[number], block_rows(self.top_k)
-        step, end = TILE_BLOCKS * size, start_row + len(out)
+        chunk = self._chunks[extent.chunk]
+        first, last = self._routed(extent)
+        self._check_map()
         with located(self._name or "routes"):
-            if len(out) >= step:
-                for begin in range(0, len(out), step):  # all layers of some rows: they are neighbors in memory
-                    for place, layer in enumerate(layers):
-                        chunk.decode(layer, start_row + begin, out[begin : begin + step, place])
-                return
-            for block in range(start_row // size, -(-end // size)):
-                low, high = max(start_row, block * size), min(end, (block + 1) * size)
-                rows = self._block(number, block, tuple(layers), out.dtype)
-                out[low - start_row : high - start_row] = rows[low - block * size : high - block * size]
+            if last - first == extent.rows:
+                chunk.read(layers, first, out)
+            else:
+                routed = np.empty((last - first, *out.shape[1:]), out.dtype)
+                chunk.read(layers, first, routed)
+                out[self._valid(extent)] = routed
 
-    def _block(self, number: int, block: int, layers: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return [n, l, K] the rows of a block: the next short sequence of the chunk often lies in the same one."""
-        wanted = number, block, layers, dtype
-        recent = self._recent
-        for key, rows in recent:
-            if key == wanted:
-                return rows
+    def _weights_of(self, number: int, first: int, last: int, layers: Sequence[int]) -> NDArray[np.float32]:
         chunk, size = self._chunks[number], block_rows(self.top_k)
-        rows = np.empty((min(size, chunk.tables.num_routed - block * size), len(layers), self.top_k), dtype)
-        for place, layer in enumerate(layers):
-            chunk.decode(layer, block * size, rows[:, place])
-        self._recent = ((wanted, rows), *recent[: TILE_BLOCKS - 1])
-        return rows
+        column = chunk.weights
+        if column is None:
+            raise InvalidInputError("these routes hold no combine weights.")
+        out = np.empty((last - first, len(layers), self.top_k), np.float32)
+        for block in range(first // size, -(-last // size)):
+            low, high = max(first, block * size), min(last, (block + 1) * size)
+            held = slice(low - block * size, high - block * size)
+            for place, layer in enumerate(layers):
+                out[low - first : high - first, place] = column.read(layer, block)[held]
+        return out
+
+    def _check_map(self) -> None:
+        """Raise if the file was cut since it was opened: reading behind its end would end the process."""
+        if self._map is None:
+            return
+        size, left = len(self._map), self._map.size()
+        require(left >= size, f"{self._name} was cut to {left} of {size} bytes since it was opened.")
 
 
 def _sound_bytes(data: NDArray[np.uint8]) -> int:
@@ -242,16 +258,16 @@ def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, star
     """Return the extents of the first `start` rows of what `parent` holds."""
     if not start:
         return ()
-    left, extents_kept = start, []
+    left, kept = start, []
     for extent in extents.get(parent, ()):
         if left:
-            extents_kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
-            left -= extents_kept[-1].rows
+            kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
+            left -= kept[-1].rows
     if left:
         raise InvalidInputError(
             f"sequence {key} begins with {start} rows of sequence {parent}, of which {start - left} are in this stream."
         )
-    return tuple(extents_kept)
+    return tuple(kept)
 
 
 def _gap_ends(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

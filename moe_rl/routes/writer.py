@@ -7,6 +7,7 @@ writer stores what is new, and a turn costs bytes for its new tokens.
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -14,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.routes.blocks import ascending, check_shape
 from moe_rl.routes.chunk import PART, PIECE, RUN, encode_chunk, end_mark
+from moe_rl.routes.sets import check_shape, sorted_sets
+from moe_rl.routes.weights import in_order_of
 
 # Rows after which a chunk is written: enough for a codebook to pay, 25 MB of ids for 48 layers of top-8.
 CHUNK_ROWS = 65_536
@@ -62,7 +64,8 @@ class RoutesWriter:
         else:
             self._sink = sink if callable(sink) else sink.write
         self._length: dict[int, int] = {}
-        self._leaders: OrderedDict[int, tuple[int, NDArray[Any], NDArray[np.bool_]]] = OrderedDict()
+        self._leaders: OrderedDict[int, _Leader] = OrderedDict()
+        self._has_weights: bool | None = None  # None before the first rows
         self._empty_chunk()
 
     def add(
@@ -75,15 +78,17 @@ class RoutesWriter:
         group: int | None = None,
         valid: NDArray[np.bool_] | None = None,
         policy_version: int | NDArray[np.integer] = 0,
+        combine_weights: NDArray[np.floating] | None = None,
     ) -> int:
         """Add rows `start`, `start + 1`, ... of sequence `key`: `ids` [n, L, K]; return how many of them were stored.
 
         The rows before `start` are taken from `parent` (default: from `key` itself, whose earlier turn they are). Rows
         that `group`'s first sequence begins with are not stored again; they must be equal in ids and validity. Ids of
-        rows that are not `valid` [n] are dropped. `policy_version` is one number or [n].
+        rows that are not `valid` [n] are dropped. `policy_version` is one number or [n]. `combine_weights` [n, L, K]
+        are kept bit by bit in float32; all rows of a stream have them, or none has.
 
-        Raises `InvalidInputError` where the ids do not fit the shape, a set names an expert twice, or `start` exceeds
-        what is known before it.
+        Raises `InvalidInputError` where the ids do not fit the shape, a set names an expert twice, `start` exceeds what
+        is known before it, or some rows have weights and others not.
         """
         rows = np.asarray(ids)
         expected = (len(self.layer_ids), self.shape.top_k)
@@ -91,17 +96,26 @@ class RoutesWriter:
             rows.ndim == 3 and rows.shape[1:] == expected,
             f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
         )
-        is_valid = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
-        require(is_valid.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(is_valid.shape)}.")
+        known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
+        require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
-        # Rows without a route may hold anything, -1 included: as zeros they pass the check of ids.
-        sets = ascending(np.where(is_valid[:, None, None], rows, 0), self.shape)
-        self._refuse_experts_twice(key, start, rows, sets, is_valid)
-        parent, start, skip = self._prefix(key, start, parent, group, sets, is_valid)
-        stored = is_valid[skip:]
+        weights = self._weights(rows, combine_weights)
+        # Rows without a route may hold anything, -1 included.
+        sets = sorted_sets(rows, self.shape, known)
+        if sets.twice is not None:
+            row, layer = sets.twice
+            raise InvalidInputError(
+                f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
+                f"{rows[row, layer].tolist()} is the choice of no router."
+            )
+        sequence = _Leader(key=key, ids=sets.ids, valid=known, weights=weights)
+        parent, start, skip = self._prefix(start, parent, group, sequence)
+        stored = known[skip:]
         self._length[key] = start + len(stored)
         self._pieces.append((key, parent, start, len(stored)))
-        columns = {"ids": sets[skip:][stored], "valid": stored, "versions": versions[skip:]}
+        columns = {"ids": _rows_of(sets.ids, skip, stored), "valid": stored, "versions": versions[skip:]}
+        if weights is not None:
+            columns["weights"] = _rows_of(weights, skip, stored)
         for name, column in columns.items():
             self._columns[name].append(column)
         self._num_rows += len(stored)
@@ -116,7 +130,7 @@ class RoutesWriter:
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         valid, versions = columns["valid"], columns["versions"]
         # One entry per run: a rollout changes its policy a few times, not with every token.
-        run_start = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
+        first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
             columns["ids"],
@@ -124,7 +138,8 @@ class RoutesWriter:
             layer_ids=self.layer_ids,
             pieces=np.array(self._pieces, PIECE),
             gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
-            versions=_runs(run_start, versions[run_start]),
+            versions=_runs(first, versions[first]),
+            weights=columns.get("weights"),
         )
         self._empty_chunk()
         self._sink(data)
@@ -153,54 +168,75 @@ class RoutesWriter:
         elif self._file is not None:
             self._file.close()
 
-    def _refuse_experts_twice(
-        self, key: int, start: int, rows: NDArray[Any], sets: NDArray[Any], is_valid: NDArray[np.bool_]
-    ) -> None:
-        """Raise where a routed row names an expert twice in a layer; zeros alone stand for a layer without routes."""
-        twice = (sets[..., 1:] == sets[..., :-1]).any(axis=2) & (sets[..., -1] > 0) & is_valid[:, None]
-        if not twice.any():
-            return
-        row, layer = (int(places[0]) for places in np.nonzero(twice))
-        raise InvalidInputError(
-            f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
-            f"{rows[row, layer].tolist()} is the choice of no router."
+    def _weights(self, ids: NDArray[np.integer], weights: NDArray[np.floating] | None) -> NDArray[np.float32] | None:
+        """Return weights in the order of ascending ids."""
+        if self._has_weights is None:
+            self._has_weights = weights is not None
+        mixed = self._has_weights != (weights is not None)
+        require(not mixed, "some rows of the stream have combine weights and others not; give them with all, or none.")
+        if weights is None:
+            return None
+        values = np.asarray(weights)
+        require(
+            values.shape == ids.shape,
+            f"combine_weights must be {list(ids.shape)} as the ids, got {list(values.shape)}.",
         )
+        return in_order_of(ids, values)
 
     def _empty_chunk(self) -> None:
         self._pieces: list[tuple[int, int, int, int]] = []
         self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
         self._num_rows = 0
 
-    def _prefix(
-        self, key: int, start: int, parent: int | None, group: int | None, ids: NDArray[Any], valid: NDArray[np.bool_]
-    ) -> tuple[int, int, int]:
-        """Return (parent or -1, rows that come from it, rows of `ids` among these)."""
+    def _prefix(self, start: int, parent: int | None, group: int | None, sequence: "_Leader") -> tuple[int, int, int]:
+        """Return (parent or -1, rows that come from it, rows of the sequence's own among these)."""
         if start:
-            parent = key if parent is None else parent
+            parent = sequence.key if parent is None else parent
             have = self._length.get(parent)
             if have is None or start > have:
                 raise InvalidInputError(
-                    f"sequence {key} goes on at row {start}, of sequence {parent} {have or 0} rows are known."
+                    f"sequence {sequence.key} goes on at row {start}, of sequence {parent} {have or 0} rows are known."
                 )
             return parent, start, 0
         if group is None:
             return -1, 0, 0
         if group not in self._leaders:
-            self._leaders[group] = key, ids, valid
+            self._leaders[group] = sequence
             # Samples of a prompt come close together; the oldest group is done.
             if len(self._leaders) > MAX_LEADERS:
                 self._leaders.popitem(last=False)
             return -1, 0, 0
-        leader, leader_ids, length_known = self._leaders[group]
-        num_shared = min(len(ids), len(leader_ids), self._length[leader])
-        equal = (ids[:num_shared] == leader_ids[:num_shared]).all(axis=(1, 2)) & (
-            valid[:num_shared] == length_known[:num_shared]
-        )
-        shared = num_shared if equal.all() else int(np.argmin(equal))
-        return (leader, shared, shared) if shared else (-1, 0, 0)
+        leader = self._leaders[group]
+        shared = leader.shared_rows(sequence, self._length[leader.key])
+        return (leader.key, shared, shared) if shared else (-1, 0, 0)
 
 
-def _runs(starts: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
-    runs = np.zeros(len(starts), RUN)
-    runs["first"], runs["value"] = starts, value
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Leader:
+    """The first sequence of a prompt group, whose first rows the others may share."""
+
+    key: int
+    ids: NDArray[Any]
+    valid: NDArray[np.bool_]
+    weights: NDArray[np.float32] | None
+
+    def shared_rows(self, other: "_Leader", most: int) -> int:
+        """Return how many rows both begin with, at most `most`."""
+        both = min(len(self.ids), len(other.ids), most)
+        equal = (self.ids[:both] == other.ids[:both]).all(axis=(1, 2)) & (self.valid[:both] == other.valid[:both])
+        if self.weights is not None and other.weights is not None:
+            # Bits, so that a weight that is not a number equals itself.
+            equal &= (self.weights[:both].view(np.int32) == other.weights[:both].view(np.int32)).all(axis=(1, 2))
+        return both if equal.all() else int(np.argmin(equal))
+
+
+def _rows_of(column: NDArray[Any], skip: int, stored: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return the rows from `skip` on that are stored, without a copy if all are."""
+    rows = column[skip:]
+    return rows if stored.all() else rows[stored]
+
+
+def _runs(first: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
+    runs = np.zeros(len(first), RUN)
+    runs["first"], runs["value"] = first, value
     return runs

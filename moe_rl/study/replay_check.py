@@ -117,9 +117,11 @@ def _checked(record: RecordedSequence, expected: Reference | None) -> CheckedSeq
         start = record.first_row
         tokens = len(ids) - start + 1 if record.num_tokens is None else tokens
         ids, margin = ids[start:], None if margin is None else margin[start:]
-    versions = record.policy_version
+    versions, weights = record.policy_version, record.combine_weights
+    start = record.first_row * (not record.misfit)
     return CheckedSequence(
         routes=rows,
+        combine_weights=None if weights is None else weights[start : start + len(rows)],
         num_tokens=tokens,
         reference=ids,
         margin=margin,

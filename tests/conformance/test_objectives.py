@@ -14,7 +14,6 @@ from moe_rl.importance import (
     LOSS_AGG_MODES,
     OBJECTIVES,
     BatchTotals,
-    ContextParallel,
     PolicyLossInputs,
     PolicyLossOutput,
     RouterShiftUse,
@@ -232,9 +231,6 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
             policy_loss(small(), objective=sequence, clip_ratio_low=width, clip_ratio_high=width)
     with pytest.raises(InvalidInputError, match=r"la_clip_low 0.0003 is a sequence's width, but 'ctpo' clips each"):
         policy_loss(small(), objective="ctpo", la_clip_low=3e-4)
-    split = ContextParallel(rank=0, size=2, sum_over_group=lambda values: values)
-    with pytest.raises(InvalidInputError, match=r"split over ranks need turn_ids"):
-        policy_loss(small(context_parallel=split), objective="segment")
     for token, what in (("ppo", "ratio"), ("cispo", "ratio"), ("gmpo", "log ratio")):
         wrong = rf"clip_ratio_low 0.0003 is a sequence's width, but '{token}' clips each token's {what}"
         with pytest.raises(InvalidInputError, match=wrong):

@@ -20,7 +20,6 @@ from moe_rl.importance import (
     off_policy_metrics,
     opsm_mask,
     policy_loss,
-    turn_ids,
 )
 from moe_rl.importance.aggregate import agg_loss
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
@@ -47,7 +46,6 @@ def whole_batch(packed: bool) -> dict[str, Tensor]:
         "response_mask": inside & (torch.rand(shape, generator=generator) > 0.2),
     }
     tensors["response_mask"][3] = False  # a sequence without a valid token
-    tensors["turn_ids"] = turn_ids(tensors["response_mask"])
     tensors["draw"] = torch.rand(shape, generator=generator)
     return {name: value[inside] for name, value in tensors.items()} if packed else tensors
 

@@ -392,36 +392,6 @@ def test_a_router_that_lost_every_expert_silences_the_token() -> None:
     assert loss.item() == pytest.approx((0.0 - 1.8 + 3.0 + 0.8) / 4)
 
 
-def test_segment_has_one_ratio_per_turn() -> None:
-    # Every token its own turn is PPO without dual clip; the row as one turn is GSPO's ratio under the same widths.
-    apart = PolicyLossInputs(
-        log_prob=NEW,
-        old_log_prob=OLD,
-        advantages=ADVANTAGES,
-        response_mask=ALL,
-        turn_ids=torch.tensor([[0, 1], [1, 0]]),
-    )
-    alone = loss_of("ppo", clip_ratio_c=None)
-    assert policy_loss(apart, objective="segment").loss.item() == pytest.approx(alone.loss.item())
-    # s = sqrt(1.35) = 1.161895 and sqrt(2.4) = 1.549193, within and beyond 1 +- 0.2.
-    assert loss_of("segment").loss.item() == pytest.approx((-2 * 1.1618950038 + 1.5491933385) / 2)
-
-
-def test_fipo_weights_a_token_by_what_followed() -> None:
-    # h = 1: F = ln 1.5 + ln 0.9 / 2, ln 0.9 and ln 4 + ln 0.6 / 2, ln 0.6. exp(F) = 1.4230, 0.9, 3.0984, 0.6, clipped
-    # to [1, 1.2]; the losses of PPO with c = 10 are -2.4, -1.8, 4.0, 0.8. Token 3 is not above the threshold of 4.
-    output = loss_of("fipo", half_life=1.0, safety_threshold=5.0)
-    assert output.loss.item() == pytest.approx((-2.4 * 1.2 - 1.8 + 4.0 * 1.2 + 0.8) / 4)
-    assert output.metrics["actor/fipo_influence"] == pytest.approx(4.4 / 4)
-    # Both ways, and a lower threshold: the third token keeps its weight below 1; F of the others is far inside.
-    wide = loss_of("fipo", half_life=1.0, influence_width=0.5, clip_high_only=False, safety_threshold=3.0)
-    first = 1.5 * math.sqrt(0.9)
-    assert wide.loss.item() == pytest.approx((-2.4 * first - 1.8 * 0.9 + 4.0 * 1.0 + 0.8 * 0.6) / 4)
-    # With c = 3 the ratio of 4 counts in no future: F of token 3 is ln 0.6 / 2, and its loss is capped at 3.
-    capped = loss_of("fipo", half_life=1.0, influence_width=0.5, clip_high_only=False, clip_ratio_c=3.0)
-    assert capped.loss.item() == pytest.approx((-2.4 * first - 1.8 * 0.9 + 3.0 * math.sqrt(0.6) + 0.8 * 0.6) / 4)
-
-
 def test_clip_cov_drops_drawn_tokens_of_high_covariance() -> None:
     # Means: A 0.5, log pi ln(0.75 0.45 0.8 0.15) / 4 = -0.801. (A - 0.5) (log pi + 0.801): 0.770, 0.004, -0.867, 1.644.
     # PPO takes tokens 1 and 4, whose covariances no longer count; between the bounds lie 2 and 3.

@@ -18,8 +18,6 @@ SCORE_FUNCTION = {
     "ctpo",
     "topr",
     "vespo",
-    "segment",
-    "fipo",
 }
 """Objectives with a stop-gradient inside the ratio: their value is not an antiderivative of their gradient."""
 

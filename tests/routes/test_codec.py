@@ -1,6 +1,7 @@
 """Routes in, the same sets of routes out, by both faces, in never more bytes than the index of the combination."""
 
 import io
+import zlib
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.routes import RoutesReader, RoutesWriter
-from moe_rl.routes.blocks import Form, ascending, block_rows, check_shape, encode_layer
-from moe_rl.routes.chunk import ChunkScan
-from moe_rl.routes.subsets import index_fields
+from moe_rl.routes.chunk import ChunkScan, KeptCodes
+from moe_rl.routes.sets import block_rows, check_shape, core_of_routes
+from moe_rl.routes.weights import split_packed
 from tests.routes import plain_codec
 
 MODELS = {"gpt-oss": (32, 4), "Qwen3": (128, 8), "DeepSeek-V3": (256, 8), "ESFT": (64, 6), "Qwen3-Next": (512, 10)}
@@ -59,25 +60,21 @@ def test_random_routes_take_no_more_bytes_than_the_index_of_the_combination(mode
     experts, top_k = MODELS[model]
     ids = random_routes(np.random.default_rng(2), 20_000, 1, experts, top_k)
     data = written({0: ids}, experts)
-    bits = (check_shape(experts, top_k).whole.total - 1).bit_length()
+    bits = check_shape(experts, top_k).index_bits
     assert len(data) <= len(ids) * bits / 8
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (8, 8), (16, 2), (33, 5), (60, 4), (512, 22)])
 def test_edges_of_shapes(experts, top_k, monkeypatch):
     rng = np.random.default_rng(3)
-    shape = check_shape(experts, top_k)
     for rows in (1, block_rows(top_k), block_rows(top_k) + 1):
         ids = random_routes(rng, rows, 1, experts, top_k)
         data = written({0: ids}, experts)
         np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
         with monkeypatch.context() as patch:
             plain_codec.used(patch)
+            assert written({0: ids}, experts) == data
             np.testing.assert_array_equal(RoutesReader(data).ids(0), np.sort(ids, axis=2))
-        fields = index_fields(shape.whole.total)
-        assert fields is not None
-        numbers = shape.whole.rank(np.sort(ids[:, 0], axis=1))
-        assert (plain_codec.unpack(fields, np.frombuffer(fields.pack(numbers), np.uint8), rows) == numbers).all()
 
 
 def test_without_the_core_a_sentence_says_so(monkeypatch):
@@ -87,15 +84,15 @@ def test_without_the_core_a_sentence_says_so(monkeypatch):
 
 
 def test_dense_layers_are_kept_and_an_expert_that_is_named_twice_is_refused():
-    shape = check_shape(16, 2)
     ids = np.stack([np.arange(1500) % 15, np.arange(1500) % 15 + 1], axis=1)
     dense = np.zeros_like(ids)
     routes = np.stack([ids, dense], axis=1)
-    reader = RoutesReader(written({5: routes}, 16))
+    data = written({5: routes}, 16)
+    reader = RoutesReader(data)
     np.testing.assert_array_equal(reader.ids(5), routes)
-    _, blocks = encode_layer(ascending(dense, shape), shape)
-    assert [block[0] for block in blocks] == [Form.CONSTANT, Form.CONSTANT]
-    assert sum(map(len, blocks)) == 2 * 3
+    (chunk,) = ChunkScan(np.frombuffer(data, np.uint8))
+    assert [chunk.body[first] for first in chunk.start[1]] == [plain_codec.CONSTANT] * 2
+    assert chunk.tables.size[1].tolist() == [3, 3]
     routes[700, 0] = 3
     with pytest.raises(InvalidInputError, match=r"row 700 of sequence 5 names an expert twice in layer 0: \[3, 3\]"):
         written({5: routes}, 16)
@@ -197,10 +194,13 @@ def test_foreign_bytes_are_refused(data):
 
 
 def test_newer_and_foreign_data_are_told_apart():
-    newer = bytearray(DATA)
-    newer[8] = 2
-    with pytest.raises(InvalidInputError, match=r"newer .version 2."):
-        read_all(bytes(newer))
+    other = bytearray(DATA)
+    other[8] = 3
+    with pytest.raises(InvalidInputError, match=r"newer .version 3."):
+        read_all(bytes(other))
+    other[8] = 1
+    with pytest.raises(InvalidInputError, match="version 1, before blocks had spans"):
+        read_all(bytes(other))
     with pytest.raises(InvalidInputError, match="foreign"):
         read_all(b"\x93NUMPY" + bytes(200))
     with pytest.raises(InvalidInputError, match="truncated"):
@@ -285,3 +285,123 @@ def test_a_damaged_end_mark_is_corrupt(tmp_path):
     with pytest.raises(InvalidInputError, match="the end of the routes is corrupt: 3 chunks stand before it"):
         RoutesReader.open(path)
     assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "Qwen3", "Qwen3-Next"])
+def test_any_rows_of_any_layers_are_those_of_the_whole(model):
+    experts, top_k = MODELS[model]
+    rng = np.random.default_rng(11)
+    ids = np.sort(skewed_routes(rng, 4500, 3, experts, top_k), axis=2)
+    reader = RoutesReader(written({0: ids[:4100], 1: ids[4100:]}, experts))
+    for _ in range(60):
+        begin, end = np.sort(rng.integers(0, 4101, 2))
+        layers = rng.permutation(3)[: rng.integers(1, 4)].tolist()
+        np.testing.assert_array_equal(reader.ids(0, slice(begin, end), layers), ids[begin:end][:, layers])
+    np.testing.assert_array_equal(reader.ids(1), ids[4100:])
+
+
+def test_the_checksum_of_the_core_is_zlibs():
+    rng = np.random.default_rng(12)
+    for size in (0, 1, 7, 8, 9, 1000):
+        data = rng.integers(0, 256, size, np.uint8)
+        assert core_of_routes().crc32(data) == zlib.crc32(data.tobytes())
+
+
+def test_code_tables_are_kept_up_to_their_bytes():
+    shape = check_shape(32, 4)
+    reader = RoutesReader(DATA)
+    reader.ids(0)
+    books = [book for book in reader._chunks[0].books.values() if book]
+    assert len(books) == 2
+    one = KeptCodes(most_bytes=1)
+    first = one.of(books[0], shape)
+    assert one.of(books[0], shape) is first
+    one.of(books[1], shape)
+    assert one.of(books[0], shape) is not first, "there was room for one"
+    both = KeptCodes(most_bytes=1 << 20)
+    kept = [both.of(book, shape) for book in books]
+    assert [both.of(book, shape) for book in books] == kept
+
+
+def test_a_file_that_is_cut_under_an_open_reader_is_an_error_and_no_signal(tmp_path):
+    path = tmp_path / "step.routes"
+    routes = file_of(path, sequences=2, rows=9000)
+    reader = RoutesReader.open(path)
+    np.testing.assert_array_equal(reader.ids(1), routes[1])
+    with path.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(InvalidInputError, match="was cut to 100 of"):
+        reader.ids(1)
+
+
+def test_combine_weights_come_back_bit_by_bit_beside_their_experts():
+    rng = np.random.default_rng(13)
+    ids = random_routes(rng, 2500, 2, 32, 4)
+    weights = rng.random((2500, 2, 4), np.float32)
+    weights[7, 1] = [np.nan, -0.0, np.float32(1e-42), np.inf]
+    valid = rng.random(2500) < 0.9
+    messages = []
+    with RoutesWriter(messages.append, num_experts=32, top_k=4, layer_ids=(3, 4), chunk_rows=1500) as writer:
+        writer.add(0, ids[:2000], valid=valid[:2000], combine_weights=weights[:2000])
+        writer.add(0, ids[2000:], start=2000, valid=valid[2000:], combine_weights=weights[2000:])
+    reader = RoutesReader(messages)
+    order = np.argsort(ids, axis=2)
+    expected = np.where(valid[:, None, None], np.take_along_axis(weights, order, axis=2), np.float32(0))
+    for rows in (slice(None), slice(0, 1), slice(1020, 1030), slice(1900, 2100)):
+        found = reader.combine_weights(0, rows, [1])
+        np.testing.assert_array_equal(found.view(np.int32), expected[rows, 1:].view(np.int32))
+    np.testing.assert_array_equal(reader.ids(0)[valid], np.sort(ids, axis=2)[valid])
+    damaged = bytearray(messages[0])
+    damaged[-1] ^= 1
+    with pytest.raises(InvalidInputError, match=r"the combine weights of block \d are corrupt"):
+        RoutesReader([bytes(damaged), messages[1]]).combine_weights(0)
+
+
+def test_weights_that_were_bfloat16_take_half_their_bytes():
+    rng = np.random.default_rng(14)
+    ids, weights = random_routes(rng, 4000, 1, 32, 4), rng.random((4000, 1, 4), np.float32)
+    rounded = (weights.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    sizes = []
+    for values in (weights, rounded):
+        sink = io.BytesIO()
+        with RoutesWriter(sink, num_experts=32, top_k=4, layer_ids=(0,)) as writer:
+            writer.add(0, ids, combine_weights=values)
+        sizes.append(len(sink.getvalue()) - len(written({0: ids}, 32)))
+    assert sizes[0] < 1.01 * weights.nbytes
+    assert sizes[1] < 0.55 * weights.nbytes
+
+
+def test_all_rows_of_a_stream_have_weights_or_none_has():
+    ids = random_routes(np.random.default_rng(15), 10, 1, 32, 4)
+    writer = RoutesWriter([].append, num_experts=32, top_k=4, layer_ids=(0,))
+    writer.add(0, ids)
+    with pytest.raises(InvalidInputError, match="some rows of the stream have combine weights and others not"):
+        writer.add(1, ids, combine_weights=np.ones(ids.shape, np.float32))
+    with pytest.raises(InvalidInputError, match="these routes hold no combine weights"):
+        RoutesReader(DATA).combine_weights(0)
+
+
+def test_a_shared_prompt_is_shared_where_its_weights_are_too():
+    rng = np.random.default_rng(16)
+    ids = random_routes(rng, 100, 1, 32, 4)
+    weights = rng.random(ids.shape, np.float32)
+    other = weights.copy()
+    other[60, 0, 0] = 2.0
+    writer = RoutesWriter([].append, num_experts=32, top_k=4, layer_ids=(0,))
+    assert writer.add(0, ids, group=0, combine_weights=weights) == 100
+    assert writer.add(1, ids, group=0, combine_weights=other) == 40
+
+
+def test_packed_routes_are_ids_and_the_bits_of_weights():
+    rng = np.random.default_rng(17)
+    ids = random_routes(rng, 20, 3, 128, 8).astype(np.int32)
+    weights = rng.random(ids.shape, np.float32)
+    packed = np.concatenate([ids, weights.view(np.int32)], axis=2)
+    found_ids, found_weights = split_packed(packed)
+    np.testing.assert_array_equal(found_ids, ids)
+    np.testing.assert_array_equal(found_weights, weights)
+    for wrong in (np.full_like(ids, -1), ids):
+        with pytest.raises(InvalidInputError, match="does not hold combine weights"):
+            split_packed(np.concatenate([ids, wrong], axis=2))
+    with pytest.raises(InvalidInputError, match=r"must be int32 \[tokens, layers, 2 K\]"):
+        split_packed(ids.astype(np.int16))

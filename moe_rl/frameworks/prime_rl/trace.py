@@ -3,9 +3,9 @@
 MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `MicroBatch`, `rollouts.bin` a
 `TrainingBatch` whose first field is the list of `TrainingSample`. Fields come and go between versions, so the ones
 needed are found by what they are: `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or
-int16 ids, the first list of a struct holds its token ids (older samples: prompt_ids, prompt_mask, completion_ids),
-`position_ids` of a micro-batch start again with each packed sequence (PrimeIntellect-ai/prime-rl:
-src/prime_rl/transport/types.py, src/prime_rl/trainer/batch.py).
+int16 ids, or int32 ids with their float32 combine weights behind them, [rows, layers, 2 K]; the first list of a struct
+holds its token ids (older samples: prompt_ids, prompt_mask, completion_ids), `position_ids` of a micro-batch start
+again with each packed sequence (PrimeIntellect-ai/prime-rl: src/prime_rl/transport/types.py and trainer/batch.py).
 
 The last token of a sequence has no route (zero bytes, or no row). The micro-batch's padding, a last run of token id 1,
 is left out.
@@ -23,6 +23,7 @@ from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.replay.importers.json_files import each_sequence, json_head
 from moe_rl.replay.importers.payloads import WIRE_DTYPES, from_base64, from_bytes, from_messagepack, integer, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, prompt_key, sequence_of_tokens
+from moe_rl.routes.weights import are_packed, split_packed
 
 PADDING_TOKEN = 1
 JSON_ROUTES = re.compile(r'"routed_experts"\s*:\s*\{')
@@ -73,7 +74,7 @@ def _from_sample(sample: object, name: str, step: int) -> RecordedSequence:
     old_form = len(fields) > 2 and _holds(fields[2], int) and _holds(fields[1], bool)
     num_tokens = len(fields[0]) + (len(fields[2]) if old_form else 0)
     group = prompt_key(fields[0]) if old_form else None
-    return sequence_of_tokens(routes, num_tokens=num_tokens, name=name, group=group, step=step)
+    return _sequence(routes, num_tokens=num_tokens, name=name, group=group, step=step)
 
 
 def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> Iterator[RecordedSequence]:
@@ -87,7 +88,17 @@ def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> I
         starts, stops = starts[:-1], stops[:-1]
     for index, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         place = {"step": step, "micro_batch": number, "dp_rank": dp_rank}
-        yield sequence_of_tokens(routes[start:stop], num_tokens=stop - start, name=f"{number}.{index}", **place)
+        yield _sequence(routes[start:stop], num_tokens=stop - start, name=f"{number}.{index}", **place)
+
+
+def _sequence(routes: NDArray[np.integer], **facts: Any) -> RecordedSequence:
+    ids, weights = _split(routes)
+    return sequence_of_tokens(ids, combine_weights=weights, **facts)
+
+
+def _split(routes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.floating] | None]:
+    """Return (ids, combine weights or None) of routes as they were sent."""
+    return split_packed(routes) if are_packed(routes) else (routes, None)
 
 
 def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
@@ -136,10 +147,11 @@ def _from_json(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
     elif isinstance(prompt_ids, list) and isinstance(completion_ids, list):
         num_tokens, group = len(prompt_ids) + len(completion_ids), prompt_key(prompt_ids)
     else:
-        yield RecordedSequence(routes=routes, name=where)
+        ids, weights = _split(routes)
+        yield RecordedSequence(routes=ids, combine_weights=weights, name=where)
         return
     start = integer(fields.get("start", 0), "start")
-    yield sequence_of_tokens(routes, num_tokens=num_tokens, first_row=start, name=where, group=group)
+    yield _sequence(routes, num_tokens=num_tokens, first_row=start, name=where, group=group)
 
 
 IMPORTER = Importer(

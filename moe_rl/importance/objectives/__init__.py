@@ -48,17 +48,6 @@ OBJECTIVES: Registry[Objective] = Registry(
             frameworks=("TRL",),
             default_loss_agg_mode="seq-mean-token-sum",
         ),
-        replace(
-            _GSPO,
-            name="segment",
-            formula="`gspo` with the mean of d over the token's turn",
-            source="ROLL `compute_segment_masked_mean`",
-            frameworks=("ROLL",),
-            ratio_level="turn",
-            default_loss_agg_mode="token-mean",
-            # A ratio of a few tokens moves as far as a token's does, hence PPO's widths.
-            options={"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
-        ),
         Objective(
             loss=formulas.gmpo,
             frameworks=("verl",),
@@ -91,7 +80,6 @@ OBJECTIVES: Registry[Objective] = Registry(
         Objective(loss=formulas.dcpo),
         Objective(loss=formulas.decoupled_ppo, frameworks=("AReaL",), needs=("old_log_prob", "rollout_log_prob")),
         Objective(loss=formulas.opsm, frameworks=("slime",)),
-        Objective(loss=formulas.fipo, frameworks=("ms-swift",)),
         Objective(loss=formulas.clip_cov, frameworks=("verl",), needs=("old_log_prob", "draw"), additive=False),
         Objective(loss=formulas.kl_cov, frameworks=("verl",), widths="none", additive=False),
         Objective(loss=formulas.reinforce, frameworks=("verl",), ratio_level="none", widths="none", needs=()),

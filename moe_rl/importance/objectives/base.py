@@ -29,13 +29,13 @@ _BFLOAT16_STEP = 2.0**-8
 # verl's cap on the log of a ratio of more than one token.
 _MAX_LOG_RATIO = 10.0
 
-Level = Literal["token", "turn", "prefix", "sequence", "none"]
+Level = Literal["token", "prefix", "sequence", "none"]
 Widths = Literal["ratio", "log ratio", "probability", "divergence", "none"]
 
 
 _OF_TOKEN_SHAPE = (
     *("old_log_prob", "advantages", "response_mask", "rollout_is_weights", "router_shift_ratio"),
-    *("rollout_log_prob", "policy_version", "turn_ids", "draw"),
+    *("rollout_log_prob", "policy_version", "draw"),
 )
 
 
@@ -66,8 +66,6 @@ class PolicyLossInputs:
     """int: version of the policy that generated each token; partial rollouts mix several in one sequence."""
     current_version: int | None = None
     """Version of the policy that is being trained."""
-    turn_ids: Tensor | None = None
-    """int: the turn of its sequence that each token belongs to, from `turn_ids`; made here for whole sequences."""
     draw: Tensor | None = None
     """Uniform numbers from a generator of the caller's, `torch.rand(shape, generator=...)`: who draws tokens takes
     those with the largest."""
@@ -110,13 +108,11 @@ class ObjectiveBatch(PolicyLossInputs):
     def log_ratio(self) -> Tensor:
         """The log of the importance ratio at the objective's level, bounded so that its exponential is finite.
 
-        Of a sequence or turn it is the mean of d.
+        Of a sequence it is the mean of d.
         """
         d = self.token_log_ratio
         if self.ratio_level == "sequence":
             return self.through_each_token(self.valid.layout.expand(self.valid.mean(d.detach()), d))
-        if self.ratio_level == "turn":
-            return self.through_each_token(self.valid.layout.turn_mean(d.detach(), self.valid.keep, self._turns()))
         return d.clamp(-SAFETY_BOUND, SAFETY_BOUND)
 
     def through_each_token(self, log_ratio: Tensor) -> Tensor:
@@ -134,15 +130,6 @@ class ObjectiveBatch(PolicyLossInputs):
         """The rollout log-probabilities, for an objective that `needs` them."""
         assert self.rollout_log_prob is not None
         return self.rollout_log_prob
-
-    def _turns(self) -> Tensor:
-        if self.turn_ids is not None:
-            return self.turn_ids
-        require(
-            self.valid.layout.context.size == 1,
-            "turns of sequences that are split over ranks need turn_ids, from `turn_ids` of the whole sequences.",
-        )
-        return self.valid.layout.turns(self.valid.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,8 +152,8 @@ class TokenLoss:
 _BOUNDS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "dppo_mask_low", "dppo_mask_high"), (">=", 0.0)),
     **dict.fromkeys(("kl_tau", "adv_tau", "beta", "ppo_kl_coef", "opsm_delta", "max_staleness"), (">=", 0.0)),
-    **dict.fromkeys(("influence_width", "ipo_threshold", "k_pos", "k_neg"), (">=", 0.0)),
-    **dict.fromkeys(("tau_pos", "tau_neg", "lambda_pos", "lambda_neg", "half_life", "safety_threshold"), (">", 0.0)),
+    **dict.fromkeys(("ipo_threshold", "k_pos", "k_neg"), (">=", 0.0)),
+    **dict.fromkeys(("tau_pos", "tau_neg", "lambda_pos", "lambda_neg"), (">", 0.0)),
     **dict.fromkeys(("la_clip_low", "la_clip_high", "la_clip_c", "clip_cov_ratio", "kl_cov_ratio"), (">", 0.0)),
     "clip_ratio_c": (">", 1.0),
 }
@@ -272,8 +259,7 @@ class Objective:
                 value > bound or (sign == ">=" and value == bound), f"{option} must be {sign} {bound:g}, got {value}."
             )
         of_a_clip = option in ("clip_ratio_low", "clip_ratio_high", "la_clip_low", "la_clip_high")
-        # Turns are of any length: a token's width is plausible and a sequence's too.
-        if not of_a_clip or self.widths not in ("ratio", "log ratio") or self.ratio_level == "turn":
+        if not of_a_clip or self.widths not in ("ratio", "log ratio"):
             return
         of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
         require(

@@ -161,38 +161,6 @@ def decoupled_ppo(
     return replace(terms, loss=weights * terms.loss, zero_gradient=silent, metrics=metrics)
 
 
-def fipo(
-    b: ObjectiveBatch,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = 10.0,
-    half_life: float = 32.0,
-    influence_width: float = 0.2,
-    clip_high_only: bool = True,
-    safety_threshold: float = 4.0,
-) -> TokenLoss:
-    """clip(exp(sum_{u >= t} 2^((t - u) / h) d_u)) x `ppo`.
-
-    f_t = clip(exp(F_t)), where F_t adds up the moves of the tokens from t on. f lies in [1, 1 + width], or [1 - width,
-    1 + width] without `clip_high_only`; where A < 0 and rho is above `safety_threshold`, in [0.8, 1]. Tokens with rho >
-    c do not count in F. Masked tokens count as distance. `half_life`, in tokens, is ms-swift's `fipo_decay_rate`.
-
-    Source: arXiv 2603.19835; ms-swift `_compute_fipo_influence`.
-    """
-    terms = ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
-    moved = b.moved.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    # A comparison in log space: exp is not needed to know that rho > c.
-    counted = moved if clip_ratio_c is None else moved * (moved <= math.log(clip_ratio_c))
-    future = b.valid.layout.future_sum(counted, 2.0 ** (-1.0 / half_life))
-    low = 1.0 if clip_high_only else 1.0 - influence_width
-    influence = bounded_exp(future).clamp(low, 1.0 + influence_width)
-    unsafe = (b.advantages < 0) & (moved > math.log(safety_threshold))
-    influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
-    metrics = {"actor/fipo_influence": b.valid.layout.token_mean(influence, b.valid.keep)}
-    return replace(terms, loss=terms.loss * influence, metrics=metrics)
-
-
 def gmpo(b: ObjectiveBatch, *, clip_ratio_low: float = 0.4, clip_ratio_high: float = 0.4) -> TokenLoss:
     """-A exp(mean_t of d clipped to [-lo, hi]).
 

@@ -35,6 +35,8 @@ class RecordedSequence:
     """Token of the first recorded row; the rows before it are filler."""
     policy_version: NDArray[np.integer] | None = None
     """[rows] version of the policy that made each row."""
+    combine_weights: NDArray[np.floating] | None = None
+    """[rows, layers, K] weights of the experts, where the format has them; the check of routes looks at them."""
 
     def __post_init__(self) -> None:
         routes = self.routes
@@ -48,6 +50,8 @@ class RecordedSequence:
             require(-1 <= value < 1 << 31, f"{name} must lie in -1 .. {(1 << 31) - 1}, got {value}.")
         if self.valid is not None:
             require(self.valid.shape == routes.shape[:1], "the mask of valid rows has another length than the routes.")
+        weights = self.combine_weights
+        require(weights is None or weights.shape == routes.shape, "combine weights have another shape than the routes.")
         if self.layer_ids is not None:
             require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
 
@@ -171,4 +175,7 @@ def sequence_of_tokens(
     valid = np.zeros(num_tokens, np.bool_)
     valid[first_row : num_tokens - 1] = True
     aligned[~valid] = 0
+    if (weights := facts.get("combine_weights")) is not None:
+        facts["combine_weights"] = np.zeros(aligned.shape, np.float32)
+        facts["combine_weights"][first_row : first_row + rows] = weights
     return RecordedSequence(routes=aligned, valid=valid, **facts)
