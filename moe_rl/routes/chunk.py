@@ -93,23 +93,23 @@ class Chunk:
         """Raise in one sentence if a codebook, block or weight is damaged; reads all of them."""
         for layer in range(len(self.tables.layer_ids)):
             self._book(layer)
-            for block, (first, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
+            for block, (begin, size) in enumerate(zip(self.start[layer], self.tables.size[layer], strict=True)):
                 damaged = (
-                    zlib.crc32(self.body[int(first) : int(first) + int(size)].data) != self.tables.crc[layer, block]
+                    zlib.crc32(self.body[int(begin) : int(begin) + int(size)].data) != self.tables.crc[layer, block]
                 )
                 require(not damaged, self._fault(layer, f"block {block}"))
                 if self.weights is not None:
                     self.weights.read(layer, block)
 
-    def read(self, layers: Sequence[int], first: int, out: NDArray[Any]) -> None:
-        """Write the routed rows from `first` on of some layers into `out` [n, l, K], in one call of the core."""
+    def read(self, layers: Sequence[int], start_row: int, out: NDArray[Any]) -> None:
+        """Write the routed rows from `start_row` on of some layers into `out` [n, l, K], in one call of the core."""
         if not out.size:
             return
         tables, shape = self.tables, self.tables.shape
         books = [self._book(layer) for layer in layers]
         fault, place, block = shape.core.read(
             self.body, self.start, tables.size, tables.crc, self.checked,
-            layers, books, block_rows(shape.top_k), tables.num_routed, first, out,
+            layers, books, block_rows(shape.top_k), tables.num_routed, start_row, out,
         )  # fmt: skip
         if fault:
             require(fault != BAD_CHECKSUM, self._fault(layers[place], f"block {block}"))
@@ -119,8 +119,8 @@ class Chunk:
         sizes = self.tables.book_size
         book = self.books.get(layer)
         if book is None:
-            first = int(sizes[:layer].sum(dtype=np.int64))
-            book = self.body[first : first + int(sizes[layer])].tobytes()
+            begin = int(sizes[:layer].sum(dtype=np.int64))
+            book = self.body[begin : begin + int(sizes[layer])].tobytes()
             require(zlib.crc32(book) == self.tables.crc[layer, -1], self._fault(layer, "the codebook"))
             self.books[layer] = book
         return CODES.of(book, self.tables.shape) if book else None
@@ -260,8 +260,8 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     )
     begin = position + HEADER.size
     # The header with 0 in place of its checksum, then the tables: one number covers both.
-    found = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
-    require(found == crc, f"{where} is corrupt: the checksum of its tables does not match.")
+    checksum = zlib.crc32(data[begin : begin + stored].data, zlib.crc32(head[:-4] + bytes(4)))
+    require(checksum == crc, f"{where} is corrupt: the checksum of its tables does not match.")
     shape = check_shape(experts, top_k)
     tables = _tables(data[begin : begin + stored], shape, layers, routed, counts, where, bool(flags))
     size = tables.size.astype(np.int64)
@@ -271,12 +271,12 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     column = None if tables.weight_size is None else tables.weight_size.sum(dtype=np.int64)
     require(blocks_end + int(column or 0) == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
-    held = data[begin + stored : end]
+    chunk_body = data[begin + stored : end]
     chunk = Chunk(
         tables=tables,
-        body=held,
+        body=chunk_body,
         start=start,
-        weights=_weights_of(tables, held[blocks_end:]),
+        weights=_weights_of(tables, chunk_body[blocks_end:]),
         end=end,
         checked=np.zeros(size.shape, np.uint8),
     )
@@ -317,12 +317,12 @@ def _tables(
         arrays[name] = np.frombuffer(data[: sizes[name]].tobytes(), dtype).reshape(extents)
         data = data[sizes[name] :]
     tables = ChunkTables(shape=shape, num_routed=routed, **arrays)
-    first, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
-    ends, versions = first + missing, tables.versions["first"].astype(np.int64)
+    starts, missing = (tables.gaps[name].astype(np.int64) for name in ("first", "value"))
+    ends, versions = starts + missing, tables.versions["first"].astype(np.int64)
     # Gaps and version runs ascend and lie inside the rows: readers look things up in them by bisection.
     sound = (
         int(missing.sum()) == tables.num_rows - routed
-        and bool((missing > 0).all() and (first[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
+        and bool((missing > 0).all() and (starts[1:] >= ends[:-1]).all() and (np.diff(versions) > 0).all())
         and int(ends.max(initial=0)) <= tables.num_rows
         and int(versions.max(initial=0)) <= max(0, tables.num_rows - 1)
     )

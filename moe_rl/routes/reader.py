@@ -25,7 +25,7 @@ class _Extent:
     """Consecutive rows of a chunk."""
 
     chunk: int
-    first: int
+    start_row: int
     rows: int
 
 
@@ -80,18 +80,18 @@ class RoutesReader:
         """Take in more chunks of the same stream, such as the message of a turn."""
         with located(self._name) if self._name else located("routes"):
             scan = ChunkScan(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data)
-            found = list(scan)
+            chunks = list(scan)
             # A copy: a damaged chunk must leave the reader as it was.
             extents = dict(self._extents)
-            for number, chunk in enumerate(found, len(self._chunks)):
-                self._check_same(chunk, found[0])
-                first = 0
+            for number, chunk in enumerate(chunks, len(self._chunks)):
+                self._check_same(chunk, chunks[0])
+                first_row = 0
                 for key, parent, start, rows in chunk.tables.pieces.tolist():
-                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first, rows))
-                    first += rows
-            self._chunks += found
+                    extents[key] = (*_prefix(extents, key, parent, start), _Extent(number, first_row, rows))
+                    first_row += rows
+            self._chunks += chunks
             self._extents = extents
-            self._gaps += [_gap_ends(chunk) for chunk in found]
+            self._gaps += [_gap_ends(chunk) for chunk in chunks]
             self.closed = scan.closed
 
     @property
@@ -149,8 +149,8 @@ class RoutesReader:
         self._check_map()
         with located(self._name or "routes"):
             for extent, at in self._pieces(key, begin, end):
-                first, last = self._routed(extent)
-                routed = self._weights_of(extent.chunk, first, last, picked)
+                start_row, stop_row = self._routed(extent)
+                routed = self._weights_of(extent.chunk, start_row, stop_row, picked)
                 out[at : at + extent.rows][self._valid(extent)] = routed
         return out
 
@@ -167,12 +167,17 @@ class RoutesReader:
         out = np.zeros(self.length(key), np.int32)
         for extent, at in self._pieces(key, 0, len(out)):
             runs = self._chunks[extent.chunk].tables.versions
-            run = np.searchsorted(runs["first"], np.arange(extent.first, extent.first + extent.rows), side="right") - 1
+            run = (
+                np.searchsorted(
+                    runs["first"], np.arange(extent.start_row, extent.start_row + extent.rows), side="right"
+                )
+                - 1
+            )
             out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
         return out
 
-    def _check_same(self, chunk: Chunk, first: Chunk) -> None:
-        like = (self._chunks[0] if self._chunks else first).tables
+    def _check_same(self, chunk: Chunk, head: Chunk) -> None:
+        like = (self._chunks[0] if self._chunks else head).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
         require(same, "the chunks are of different models: their experts, top-k or layers differ.")
 
@@ -182,17 +187,17 @@ class RoutesReader:
         for extent in self._extents[key]:
             low, high = max(begin - row, 0), min(end - row, extent.rows)
             if high > low:
-                yield _Extent(extent.chunk, extent.first + low, high - low), row + low - begin
+                yield _Extent(extent.chunk, extent.start_row + low, high - low), row + low - begin
             row += extent.rows
 
     def _routed(self, extent: _Extent) -> tuple[int, int]:
         """Return which routed rows of its chunk the extent's are."""
         ends, before = self._gaps[extent.chunk]
         if not len(ends):
-            return extent.first, extent.first + extent.rows
+            return extent.start_row, extent.start_row + extent.rows
         gaps = self._chunks[extent.chunk].tables.gaps["first"]
         place = []
-        for row in (extent.first, extent.first + extent.rows):
+        for row in (extent.start_row, extent.start_row + extent.rows):
             gap = int(np.searchsorted(gaps, row, side="right")) - 1
             place.append(row if gap < 0 else row - int(before[gap]) + max(0, int(ends[gap]) - row))
         return place[0], place[1]
@@ -200,33 +205,33 @@ class RoutesReader:
     def _valid(self, extent: _Extent) -> NDArray[np.bool_]:
         ends, _ = self._gaps[extent.chunk]
         gaps = self._chunks[extent.chunk].tables.gaps["first"]
-        rows = np.arange(extent.first, extent.first + extent.rows)
+        rows = np.arange(extent.start_row, extent.start_row + extent.rows)
         gap = np.searchsorted(gaps, rows, side="right") - 1
         return np.asarray((gap < 0) | (ends[gap] <= rows)) if len(gaps) else np.ones(extent.rows, np.bool_)
 
     def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
         chunk = self._chunks[extent.chunk]
-        first, last = self._routed(extent)
+        start_row, stop_row = self._routed(extent)
         self._check_map()
         with located(self._name or "routes"):
-            if last - first == extent.rows:
-                chunk.read(layers, first, out)
+            if stop_row - start_row == extent.rows:
+                chunk.read(layers, start_row, out)
             else:
-                routed = np.empty((last - first, *out.shape[1:]), out.dtype)
-                chunk.read(layers, first, routed)
+                routed = np.empty((stop_row - start_row, *out.shape[1:]), out.dtype)
+                chunk.read(layers, start_row, routed)
                 out[self._valid(extent)] = routed
 
-    def _weights_of(self, number: int, first: int, last: int, layers: Sequence[int]) -> NDArray[np.float32]:
+    def _weights_of(self, number: int, start_row: int, stop_row: int, layers: Sequence[int]) -> NDArray[np.float32]:
         chunk, size = self._chunks[number], block_rows(self.top_k)
         column = chunk.weights
         if column is None:
             raise InvalidInputError("these routes hold no combine weights.")
-        out = np.empty((last - first, len(layers), self.top_k), np.float32)
-        for block in range(first // size, -(-last // size)):
-            low, high = max(first, block * size), min(last, (block + 1) * size)
-            held = slice(low - block * size, high - block * size)
+        out = np.empty((stop_row - start_row, len(layers), self.top_k), np.float32)
+        for block in range(start_row // size, -(-stop_row // size)):
+            low, high = max(start_row, block * size), min(stop_row, (block + 1) * size)
+            wanted_rows = slice(low - block * size, high - block * size)
             for place, layer in enumerate(layers):
-                out[low - first : high - first, place] = column.read(layer, block)[held]
+                out[low - start_row : high - start_row, place] = column.read(layer, block)[wanted_rows]
         return out
 
     def _check_map(self) -> None:
@@ -258,16 +263,16 @@ def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, star
     """Return the extents of the first `start` rows of what `parent` holds."""
     if not start:
         return ()
-    left, kept = start, []
+    left, prefix = start, []
     for extent in extents.get(parent, ()):
         if left:
-            kept.append(_Extent(extent.chunk, extent.first, min(left, extent.rows)))
-            left -= kept[-1].rows
+            prefix.append(_Extent(extent.chunk, extent.start_row, min(left, extent.rows)))
+            left -= prefix[-1].rows
     if left:
         raise InvalidInputError(
             f"sequence {key} begins with {start} rows of sequence {parent}, of which {start - left} are in this stream."
         )
-    return tuple(kept)
+    return tuple(prefix)
 
 
 def _gap_ends(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -90,25 +90,25 @@ class SortedSets:
     """The first (row, layer) that names an expert twice; zeros alone stand for a layer without routes."""
 
 
-def sorted_sets(ids: NDArray[np.integer], shape: SetShape, known: NDArray[np.bool_]) -> SortedSets:
-    """Return `ids` [T, L, K] with every row ascending; rows that are not `known` [T] are zeros, whatever they held.
+def sorted_sets(ids: NDArray[np.integer], shape: SetShape, has_route: NDArray[np.bool_]) -> SortedSets:
+    """Return `ids` [T, L, K] with every row ascending; rows that are not `has_route` [T] are zeros, whatever they held.
 
     Raises `InvalidInputError` for an id outside 0 .. E - 1.
     """
-    given = np.asarray(ids)
-    require(given.dtype.kind in "iu", f"routes must be integers, got {given.dtype}.")
-    if given.dtype.str[1:] not in READ_IN_PLACE or not given.dtype.isnative:
-        given = given.astype(np.int64)
-    given = np.ascontiguousarray(given)
-    result = np.empty(given.shape, shape.dtype)
-    if not given.size:
+    rows = np.asarray(ids)
+    require(rows.dtype.kind in "iu", f"routes must be integers, got {rows.dtype}.")
+    if rows.dtype.str[1:] not in READ_IN_PLACE or not rows.dtype.isnative:
+        rows = rows.astype(np.int64)
+    rows = np.ascontiguousarray(rows)
+    result = np.empty(rows.shape, shape.dtype)
+    if not rows.size:
         return SortedSets(ids=result, twice=None)
-    outside, twice = shape.core.sorted(given, np.ascontiguousarray(known), result)
+    outside, twice = shape.core.sorted(rows, np.ascontiguousarray(has_route), result)
     if outside >= 0:
-        row = given.reshape(-1, shape.top_k)[outside]
+        row = rows.reshape(-1, shape.top_k)[outside]
         wrong = row[(row < 0) | (row >= shape.num_experts)][0]
         raise InvalidInputError(f"the routes hold expert id {int(wrong)}, outside 0 .. {shape.num_experts - 1}.")
-    return SortedSets(ids=result, twice=None if twice < 0 else divmod(twice, given.shape[1]))
+    return SortedSets(ids=result, twice=None if twice < 0 else divmod(twice, rows.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

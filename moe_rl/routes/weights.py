@@ -34,8 +34,8 @@ class WeightColumn:
     def read(self, layer: int, block: int) -> NDArray[np.float32]:
         """Return the weights [n, K] of a block; raise in one sentence if they are damaged."""
         before = self.size.reshape(-1)[: layer * self.size.shape[1] + block]
-        first, size = int(before.sum(dtype=np.int64)), int(self.size[layer, block])
-        data = self.body[first : first + size].tobytes()
+        begin, size = int(before.sum(dtype=np.int64)), int(self.size[layer, block])
+        data = self.body[begin : begin + size].tobytes()
         damaged = InvalidInputError(f"the combine weights of block {block} are corrupt.")
         if len(data) < PLANES.size or zlib.crc32(data) != self.crc[layer, block]:
             raise damaged

@@ -96,21 +96,21 @@ class RoutesWriter:
             rows.ndim == 3 and rows.shape[1:] == expected,
             f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
         )
-        known = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
-        require(known.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(known.shape)}.")
+        has_route = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
+        require(has_route.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(has_route.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         weights = self._weights(rows, combine_weights)
         # Rows without a route may hold anything, -1 included.
-        sets = sorted_sets(rows, self.shape, known)
+        sets = sorted_sets(rows, self.shape, has_route)
         if sets.twice is not None:
             row, layer = sets.twice
             raise InvalidInputError(
                 f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
                 f"{rows[row, layer].tolist()} is the choice of no router."
             )
-        sequence = _Leader(key=key, ids=sets.ids, valid=known, weights=weights)
+        sequence = _Leader(key=key, ids=sets.ids, valid=has_route, weights=weights)
         parent, start, skip = self._prefix(start, parent, group, sequence)
-        stored = known[skip:]
+        stored = has_route[skip:]
         self._length[key] = start + len(stored)
         self._pieces.append((key, parent, start, len(stored)))
         columns = {"ids": _rows_of(sets.ids, skip, stored), "valid": stored, "versions": versions[skip:]}
@@ -130,7 +130,7 @@ class RoutesWriter:
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         valid, versions = columns["valid"], columns["versions"]
         # One entry per run: a rollout changes its policy a few times, not with every token.
-        first = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
+        starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
             columns["ids"],
@@ -138,7 +138,7 @@ class RoutesWriter:
             layer_ids=self.layer_ids,
             pieces=np.array(self._pieces, PIECE),
             gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
-            versions=_runs(first, versions[first]),
+            versions=_runs(starts, versions[starts]),
             weights=columns.get("weights"),
         )
         self._empty_chunk()
@@ -222,12 +222,16 @@ class _Leader:
 
     def shared_rows(self, other: "_Leader", most: int) -> int:
         """Return how many rows both begin with, at most `most`."""
-        both = min(len(self.ids), len(other.ids), most)
-        equal = (self.ids[:both] == other.ids[:both]).all(axis=(1, 2)) & (self.valid[:both] == other.valid[:both])
+        num_compared = min(len(self.ids), len(other.ids), most)
+        equal = (self.ids[:num_compared] == other.ids[:num_compared]).all(axis=(1, 2)) & (
+            self.valid[:num_compared] == other.valid[:num_compared]
+        )
         if self.weights is not None and other.weights is not None:
             # Bits, so that a weight that is not a number equals itself.
-            equal &= (self.weights[:both].view(np.int32) == other.weights[:both].view(np.int32)).all(axis=(1, 2))
-        return both if equal.all() else int(np.argmin(equal))
+            equal &= (self.weights[:num_compared].view(np.int32) == other.weights[:num_compared].view(np.int32)).all(
+                axis=(1, 2)
+            )
+        return num_compared if equal.all() else int(np.argmin(equal))
 
 
 def _rows_of(column: NDArray[Any], skip: int, stored: NDArray[np.bool_]) -> NDArray[Any]:
@@ -236,7 +240,7 @@ def _rows_of(column: NDArray[Any], skip: int, stored: NDArray[np.bool_]) -> NDAr
     return rows if stored.all() else rows[stored]
 
 
-def _runs(first: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
-    runs = np.zeros(len(first), RUN)
-    runs["first"], runs["value"] = first, value
+def _runs(starts: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:
+    runs = np.zeros(len(starts), RUN)
+    runs["first"], runs["value"] = starts, value
     return runs
