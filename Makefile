@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-sync test-docs test-slow test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
+.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow"
 	@echo "make quick        of these the ones of one process that run no kernel: about two minutes"
 	@echo "make test-slow    the tests marked slow"
+	@echo "make mutants      100 small faults of the day in the Megatron runtime: at least 95 of them must fail a test (MUTANTS=10: ten)"
 	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
 	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
@@ -107,6 +108,11 @@ $(OLDEST)/.created:
 	    numpy pydantic PyYAML typer rich jinja2 msgpack pytest hypothesis
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(OLDEST_TRITON)
 	@touch $@
+
+# Faults of the day in the runtime, and whether tests notice; MUTANTS=10 in CI. Alone on the machine: it uses two cores.
+MUTANTS ?= 100
+mutants: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m mutants --count $(MUTANTS)
 
 test-oldest: $(OLDEST)/.created
 	PYTHONPATH=. $(OLDEST)/bin/python -m pytest tests/kernels

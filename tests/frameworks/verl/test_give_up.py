@@ -11,7 +11,7 @@ SHARE = 1 / 20
 
 
 def give_up_case(case: str) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=2, case=f"give_up_cases.{case}", launch="give_up")
+    return pytest.mark.multi_rank(world_size=2, case=f"break_cases.{case}", launch="give_up")
 
 
 @give_up_case("second_loss")

@@ -1,0 +1,147 @@
+"""Draw small faults in the runtime of the day's tree and see whether the tests that cover their modules notice.
+
+    python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--list]
+
+PYTHONPATH holds tests/. A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
+`hook/sitecustomize.py`, so that the tree itself stays as it is. It dies by a failing test, or by the time limit. One
+that no test reaches lives. Ends with 1 if too many live.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from mutants.kinds import Edit, applied, edits_of
+
+ROOT = Path(__file__).parents[2]
+COVER: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("cover.yaml").read_text())
+PARTS = ("balancing", "megatron", "frameworks")
+# Parts that need a framework itself, and Megatron on a CPU, which is there for tests.
+WITHOUT = (
+    "megatron.on_cpu",
+    *(
+        f"frameworks.{name}"
+        for name in (
+            *("verl", "trl", "transformers", "deepspeed", "nemo_rl", "skyrl", "areal", "roll", "prime_rl"),
+            *("sglang", "vllm", "ep_", "planner_actor", "router_shift"),
+        )
+    ),
+)
+LEAST_DEAD = 0.95
+LIMIT_S = 1800.0
+"""Of one mutant: a hang is noticed by the limits inside the tests, long before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One fault in one module."""
+
+    module: str
+    path: Path
+    edit: Edit
+
+    def __str__(self) -> str:
+        """Return its name: module, line, kind and what stands there now."""
+        return f"{self.module}:{self.edit.line} {self.edit.kind}: {' '.join(self.edit.text.split())[:60]}"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Yield the modules that are mutated, by their names inside moe_rl."""
+    for part in PARTS:
+        for path in sorted((ROOT / "moe_rl" / part).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT / "moe_rl").with_suffix("").parts).removesuffix(".__init__")
+            if not name.startswith(WITHOUT):
+                yield name, path
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Return mutants, as many of each kind as there are, in an order that takes one kind after the other."""
+    by_kind: defaultdict[str, list[Mutant]] = defaultdict(list)
+    for module, path in modules():
+        for edit in edits_of(path.read_text(encoding="utf-8")):
+            by_kind[edit.kind].append(Mutant(module=module, path=path, edit=edit))
+    draw, found = random.Random(seed), []
+    for of_kind in by_kind.values():
+        draw.shuffle(of_kind)
+    while len(found) < count and any(by_kind.values()):
+        found += [of_kind.pop() for of_kind in by_kind.values() if of_kind]
+    return found[:count]
+
+
+def covering(module: str) -> list[str]:
+    """Return the test files of a module: those of the longest name in cover.yaml that it begins with."""
+    fitting = [name for name in COVER if module == name or module.startswith(f"{name}.")]
+    return COVER[max(fitting, key=len)]
+
+
+def killer(mutant: Mutant, folder: Path) -> str:
+    """Return which test file notices a mutant; empty where it lives."""
+    file = folder / "mutant.py"
+    file.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
+    path = os.pathsep.join([str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "MOE_RL_TEST_MUTANT_MODULE": f"moe_rl.{mutant.module}",
+        "MOE_RL_TEST_MUTANT_FILE": str(file),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    for tests in covering(mutant.module):
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", tests]
+        try:
+            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return f"{tests} (time)"
+        if ran.returncode not in (0, 5):  # 5: nothing to run here
+            return tests
+    return ""
+
+
+def run(mutants: Iterable[Mutant], processes: int) -> list[Mutant]:
+    """Run all mutants, print what becomes of each, and return the living."""
+    alive, started = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        futures = {}
+        for index, mutant in enumerate(mutants):
+            own = Path(folder) / str(index)
+            own.mkdir()
+            futures[pool.submit(killer, mutant, own)] = mutant
+        for number, future in enumerate(as_completed(futures), 1):
+            mutant, by = futures[future], future.result()
+            if not by:
+                alive.append(mutant)
+            print(f"[{number}/{len(futures)} {time.monotonic() - started:.0f} s] {by or 'ALIVE'}  {mutant}", flush=True)
+    return alive
+
+
+def main() -> int:
+    """Draw, run, and say how many died."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=int(datetime.now(UTC).strftime("%Y%m%d")))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="say which would run, and run none")
+    given = parser.parse_args()
+    found = drawn(given.count, given.seed)
+    if given.list:
+        print(*found, sep="\n")
+        return 0
+    alive = run(found, given.processes)
+    dead = len(found) - len(alive)
+    print(f"{dead} of {len(found)} died ({dead / len(found):.1%}), seed {given.seed}.", *map(str, alive), sep="\n")
+    return int(dead < LEAST_DEAD * len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

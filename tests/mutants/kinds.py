@@ -1,0 +1,171 @@
+"""What may be wrong in a line: kinds of faults, and where in a source each can stand.
+
+An edit replaces what stands between two places of a source by another text. Of `x = a[1:] - b` the kinds make
+`x = a[2:] - b` (off by one), `x = b - a[1:]` (swapped operands), and so on: one edit per mutant.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+WAITS = {"wait", "join", "synchronize", "complete", "complete_gathers", "wait_stream", "barrier", "reset", "settle"}
+FOLDS = {"add_", "copy_", "index_add_", "index_copy_", "fold", "start_push", "start_return", "follow", "zero_", "fill_"}
+FLIPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+           ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}  # fmt: skip
+SIGNS = {ast.Sub: "-", ast.FloorDiv: "//", ast.Div: "/", ast.Mod: "%", ast.MatMult: "@"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One fault."""
+
+    kind: str
+    line: int
+    begin: int
+    """In characters of the source."""
+    end: int
+    text: str
+
+
+class Source:
+    """A module's text, by the places that its syntax tree names."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.tree = text, ast.parse(text)
+        self._starts = [0]
+        for line in text.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def edit(self, kind: str, node: ast.AST, text: str) -> Edit:
+        """Return the edit that puts `text` in the place of `node`."""
+        begin, end = self.span(node)
+        return Edit(kind=kind, line=node.lineno, begin=begin, end=end, text=text)  # type: ignore[attr-defined]
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Return where a node begins and ends; columns of the tree are bytes."""
+        return tuple(
+            self._starts[line - 1] + len(self.text[self._starts[line - 1] :].encode()[:column].decode())
+            for line, column in (
+                (node.lineno, node.col_offset),  # type: ignore[attr-defined]
+                (node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+            )
+        )  # type: ignore[return-value]
+
+    def of(self, node: ast.AST) -> str:
+        """Return the text of a node."""
+        begin, end = self.span(node)
+        return self.text[begin:end]
+
+    def called(self, node: ast.AST) -> str:
+        """Return the last name of a statement that is a call; empty where it is none."""
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+            return ""
+        function = node.value.func
+        return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def off_by_one(source: Source) -> Iterator[Edit]:
+    """Yield edits of a bound: a number in an index, a slice or a sum, and < for <=."""
+    for node in ast.walk(source.tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.Slice):
+            parts = [node.lower, node.upper]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            parts = [node.right]
+        for part in parts:
+            if isinstance(part, ast.Constant) and type(part.value) is int:
+                yield source.edit("off by one", part, str(part.value + 1))
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+            left, right = source.of(node.left), source.of(node.comparators[0])
+            if len(node.ops) == 1:
+                yield source.edit("off by one", node, f"{left} {FLIPPED[type(node.ops[0])]} {right}")
+
+
+def wrong_group(source: Source) -> Iterator[Edit]:
+    """Yield edits by which a collective is one of another group, or of the whole run."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.keyword) and node.arg == "group" and not isinstance(node.value, ast.Constant):
+            yield source.edit("wrong group", node.value, "None")
+        if isinstance(node, ast.Attribute) and node.attr in ("gather_in_run", "gather_in_grid", "gather_over_groups"):
+            yield source.edit("wrong group", node, f"{source.of(node.value)}.gather")
+        if isinstance(node, ast.Attribute) and node.attr == "get_expert_model_parallel_group":
+            yield source.edit("wrong group", node, f"{source.of(node.value)}.get_expert_data_parallel_group")
+
+
+def missing_wait(source: Source) -> Iterator[Edit]:
+    """Yield edits that leave out a statement that waits, or that gives back."""
+    for node in ast.walk(source.tree):
+        if source.called(node) in WAITS:
+            yield source.edit("missing wait", node, "pass")
+
+
+def dropped_fold(source: Source) -> Iterator[Edit]:
+    """Yield edits that leave out a statement that adds, copies or sends."""
+    for node in ast.walk(source.tree):
+        added = isinstance(node, ast.AugAssign)
+        if source.called(node) in FOLDS or added:
+            yield source.edit("dropped fold", node, "pass")
+
+
+def stale_homes(source: Source) -> Iterator[Edit]:
+    """Yield edits after which something keeps what it was: an attribute that is not set, or homes as at the start."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Assign) and isinstance(inner.targets[0], ast.Attribute):
+                    yield source.edit("stale homes", inner, "pass")
+        read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if read and source.of(node) == "self.placement":
+            yield source.edit("stale homes", node, "self.own_placement")
+
+
+def swapped_operands(source: Source) -> Iterator[Edit]:
+    """Yield edits that swap both sides of an operator, or two arguments of a call."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
+            left, right = source.of(node.left), source.of(node.right)
+            yield source.edit("swapped operands", node, f"({right}) {SIGNS[type(node.op)]} ({left})")
+        if isinstance(node, ast.Call) and len(node.args) == 2 and not any(
+            isinstance(each, ast.Starred | ast.Constant) for each in node.args
+        ):  # fmt: skip
+            (begin, _), (_, end) = source.span(node.args[0]), source.span(node.args[1])
+            text = f"{source.of(node.args[1])}, {source.of(node.args[0])}"
+            yield Edit(kind="swapped operands", line=node.lineno, begin=begin, end=end, text=text)
+
+
+def other_branch(source: Source) -> Iterator[Edit]:
+    """Yield edits by which a condition is taken for its opposite."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.If | ast.IfExp) and not source.of(node.test).startswith("TYPE_CHECKING"):
+            yield source.edit("other branch", node.test, f"not ({source.of(node.test)})")
+
+
+KINDS: tuple[Callable[[Source], Iterator[Edit]], ...] = (
+    off_by_one,
+    wrong_group,
+    missing_wait,
+    dropped_fold,
+    stale_homes,
+    swapped_operands,
+    other_branch,
+)
+
+
+def edits_of(text: str) -> list[Edit]:
+    """Return every edit of a module that still compiles and changes something."""
+    source, found = Source(text), []
+    for kind in KINDS:
+        for edit in kind(source):
+            changed = applied(text, edit)
+            try:
+                different = ast.dump(ast.parse(changed)) != ast.dump(source.tree)
+            except SyntaxError:
+                continue
+            if different:
+                found.append(edit)
+    return found
+
+
+def applied(text: str, edit: Edit) -> str:
+    """Return the text with the fault in it."""
+    return text[: edit.begin] + edit.text + text[edit.end :]
