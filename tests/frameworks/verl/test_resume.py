@@ -35,12 +35,6 @@ def test_plain_and_balanced_runs_go_on_from_either_ones_checkpoint(outcome: list
         check(rank)
 
 
-@resume_case("by_parameter")
-def test_optimizer_state_by_parameter_is_verls_too(outcome: list[Any]) -> None:
-    for rank in outcome:
-        check(rank)
-
-
 def test_a_killed_rank_is_told_to_the_others(tmp_path: Path) -> None:
     case = "resume_cases.killed"
     launch = run_cases(Path(__file__).parent, [case], world_size=2, folder=tmp_path, timeout_s=600.0)
