@@ -164,6 +164,13 @@ class RouterStore:
             padding = packed.words.new_full((missing, ids.shape[1]), packed.no_route)
             words = padding if stored is None else torch.cat([stored.words, padding])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
+        if not keys.is_cuda and keys.numel():  # on a GPU nothing waits: the device's own assertion says it
+            largest = int(keys.max())
+            require(
+                largest < self.num_tokens,
+                f"tap.rows names key {largest}, but old_pass was opened for {self.num_tokens} tokens, keys 0 .. "
+                f"{self.num_tokens - 1}.",
+            )
         stored.words[keys + 1] = packed.words
         stored.words[0] = stored.no_route
         if router == 0:  # the others get the same rows

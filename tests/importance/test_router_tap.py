@@ -179,6 +179,18 @@ def read_once(tap: RouterTap, model: nn.Module, keys: Tensor, input_ids: Tensor 
     return store
 
 
+def test_a_key_above_the_tokens_of_the_pass_is_one_sentence(model: nn.Sequential) -> None:
+    tap = RouterTap(model)
+
+    def short_pass() -> None:
+        with torch.no_grad(), tap.old_pass(TOKENS - 1):
+            tap.rows = torch.arange(TOKENS)
+            model(HIDDEN_STATES)
+
+    with pytest.raises(InvalidInputError, match=rf"names key {TOKENS - 1}, but old_pass was opened for {TOKENS - 1}"):
+        short_pass()
+
+
 def test_keys_in_another_order_than_the_batch_are_refused(model: nn.Sequential) -> None:
     whole = Embedded(model)
     tap = RouterTap(whole)

@@ -50,7 +50,7 @@ def ppo(
 
 
 def gspo(b: ObjectiveBatch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4) -> TokenLoss:
-    """`ppo` with s = exp(mean_t d) in the place of rho, its gradient through each token.
+    """`ppo` with s = exp(mean_t d) in place of rho, its gradient through each token.
 
     Source: arXiv 2507.18071; verl `compute_policy_loss_gspo`.
     """
