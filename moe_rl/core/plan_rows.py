@@ -168,19 +168,38 @@ class Replicas:
         )
 
     def copied_slots(self, num_cells: int, topology: ClusterTopology) -> tuple[Floats, Floats]:
-        """Return [C], [C]: most replicas that one rank receives, or sends as their home, in its node and across."""
-        node = topology.node_of_rank
-        crosses = node[self.rank] != node[self.home_rank]
+        """Return [C], [C]: most replicas that one rank receives, or sends, in its node and across."""
+        node, source = topology.node_of_rank, self.source_rank(topology)
+        crosses = node[self.rank] != node[source]
         shape = (num_cells, topology.ep_size)
 
         def busiest(kind: NDArray[np.bool_]) -> Floats:
             moved = (self.copied & kind).astype(np.float64)
-            received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, self.home_rank))
+            received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, source))
             # A link carries both ways at once, so the busier direction counts; the busiest rank delays all.
             most: Floats = np.maximum(received, sent).max(axis=1)
             return most
 
         return busiest(~crosses), busiest(crosses)
+
+    def source_rank(self, topology: ClusterTopology) -> Ints:
+        """Return [R] the ranks that copies come from: a holder for the whole step on the same node, else the home.
+
+        Example: ranks 0 and 1 on one node, 2 and 3 on another; expert 5 has its home on rank 0 and a resident copy on
+        rank 2. A copy on rank 3 comes from rank 2, one on rank 1 from rank 0.
+        """
+        node, source = topology.node_of_rank, self.home_rank.astype(np.int64)
+        far = self.copied & (node[self.rank] != node[source])
+        if self.copied.all() or not far.any():
+            return source
+        key = (self.cell.astype(np.int64) * (int(self.expert.max()) + 1) + self.expert) * topology.num_nodes
+        key += node[self.rank]
+        holders = np.flatnonzero(~self.copied)
+        keys, first = np.unique(key[holders], return_index=True)
+        near = np.searchsorted(keys, key[far]).clip(max=len(keys) - 1)
+        found = keys[near] == key[far]
+        source[np.flatnonzero(far)[found]] = self.rank[holders[first[near[found]]]]
+        return source
 
     def buffers(self, num_cells: int, topology: ClusterTopology) -> float:
         """Return the expert buffers that the fullest rank needs: shared by all layers, two for each across nodes."""

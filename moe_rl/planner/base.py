@@ -78,8 +78,9 @@ class PlanProblem:
     """Loads of earlier steps, their micro-batches one after the other; None when there were none."""
     steps_served: int = 1
     """Optimizer steps that homes will serve: a move is paid once for all of them."""
-    updates: int = 1
-    """Optimizer steps that the load is of, in each of which copies that stay are pushed and returned."""
+    updates: float = 1
+    """Optimizer steps that the load is of, in each of which copies that stay are pushed and returned; below 1 where it
+    is a part of one."""
     current_placement: ExpertPlacement | None = None
     """Placement before the step; None means Megatron's contiguous one."""
     sequence_load: NDArray[np.int32] | None = None

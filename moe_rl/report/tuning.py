@@ -70,6 +70,8 @@ class TunedSetting(Shape):
     peak_gib: float
     parts: Mapping[str, float]
     """Shares of the step by part."""
+    packing_gain: float = 1.0
+    """Step on the framework's layout over the step on the packed one, by lengths."""
     resident_slots: int = 0
     """Copies of experts per rank and layer for which the peak has room; balanced routing gains nothing from them."""
     tokens_per_s_interval: tuple[float, float] | None = None
@@ -94,6 +96,57 @@ class TunedSetting(Shape):
     def lines(self, framework: str) -> str:
         """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""
         return PASTED[framework](self)
+
+
+LEVERS = ("static", "engine", "packing", "homes", "resident copies", "own copies")
+"""In the order in which each is added to those before; own copies take the engine's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeLevers:
+    """A setting's tokens/s/GPU under the routes of a trace, as an engine and the levers of `moe-rl` are added."""
+
+    setting: TunedSetting
+    engine: str | None
+    """Value of `domain_balance`; None: the dispatcher has no engine, copies are ours."""
+    resident_slots: int
+    speeds: Mapping[str, float]
+    """By lever, of `LEVERS`; those that the setting does not have are absent."""
+
+    @property
+    def lever(self) -> str:
+        """The last lever of the fastest combination; of equal ones the first."""
+        return max(self.speeds, key=lambda name: self.speeds[name])
+
+    @property
+    def fastest(self) -> float:
+        """Tokens/s/GPU of the fastest combination."""
+        return self.speeds[self.lever]
+
+    @property
+    def name(self) -> str:
+        """Shape, dispatcher, engine and levers of the fastest combination."""
+        named = [name for name in self.speeds if name in self._added()]
+        words = [name.replace("engine", self.engine or "") for name in named if name != "static"]
+        if "resident copies" in words:
+            words[words.index("resident copies")] = f"{self.resident_slots} resident copies per rank"
+        return f"{self.setting.name}, {self.setting.dispatcher}" + "".join(f", {word}" for word in words)
+
+    @property
+    def gains(self) -> dict[str, float]:
+        """What each lever of the fastest combination adds to those before it, as a share."""
+        added, before, found = self._added(), self.speeds["static"], dict[str, float]()
+        for name in added[1:]:
+            found[name] = self.speeds[name] / before - 1.0
+            before = self.speeds[name]
+        return found
+
+    def _added(self) -> list[str]:
+        """Return the levers of the fastest combination, static first."""
+        if self.lever == "own copies":
+            return ["static", "own copies"]
+        names = list(self.speeds)
+        return names[: names.index(self.lever) + 1]
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
@@ -178,16 +231,20 @@ class Tuned:
     num_tokens: int
     num_sequences: int
     num_shapes: int
+    num_laid_out: int
+    """Shapes whose settings were laid out and priced; the others are slower by their estimate."""
     num_alike: int
     """How many settings the interval of the ratio does not tell apart from the fastest."""
     settings: tuple[TunedSetting, ...]
+    levers: tuple[ShapeLevers, ...] = ()
+    """With routes: the fastest setting of every EP size and dispatcher with an engine and levers, fastest first."""
     notes: tuple[str, ...] = ()
     """Which software was priced, and what lies outside the fitted runs."""
 
     @property
     def best(self) -> TunedSetting:
-        """The simplest of the fastest settings."""
-        return self.settings[0]
+        """The setting of the fastest combination with levers; without routes the simplest of the fastest settings."""
+        return self.levers[0].setting if self.levers else self.settings[0]
 
     def first_of(self, key: str) -> dict[Any, TunedSetting]:
         """Return the first setting for every value of a field."""
@@ -198,8 +255,11 @@ class Tuned:
 
     def sentences(self) -> list[str]:
         """Return what the search found in words: the best, and why larger or smaller EP groups are slower."""
-        best = self.best
-        sentences = [f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."]
+        best = self.settings[0]
+        sentences = [
+            *self.sentences_of_levers(),
+            f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}.",
+        ]
         if self.num_alike > 1:
             sentences.append(
                 f"{self.num_alike} settings are not told apart from the fastest: the 80 % interval of their ratio "
@@ -207,12 +267,11 @@ class Tuned:
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
-            grown = {name: row.parts[name] * (1 + longer) - best.parts.get(name, 0.0) for name in row.parts}
-            name, more = max(grown.items(), key=lambda part: part[1])
+            name, more = self._grown_part(best, row)
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 sentences.append(
                     f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
-                    f"{name.replace('_', ' ')} takes {more:.1%} of the best step more."
+                    f"{name} takes {more:.1%} of the best step more."
                 )
             elif row is not best:
                 sentences.append(
@@ -221,6 +280,39 @@ class Tuned:
                 )
         return sentences
 
+    def sentences_of_levers(self) -> list[str]:
+        """Return shape, engine and levers of the fastest, what each adds, and why the next shapes are slower."""
+        if not self.levers:
+            return []
+        best, *others = self.levers
+        added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "nothing"
+        said = [f"With these routes: {best.name}: {best.fastest:,.0f} tokens/s/GPU; over static {added}."]
+        for other in others:
+            behind = best.fastest / other.fastest - 1.0
+            name, more = self._grown_part(best.setting, other.setting)
+            said.append(
+                f"{behind:.1%} longer: {other.name} ({other.fastest:,.0f}); balanced, {name} takes {more:.1%} of the "
+                "best shape's step more."
+            )
+        return said
+
+    @staticmethod
+    def _grown_part(best: TunedSetting, other: TunedSetting) -> tuple[str, float]:
+        """Return the part by which the other's balanced step is longest beyond the best's, as a share of the latter."""
+        longer = best.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu
+        grown = {name: other.parts[name] * longer - best.parts.get(name, 0.0) for name in other.parts}
+        name, more = max(grown.items(), key=lambda part: part[1])
+        return name.replace("_", " "), more
+
+    def table_of_levers(self) -> str:
+        """Return tokens/s/GPU by shape and lever."""
+        head = "  ".join(f"{name:>15}" for name in LEVERS)
+        lines = [f"{'tokens/s/GPU as levers are added':44}{head}"]
+        for shape in self.levers:
+            cells = "  ".join(f"{shape.speeds[name]:15,.0f}" if name in shape.speeds else f"{'':15}" for name in LEVERS)
+            lines.append(f"{shape.setting.name + ', ' + shape.setting.dispatcher:44}{cells}".rstrip())
+        return "\n".join(lines)
+
     def as_json(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
         rows = [
@@ -228,7 +320,20 @@ class Tuned:
             for row in self.settings
         ]
         facts = {name: getattr(self, name) for name in ("model", "cluster", "gpus", "num_tokens", "num_sequences")}
-        return {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
+        document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
+        if self.levers:
+            document["levers"] = [
+                {
+                    "name": shape.setting.name,
+                    "dispatcher": shape.setting.dispatcher,
+                    "engine": shape.engine or "ours",
+                    "resident_slots": shape.resident_slots,
+                    "tokens_per_s_per_gpu": dict(shape.speeds),
+                    "best": shape.lever,
+                }
+                for shape in self.levers
+            ]
+        return document
 
     def __str__(self) -> str:
         head = "  tokens/s/GPU  80 % of these  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
@@ -239,7 +344,8 @@ class Tuned:
             f"{row.name}; {row.limits}"
             for row in self.settings[:BEST]
         ]
-        return "\n".join([head, *rows, "", *self.sentences(), *(f"note: {note}" for note in self.notes)])
+        levers = ["", self.table_of_levers()] if self.levers else []
+        return "\n".join([head, *rows, *levers, "", *self.sentences(), *(f"note: {note}" for note in self.notes)])
 
     def picture(self) -> Markup:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""

@@ -84,3 +84,4 @@ class TuneOptions(LengthOptions):
     """A simulation's options: of `search_layouts.SEARCHED` those not given are found; the others hold everywhere."""
 
     gpus: int = 32
+    routes_like: str | None = None

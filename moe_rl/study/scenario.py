@@ -136,13 +136,18 @@ class Scenario:
         )
 
 
-def state_scenario(trace: TraceLike, options: SimulationOptions, progress: Progress) -> Scenario:
-    """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are 0."""
+def state_scenario(
+    trace: TraceLike, options: SimulationOptions, progress: Progress, *, model: LoadedModel | None = None
+) -> Scenario:
+    """Read the trace, resolve model and cluster, and state the planning problem; slots still to be chosen are 0.
+
+    `model` None: the model that the options name.
+    """
     check_policies(options)
     check_population(options)
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
-    source, model = open_trace_of_model(trace, options)
+    source, model = open_trace_of_model(trace, options, model)
     parts_of_expert = options.expert_tensor_parallel_size or 1
     if parts_of_expert > 1:
         ep_size = options.expert_model_parallel_size
@@ -317,9 +322,11 @@ def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ..
     return tuple(drawn)
 
 
-def open_trace_of_model(trace: TraceLike, options: SimulationOptions) -> tuple[TraceSource, LoadedModel]:
-    """Return the trace and the model that it is of; raise where the options name another."""
-    named = None if options.model == FROM_TRACE else _named(options)
+def open_trace_of_model(
+    trace: TraceLike, options: SimulationOptions, known: LoadedModel | None = None
+) -> tuple[TraceSource, LoadedModel]:
+    """Return the trace and the model that it is of; raise where `known`, or the options, name another."""
+    named = known or (None if options.model == FROM_TRACE else _named(options))
     source = open_for_model(trace, options, named)
     model = named or model_from_trace(
         name=source.model,

@@ -1,11 +1,16 @@
 """`moe-rl tune`: the parallel layout that trains most tokens per second on a given number of GPUs.
 
-Every setting is priced with the lengths of a batch, laid out by `planner.packing`, and balanced routing, which a
-balancer comes close to. Ratios to forced balance say nothing between shapes; tokens per second and GPU do.
+Every shape is estimated as if sequences could be cut. The settings of those that may be the fastest are priced with the
+lengths of a batch, laid out by `planner.packing`, and balanced routing. With routes, the fastest setting of every EP
+size and dispatcher is priced again, with an engine and with the levers of `moe-rl` (`shape_levers`). Ratios to forced
+balance say nothing between shapes; tokens per second and GPU do.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,11 +28,13 @@ from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
+from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.packing import best_start
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
-from moe_rl.report.tuning import ALIKE, SIZES, Shape, Tuned, TunedSetting
+from moe_rl.replay import concatenate
+from moe_rl.report.tuning import ALIKE, SIZES, Shape, ShapeLevers, Tuned, TunedSetting
 from moe_rl.report.units import GIB
-from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
+from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths
 from moe_rl.simulators.base_time import default_cp_comm_type
 from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
@@ -43,8 +50,9 @@ from moe_rl.study.population import check_population, population_cautions, popul
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
+from moe_rl.study.shape_levers import SampledRoutes, compared_shapes, levers_of, routes_like
 from moe_rl.study.sweep_file import finish_points
-from moe_rl.study.traces import TraceLike, digest_of
+from moe_rl.study.traces import TraceLike, digest_of, open_for_model, routes_of_step
 from moe_rl.version import __version__
 
 # Tokens of a rank in a micro-batch: slime's and verl's MoE scripts have 8,192 to 32,768; one step more on either side.
@@ -54,6 +62,10 @@ VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
 MOST_RESIDENT = 4  # Resident slots that `auto` makes room for: on the development trace a third saves nothing.
+
+SHAPES_AT_ONCE = 16  # Estimated by one call of a worker: 0.2 CPU s.
+ROUND = 32  # Shapes that are laid out before the fastest is looked at again.
+OF_EVERY_SIZE = 4  # Shapes of an EP size that are laid out although others are faster: the report compares sizes.
 
 # Fields of a shape that a `StepSetting` has.
 PARALLEL = (
@@ -126,18 +138,43 @@ class ShapeTask:
     def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
         shape = self.shapes[index]
-        longest, stated_budget = int(self.lengths.max()), self.micro_batch_tokens
         settings = []
-        for budget in (
-            [stated_budget]
-            if stated_budget
-            else sorted({max(budget_of_rank * shape.slices, longest) for budget_of_rank in BUDGETS})
-        ):
+        for budget in self._budgets(shape):
             setting = self._smallest_recompute(shape, budget)
             if setting is None:
                 break  # larger micro-batches do not fit either
             settings.append(asdict(self.priced(shape, setting, budget)))
         return {"found": settings}
+
+    def estimated(self, index: int) -> float:
+        """Return about the most tokens/s/GPU of a shape, 0 where no setting fits: micro-batches as if sequences could
+        be cut, as few as the budget allows."""
+        shape, best = self.shapes[index], 0.0
+        num_tokens = float(self.lengths.sum())
+        for budget in self._budgets(shape):
+            setting = self._smallest_recompute(shape, budget)
+            if setting is None:
+                break
+            run = self._run(shape, setting)
+            together = shape.pipeline_model_parallel_size if shape.num_virtual_stages > 1 else 1
+            rounds = math.ceil(num_tokens / (budget * run.topology.num_dp_ranks * together))
+            seconds = self._even_step(run, rounds * together).step_time_s
+            best = max(best, num_tokens / seconds / self.gpus)
+        return best
+
+    def _budgets(self, shape: Shape) -> list[int]:
+        """Return the token budgets of a data-parallel rank that are tried, ascending."""
+        if self.micro_batch_tokens:
+            return [self.micro_batch_tokens]
+        return sorted({max(budget * shape.slices, int(self.lengths.max())) for budget in BUDGETS})
+
+    def _even_step(self, run: TrainingRun, count: int) -> BalancedStep:
+        """Return the step of `count` equal micro-batches of sequences with as much attention per token as these."""
+        per_rank = float(self.lengths.sum()) / run.topology.num_ranks
+        batch = BalancedBatch.of(
+            run, tokens_per_rank=max(1, round(per_rank / count)), sequence_length=attended_length(self.lengths)
+        )
+        return batch.step(count)
 
     def _run(self, shape: Shape, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
@@ -172,16 +209,18 @@ class ShapeTask:
         limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB
         return (limit - self._peak(run, tokens)) / _slot_bytes(run)
 
+    def free_slots(self, row: TunedSetting) -> int:
+        """Return the resident slots for which a setting leaves memory, at least those that it has."""
+        limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib - row.peak_gib
+        setting = replace(self.base, **{name: getattr(row, name) for name in PARALLEL}, recompute=row.recompute)
+        return row.resident_slots + max(0, int(limit * GIB / _slot_bytes(self._run(row, setting))))
+
     def repriced(self, row: TunedSetting, hardware: HardwareSpec, costs: SoftwareCosts) -> float:
         """Return the seconds of a priced setting's balanced micro-batches under other constants."""
         parallel = {name: getattr(row, name) for name in PARALLEL}
         setting = replace(self.base, **parallel, recompute=row.recompute, software=costs)
         run = replace(self, hardware=hardware)._run(row, setting)
-        per_rank = float(self.lengths.sum()) / run.topology.num_ranks
-        squares = float((self.lengths.astype(np.float64) ** 2).sum() / self.lengths.sum())
-        tokens = max(1, round(per_rank / row.num_micro_batches))
-        batch = BalancedBatch.of(run, tokens_per_rank=tokens, sequence_length=max(1, round(squares)))
-        return batch.step(row.num_micro_batches).step_time_s
+        return self._even_step(run, row.num_micro_batches).step_time_s
 
     def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
         """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
@@ -191,16 +230,10 @@ class ShapeTask:
         per_rank = float(lengths.sum()) / topology.num_ranks
         most_tokens = min(budget / shape.slices, per_rank)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=most_tokens)
-        layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
-        if core is not None:
-            layout = best_start(layout, cost, lengths, topology, core, searched=False)
+        own = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
+        layout = own if core is None else best_start(own, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
-        # Attention grows with the square of a length: equal sequences of this length have as much of it per token.
-        squares = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
-        tokens_of_batch = max(1, round(per_rank / count))
-        even = BalancedBatch.of(run, tokens_per_rank=tokens_of_batch, sequence_length=max(1, round(squares))).step(
-            count
-        )
+        even = self._even_step(run, count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
         uneven = cost.balanced_s(layout, topology) - cost.even_s(count, topology)
         # Micro-batches follow each other through the stage with most layers.
@@ -217,11 +250,63 @@ class ShapeTask:
             num_micro_batches=count,
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
+            packing_gain=cost.balanced_s(own, topology) / cost.balanced_s(layout, topology),
             resident_slots=slots,
             cp_comm_type=_exchange(run),
             peak_gib=(self._peak(run, fullest) + slots * _slot_bytes(run)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
+
+
+def attended_length(lengths: NDArray[np.int64]) -> int:
+    """Return the length of equal sequences with as much attention per token: it grows with the square of a length."""
+    return max(1, round(float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateTask:
+    """Estimates shapes in portions of `SHAPES_AT_ONCE`; can be pickled."""
+
+    task: ShapeTask
+
+    def __call__(self, index: int) -> list[float]:
+        """Return `ShapeTask.estimated` of a portion."""
+        first = index * SHAPES_AT_ONCE
+        return [self.task.estimated(shape) for shape in range(len(self.task.shapes))[first : first + SHAPES_AT_ONCE]]
+
+
+def estimated_speeds(task: ShapeTask, executor: Executor, progress: Progress) -> NDArray[np.float64]:
+    """Return [shapes] estimated tokens/s/GPU of all shapes, 0 where none of a shape's settings fits."""
+    portions = range(-(-len(task.shapes) // SHAPES_AT_ONCE))
+    speeds = dict[int, list[float]]()
+    with closing(executor(EstimateTask(task=task), portions)) as results:
+        for index, portion in results:
+            speeds[index] = portion
+            progress("estimating layouts", min(len(speeds) * SHAPES_AT_ONCE, len(task.shapes)), len(task.shapes))
+    return np.array([speed for index in sorted(speeds) for speed in speeds[index]])
+
+
+def next_shapes(
+    shapes: Sequence[Shape], estimates: NDArray[np.float64], laid_out: Mapping[int, Sequence[TunedSetting]]
+) -> list[int]:
+    """Return the shapes to lay out next, at most `ROUND`; none are left: the search is done.
+
+    These are the `OF_EVERY_SIZE` that promise most of every EP size, then all whose estimate is no worse than the best
+    setting that is laid out.
+    An estimate takes sequences as divisible, so a shape is as a rule slower than its estimate.
+    """
+    order = [index for index in np.argsort(-estimates, kind="stable").tolist() if estimates[index] > 0]
+    of_size = Counter[int]()
+    priced = [row.tokens_per_s_per_gpu for rows in laid_out.values() for row in rows]
+    least = (1 - ALIKE) * max(priced, default=0.0)
+    chosen = []
+    for index in order:
+        size = shapes[index].expert_ranks
+        of_size[size] += 1
+        wanted = of_size[size] <= OF_EVERY_SIZE or (bool(priced) and estimates[index] >= least)
+        if wanted and index not in laid_out:
+            chosen.append(index)
+    return chosen[:ROUND]
 
 
 def _exchange(run: TrainingRun) -> str | None:
@@ -295,9 +380,19 @@ def tune(
         "trace_sha256": None if trace is None else digest_of(trace),
         "options": options.model_dump(),
     }
-    points, named = [asdict(shape) for shape in shapes], "EP{expert_model_parallel_size}".format_map
-    lines = finish_points(out, settings, points, task, executor, name=named, progress=progress, tell=tell)
-    rows = [TunedSetting(**row) for line in lines for row in line["found"]]
+    estimates = estimated_speeds(task, executor, progress)
+    tell(
+        f"{len(shapes):,} parallel layouts fill {options.gpus} GPUs, {int((estimates > 0).sum()):,} fit into memory: "
+        "those that may be the fastest are laid out."
+    )
+    laid_out = dict[int, list[TunedSetting]]()
+    while chosen := next_shapes(shapes, estimates, laid_out):
+        some = replace(task, shapes=tuple(shapes[index] for index in chosen))
+        points, named = [asdict(shape) for shape in some.shapes], "EP{expert_model_parallel_size}".format_map
+        lines = finish_points(out, settings, points, some, executor, name=named, progress=progress, tell=tell)
+        for index, line in zip(chosen, lines, strict=True):
+            laid_out[index] = [TunedSetting(**row) for row in line["found"]]
+    rows = [row for index in sorted(laid_out) for row in laid_out[index]]
     if not rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
@@ -310,11 +405,39 @@ def tune(
     rows = _with_intervals(rows, task, posterior, KnownMemory.of(None, 1.0))
     told_alike = sum(row.behind_fastest is not None and not row.told_apart for row in rows)
     rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
+    sampled = _sampled_routes(trace, options, model, lengths)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
-        num_sequences=len(lengths), num_shapes=len(shapes), num_alike=told_alike, settings=tuple(rows),
+        num_sequences=len(lengths), num_shapes=len(shapes), num_laid_out=len(laid_out), num_alike=told_alike,
+        settings=tuple(rows),
+        levers=() if sampled is None else _levers(rows, sampled, task, options, progress),
         notes=tuple(_notes(options, rows, task, posterior)),
     )  # fmt: skip
+
+
+def _sampled_routes(
+    trace: TraceLike | None, options: TuneOptions, model: MoeModelSpec, lengths: NDArray[np.int64]
+) -> SampledRoutes | None:
+    """Return the routes that levers are priced with; None without a trace, or where it holds counts alone."""
+    if options.routes_like is not None:
+        like = routes_of_step(open_for_model(options.routes_like, options.model_copy(update={"format": None}), None))
+        return SampledRoutes.of(routes_like(like, model, lengths, seed=options.seed), model)
+    if trace is None:
+        return None
+    source, _ = open_trace_of_model(trace, options)
+    routes = concatenate(tuple(source.parts(source.steps[-1] if options.step is None else options.step)))
+    return SampledRoutes.of(routes, model) if isinstance(routes, RoutingTrace) else None
+
+
+def _levers(
+    rows: list[TunedSetting], sampled: SampledRoutes, task: ShapeTask, options: TuneOptions, progress: Progress
+) -> tuple[ShapeLevers, ...]:
+    """Return what an engine and the levers bring at the shapes that they may bring in front, the fastest first."""
+    shapes, found = compared_shapes(rows), []
+    for index, row in enumerate(shapes):
+        progress(f"levers of {row.name}", index, len(shapes))
+        found.append(levers_of(row, sampled, options, lengths=task.lengths, room=task.free_slots(row)))
+    return tuple(sorted(found, key=lambda shape: -shape.fastest))
 
 
 def _posterior(options: TuneOptions, hardware: HardwareSpec, lengths: NDArray[np.int64]) -> Posterior:

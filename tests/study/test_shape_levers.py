@@ -1,0 +1,113 @@
+"""`moe-rl tune` with routes: the best of shape, engine and levers together; and a search that lays out few shapes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from strategies import model_spec
+
+import moe_rl as product
+from moe_rl.core.native import native_core
+from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
+from moe_rl.simulators.coactivation import coactivation
+from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
+from moe_rl.study.search_layouts import OF_EVERY_SIZE, next_shapes
+from moe_rl.study.shape_levers import LAYERS, SampledRoutes, routes_like
+
+needs_core = pytest.mark.skipif(native_core() is None, reason="levers over an engine need the C++ core")
+
+
+def setting_of(ep: int, speed: float, **changes: object) -> TunedSetting:
+    """A setting of EP `ep`, by default without other parallelism."""
+    given = {
+        "expert_model_parallel_size": ep, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "num_virtual_stages": 1, "dispatcher": "deepep", "micro_batch_tokens": 8192,
+        "num_micro_batches": 4, "recompute": "none", "tokens_per_s_per_gpu": speed, "peak_gib": 50.0,
+        "parts": {"expert_gemm": 0.6, "all_to_all": 0.4}, **changes,
+    }  # fmt: skip
+    return TunedSetting(**given)  # type: ignore[arg-type]
+
+
+def levers_of(ep: int, **speeds: float) -> ShapeLevers:
+    named = {name.replace("_", " "): speed for name, speed in speeds.items()}
+    return ShapeLevers(setting=setting_of(ep, 1000.0), engine="engine:moonep", resident_slots=1, speeds=named)
+
+
+def test_gains_are_of_one_lever_after_the_other() -> None:
+    shape = levers_of(32, static=800, engine=880, packing=880, homes=900, resident_copies=990, own_copies=980)
+    assert shape.lever == "resident copies"
+    assert shape.fastest == 990
+    added = {"engine": 880 / 800 - 1, "packing": 0.0, "homes": 900 / 880 - 1, "resident copies": 0.1}
+    assert shape.gains == pytest.approx(added)
+    assert shape.name == "EP32, deepep, engine:moonep, packing, homes, 1 resident copies per rank"
+    ours = levers_of(32, static=800, engine=880, packing=880, homes=870, own_copies=960)
+    assert ours.gains == pytest.approx({"own copies": 0.2})
+    assert levers_of(8, static=800, engine=800, packing=800, homes=700).gains == {}
+
+
+@pytest.mark.parametrize("fast", [0, 5])
+def test_shapes_are_laid_out_until_no_estimate_is_better(fast: int) -> None:
+    """30 shapes of two EP sizes; laid out, all but one are 20 % slower than estimated."""
+    shapes = [replace(setting_of(8 if index % 2 else 16, 1.0), context_parallel_size=index + 1) for index in range(30)]
+    estimates = np.linspace(1000.0, 700.0, 30)
+    true_speeds = np.where(np.arange(30) == fast, estimates, 0.8 * estimates)
+    laid_out: dict[int, list[TunedSetting]] = {}
+    while chosen := next_shapes(shapes, estimates, laid_out):
+        assert not set(chosen) & set(laid_out)
+        laid_out |= {index: [setting_of(8, float(true_speeds[index]))] for index in chosen}
+    best = max(row.tokens_per_s_per_gpu for rows in laid_out.values() for row in rows)
+    assert best == true_speeds.max()
+    assert all(estimates[index] < (1 - ALIKE) * best for index in set(range(30)) - set(laid_out))
+    for size in (8, 16):
+        assert sum(shapes[index].expert_ranks == size for index in laid_out) >= OF_EVERY_SIZE
+    assert len(laid_out) < 30
+    assert next_shapes(shapes, np.zeros(30), {}) == []  # none fits
+
+
+def test_routes_of_another_model_meet_as_those_of_the_trace() -> None:
+    model = model_spec(num_experts=64, num_layers=2, top_k=4)
+    trace = synthetic_trace(replace(PRESET_C, num_layers=2, num_sequences=80))
+    lengths = np.full(20, 200, np.int64)
+    made = routes_like(trace, model, lengths, seed=0)
+    assert (made.num_layers, made.num_experts, made.top_k) == (LAYERS, 64, 4)
+    assert made.sequence_lengths.max() <= 200
+    assert 0.4 < coactivation(made) / coactivation(trace) < 2.5
+    sampled = SampledRoutes.of(made, model)
+    assert sampled.model.spec.num_moe_layers == sampled.trace.num_layers
+
+
+@pytest.fixture(scope="module")
+def with_routes() -> Tuned:
+    return product.tune(
+        "countdown-grpo", gpus=16, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        context_parallel_size=1, micro_batch_tokens=8192, jobs=1,
+    )  # fmt: skip
+
+
+@pytest.mark.lengthy
+@needs_core
+def test_with_a_trace_the_best_of_shape_engine_and_levers_comes_first(with_routes: Tuned) -> None:
+    assert with_routes.levers
+    speeds = [shape.fastest for shape in with_routes.levers]
+    assert speeds == sorted(speeds, reverse=True)
+    assert with_routes.best is with_routes.levers[0].setting
+    for shape in with_routes.levers:
+        assert set(shape.speeds) <= set(LEVERS)
+        assert (shape.engine is None) == (shape.setting.dispatcher == "alltoall")
+        assert all(gain >= -0.002 for gain in shape.gains.values())
+        assert shape.fastest >= shape.speeds["static"]
+        # No lever is faster than rows that are nowhere above the mean but by saving visits of other nodes.
+        if shape.setting.expert_model_parallel_size <= 8:
+            assert shape.fastest <= 1.01 * shape.setting.tokens_per_s_per_gpu * max(1.0, shape.setting.packing_gain)
+
+
+@pytest.mark.lengthy
+@needs_core
+def test_the_report_names_what_each_lever_adds(with_routes: Tuned) -> None:
+    document = with_routes.as_json()
+    first = document["levers"][0]
+    assert first["best"] == with_routes.levers[0].lever
+    said = with_routes.sentences()
+    assert said[0].startswith(f"With these routes: {with_routes.levers[0].name}")
+    assert sum("% longer" in sentence for sentence in said) >= len(with_routes.levers) - 1
+    assert "own copies" in str(with_routes)
