@@ -13,12 +13,10 @@ from strategies import HARDWARE, load_of, problem_of, problems, random_pairs, se
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.metrics import imbalance, node_load, rank_load
 from moe_rl.core.native import native_core
-from moe_rl.core.plan import Plan
 from moe_rl.core.plan_rows import Replicas
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import ALL_LEVERS, PlanProblem
 from moe_rl.planner.domain_engine import ENGINES, engine_of, level_exactly
-from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.predict import break_even_tokens, predicted_cost
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_of_plan
@@ -146,26 +144,6 @@ def test_foresight_over_an_exact_engine_levels_nodes_and_keeps_tokens_at_home(
     static, ours = (next(row for row in report.policies if row.policy == name) for name in ("static", "moe-rl"))
     assert ours.node_imbalance <= 1.02
     assert (ours.inter_node_copies_per_token or 0) <= 0.4 * (static.inter_node_copies_per_token or 0)
-
-
-@needs_core
-@settings(max_examples=15, deadline=None)
-@given(problem=problems(objective="time"), engine=st.sampled_from(list(ENGINES)))
-def test_resident_slots_make_no_plan_over_an_engine_dearer(problem: PlanProblem, engine: str) -> None:
-    """A search that takes the engine's copies as free may like resident copies that cost the engine more."""
-    problem = replace(problem, domain_balance=engine, cross_node_slots=0, current_placement=None)
-    without, with_slots = (
-        make_planner("moe-rl").plan(replace(problem, resident_slots=slots)) for slots in (0, 1)
-    )  # fmt: skip
-    assert _with_moves_s(with_slots, problem) <= 1.001 * _with_moves_s(without, problem)
-
-
-def _with_moves_s(plan: Plan, problem: PlanProblem) -> float:
-    """Seconds of the plan's micro-batches, as planned, and of what moves once."""
-    start, home = problem.starting_placement().home_rank, plan.placement.home_rank
-    assert plan.predicted_cost_s is not None
-    moves = migration_time(start, home, problem) / problem.steps_served
-    return plan.predicted_cost_s + moves + residents_time(plan.placement.resident_experts, home, problem)
 
 
 def test_a_copy_comes_from_the_nearest_holder() -> None:
