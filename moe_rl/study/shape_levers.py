@@ -73,7 +73,7 @@ class SampledRoutes:
         )  # fmt: skip
         routes = replace(
             trace,
-            routed_experts=np.ascontiguousarray(trace.routed_experts[:, layers]),
+            routed_experts=trace.routed_experts[:, layers],
             moe_layer_ids=few.moe_layer_ids,
             router_logprobs=None,
         )
