@@ -43,7 +43,7 @@ SAMPLE_TOKENS = 4 << 20
 SYNTHETIC_SEQUENCES = 96
 """Sequences of a synthetic recording; batches are drawn from them with replacement."""
 SLOTS_TRIED = 2
-"""Resident slots, where nobody gives a number: on the development trace a third saves little."""
+"""Resident slots, unless a number is given: on the development trace a third saves little."""
 SLOWEST = 1.4
 """Shapes whose balanced step is longer than this many times the shortest are left out: locality brings up to 1.3."""
 UNROUTED = ("head", "uneven_sequences", *STEP_PARTS)
@@ -112,7 +112,9 @@ def levers_of(
 
     `room`: resident slots for which the setting leaves memory.
     """
-    engine = options.domain_balance if options.domain_balance != OURS else ENGINES.get(row.dispatcher)
+    engine = ENGINES.get(row.dispatcher)
+    if options.domain_balance != OURS:
+        engine = options.domain_balance
     scenario = state_scenario(
         sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
     )
@@ -124,13 +126,12 @@ def levers_of(
 
     def speed(plan: str, *, packed: bool) -> float:
         step = unrouted + (1.0 - unrouted) * ratios[plan]
-        return row.tokens_per_s_per_gpu / step / (1.0 if packed else row.packing_gain)
+        return row.tokens_per_s_per_gpu / step if packed else row.tokens_per_s_per_gpu / step / row.packing_gain
 
     speeds = {"static": speed("static", packed=False)}
     if engine is not None:
         speeds["engine"] = speed("engine", packed=False)
-    first = "static" if engine is None else "engine"
-    speeds["packing"] = speed(first, packed=True)
+    speeds["packing"] = speed(list(speeds)[-1], packed=True)
     speeds["homes"] = speed("homes", packed=True)
     if slots:
         speeds["resident copies"] = speed("residents", packed=True)
@@ -148,7 +149,9 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
     together = min(of_rank, row.micro_batch_tokens) * cells
     least, most = MICRO_BATCHES
     count = min(row.num_micro_batches, max(least, min(most, int(SAMPLE_TOKENS / together))))
-    flex = {} if row.dispatcher == "alltoall" else {"moe_flex_dispatcher_backend": row.dispatcher}
+    flex = dict[str, Any]()
+    if row.dispatcher != "alltoall":
+        flex = {"moe_flex_dispatcher_backend": row.dispatcher}
     recompute = {"none": None, "moe": "selective", "full": "full"}[row.recompute]
     changed: dict[str, Any] = {
         "batch": DRAWN,
@@ -181,7 +184,7 @@ def _ratios(scenario: Scenario, engine: str | None, slots: int, share: float) ->
     The sample is a `share` of a step's micro-batches: it bears so much of what moves once per step.
     """
     problem = replace(scenario.problem, steps_served=max(1, round(1 / share)), updates=share)
-    over = problem if engine is None else replace(problem, domain_balance=engine)
+    over = replace(problem, domain_balance=engine or OURS)
     ours = make_planner("moe-rl", pack=False)
     plans: dict[str, Plan] = {"static": make_planner("static").plan(problem), "homes": ours.plan(over)}
     if slots:
