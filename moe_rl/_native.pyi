@@ -2,6 +2,7 @@
 Hot loops of moe_rl in C++: counting and drawing routes, the searches of the planner, and the order of a weight sync.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, overload
 
 import numpy
@@ -93,31 +94,71 @@ def least_max_rank_loads(most: Annotated[NDArray[numpy.int64], dict(shape=(None,
     Experts cells[c] .. cells[c + 1] of a cell have pairs [X], split over the ranks holder[first[x] .. first[x + 1]]. num_threads 0 means all cores.
     """
 
-class RouteDecoder:
+class RouteShape:
     def __init__(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, /) -> None: ...
 
     @overload
-    def decode(self, data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first: int, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), device='cpu')], table: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, sizes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, members: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None) -> int: ...
+    def read(self, body: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], crc: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)], checked: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], layers: Sequence[int], codes: list, block_rows: int, num_routed: int, first: int, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), device='cpu')]) -> tuple: ...
 
     @overload
-    def decode(self, data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first: int, out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), device='cpu')], table: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, sizes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, members: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None) -> int:
+    def read(self, body: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], start: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], size: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], crc: Annotated[NDArray[numpy.uint32], dict(shape=(None, None), order='C', device='cpu', writable=False)], checked: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], layers: Sequence[int], codes: list, block_rows: int, num_routed: int, first: int, out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), device='cpu')]) -> tuple:
         """
-        Write rows `first`, ... of the blocks at `start` [n] of `data` into `out` [rows, K]; return the first corrupt block, or -1.
+        Read the routed rows from `first` on of some layers of a chunk into `out` [n, l, K]; return (fault, place among the layers, block): 0 none, 1 a wrong checksum, 2 a corrupt block.
         """
 
     @overload
-    def rank(self, ids: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, numbers: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+    def encode(self, ids: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], block_rows: int) -> tuple: ...
 
     @overload
-    def rank(self, ids: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, numbers: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+    def encode(self, ids: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], block_rows: int) -> tuple:
         """
-        Fill numbers [n] of the parts in `group` of ascending rows ids [n, K], all in 0 .. E - 1.
+        Return (codebooks, blocks, sizes, checksums) of the layers of ids [N, L, K], every row ascending.
         """
 
-def pack_bits(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], widths: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
-    """
-    Return the lowest widths[i] bits of values[i] as bytes, one after the other, lowest bit first.
-    """
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple:
+        """
+        Write rows of ids [T, L, K] in ascending order into `out`, zeros where not `known` [T]; return the flat [T, L] places of the first id outside 0 .. E - 1 and of the first expert named twice, -1: none.
+        """
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int16], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+    @overload
+    def sorted(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], known: Annotated[NDArray[numpy.bool_], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint16], dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple: ...
+
+class RouteCodes:
+    def __init__(self, arg0: RouteShape, arg1: bytes, /) -> None: ...
+
+    @property
+    def is_sound(self) -> bool: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+def crc32(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """Return zlib's CRC-32."""
 
 def fill_calendars(node_of: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_trainers: int, holders: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], sender: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], spare_sends: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], order: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], wanted_start: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], wanted_atom: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], steps_per_round: int, relays: bool) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))], Annotated[NDArray[numpy.int32], dict(shape=(None,))]]:
     """

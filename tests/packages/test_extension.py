@@ -86,7 +86,7 @@ from moe_rl.planner.base import PLACEMENT
 pairs = np.broadcast_to(np.arange(8, 0, -1, dtype=np.int32), (1, 2, 3, 4, 8)).copy()
 load = StepLoad(pairs=pairs, tokens=np.full((1, 2, 4), 18), top_k=2)
 config = BalancerConfig(policy="dealt")
-model = model_from_trace(name="", moe_layer_ids=(0, 1, 2), num_experts=8, top_k=2, given={}).spec
+model = model_from_trace(name="", moe_layer_ids=(0, 1, 2), num_experts=8, top_k=2, overrides={}).spec
 given = {"config": config, "model": model, "topology": cluster_topology(config, ep_size=4)}
 try:
     refused = plan_of_load(load, **given)

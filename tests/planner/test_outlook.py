@@ -76,16 +76,18 @@ def test_a_stationary_trace_settles() -> None:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_development_trace_settles(dev_trace_path: Path, seed: int) -> None:
-    """Its sequences in random order, as six steps."""
+def test_the_development_trace_settles(dev_trace_path: Path) -> None:
+    """Its sequences in eight random orders, each as six steps: a late move that pays for itself may come in any one."""
     arrays = np.load(dev_trace_path)
     sequences = [arrays[key][:, ::6] for key in arrays]
-    parts = np.array_split(np.random.default_rng(seed).permutation(len(sequences)), 6)
-    steps = [RoutingTrace.from_sequences([sequences[one] for one in part], num_experts=32) for part in parts]
-    moved, _ = run(steps)
-    assert moved[0] > SETTLED
-    assert np.mean(moved[3:]) < SETTLED
+    moved = []
+    for seed in range(8):
+        parts = np.array_split(np.random.default_rng(seed).permutation(len(sequences)), 6)
+        steps = [RoutingTrace.from_sequences([sequences[row] for row in part], num_experts=32) for part in parts]
+        moved.append(run(steps)[0])
+    moved_by_drawing_and_step = np.array(moved)
+    assert (moved_by_drawing_and_step[:, 0] > SETTLED).all()
+    assert moved_by_drawing_and_step[:, 3:].mean() < SETTLED
 
 
 @pytest.mark.lengthy
