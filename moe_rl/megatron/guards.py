@@ -98,8 +98,8 @@ def _guard_walker(walker: Walker, module: ModuleType) -> None:
 
     original = getattr(holder, name)
     wrap(holder, name, guarded)
-    for other in list(sys.modules.values()):  # that have said `from ... import` before
-        if not owner and vars(other).get(name) is original:
+    for other in list(sys.modules.values()):  # that have said `from ... import` before; None stands for a barred import
+        if not owner and other is not None and getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, getattr(holder, name))
 
 
