@@ -19,12 +19,19 @@ template <class Id> using Routes = nb::ndarray<Id, nb::ndim<3>, nb::device::cpu>
 // What one call of `read` found wrong.
 enum Fault : int { NONE, BAD_CHECKSUM, BAD_BLOCK };
 
+// What Python is given, with types that its stub can name.
+using FaultPlace = nb::typed<nb::tuple, int, std::int64_t, std::int64_t>;
+using ListOfBytes = nb::typed<nb::list, nb::bytes>;
+using Encoded = nb::typed<nb::tuple, ListOfBytes, ListOfBytes, nb::bytes, nb::bytes>;
+using FirstFaults = nb::typed<nb::tuple, std::int64_t, std::int64_t>;
+
 // Reads the routed rows `first` .. of some layers of a chunk into `out`; returns (fault, place among `layers`, block).
 // Blocks are [L, B]; those in `checked` [L, B] had their checksums right before.
 template <class Id>
-nb::tuple read(const RouteShape &shape, In<std::uint8_t, 1> body, In<std::int64_t, 2> start, In<std::uint16_t, 2> size,
-               In<std::uint32_t, 2> crc, Out<std::uint8_t, 2> checked, const std::vector<std::int64_t> &layers,
-               nb::list codes, std::int64_t block_rows, std::int64_t num_routed, std::int64_t first, Routes<Id> out) {
+FaultPlace read(const RouteShape &shape, In<std::uint8_t, 1> body, In<std::int64_t, 2> start, In<std::uint16_t, 2> size,
+                In<std::uint32_t, 2> crc, Out<std::uint8_t, 2> checked, const std::vector<std::int64_t> &layers,
+                nb::typed<nb::list, nb::object> codes, std::int64_t block_rows, std::int64_t num_routed,
+                std::int64_t first, Routes<Id> out) {
     const auto rows = static_cast<std::int64_t>(out.shape(0)), bytes = static_cast<std::int64_t>(body.shape(0));
     const auto num_layers = static_cast<std::int64_t>(start.shape(0)), blocks = static_cast<std::int64_t>(start.shape(1));
     check(block_rows > 0 && block_rows < 1 << 16 && first >= 0 && first + rows <= num_routed &&
@@ -75,7 +82,7 @@ nb::tuple read(const RouteShape &shape, In<std::uint8_t, 1> body, In<std::int64_
 }
 
 // Returns by layer (codebook, blocks one after another), then sizes [L, B] and checksums [L, B + 1] as bytes.
-template <class Id> nb::tuple encode(const RouteShape &shape, In<Id, 3> ids, std::int64_t block_rows) {
+template <class Id> Encoded encode(const RouteShape &shape, In<Id, 3> ids, std::int64_t block_rows) {
     const auto rows = static_cast<std::int64_t>(ids.shape(0)), layers = static_cast<std::int64_t>(ids.shape(1));
     check(static_cast<int>(ids.shape(2)) == shape.top_k && block_rows > 0, "ids must be [N, L, K]");
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -108,7 +115,7 @@ template <class Id> nb::tuple encode(const RouteShape &shape, In<Id, 3> ids, std
 // Writes rows of `ids` [T, L, K] in ascending order; returns the flat [T, L] places of the first id outside and of the
 // first expert that is named twice, -1: none.
 template <class Given, class Id>
-nb::tuple sorted(const RouteShape &shape, In<Given, 3> ids, In<bool, 1> known, Out<Id, 3> out) {
+FirstFaults sorted(const RouteShape &shape, In<Given, 3> ids, In<bool, 1> known, Out<Id, 3> out) {
     check(ids.shape(0) == out.shape(0) && ids.shape(1) == out.shape(1) && ids.shape(2) == out.shape(2) &&
               known.shape(0) == ids.shape(0) && static_cast<int>(ids.shape(2)) == shape.top_k &&
               sizeof(Id) == static_cast<std::size_t>(shape.id_bytes()), "ids and out must be [T, L, K], known [T]");

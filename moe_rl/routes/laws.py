@@ -21,6 +21,8 @@ Question = Callable[[Evidence], Verdict | None]
 CHANCE_BITS = 40
 # Rows from which on equal rows, equal layers and layers of one set are no chance.
 REPEATED_ROWS = 16
+# An answer of a few tokens may be the beginning of another answer to the same prompt; 64 rows are not equal so.
+WHOLE_ROWS = 64
 # Sets of fewer bits repeat themselves in honest layers.
 CONSTANT_BITS = 8
 
@@ -263,12 +265,17 @@ def routes_of_another(evidence: Evidence) -> Verdict | None:
         num_shared = min(evidence.num_rows, len(foreign))
         if num_shared < REPEATED_ROWS or foreign.shape[1:] != evidence.routes.shape[1:]:
             continue
-        same = (np.sort(foreign[:num_shared], axis=2) == evidence.sets[:num_shared]).all(axis=(0, 2))
+        equal_sets = (np.sort(foreign[:num_shared], axis=2) == evidence.sets[:num_shared]).all(axis=2)
+        same = equal_sets.all(axis=0)
         if same.all():
-            # Samples of one prompt may be equal, and then they are equally long.
-            if length != evidence.expected:
+            # Samples of one prompt may be equal, and then they are equally long, or short and one ends before the other.
+            if length != evidence.expected and num_shared >= WHOLE_ROWS:
                 return Verdict(fault=Fault.OTHER_SEQUENCE, share=1.0)
-        elif same.any() and len(foreign) >= evidence.num_rows:
+            continue
+        # Rows that are equal in all layers are those of a common prompt, and show nothing. Samples of one prompt whose
+        # answers differ in two tokens have layers that are equal by chance.
+        telling_rows = num_shared - int(equal_sets.all(axis=1).sum())
+        if same.any() and telling_rows >= REPEATED_ROWS and len(foreign) >= evidence.num_rows:
             return Verdict.on_layers(Fault.OTHER_SEQUENCE, np.flatnonzero(same), evidence.num_layers)
     return None
 

@@ -33,8 +33,21 @@ def test_recorded_routes_raise_no_alarm_even_where_fifteen_percent_of_the_sets_a
     if trace is not None and not trace.exists():
         pytest.skip("the recorded routes of GPT-OSS are not here")
     sequences, num_experts = recorded(trace)
-    sequences = sequences[:: max(1, len(sequences) // 96)][:96]
-    assert false_alarms(sequences, num_experts, shares=(None, 0.0, 0.15)) == []
+    spread = sequences[:: max(1, len(sequences) // 96)][:96]
+    assert false_alarms(spread, num_experts, shares=(None, 0.0, 0.15)) == []
+
+
+def test_samples_of_one_prompt_raise_no_alarm():
+    """640 sequences one after another: groups of 8 short answers, which differ in a few tokens."""
+    sequences, num_experts = recorded(None)
+    assert false_alarms(sequences[:640], num_experts, shares=(None,)) == []
+
+
+def test_a_short_answer_that_begins_as_another_one_raises_no_alarm():
+    rng = np.random.default_rng(37)
+    longer = np.argsort(rng.random((40, 6, 32)), axis=2)[:, :, :4]
+    batch = [CheckedSequence(routes=longer[:rows], num_tokens=rows + 1) for rows in (30, 40)]
+    assert [verdict.fault for verdict in check_routes(batch, num_experts=32)] == [None, None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
