@@ -268,7 +268,7 @@ def routes_of_another(evidence: Evidence) -> Verdict | None:
         equal_sets = (np.sort(foreign[:num_shared], axis=2) == evidence.sets[:num_shared]).all(axis=2)
         same = equal_sets.all(axis=0)
         if same.all():
-            # Samples of one prompt may be equal, and then they are equally long, or short and one ends before the other.
+            # Samples of one prompt may be equal: then they are equally long, or short, and one ends before the other.
             if length != evidence.expected and num_shared >= WHOLE_ROWS:
                 return Verdict(fault=Fault.OTHER_SEQUENCE, share=1.0)
             continue
