@@ -100,7 +100,8 @@ class RouterShift:
     metrics: dict[str, Tensor]
     """Under `router_corr/`, over tokens with a route, each []: `gamma_mean`, `gamma_min`, `gamma_floor_frac`,
     `shift_abs_mean`; of gamma before noise and floor `gamma_raw_p01`, `_p10`, `_p50` and `clipfrac_gamma_0_8`; and
-    `layer_{id}/shift` for each layer given an id."""
+    `layer_{id}/shift` for each layer given an id; where the old ones were stored, `log_prob_floor_frac`, the share of
+    this rank's entries that lie at or below the end of the store's grid (e^-16): their shift is read too small."""
 
 
 class RouterShiftAccumulator:
@@ -116,6 +117,7 @@ class RouterShiftAccumulator:
         require(num_tokens >= 0, f"num_tokens must be >= 0, got {num_tokens}.")
         self._sums = torch.zeros(2, num_tokens, device=device)
         self._layers: dict[int, Tensor] = {}
+        self._floored: Tensor | None = None
 
     @torch.no_grad()
     def add_layer(
@@ -143,6 +145,8 @@ class RouterShiftAccumulator:
     ) -> None:
         """Add one layer from what the old pass stored and the new router's logits [T, E], rounded alike."""
         new = stored.rounded(router_log_probs(logits, stored.expert_ids, score_function=score_function))
+        floored = stored.floored(new)
+        self._floored = floored if self._floored is None else self._floored + floored
         self.add_layer(new, stored.log_probs, valid=stored.valid, layer=layer)
 
     def finish(
@@ -157,7 +161,7 @@ class RouterShiftAccumulator:
         which `policy_loss` masks and counts.
         """
         sums = self._sums if sum_over_ranks is None else sum_over_ranks(self._sums)
-        return shift_of(sums, self._layers, floor=floor, noise=noise)
+        return shift_of(sums, self._layers, floor=floor, noise=noise, floored=self._floored)
 
     def _check_layer(self, new: Tensor, old: Tensor, valid: Tensor | None) -> None:
         num_tokens = self._sums.shape[1]
@@ -193,9 +197,17 @@ def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def shift_of(
-    sums: Tensor, layers: Mapping[int, Tensor], *, floor: float = DEFAULT_FLOOR, noise: float | Tensor = 0.0
+    sums: Tensor,
+    layers: Mapping[int, Tensor],
+    *,
+    floor: float = DEFAULT_FLOOR,
+    noise: float | Tensor = 0.0,
+    floored: Tensor | None = None,
 ) -> RouterShift:
-    """Return the router shift of sums [2, T] over layers and experts; `layers`: the two sums of each layer, [2]."""
+    """Return the router shift of sums [2, T] over layers and experts; `layers`: the two sums of each layer, [2].
+
+    `floored`: what `StoredRouterLogProbs.floored` counted, [2].
+    """
     require(0.0 <= floor <= 1.0, f"floor must lie in [0, 1], got {floor}.")
     total, count = sums
     shift = total / count.clamp(min=1.0)
@@ -208,6 +220,8 @@ def shift_of(
         f"layer_{layer}/shift": sums_of_layer[0] / sums_of_layer[1].clamp(min=1.0)
         for layer, sums_of_layer in layers.items()
     }
+    if floored is not None:
+        values["log_prob_floor_frac"] = floored[0] / floored[1].clamp(min=1.0)
     for name, statistic in {
         "gamma_mean": ratio,
         "gamma_floor_frac": raw < floor,

@@ -72,6 +72,16 @@ class StoredRouterLogProbs:
         """Return log-probabilities [T, K] on this grid, float32: what a new router's are compared as."""
         return self._values(self._codes(log_probs))
 
+    def floored(self, log_probs: Tensor) -> Tensor:
+        """Return [2]: routed entries at the end of the grid, here or in the `rounded` log_probs [T, K], and all.
+
+        What lies below the end is read as the end, so that the shift of these entries is too small.
+        """
+        codes, _ = self._unpacked()
+        routed = codes < self._last_code
+        at_end = (codes == self._last_code - 1) | (self._codes(log_probs) == self._last_code - 1)
+        return torch.stack([(at_end & routed).sum(), routed.sum()]).to(torch.float32)
+
     @property
     def _last_code(self) -> int:
         """The code of "no route", one above those of the grid."""

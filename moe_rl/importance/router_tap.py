@@ -50,7 +50,7 @@ from moe_rl.importance.router_shift import (
     shift_of,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
-from moe_rl.importance.tensors import measured
+from moe_rl.importance.tensors import measured, say_losses
 
 # (logits [R, E], ids [R, K], score_function=...) -> [R, K]: `router_log_probs`, or a kernel in its place.
 LogProbs = Callable[..., Tensor]
@@ -164,13 +164,7 @@ class RouterStore:
             padding = packed.words.new_full((missing, ids.shape[1]), packed.no_route)
             words = padding if stored is None else torch.cat([stored.words, padding])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
-        if not keys.is_cuda and keys.numel():  # on a GPU nothing waits: the device's own assertion says it
-            largest = int(keys.max())
-            require(
-                largest < self.num_tokens,
-                f"tap.rows names key {largest}, but old_pass was opened for {self.num_tokens} tokens, keys 0 .. "
-                f"{self.num_tokens - 1}.",
-            )
+        self.require_keys(keys, "tap.rows names")
         stored.words[keys + 1] = packed.words
         stored.words[0] = stored.no_route
         if router == 0:  # the others get the same rows
@@ -191,6 +185,23 @@ class RouterStore:
             # Bytes, since gloo and NCCL know no 16-bit integers.
             words = _gathered(stored.words[own_keys + 1].view(torch.uint8), group)
             stored.words[everyones] = words.view(stored.words.dtype)
+
+    def require_keys(self, keys: Tensor, named_by: str) -> None:
+        """Raise unless every key is -1 or that of a token of the old pass; on a GPU its own assertion says it."""
+        if keys.is_cuda or not keys.numel():
+            return
+        smallest, largest = (int(key) for key in torch.aminmax(keys))
+        wrong = largest if smallest >= -1 else smallest
+        require(
+            smallest >= -1 and largest < self.num_tokens,
+            f"{named_by} key {wrong}, but old_pass was opened for {self.num_tokens} tokens: keys 0 .. "
+            f"{self.num_tokens - 1}, and -1 for padding.",
+        )
+
+    @property
+    def num_routers(self) -> int:
+        """Routers of the model whose tap opened the store."""
+        return len(self._routers)
 
     def read_by(self, router: int) -> bool:
         """Whether the old pass has read this router."""
@@ -251,14 +262,17 @@ class UpdatePass:
         self.agreement: Tensor | None = None
         """[T] the share of the old policy's experts that the router now likes best, mean over this rank's routers."""
         self._layers: dict[int, Tensor] = {}
+        self._floored = torch.zeros(2, device=device)
 
     def add(
         self, router: int, keys: Tensor, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction
     ) -> Tensor:
         """Add a router's logits [R, E] of the tokens `keys` [R]; return the old policy's ids [R, K] there."""
+        self.store.require_keys(keys, "tap.rows names")
         stored = self.store.of(router, keys)
         new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
         sums = layer_sums(new, stored.log_probs.to(new), stored.valid)
+        self._floored += stored.floored(new)
         # index_add, not assignment: each layer adds to what those before it left.
         self.sums.index_add_(1, keys + 1, sums)
         self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
@@ -278,14 +292,16 @@ class UpdatePass:
         under sequence parallelism, the context-parallel group where the loss has whole sequences, and pipeline stages
         where they do not travel; a collective, with the same keys on every rank.
         """
+        self.store.require_keys(keys, "finish asks for")
         sums = self.sums[:, keys.reshape(-1).to(self.sums.device) + 1]
         sums = sums if sum_over_ranks is None else sum_over_ranks(sums)
         has_key = keys.reshape(-1).to(sums.device) >= 0
-        router_shift = shift_of(sums * has_key, self._layers, floor=floor, noise=noise)
+        router_shift = shift_of(sums * has_key, self._layers, floor=floor, noise=noise, floored=self._floored)
         lost = torch.stack([(has_key & (sums[1] == 0)).sum(), has_key.sum()])
         unusable = {"the old pass or this one has no route": lost}
         if self.store.mistaken is not None:
             unusable["tap.rows names keys of other tokens"] = self.store.mistaken
+        say_losses(unusable, consequence="their gamma is 1, or another token's")
         metrics = measured(router_shift.metrics, unusable)
         ratio, shift = router_shift.ratio.view(keys.shape), router_shift.shift.view(keys.shape)
         return replace(router_shift, ratio=ratio, shift=shift, metrics=metrics)
@@ -398,7 +414,11 @@ class RouterTap:
 
     @rows.setter
     def rows(self, keys: Tensor | None) -> None:
-        self._forward = None if keys is None else _ForwardRows(keys)
+        require(
+            keys is None or keys.dtype in (torch.int64, torch.int32),
+            f"tap.rows holds keys, int64, and not {None if keys is None else keys.dtype}.",
+        )
+        self._forward = None if keys is None else _ForwardRows(keys.long())
         self._rows_were_set |= keys is not None
 
     @contextmanager
@@ -408,6 +428,7 @@ class RouterTap:
         `store`: what an earlier pass over other tokens of the rollout stored, to go on with.
         """
         store = store or RouterStore(num_tokens, len(self), self._word)
+        self._require_store(store)
         store.num_tokens = num_tokens
 
         def keep(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
@@ -421,6 +442,7 @@ class RouterTap:
     @contextmanager
     def update_pass(self, store: RouterStore) -> Iterator[UpdatePass]:
         """Compare each token with what is stored of it; one `with` per optimizer update."""
+        self._require_store(store)
         update = UpdatePass(store, next(self._chunks[0].parameters()).device)
 
         def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
@@ -428,6 +450,12 @@ class RouterTap:
 
         with self._travelling(update) as pass_on, self._hooked(compare, store, pass_on, update=True):
             yield update
+
+    def _require_store(self, store: RouterStore) -> None:
+        require(
+            store.num_routers == len(self),
+            f"the store is of a model with {store.num_routers} routers, and this one has {len(self)}.",
+        )
 
     @contextmanager
     def told(self, rows: Sequence[Tensor]) -> Iterator[None]:

@@ -4,10 +4,13 @@ Formulas are evaluated in float32, or float64 if any input is float64. Masked to
 and never reach a result or a gradient. A *valid* token with an input that no formula can use (a log-probability of
 -inf from a top-p or top-k mismatch, a NaN, a negative weight) is masked like padding and counted
 (`non_finite="mask"`), or refused on all ranks at once (`"raise"`); where more than `LARGEST_LOSS` of the valid tokens
-go this way, `as_floats` raises and names the input. Log-ratios are clamped to +-`SAFETY_BOUND` before they are
-exponentiated (verl's constant), so that no ratio overflows. Nothing here waits for a GPU, except to raise.
+go this way, a warning names the input, and `as_floats` raises where metrics are logged. Log-ratios are clamped to
++-`SAFETY_BOUND` before they are exponentiated (verl's constant), so that no ratio overflows. Nothing here waits for a
+GPU, except to raise.
 """
 
+import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Literal
 
@@ -30,6 +33,8 @@ LARGEST_LOG_PROB = 2.0**-3
 
 # Share of the valid tokens that one input may make unusable before `as_floats` raises. One token never does.
 LARGEST_LOSS = 0.01
+
+LEFT_OUT = "the loss leaves them out, down to a loss of 0"
 
 NonFinite = Literal["mask", "raise"]
 
@@ -68,8 +73,7 @@ def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     for index, what in enumerate(unusable):
         lost, valid = numbers[len(metrics) + 2 * index :][:2]
         require(
-            # One token may always be lost, but never the only one.
-            lost <= max(LARGEST_LOSS * valid, min(valid - 1, 1)),
+            not _too_many(lost, valid),
             f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): more than "
             f"{LARGEST_LOSS:.0%} is an error in what was handed over, which would be left out in silence.",
         )
@@ -115,7 +119,47 @@ def usable_tokens(
     usable = valid
     for where in bad.values():
         usable = usable & ~where
+    say_losses(lost)
     return usable, lost
+
+
+# What a GPU has counted and the host has not read: the sentences, counts [N, 2] in pinned memory, their copy's event.
+_ON_THE_WAY: deque[tuple[tuple[str, ...], Tensor, "torch.cuda.Event"]] = deque()
+
+
+def say_losses(lost: Mapping[str, Tensor], *, consequence: str = LEFT_OUT) -> None:
+    """Warn where more tokens are lost than `as_floats` lets pass, for a loop that never logs; no device is waited for.
+
+    `lost`: as in `Metrics.unusable`. A GPU's counts are copied behind its work and read by the next call that finds
+    them there.
+    """
+    if not lost or torch.compiler.is_compiling():
+        return
+    counts = torch.stack(list(lost.values()))
+    if type(counts) is not Tensor:  # a traced one has no numbers
+        return
+    # Without its numbers a sentence is the same every step, and Python says it once.
+    sentences = tuple(f"{what} at more than {LARGEST_LOSS:.0%} of the valid tokens: {consequence}." for what in lost)
+    if not counts.is_cuda:
+        _warn_of_losses(sentences, counts)
+    elif not torch.cuda.is_current_stream_capturing():
+        while _ON_THE_WAY and _ON_THE_WAY[0][2].query():
+            _warn_of_losses(*_ON_THE_WAY.popleft()[:2])
+        copied = counts.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        _ON_THE_WAY.append((sentences, copied, arrived))
+
+
+def _warn_of_losses(sentences: tuple[str, ...], counts: Tensor) -> None:
+    for sentence, (lost, valid) in zip(sentences, counts.tolist(), strict=True):
+        if _too_many(lost, valid):
+            warnings.warn(f"{sentence} as_floats of the metrics says at how many.", stacklevel=3)
+
+
+def _too_many(lost: float, valid: float) -> bool:
+    """Whether more of the valid tokens are lost than may pass: one always may, but never the only one."""
+    return lost > max(LARGEST_LOSS * valid, min(valid - 1, 1))
 
 
 def not_log_probs(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

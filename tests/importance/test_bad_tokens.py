@@ -1,6 +1,7 @@
 """One token that no formula can use costs that token: the rest is as if it were masked; or every rank raises."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from moe_rl.importance import (
     as_floats,
     policy_loss,
     rollout_correction,
+    tensors,
 )
 
 NAMES = OBJECTIVES.names
@@ -134,6 +136,7 @@ def with_bad(value: float, tokens: int, of: float = -0.5) -> Tensor:
     return values
 
 
+@pytest.mark.filterwarnings("ignore:.* at more than 1% of the valid tokens")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -150,6 +153,7 @@ def test_a_loss_of_nothing_is_no_silence(changes: dict[str, Tensor], named: str)
         log_of(**changes)
 
 
+@pytest.mark.filterwarnings("ignore:.* at more than 1% of the valid tokens")
 def test_a_few_bad_tokens_and_rounding_cost_only_themselves() -> None:
     assert log_of(old_log_prob=with_bad(-math.inf, 2))["actor/non_finite_tokens"] == 2  # 1 % of 200
     rounded = log_of(router_shift_ratio=with_bad(1.0000001, 200))
@@ -163,6 +167,7 @@ def test_a_few_bad_tokens_and_rounding_cost_only_themselves() -> None:
         as_floats(policy_loss(PolicyLossInputs(**alone, response_mask=torch.ones(1, 1))).metrics)
 
 
+@pytest.mark.filterwarnings("ignore:.* at more than 1% of the valid tokens")
 def test_merged_metrics_still_know_what_was_lost() -> None:
     triple = [torch.full((2, 5), -1.0), with_bad(-math.inf, 200)[:2, :5], torch.ones(2, 5)]
     _, _, found = rollout_correction(*triple, "token")
@@ -172,6 +177,7 @@ def test_merged_metrics_still_know_what_was_lost() -> None:
             as_floats(merged)
 
 
+@pytest.mark.filterwarnings("ignore:.* at more than 1% of the valid tokens")
 @pytest.mark.parametrize("name", ["log_prob", "old_log_prob"])
 def test_probabilities_are_no_log_probabilities(name: str) -> None:
     """They would be used as ratios of exp(p - p'), and the run would go on and learn the wrong thing."""
@@ -192,3 +198,52 @@ def test_log_probabilities_that_rounding_lifts_above_zero_are_used() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
     inputs = PolicyLossInputs(log_prob=lifted, old_log_prob=lifted, advantages=torch.ones(1, 4), response_mask=mask)
     assert policy_loss(inputs, non_finite="raise").loss.item() == -1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"response_mask": torch.full((4, 50), 0.5)}, "response_mask must hold only 0 and 1: it does not"),
+        ({"old_log_prob": with_bad(-math.inf, 200)}, "old_log_prob is not finite"),
+        ({"rollout_is_weights": with_bad(-1.0, 200, of=1.0)}, "rollout_is_weights is negative or not finite"),
+        ({"router_shift_ratio": with_bad(1.01, 100)}, r"router_shift_ratio leaves \[0, 1\]"),
+    ],
+)
+def test_who_never_logs_is_warned_of_a_loss_of_nothing(changes: dict[str, Tensor], named: str) -> None:
+    values = {name: torch.full((4, 50), -0.5) for name in ("log_prob", "old_log_prob", "advantages")}
+    values |= {"response_mask": torch.ones(4, 50), "router_shift_ratio": torch.ones(4, 50)} | changes
+    with pytest.warns(UserWarning, match=f"{named} at more than 1% of the valid tokens: the loss leaves them out"):
+        policy_loss(PolicyLossInputs(**values))
+
+
+def test_a_warning_of_every_step_has_one_text_so_that_python_shows_it_once() -> None:
+    texts = set()
+    for lost in (3, 9):
+        with pytest.warns(UserWarning, match="response_mask") as caught:
+            policy_loss(PolicyLossInputs(**(batch() | {"response_mask": torch.full((3, 5), 0.5 + lost)})))
+        texts |= {str(each.message) for each in caught}
+    assert len(texts) == 1
+
+
+def test_a_gpus_counts_are_read_when_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of the event: nothing is said before the copy is there, and then by the next call."""
+
+    class Event:
+        arrived = False
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return Event.arrived
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(tensors, "_ON_THE_WAY", deque())
+    all_lost, none_lost = {"mask": torch.tensor([5, 5])}, {"mask": torch.tensor([0, 5])}
+    tensors.say_losses(all_lost)
+    tensors.say_losses(none_lost)
+    Event.arrived = True
+    with pytest.warns(UserWarning, match="mask at more than 1% of the valid tokens"):
+        tensors.say_losses(none_lost)
+    tensors.say_losses(none_lost)
