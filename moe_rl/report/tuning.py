@@ -112,6 +112,8 @@ class ShapeLevers:
     resident_slots: int
     speeds: Mapping[str, float]
     """By lever, of `LEVERS`; those that the setting does not have are absent."""
+    command: str = ""
+    """The line that simulates the fastest combination; empty: priced on a sample of layers alone."""
 
     @property
     def lever(self) -> str:
@@ -236,6 +238,8 @@ class Tuned:
     num_alike: int
     """How many settings the interval of the ratio does not tell apart from the fastest."""
     settings: tuple[TunedSetting, ...]
+    batch: str = ""
+    """What was done to get the sequences, e.g. "batch of 491k tokens drawn from 128 recorded sequences"."""
     levers: tuple[ShapeLevers, ...] = ()
     """With routes: the fastest setting of every EP size and dispatcher with an engine and levers, fastest first."""
     notes: tuple[str, ...] = ()
@@ -287,6 +291,8 @@ class Tuned:
         best, *others = self.levers
         added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "nothing"
         said = [f"With these routes: {best.name}: {best.fastest:,.0f} tokens/s/GPU; over static {added}."]
+        if best.command:
+            said.append(f"The same figures: {best.command}")
         for other in others:
             behind = best.fastest / other.fastest - 1.0
             name, more = self._grown_part(best.setting, other.setting)
@@ -319,7 +325,8 @@ class Tuned:
             {name: value for name, value in asdict(row).items() if value is not None} | {"limits": row.limits}
             for row in self.settings
         ]
-        facts = {name: getattr(self, name) for name in ("model", "cluster", "gpus", "num_tokens", "num_sequences")}
+        named = ("model", "cluster", "gpus", "num_tokens", "num_sequences", "batch")
+        facts = {name: getattr(self, name) for name in named}
         document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
         if self.levers:
             document["levers"] = [
@@ -330,6 +337,7 @@ class Tuned:
                     "resident_slots": shape.resident_slots,
                     "tokens_per_s_per_gpu": dict(shape.speeds),
                     "best": shape.lever,
+                    **({"command": shape.command} if shape.command else {}),
                 }
                 for shape in self.levers
             ]
@@ -345,7 +353,12 @@ class Tuned:
             for row in self.settings[:BEST]
         ]
         levers = ["", self.table_of_levers()] if self.levers else []
-        return "\n".join([head, *rows, *levers, "", *self.sentences(), *(f"note: {note}" for note in self.notes)])
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*self._title(), head, *rows, *levers, "", *self.sentences(), *notes])
+
+    def _title(self) -> list[str]:
+        """Return the line above the table: what was tuned, on which batch."""
+        return [f"{self.model} on {self.gpus} GPUs of {self.cluster}, {self.batch}"] if self.batch else []
 
     def picture(self) -> Markup:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""

@@ -1,11 +1,37 @@
-"""Lengths of a step's sequences where there is no trace: drawn as the options describe them, or all alike."""
+"""Lengths of a step's sequences: those of a batch that is drawn from a recording; without a trace drawn as the options
+describe them, or all alike.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
-from moe_rl.study.options import SHOWN
+from moe_rl.study.options import LARGEST, SHOWN
 from moe_rl.study.rl_options import KnownStepOptions, LengthOptions
+
+# Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
+FULL_SIZE_TOKENS = 8192
+FULL_BATCHES = 4  # Micro-batches of a batch whose size nobody gives.
+
+
+def full_batch(tokens: int) -> int:
+    """Return the tokens of `FULL_BATCHES` micro-batches of at most `tokens`: frameworks fill none to the brim."""
+    return FULL_BATCHES * tokens * 15 // 16
+
+
+def drawn_sequences(lengths: NDArray[np.int64], tokens: int, *, seed: int) -> NDArray[np.int64]:
+    """Return the ids of sequences drawn with replacement, up to `tokens` tokens but at least one.
+
+    Whoever draws from the same recorded `lengths` with the same seed gets the same batch.
+    """
+    require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
+    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
+    # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
+    rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
+    while int(lengths[drawn_ids].sum()) < tokens:
+        drawn_ids = np.concatenate([drawn_ids, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
+    fits = int((np.cumsum(lengths[drawn_ids]) <= tokens).sum())
+    return drawn_ids[: max(1, fits)]
 
 
 def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:

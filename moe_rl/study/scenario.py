@@ -32,7 +32,8 @@ from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step
 from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
 from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
-from moe_rl.study.options import AUTO, DRAWN, LARGEST, RECORDED, SCALED, SimulationOptions
+from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch
+from moe_rl.study.options import AUTO, DRAWN, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.population import check_population
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
@@ -50,9 +51,6 @@ class Simulate(Protocol):
         """Return every policy's step."""
 
 
-# Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
-FULL_SIZE_TOKENS = 8192
-FULL_BATCHES = 4  # Micro-batches of a batch whose size nobody gives.
 # With so many pairs per expert, a model whose upper half of experts never occurs is the wrong one.
 TELLING_PAIRS_PER_EXPERT = 20
 
@@ -256,7 +254,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
     )
     ranks = max(1, options.expert_model_parallel_size * _num_ep_groups(options, slices) // slices)
     if options.ep_group_tokens is not None and options.tokens_per_rank is None:
-        return {"global_batch_tokens": options.global_batch_tokens or _full_batch(options.ep_group_tokens)}
+        return {"global_batch_tokens": options.global_batch_tokens or full_batch(options.ep_group_tokens)}
     longest = _longest(parts)
     tokens_asked = options.micro_batch_tokens or (options.tokens_per_rank or FULL_SIZE_TOKENS) * slices
     budget = max(tokens_asked, longest)
@@ -266,7 +264,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
             longest,
             tokens_asked,
         )
-    batch = options.global_batch_tokens or _full_batch(budget * ranks)
+    batch = options.global_batch_tokens or full_batch(budget * ranks)
     if options.global_batch_size is not None:
         lengths = np.concatenate([part.sequence_lengths for part in parts])
         batch = max(1, round(options.global_batch_size * float(lengths.mean())))
@@ -294,28 +292,17 @@ def _longest(parts: Sequence[Trace]) -> int:
     return max(int(part.sequence_lengths.max(initial=0)) for part in parts)
 
 
-def _full_batch(tokens: int) -> int:
-    """Return the tokens of `FULL_BATCHES` micro-batches of at most `tokens`: frameworks fill none to the brim."""
-    return FULL_BATCHES * tokens * 15 // 16
-
-
 def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[Trace, ...]:
     """Return sequences drawn with replacement, up to `tokens` tokens but at least one, grouped by part."""
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
-    require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
-    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
-    # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
-    rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
-    while int(lengths[drawn_ids].sum()) < tokens:
-        drawn_ids = np.concatenate([drawn_ids, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
-    fits = int((np.cumsum(lengths[drawn_ids]) <= tokens).sum())
+    drawn_ids = drawn_sequences(lengths, tokens, seed=seed)
     ends = np.cumsum([len(part.sequence_lengths) for part in parts])
     # Parts are not joined first, which would copy every route once more: 960 MB of 235B's 1.3 M tokens.
-    of_part = np.searchsorted(ends, drawn_ids[: max(1, fits)], side="right")
+    of_part = np.searchsorted(ends, drawn_ids, side="right")
     drawn = []
     for index in np.unique(of_part).tolist():
         part = parts[index]
-        of_this_part = drawn_ids[: len(of_part)][of_part == index] - (ends[index] - len(part.sequence_lengths))
+        of_this_part = drawn_ids[of_part == index] - (ends[index] - len(part.sequence_lengths))
         # Recorded cells are those of the recorded sequences: a drawn batch is laid out anew.
         nowhere = np.full(len(of_this_part), -1, np.int32)
         drawn.append(replace(part.select(of_this_part), micro_batch=nowhere, dp_rank=nowhere))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from moe_rl.planner.packing import best_start
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.replay import concatenate
 from moe_rl.report.tuning import ALIKE, SIZES, Shape, ShapeLevers, Tuned, TunedSetting
-from moe_rl.report.units import GIB
+from moe_rl.report.units import GIB, batch_words, counted, format_count
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths
 from moe_rl.simulators.base_time import default_cp_comm_type
 from moe_rl.simulators.memory import held_expert_bytes
@@ -44,9 +44,10 @@ from moe_rl.study.executors import Executor
 from moe_rl.study.expert_parts import model_in_parts
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
-from moe_rl.study.lengths import drawn_lengths
-from moe_rl.study.options import AUTO
+from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, drawn_sequences, full_batch
+from moe_rl.study.options import AUTO, DRAWN, RECORDED, SCALED
 from moe_rl.study.population import check_population, population_cautions, population_notes
+from moe_rl.study.priced_setting import levers_on_all_layers
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
@@ -344,17 +345,17 @@ def tune(
     Settings as fast as the fastest (`ALIKE`) come first, those with fewer kinds of parallelism before the others.
     Raises `InvalidInputError` where no setting fits into memory.
     """
-    model, lengths = _batch(trace, options)
+    model, batch = TunedBatch.of(trace, options)
+    lengths = batch.lengths
     hardware = load_cluster(options.cluster)
     per_node = options.ranks_per_node or hardware.ranks_per_node
     check_population(options)
     posterior = _posterior(options, hardware, lengths)
     hardware, costs = posterior.likeliest.constants
     base, budget = replace(options.step_setting(), software=costs), options.micro_batch_tokens
-    require(
-        budget is None or budget >= lengths.max(),
-        f"the longest sequence has {lengths.max()} tokens, more than the {budget} of --micro-batch-tokens.",
-    )
+    if budget is not None and budget < lengths.max():
+        tell(f"micro-batches hold up to {lengths.max():,} tokens, not {budget:,}: the longest sequence is not cut.")
+        budget = int(lengths.max())
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
     shaping = [name for name in Shape.__slots__ if name in decided]
     values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
@@ -406,11 +407,18 @@ def tune(
     told_alike = sum(row.behind_fastest is not None and not row.told_apart for row in rows)
     rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
     sampled = _sampled_routes(trace, options, model, lengths)
+    whole = (
+        None
+        if trace is None or options.routes_like is not None
+        else partial(
+            levers_on_all_layers, trace=trace, options=options, num_tokens=int(lengths.sum()), batch=batch.kind
+        )
+    )
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
-        num_sequences=len(lengths), num_shapes=len(shapes), num_laid_out=len(laid_out), num_alike=told_alike,
-        settings=tuple(rows),
-        levers=() if sampled is None else _levers(rows, sampled, task, options, progress),
+        num_sequences=len(lengths), batch=batch.words, num_shapes=len(shapes), num_laid_out=len(laid_out),
+        num_alike=told_alike, settings=tuple(rows),
+        levers=() if sampled is None else _levers(rows, sampled, task, options, progress, whole),
         notes=tuple(_notes(options, rows, task, posterior)),
     )  # fmt: skip
 
@@ -430,14 +438,28 @@ def _sampled_routes(
 
 
 def _levers(
-    rows: list[TunedSetting], sampled: SampledRoutes, task: ShapeTask, options: TuneOptions, progress: Progress
+    rows: list[TunedSetting],
+    sampled: SampledRoutes,
+    task: ShapeTask,
+    options: TuneOptions,
+    progress: Progress,
+    whole: Callable[[ShapeLevers], ShapeLevers] | None,
 ) -> tuple[ShapeLevers, ...]:
-    """Return what an engine and the levers bring at the shapes that they may bring in front, the fastest first."""
-    shapes, found = compared_shapes(rows), []
-    for index, row in enumerate(shapes):
-        progress(f"levers of {row.name}", index, len(shapes))
-        found.append(levers_of(row, sampled, options, lengths=task.lengths, room=task.free_slots(row)))
-    return tuple(sorted(found, key=lambda shape: -shape.fastest))
+    """Return what an engine and the levers bring at the shapes that they may bring in front, the fastest first.
+
+    All are priced on a sample of layers; the one in front, by `whole`, on all of them. If that brings another one in
+    front, it is priced so, too.
+    """
+    settings, shapes = compared_shapes(rows), list[ShapeLevers]()
+    for index, row in enumerate(settings):
+        progress(f"levers of {row.name}", index, len(settings))
+        shapes.append(levers_of(row, sampled, options, lengths=task.lengths, room=task.free_slots(row)))
+    shapes.sort(key=lambda shape: -shape.fastest)
+    while whole is not None and not shapes[0].command:
+        progress(f"{shapes[0].setting.name} on all layers", 0, 1)
+        shapes[0] = whole(shapes[0])
+        shapes.sort(key=lambda shape: -shape.fastest)
+    return tuple(shapes)
 
 
 def _posterior(options: TuneOptions, hardware: HardwareSpec, lengths: NDArray[np.int64]) -> Posterior:
@@ -498,14 +520,67 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
     return [*sentences, *filter(None, [task.hardware.assumption()])]
 
 
-def _batch(trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, NDArray[np.int64]]:
-    """Return the model and the lengths of an optimizer step, prompts included."""
-    if trace is None:
-        return named_model(options, "tune"), drawn_lengths(options)
-    source, model = open_trace_of_model(trace, options)
-    step = source.steps[-1] if options.step is None else options.step
-    recorded = np.concatenate([part.sequence_lengths for part in source.parts(step)]).astype(np.int64)
-    # As many as `simulate` draws: four micro-batches of 8,192 tokens on every GPU.
-    wanted = options.global_batch_tokens or max(int(recorded.sum()), 4 * BUDGETS[1] * options.gpus)
-    drawn = np.random.default_rng(options.seed).choice(recorded, size=max(1, round(wanted / recorded.mean())))
-    return model.spec, drawn if wanted > int(recorded.sum()) else recorded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedBatch:
+    """The sequences of an optimizer step on all GPUs, of which `simulate` has an EP group's share."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of every sequence, prompts included."""
+    words: str
+    """What was done to get them, as `simulate` says it."""
+    kind: str = ""
+    """A value of `--batch`; empty without a trace."""
+
+    @classmethod
+    def of(cls, trace: TraceLike | None, options: TuneOptions) -> tuple[MoeModelSpec, "TunedBatch"]:
+        """Return the model and the batch: drawn or recorded as `simulate` does it, or of lengths that options describe.
+
+        Raises `InvalidInputError` for loads that are scaled: a layout search lays out sequences.
+        """
+        _check_batch(options)
+        if trace is None:
+            lengths = drawn_lengths(options)
+            words = f"batch of {counted(len(lengths), 'sample', 'samples')}, {format_count(lengths.sum())} tokens"
+            return named_model(options, "tune"), cls(lengths=lengths, words=words)
+        source, model = open_trace_of_model(trace, options)
+        parts = tuple(source.parts(source.steps[-1] if options.step is None else options.step))
+        recorded = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+        tokens = _drawn_tokens(options, recorded)
+        laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
+        kind, lengths = options.batch or _kind_of_batch(options, recorded, laid_out=laid_out), recorded
+        if kind == DRAWN:
+            lengths = recorded[drawn_sequences(recorded, tokens, seed=options.seed)]
+        facts = {
+            "num_tokens": lengths.sum(), "num_sequences": len(lengths), "num_recorded_sequences": len(recorded),
+            "num_recorded_tokens": recorded.sum(),
+        }  # fmt: skip
+        return model.spec, cls(lengths=lengths, words=batch_words(facts, {"batch": kind}), kind=kind)
+
+
+def _check_batch(options: TuneOptions) -> None:
+    """Raise for options that describe loads, not sequences."""
+    scaled = options.batch == SCALED or options.tokens_per_rank is not None
+    require(
+        not scaled and options.ep_group_tokens is None,
+        "tune lays out sequences, and searches micro-batches of a data-parallel rank: give --micro-batch-tokens in "
+        "place of --batch scaled, --tokens-per-rank and --ep-group-tokens.",
+    )
+
+
+def _kind_of_batch(options: TuneOptions, recorded: NDArray[np.int64], *, laid_out: bool) -> str:
+    """Return the kind of batch that options without `--batch` ask for, as in `scenario`."""
+    if options.global_batch_tokens is not None or options.global_batch_size is not None:
+        return DRAWN
+    if options.micro_batch_tokens is None:
+        return RECORDED if laid_out else DRAWN
+    return RECORDED if int(recorded.sum()) >= _drawn_tokens(options, recorded) else DRAWN
+
+
+def _drawn_tokens(options: TuneOptions, recorded: NDArray[np.int64]) -> int:
+    """Return the tokens of a batch that is drawn: given, else as many full micro-batches as `simulate` draws."""
+    if options.global_batch_size is not None:
+        return max(1, round(options.global_batch_size * float(recorded.mean())))
+    slices = options.tensor_model_parallel_size * options.context_parallel_size
+    ranks = max(1, options.gpus // (slices * options.pipeline_model_parallel_size))
+    budget = max(options.micro_batch_tokens or FULL_SIZE_TOKENS * slices, int(recorded.max(initial=0)))
+    return options.global_batch_tokens or full_batch(budget * ranks)

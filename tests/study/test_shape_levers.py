@@ -1,17 +1,24 @@
 """`moe-rl tune` with routes: the best of shape, engine and levers together; and a search that lays out few shapes."""
 
+import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from cli_runner import moe_rl
 from strategies import model_spec
 
 import moe_rl as product
+from moe_rl.config import bundled_traces
 from moe_rl.core.native import native_core
 from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
 from moe_rl.simulators.coactivation import coactivation
 from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
-from moe_rl.study.search_layouts import OF_EVERY_SIZE, next_shapes
+from moe_rl.study.options import SimulationOptions
+from moe_rl.study.rl_options import TuneOptions
+from moe_rl.study.scenario import state_scenario
+from moe_rl.study.search_layouts import OF_EVERY_SIZE, TunedBatch, next_shapes
 from moe_rl.study.shape_levers import LAYERS, SampledRoutes, routes_like
 
 needs_core = pytest.mark.skipif(native_core() is None, reason="levers over an engine need the C++ core")
@@ -111,3 +118,30 @@ def test_the_report_names_what_each_lever_adds(with_routes: Tuned) -> None:
     assert said[0].startswith(f"With these routes: {with_routes.levers[0].name}")
     assert sum("% longer" in sentence for sentence in said) >= len(with_routes.levers) - 1
     assert "own copies" in str(with_routes)
+
+
+@pytest.mark.lengthy
+@needs_core
+def test_the_setting_in_front_has_simulates_own_figures(with_routes: Tuned) -> None:
+    """One run, one number: the command that `tune` names prints the speeds that `tune` prints."""
+    best = with_routes.levers[0]
+    command = shlex.split(best.command)
+    assert command[:3] == ["moe-rl", "simulate", "countdown-grpo"]
+    ran = moe_rl("simulate", bundled_traces()["countdown-grpo"], *command[3:], "--json", "-")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out)
+    policies, gpus = document["policies"], document["setting"]["ep_size"] * document["setting"]["num_ep_groups"]
+    assert policies["static"]["tokens_per_s"] / gpus == pytest.approx(best.speeds["static"], rel=1e-9)
+    fastest = policies["static" if best.lever == "static" else "moe-rl"]["tokens_per_s"] / gpus
+    assert fastest == pytest.approx(best.fastest, rel=1e-9 if best.lever != "packing" else 0.01)
+
+
+def test_a_batch_is_drawn_as_simulate_draws_it() -> None:
+    """EP16 on 16 GPUs: `tune` lays out the very sequences that `simulate` draws."""
+    asked = {"micro_batch_tokens": 8192, "seed": 3}
+    _, batch = TunedBatch.of("countdown-grpo", TuneOptions(gpus=16, **asked))
+    of_group = SimulationOptions(expert_model_parallel_size=16, **asked)
+    simulated = state_scenario("countdown-grpo", of_group, lambda *_: None)
+    assert sorted(batch.lengths) == sorted(simulated.batch.lengths)
+    assert batch.lengths.sum() == simulated.batch.lengths.sum()
+    assert batch.words.startswith("batch of 492k tokens drawn from 1024 recorded sequences")

@@ -142,7 +142,8 @@ def test_what_is_given_is_not_searched() -> None:
     [
         (("--gpus", 0), "--gpus must be at least 1"),
         (("--gpus", 8, "--expert-model-parallel-size", 3), "no parallel layout"),
-        (("--micro-batch-tokens", 1000), "the longest sequence has"),
+        (("--batch", "scaled"), "tune lays out sequences"),
+        (("--tokens-per-rank", 4096), "give --micro-batch-tokens"),
         (("--model", "deepseek-v3"), "does not fit on 8 GPUs"),
         (("--plot", "a.png"), "must end in .html"),
         (("--out", "a.json"), "must end in .jsonl"),

@@ -1,0 +1,129 @@
+"""The setting that `tune` picks, priced once more as `simulate` prices it: every layer, the whole batch of an EP group.
+
+`tune` compares shapes on a sample of layers and scales a balanced step. What it prints of the setting in front is
+`simulate`'s own figure, and `command` is the line that prints it again.
+
+Example: EP16 on 32 GPUs without a pipeline is two EP groups. One of them is simulated, with half of the batch.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_rl.core.plan import Plan
+from moe_rl.planner.base import OURS
+from moe_rl.planner.registry import make_planner
+from moe_rl.report.tuning import ShapeLevers, TunedSetting
+from moe_rl.study.options import DRAWN, RECORDED, SHOWN, SimulationOptions
+from moe_rl.study.plan_and_price import pricing_of
+from moe_rl.study.rl_options import TuneOptions
+from moe_rl.study.scenario import Scenario, state_scenario
+from moe_rl.study.traces import TraceLike
+
+OF_THE_SEARCH = frozenset(TuneOptions.model_fields) - frozenset(SimulationOptions.model_fields)
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {"recompute_granularity": None, "recompute_modules": ["core_attn"]},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {"recompute_granularity": "full", "recompute_modules": ["core_attn"]},
+}
+
+
+def options_of(row: TunedSetting) -> dict[str, Any]:
+    """Return the options of a simulation that a setting stands for, but for its batch and its levers."""
+    flex = {} if row.dispatcher == "alltoall" else {"moe_flex_dispatcher_backend": row.dispatcher}
+    return {
+        "expert_model_parallel_size": row.expert_model_parallel_size,
+        "expert_tensor_parallel_size": row.expert_tensor_parallel_size,
+        "tensor_model_parallel_size": row.tensor_model_parallel_size,
+        "context_parallel_size": row.context_parallel_size,
+        "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
+        "num_virtual_stages_per_pipeline_rank": row.num_virtual_stages,
+        "micro_batch_tokens": row.micro_batch_tokens,
+        "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
+        **flex,
+        **RECOMPUTE[row.recompute],
+    }
+
+
+def simulated_options(row: TunedSetting, options: TuneOptions, *, num_tokens: int, batch: str) -> TuneOptions:
+    """Return the options with which `simulate` prices the setting on its share of a batch of `num_tokens`."""
+    group = math.lcm(row.expert_ranks, row.slices) * row.pipeline_model_parallel_size
+    share = min(1.0, group / options.gpus)
+    is_recorded = batch == RECORDED and share == 1.0
+    changed = {
+        **options_of(row),
+        "batch": RECORDED if is_recorded else DRAWN,
+        "global_batch_tokens": None if is_recorded else max(1, round(num_tokens * share)),
+        "global_batch_size": None,
+        "num_ep_groups": None,
+        "num_nodes": None,
+        "resident_slots": 0,
+        "policy": ["static", "moe-rl"],
+    }
+    return options.model_copy(update=changed)
+
+
+def levers_on_all_layers(
+    shape: ShapeLevers, trace: TraceLike, options: TuneOptions, *, num_tokens: int, batch: str
+) -> ShapeLevers:
+    """Return tokens/s/GPU of a setting and its levers by the path of `simulate`, and the command that prints them."""
+    of_run = simulated_options(shape.setting, options, num_tokens=num_tokens, batch=batch)
+    scenario = state_scenario(trace, of_run, lambda *_: None)
+    plans = _plans(scenario, shape)
+    simulate, _ = pricing_of(scenario, plans)
+    policies = simulate(scenario.training_step.setting).policies
+    gpus = scenario.topology.num_ranks * shape.setting.pipeline_model_parallel_size
+    speeds = {name: (policies[name].prediction.tokens_per_s or 0.0) / gpus for name in plans}
+    before = speeds.get("engine", speeds["static"])
+    speeds["packing"] = before * shape.setting.packing_gain
+    priced = replace(shape, speeds={name: speeds[name] for name in shape.speeds})
+    return replace(priced, command=command_of(trace, of_run, priced))
+
+
+def _plans(scenario: Scenario, shape: ShapeLevers) -> dict[str, Plan]:
+    """Return the plan of every lever but packing, which lengths price."""
+    problem, engine = scenario.problem, shape.engine
+    ours = make_planner("moe-rl")
+    over = replace(problem, domain_balance=engine or OURS)
+    plans = {"static": make_planner("static").plan(problem), "homes": ours.plan(over)}
+    if "resident copies" in shape.speeds:
+        plans["resident copies"] = ours.plan(replace(over, resident_slots=shape.resident_slots))
+    if engine is not None:
+        plans["engine"] = make_planner("ultraep" if engine == "engine:ultraep" else "moonep").plan(problem)
+        plans["own copies"] = ours.plan(replace(problem, resident_slots=shape.resident_slots))
+    return plans
+
+
+def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers) -> str:
+    """Return the line of `moe-rl simulate` that prints the static step and that of the fastest levers."""
+    stated = options.model_dump(exclude_unset=True, exclude=set(OF_THE_SEARCH))
+    if shape.lever in ("resident copies", "own copies"):
+        stated["resident_slots"] = shape.resident_slots
+    if shape.engine is not None and shape.lever != "own copies":
+        stated["domain_balance"] = shape.engine
+    return " ".join(["moe-rl simulate", shlex.quote(str(trace)), *flags_of(stated)])
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Return options as flags of the command line, without those that hold their default.
+
+    >>> flags_of({"expert_model_parallel_size": 16, "policy": ["static", "moe-rl"], "forward_only": False})
+    ['--ep 16', '--policy static,moe-rl']
+    """
+    flags = []
+    for name, value in options.items():
+        if value == SimulationOptions.model_fields[name].get_default(call_default_factory=True):
+            continue
+        flag = SHOWN[name].also or SHOWN[name].flags[0]
+        values = value if SHOWN[name].repeated and isinstance(value, list) else [value]
+        flags += [_flag(flag, each) for each in values]
+    return flags
+
+
+def _flag(flag: str, value: object) -> str:
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{flag} {shlex.quote(text)}"
