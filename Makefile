@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel lock fuzz fuzz-planner sanitize \
+.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -41,6 +41,7 @@ help:
 	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets; every backend and recipe interpreted"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
 	@echo "make wheel        dist/moe_rl-*.whl for this Python"
+	@echo "make wheels       wheels built and run on every Python from 3.11 that is here, and the Dockerfile's commands in an empty root"
 	@echo "make lock         requirements.lock: every version of the environment that the tests run in"
 	@echo "make tables       what README.md and docs/ take from the code"
 	@echo "make docs         the site of docs/, with the references of Python and the command line, in out/site"
@@ -175,6 +176,9 @@ test-wheel: $(VENV)/.test
 # With pip's build isolation: it needs a Python and a registry, and no environment of ours.
 wheel:
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+wheels: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/packaging/test_interpreters.py
 
 fuzz: $(VENV)/.test
 	FUZZ_STREAMS=1000000 $(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py tests/routes/test_fuzz.py

@@ -3,7 +3,7 @@
 Three splits of the bundled trace are frozen: its last step in order, 1,024 tokens per EP group and micro-batch as
 shares of 8,192 per rank, EP8, 16 and 32 on H100, one replica slot. A plan of any maker is a file that
 `Plan.save` wrote; it is scored on the split of its EP size. `tests/plan_recount.py` counts in plain loops
-whether the plan keeps its promises, and its rows; the tests of the planner show that our own policies keep theirs.
+whether the plan keeps its promises, and its rows, of our own policies too.
 """
 
 import sys
@@ -15,6 +15,7 @@ import numpy as np
 from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
 from moe_rl.core.plan_file import load_plan
+from moe_rl.planner.registry import POLICIES
 from moe_rl.study import Scenario, SimulationOptions, load_under, make_plans, open_scenario
 from moe_rl.study.plan_and_price import pricing_of
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 TRACE = "countdown-grpo"
 SPLITS = (8, 16, 32)
-OURS = ("static", "eplb-oracle", "ultraep", "relibra", "moe-rl")
+
 HEAD = ("plan", "EP", "max/mean rank", "max/mean node", "worst cell", "GB moved", "step ms", "broken promises")
 
 
@@ -40,7 +41,7 @@ def judged(scenario: Scenario, name: str, plan: Plan) -> dict[str, Any]:
 
     load = load_under(plan, scenario.batch)
     lengths = np.asarray(scenario.batch.lengths, np.int64)
-    broken = [] if name in OURS else validate_plan(scenario.problem, plan, load=load, sequence_lengths=lengths)
+    broken = validate_plan(scenario.problem, plan, load=load, sequence_lengths=lengths)
     cells = [
         rank_expert_rows(plan, load, group, micro_batch).sum(axis=2)
         for group in range(load.num_ep_groups)
@@ -74,24 +75,28 @@ def board(entries: tuple[Path, ...]) -> list[dict[str, Any]]:
     rows = []
     for ep in SPLITS:
         scenario = scenario_of(ep)
-        shipped = make_plans(scenario, OURS, lambda *_: None)
+        shipped = make_plans(scenario, POLICIES.names, lambda *_: None)
         asked = {path.stem: plan for path, plan in plans.items() if plan.placement.ep_size == ep}
         rows += [judged(scenario, name, plan) for name, plan in (shipped | asked).items()]
     return rows
 
 
+def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return one line of the board as words, in the order of `HEAD`."""
+    return (
+        row["plan"],
+        str(row["ep"]),
+        f"{row['imbalance']:.3f}",
+        f"{row['node_imbalance']:.3f}",
+        f"{row['worst_cell']:.2f}",
+        f"{row['moved_bytes'] / 1e9:.1f}",
+        f"{row['step_time_s'] * 1e3:.1f}",
+        row["broken"][0] if row["broken"] else "none",
+    )
+
+
 def as_text(rows: list[dict[str, Any]]) -> str:
     """Return the board as lines of text."""
-    lines = [HEAD]
-    for row in rows:
-        figures = (
-            row["imbalance"],
-            row["node_imbalance"],
-            row["worst_cell"],
-            row["moved_bytes"] / 1e9,
-            row["step_time_s"] * 1e3,
-        )
-        shown = [f"{figure:.{places}f}" for figure, places in zip(figures, (3, 3, 2, 1, 1), strict=True)]
-        lines.append((row["plan"], str(row["ep"]), *shown, row["broken"][0] if row["broken"] else "none"))
+    lines = [HEAD, *map(cells_of, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)

@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from markupsafe import Markup
 
 import moe_rl
-from benchmarks import public_recipes, recipe_gains
+from benchmarks import board, public_recipes, recipe_gains
 from benchmarks.validate_model.compare import PUBLISHED
 from benchmarks.validate_model.constants import carried_constants
 from benchmarks.validate_model.picture import forecast_picture
@@ -46,7 +46,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("simulator", "planner", "doctor", "importance-reference", "kernels", "traces", "status")
+        for name in ("board", "simulator", "planner", "doctor", "importance-reference", "kernels", "traces", "status")
     ),
     ROOT / "docs" / "reference" / "python.md",
     ROOT / "docs" / "reference" / "options.md",
@@ -292,7 +292,15 @@ def levers() -> str:
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 
+def board_table() -> str:
+    """Return the board of all shipped policies as a table of Markdown."""
+    lines = ["", f"| {' | '.join(board.HEAD)} |", "|---" * len(board.HEAD) + "|"]
+    lines += [f"| {' | '.join(board.cells_of(row))} |" for row in board.board(())]
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 REGISTRIES: Mapping[str, Callable[[], str]] = {
+    "board": board_table,
     "traps": traps,
     "objectives": objectives,
     "loss-contracts": loss_contracts,
