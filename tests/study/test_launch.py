@@ -159,8 +159,18 @@ def test_a_value_without_a_price_is_left_out_with_a_sentence(script: Path) -> No
     SimulationOptions(**found).step_setting()
 
 
+LARGE_BATCHES = ("NeMo-RL-DeepSeek-V3-DAPO",)
+"""Recipes whose batch has millions of tokens: half a minute of CPU each."""
+
+
 @pytest.mark.lengthy
-@pytest.mark.parametrize("recipe", recipes(), ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=[pytest.mark.slow] if str(recipe) in LARGE_BATCHES else [], id=str(recipe))
+        for recipe in recipes()
+    ],
+)
 def test_what_attaches_is_simulated_without_another_option(recipe: Recipe, tmp_path: Path) -> None:
     """On a trace of its experts, with as many layers as it has model chunks."""
     suffix, shape = SHAPES[recipe.framework]
