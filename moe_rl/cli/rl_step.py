@@ -1,6 +1,7 @@
 """`moe-rl rl-step`: what balancing brings to the whole step of RL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,9 +45,9 @@ def rl_step(
         points = swept_steps(passes, options, sweep)
     notes = [*rl_notes(options, passes, of_lengths=trace is None), *sync_notes(passes, options), *warnings]
     if plot is not None:
-        drawing = rl_bars(points[""].steps)
+        draw = partial(rl_bars, points[""].steps)
         page = plot.suffix == ".html"
-        write_outputs({plot: _page(points[""], drawing, notes) if page else standalone(drawing).encode()})
+        write_outputs({plot: _page(points[""], draw, notes) if page else standalone(draw()).encode()})
     if to_json:
         by_point = {name: as_json(point.steps, point.intervals) for name, point in points.items()}
         figures = {"points": by_point} if sweep else {"policies": by_point[""]}
@@ -59,7 +60,7 @@ def rl_step(
         say(f"wrote {plot}")
 
 
-def _page(point: "RlPoint", drawing: Markup, notes: Sequence[str]) -> bytes:
+def _page(point: "RlPoint", draw: Callable[[float], Markup], notes: Sequence[str]) -> bytes:
     from moe_rl.report.faces import PAGE_COLUMNS, printed
     from moe_rl.report.html import render_picture
 
@@ -70,7 +71,7 @@ def _page(point: "RlPoint", drawing: Markup, notes: Sequence[str]) -> bytes:
     title = (
         f"{name}: update {update:.2f}x, RL step {static.step_time_s / best.step_time_s:.2f}x against static placement"
     )
-    return render_picture("moe_rl rl-step", title, drawing, table, notes=notes)
+    return render_picture("moe_rl rl-step", title, draw, table, notes=notes)
 
 
 def _table(title: str, point: "RlPoint") -> Table:

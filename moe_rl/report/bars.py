@@ -107,7 +107,7 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
     )
 
 
-def rl_bars(steps: Mapping[str, RlStep]) -> Markup:
+def rl_bars(steps: Mapping[str, RlStep], width: float = WIDTH) -> Markup:
     """Draw who works when in a step of RL: a bar per policy, and one of the trainer's GPUs where they are apart."""
     unit, size = time_unit([step.step_time_s for step in steps.values()])
     places = decimals(max(step.step_time_s for step in steps.values()) / size, 3)
@@ -125,7 +125,9 @@ def rl_bars(steps: Mapping[str, RlStep]) -> Markup:
         bars += [
             Bar(name=who, parts={part: s / size for part, s in lane.items()}, end=end) for who, lane in lanes.items()
         ]
-    return stacked(bars, label="Who works when in a step of RL", axis="one step of RL", unit=unit, legend=True)
+    return stacked(
+        bars, label="Who works when in a step of RL", axis="one step of RL", unit=unit, legend=True, width=width
+    )
 
 
 def part_name(part: str) -> str:
@@ -143,19 +145,20 @@ def stacked(
     limit: Limit | None = None,
     right: int = RIGHT,
     legend: bool = False,
+    width: float = WIDTH,
 ) -> Markup:
     """Draw the bars over a common axis; `right` is the room behind them. A page writes the legend itself."""
     above = TOP + 16 * (limit is not None)
     # One gap sets the yardsticks apart; bars of yardsticks alone need none.
     num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
-    svg = Svg(height=height, label=label)
+    svg = Svg(height=height, label=label, width=width)
     longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
     # 80 GiB beside bars of 20 would squeeze them into a quarter of the width.
     beyond = limit is not None and limit.at > FAR * longest > 0.0
     reach = max(longest, limit.at if limit and not beyond else 0.0, 1e-12)
     right = WORDS_RIGHT if any(bar.alarm for bar in bars) else right
-    scale = (WIDTH - LEFT - right) / reach
+    scale = (width - LEFT - right) / reach
     line = LEFT + limit.at * scale if limit and not beyond else -1.0
     for mark in ticks(reach, at_most=6):
         # Ticks go on to the first one beyond the longest bar.
@@ -163,7 +166,7 @@ def stacked(
             x = LEFT + mark * scale
             svg.line(x, above - 4, x, height - BOTTOM, "grid")
             svg.text(x, height - BOTTOM + 16, f"{mark:.4g}", anchor="middle", css="tick")
-    svg.text((LEFT + WIDTH - right) / 2, height - 6, f"{axis} ({unit})", anchor="middle", css="label")
+    svg.text((LEFT + width - right) / 2, height - 6, f"{axis} ({unit})", anchor="middle", css="label")
     svg.raw(HATCH)
     for index, bar in enumerate(bars):
         y = above + index * (BAR + GAP) + APART * (num_apart and bar.yardstick)
@@ -173,7 +176,7 @@ def stacked(
         svg.text(x, y + BAR / 2 + 4, bar.end, css="alarm" if bar.alarm else "tick")
     if limit is not None and beyond:
         svg.text(
-            WIDTH - right,
+            width - right,
             above - 9,
             f"{limit.name}: far to the right \N{RIGHTWARDS ARROW}",
             anchor="end",
@@ -181,7 +184,7 @@ def stacked(
         )
     elif limit is not None:
         svg.line(line, above - 6, line, height - BOTTOM, "limit")
-        svg.text(line, above - 9, limit.name, anchor="end" if line > WIDTH / 2 else "start", css="limit-name")
+        svg.text(line, above - 9, limit.name, anchor="end" if line > width / 2 else "start", css="limit-name")
     if legend:
 
         def sample(name: str, x: float, y: float) -> None:

@@ -38,6 +38,10 @@ class Line:
     """A key of `MARKERS`; None for a line without points."""
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high) of a band behind the line, such as all seeds of a mean."""
+    answer: Point | None = None
+    """A place that gets a ring: what the picture is about."""
+    answer_name: str = ""
+    """Words beside the ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,16 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
             svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
     for name, line in lines.items():
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in visible_points[name]])
+    for line in lines.values():
+        if line.answer is not None:
+            _draw_answer(svg, x_of(line.answer[0]), y_of(line.answer[1]), line.answer_name, box)
+
+
+def _draw_answer(svg: Svg, x: float, y: float, name: str, box: Box) -> None:
+    """Draw a ring with its name on the side that has more room, below the ring so that no line runs through it."""
+    svg.raw(f'<circle class="answer" cx="{x:.1f}" cy="{y:.1f}" r="7"/>')
+    is_right = x > box.left + box.width / 2
+    svg.text(x - 12 if is_right else x + 12, y + 22, name, anchor="end" if is_right else "start", css="answer-name")
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:

@@ -87,7 +87,7 @@ class Sweep(SweepData):
         save_as(path, {".html": self._page, **drawn})
 
     def _page(self) -> bytes:
-        return render_picture("moe_rl sweep", self.finding, sweep_panels(self), self.table(PAGE_COLUMNS))
+        return render_picture("moe_rl sweep", self.finding, partial(sweep_panels, self), self.table(PAGE_COLUMNS))
 
     def _repr_svg_(self) -> str:
         return draw_sweep(self, "svg").decode()

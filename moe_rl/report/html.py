@@ -4,7 +4,7 @@ Names of traces, models and policies come from outside and are escaped everywher
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from moe_rl.report.limits import limits
 from moe_rl.report.maps import micro_batch_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import ReportData
-from moe_rl.report.svg import standalone
+from moe_rl.report.svg import NARROW_WIDTH, PAGE_WIDTH, standalone
 from moe_rl.report.units import batch_words, format_time, parallelism, sequences_of
 
 
@@ -44,7 +44,7 @@ def render_html(report: ReportData) -> str:
             batch=batch_words(report.trace, report.setting),
             colors=colors,
             verdict=_verdict(report, colors),
-            rl_bars=None if report.rl is None else rl_bars(report.rl.steps),
+            rl_bars=None if report.rl is None else drawings_of(partial(rl_bars, report.rl.steps)),
             table=policy_rows(report, chosen_columns(report)),
             whole_table=policy_rows(report, columns(report)),
             ranking=ranking_sentences(report),
@@ -59,22 +59,33 @@ def render_html(report: ReportData) -> str:
 
 
 def render_picture(
-    kicker: str, title: str, drawing: Markup, table: str, sentences: Sequence[str] = (), notes: Sequence[str] = ()
+    kicker: str,
+    title: str,
+    draw: Callable[[float], Markup],
+    table: str,
+    sentences: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> bytes:
-    """Return a page of one picture: what it shows as the title, its figures as a text table below."""
+    """Return a page of one picture: what it shows as the title, its figures as a text table below.
+
+    `draw` takes the width: the picture is drawn for the whole page and for a phone.
+    """
     template = environment().get_template("picture.html.j2")
-    width = drawing.split('viewBox="0 0 ', 1)[1].split(" ", 1)[0]
     page = template.render(
         kicker=kicker,
         title=title,
-        drawing=drawing,
+        drawings=drawings_of(draw),
         table=table,
         sentences=sentences,
         notes=notes,
-        width=width,
         style=asset("style.css"),
     )
     return page.encode()
+
+
+def drawings_of(draw: Callable[[float], Markup]) -> dict[str, Markup]:
+    """Return a picture by the class of its frame, of which the style sheet shows one: letters are legible in both."""
+    return {"wide": draw(PAGE_WIDTH), "narrow": draw(NARROW_WIDTH)}
 
 
 def render_notebook(report: ReportData) -> str:

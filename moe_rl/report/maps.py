@@ -87,6 +87,10 @@ class MapKind:
         stops_in_css = (f"rgb{color} {at / self.top:.1%}" for at, color in zip(stops(self.top), _COLORS, strict=True))
         return Markup(", ".join(stops_in_css))
 
+    def most(self, name: str) -> str:
+        """Return the largest value of a policy's map, as its caption says it."""
+        return f"{float(self.values[name].max(initial=0.0)):.2f}"
+
     def picture(self, name: str) -> Markup:
         """Draw the map of a policy: layers from top to bottom, columns from left to right."""
         values = self.values[name]
@@ -127,6 +131,7 @@ class MapKind:
             "policies": {
                 name: {
                     "png": png_data_uri(value, top),
+                    "most": self.most(name),
                     "levels": base64.b64encode(levels(value, top).tobytes()).decode("ascii"),
                 }
                 for name, value in self.values.items()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 WIDTH = 600
+PAGE_WIDTH, NARROW_WIDTH = 1160, 400  # A picture over the whole page, and one for a phone: letters keep their size.
 LETTER = 6.6  # The mean width of a letter of 12 px DejaVu Sans.
 LEGEND_LEFT, LEGEND_SAMPLE = 64.0, 32
 # A picture that stands alone has the colors of the pages as values, because not every renderer knows CSS variables.
@@ -14,6 +15,8 @@ STYLE = (
     ".moe-rl text{{fill:{text}}}.moe-rl .tick,.moe-rl .label{{fill:{quiet}}}.moe-rl .title{{font-weight:bold}}"
     ".moe-rl .limit-name,.moe-rl .alarm{{fill:{alarm}}}.moe-rl .limit{{stroke:{alarm};stroke-width:1.6}}"
     ".moe-rl .grid{{stroke:{grid}}}.moe-rl .axis{{stroke:{quiet}}}"
+    ".moe-rl .answer{{fill:none;stroke:{text};stroke-width:1.6}}"
+    ".moe-rl .answer-name{{font-weight:bold;paint-order:stroke;stroke:{paper};stroke-width:4px}}"
     ".moe-rl .pixels{{image-rendering:pixelated}}.moe-rl .node{{stroke:{text};stroke-dasharray:4 3}}"
     ".moe-rl .hatch{{fill:{paper};fill-opacity:.75}}.moe-rl .curve{{fill:none;stroke-width:2;stroke-linejoin:round}}"
 )

@@ -55,15 +55,22 @@ class SweepData:
         return f"{self.trace.get('name')}, {model} on {cluster}"
 
     @property
+    def answer(self) -> tuple[SweptPoint, str]:
+        """The point with the best figure of all, and the policy that has it."""
+        most = max if self.metric == "speedup_vs_static" else min
+        pairs = ((point, name) for point in self.points for name in self.policies if name in point.policies)
+        return most(pairs, key=lambda pair: pair[0].policies[pair[1]])
+
+    @property
     def finding(self) -> str:
         """What the sweep found, in a sentence: the best policy anywhere, and from where to where its figure goes."""
-        most = max if self.metric == "speedup_vs_static" else min
-        best, name = most(((p, n) for p in self.points for n in self.policies if n in p.policies),
-                          key=lambda pair: pair[0].policies[pair[1]])  # fmt: skip
+        best, name = self.answer
         low, high = (end(p.policies[name] for p in self.points if name in p.policies) for end in (min, max))
         where = f"best at {describe(best.point)}"
         if self.metric == "imbalance":
             return f"{name} leaves the busiest rank {low:.2f} to {high:.2f} times the mean; {where}"
+        if f"{low:.2f}" == f"{high:.2f}":
+            return f"{name} is {high:.2f}x as fast as static placement at every point"
         return f"{name} is {low:.2f}x to {high:.2f}x as fast as static placement; {where}"
 
 

@@ -62,13 +62,13 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
     return lambda drawing: bytes(convert(bytestring=drawing, scale=PNG_SCALE if kind == "png" else 1.0))
 
 
-def sweep_panels(sweep: SweepData) -> Markup:
-    """Return the drawing, for a page that has a style sheet."""
+def sweep_panels(sweep: SweepData, width: float = WIDTH) -> Markup:
+    """Return the drawing, at least so wide, for a page that has a style sheet; the best point of all has a ring."""
     rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
     # A sweep of one point is drawn as well.
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
     count = max(map(len, rows))
-    width = max(float(WIDTH), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)
+    width = max(float(width), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)
     drawn = max(sum(len(panel.points) for panel in row) for row in rows)
     head = [line for text in _title(sweep, drawn=drawn) for line in textwrap.wrap(text, int((width - 24) / LETTER))]
     svg = Svg(width=width, height=0.0, label=f"{METRICS[sweep.metric]}: {sweep.what}")
@@ -121,12 +121,17 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
     if len(balanced) == len(places):
         points = list(zip(places, balanced, strict=True))
         lines["forced balance"] = Line(points=points, color=FORCED_BALANCE, dashed=True, marker=None)
+    best, best_policy = sweep.answer
     for index, name in enumerate(sweep.policies):
+        is_best = name == best_policy and best in panel.points
+        ring = (places[panel.points.index(best)], best.policies[name]) if is_best else None
         lines[name] = Line(
             points=[(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies],
             color=colors[name],
             dashed=not ordered,  # a line between words means nothing
             marker=markers[index % len(markers)],
+            answer=ring,
+            answer_name=_figure(sweep, best.policies[name]) if is_best else "",
         )
     return lines, Axes(
         x=named,
@@ -135,6 +140,11 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
         marks={x: _label(value, min(letters, LABEL_LETTERS)) for x, value in zip(places, values, strict=True)},
         log_x=ordered and min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places),
     )
+
+
+def _figure(sweep: SweepData, value: float) -> str:
+    """Return the metric's value for people."""
+    return f"{value:.2f}x" if sweep.metric == "speedup_vs_static" else f"{value:.2f} times the mean"
 
 
 def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:

@@ -360,8 +360,10 @@ class Tuned:
         """Return the line above the table: what was tuned, on which batch."""
         return [f"{self.model} on {self.gpus} GPUs of {self.cluster}, {self.batch}"] if self.batch else []
 
-    def picture(self) -> Markup:
-        """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory."""
+    def picture(self, width: float = 640) -> Markup:
+        """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory; the best has a
+        ring.
+        """
         colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
         lines = {}
         for name, color in colors.items():
@@ -371,9 +373,11 @@ class Tuned:
             best = [
                 point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
             ]
-            lines[name] = Line(points=best, color=color)
+            is_best = name == f"EP{self.best.expert_model_parallel_size}"
+            ring = (self.best.peak_gib, self.best.tokens_per_s_per_gpu / 1000) if is_best else None
+            lines[name] = Line(points=best, color=color, answer=ring, answer_name=self.best.name)
         axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
-        return line_chart(lines, axes, width=640, height=320, legend=True)
+        return line_chart(lines, axes, width=width, height=320, legend=True)
 
     def page(self) -> bytes:
         """Return the picture with the table and the lines to paste, as a page."""
@@ -381,7 +385,7 @@ class Tuned:
         pasted = [f"\n\n{framework}:\n{self.best.lines(framework)}" for framework in PASTED]
         table = str(self).partition("\n\n")[0] + "".join(pasted)
         return render_picture(
-            f"moe_rl tune, {self.gpus} GPUs", sentences[0], self.picture(), table, [*sentences[1:], *self.notes]
+            f"moe_rl tune, {self.gpus} GPUs", sentences[0], self.picture, table, [*sentences[1:], *self.notes]
         )
 
     def save(self, path: Path | str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,17 +96,19 @@ def test_a_select_changes_its_own_map(opened: Open, name: str) -> None:
             select = figure.get_by_role("combobox")
             policies = select.locator("option").all_text_contents()
             assert len(policies) > 2
-            pictures = {}
+            pictures, most = {}, set()
             others = [figures.nth(other).locator("image") for other in range(figures.count()) if other != index]
             before = [image.get_attribute("href") for image in others]
             for policy in policies:
                 select.select_option(policy)
                 pictures[policy] = figure.locator("image").get_attribute("href")
+                most.add(figure.locator(".most").inner_text())
                 decoded = (
                     "href => { const image = new Image(); image.src = href; return image.decode().then(() => true); }"
                 )
                 assert page.evaluate(decoded, pictures[policy])
             assert len(set(pictures.values())) > 1
+            assert len(most) > 1
             assert [image.get_attribute("href") for image in others] == before
 
 
@@ -125,6 +128,34 @@ def test_the_first_screen_answers(opened: Open, name: str) -> None:
             assert box is not None
             assert box["y"] + box["height"] <= 900, shown
         assert page.locator("details[open]").count() == 0
+
+
+SHAPES = """
+() => [...document.querySelectorAll("main svg")].filter((svg) => svg.getClientRects().length).map((svg) => ({
+  width: svg.getBoundingClientRect().width,
+  letters: Math.min(...[...svg.querySelectorAll("text")].map((text) =>
+    parseFloat(getComputedStyle(text).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)),
+}))"""
+LEGIBLE = 9.0  # Pixels of a letter.
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1400, "dark"), (400, "light")])
+@pytest.mark.parametrize("name", PAGES)
+def test_the_main_picture_fills_the_width_and_its_letters_can_be_read(
+    opened: Open, pages: dict[str, Path], name: str, scheme: str, width: int
+) -> None:
+    """A screenshot of every page lies beside it, for eyes."""
+    with opened(name, width=width, scheme=scheme) as page:
+        page.screenshot(path=pages[name].with_name(f"{name}-{width}-{scheme}.png"))
+        assert pages[name].with_name(f"{name}-{width}-{scheme}.png").read_bytes()[1:4] == b"PNG"
+        if name not in ("sweep", "tune", "rl-step", "simulation"):
+            return
+        room = page.evaluate("document.querySelector('main').clientWidth")
+        picture = page.evaluate(SHAPES)[0]
+        assert picture["width"] >= 0.9 * room
+        assert picture["letters"] >= LEGIBLE
+        rings = page.locator("svg:visible .answer").count()
+        assert rings == (name in ("sweep", "tune"))
 
 
 @pytest.mark.parametrize("name", WITH_MAPS)

@@ -17,6 +17,7 @@
     select.addEventListener("change", () => {
       shown = select.value;
       image.setAttribute("href", maps.policies[shown].png);
+      figure.querySelector(".most").textContent = maps.policies[shown].most;
     });
     figure.querySelector("figcaption b").replaceWith(select);
 
