@@ -11,6 +11,7 @@ from moe_rl.core.registry import Registry
 from moe_rl.planner.base import Planner
 from moe_rl.planner.forecast import ForecastPlanner
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.others.echo import EchoPlanner
 from moe_rl.planner.others.eplb import EplbOraclePlanner, EplbPlanner
 from moe_rl.planner.others.llep import LlepPlanner
 from moe_rl.planner.others.lplb import LplbOraclePlanner
@@ -39,6 +40,7 @@ POLICIES: Registry[type[Planner]] = Registry(
         EplbOraclePlanner,
         LplbOraclePlanner,
         LlepPlanner,
+        EchoPlanner,
         UltraEpPlanner,
         MoonEpPlanner,
         RelibraPlanner,
