@@ -1,6 +1,7 @@
 """Emulate every launch that is shipped: `python -m emulator [--arch 90] [--schedules 20] [--mutants]`.
 
-PYTHONPATH holds the project and its tests. Ends with 1 if a launch is wrong, not covered, or too many mutants live.
+PYTHONPATH holds the project and its tests. Ends with 1 if a launch is wrong or not covered, if a mutant of what a loop
+says lives, or one of what Triton adds for no known reason.
 """
 
 import argparse
@@ -26,8 +27,6 @@ from emulator.faults import Fault
 from emulator.launch import emulated
 from emulator.mutants import WORK
 from emulator.schedules import ORDERS, Schedule, schedules
-
-LEAST_DEAD = 0.98
 
 
 def outcome(arch: int, check: Check, schedule: Schedule) -> tuple[str, dict[str, str]]:
@@ -112,7 +111,8 @@ def main() -> int:
                   f"{dict(Counter(mutant['how'] for mutant in some))}")  # fmt: skip
             for mutant in alive:
                 print(f"LIVES {mutant['launch']}: {mutant['what']}: {mutants.reason(mutant['what'])}")
-            if not of_triton and len(alive) > (1 - LEAST_DEAD) * len(some):
+            # Of Triton's own some are redundant, each for a reason; nothing that a loop says is.
+            if any(not of_triton or mutants.reason(mutant["what"]) == mutants.UNKNOWN for mutant in alive):
                 wrong.append({"check": "mutants"})
         print(f"{len(found)} mutants after {time.monotonic() - start:.0f} s")
     for name in sorted(missing):

@@ -51,6 +51,7 @@ from moe_rl.kernels.gemm.tiling import (
     Op,
     Scaling,
     candidates,
+    config,
     needed_capability,
     scaling_of,
 )
@@ -93,6 +94,7 @@ def product_checks(arch: int) -> Iterator[Check]:
                     yield from _wgrad_checks(made, scaling, tile, out_dtype)
                 else:
                     yield from _row_checks(made, op, scaling, tile, out_dtype)
+    yield from _long_sum_checks(arch)
 
 
 def _tiles_of(op: Op, scaling: Scaling, out_bytes: int, capability: tuple[int, int]) -> tuple[GemmConfig, ...]:
@@ -133,7 +135,8 @@ def _row_checks(
     factor = powers_of_two(torch.empty(len(made.x.data)), generator)
     rows = made.x if op == "forward" else made.dy
     biases: tuple[dict[str, Any], ...] = (
-        {}, {"bias": bias, "bias_factor": factor}, {"bias": bias}, {"bias": bias.float(), "bias_factor": factor}
+        {}, {"bias": bias, "bias_factor": factor}, {"bias": bias}, {"bias": bias.float(), "bias_factor": factor},
+        {"bias": bias.float()},
     )  # fmt: skip
     for weights, settings in itertools.product((made.weights, table), biases if op == "forward" else ({},)):
         gemm = rows_gemm(rows, weights, made.m_offsets, out_dtype=out_dtype, **settings)
@@ -143,6 +146,18 @@ def _row_checks(
             name=f"{op} {scaling} {tile}", call=partial(launch, gemm, chosen=tile),
             verify=lambda got, gemm=gemm, exact=exact: _same_bits(got, exact(gemm)),
         )  # fmt: skip
+
+
+def _long_sum_checks(arch: int) -> Iterator[Check]:
+    """FP8 forward with a sum of 2,048, as models have it: its scales' strides are multiples of 16, compiled apart."""
+    described = GemmProblem(
+        op="forward", scaling="block", num_rows=1024, num_groups=3, n=144, k=2048, capability=(arch // 10, arch % 10)
+    )
+    if described.capability < needed_capability("block"):
+        return
+    tile = config(described)
+    made = exact_operands(GemmCase(sizes=(tile.block_m + 40, 0, 75), n=144, k=2048, extra_rows=9, scaling="block"))
+    yield from _row_checks(made, "forward", "block", tile, torch.bfloat16)
 
 
 def _wgrad_checks(made: GemmOperands, scaling: Scaling, tile: GemmConfig, out_dtype: torch.dtype) -> Iterator[Check]:
@@ -245,10 +260,13 @@ def _tiles(slots: int, block_m: int) -> Check:
 def _quantizers(dtype: torch.dtype, rounding: Rounding) -> Iterator[Check]:
     x = torch.randn(200, 400, generator=torch.Generator().manual_seed(1)).to(dtype)
     many = torch.randn(8400, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    # Two blocks of 8,400 rows: a program takes 64 rows there, 16 of few.
+    two_blocks = torch.randn(8400, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
     offsets = torch.tensor([0, 70, 70, 200], dtype=torch.int32)
     runs: list[tuple[str, Callable[[str], tuple[torch.Tensor, ...]]]] = []
     for name, shape, value in (
-        ("1x128", (1, 128), x), ("1x128 of many", (1, 128), many), ("128x128", (128, 128), x[None]),
+        ("1x128", (1, 128), x), ("1x128 of many", (1, 128), many), ("1x128 of two blocks", (1, 128), two_blocks),
+        ("128x128", (128, 128), x[None]),
         ("row", (1, -1), x), ("1x32", (1, 32), x),
     ):  # fmt: skip
         if rounding == "division" or shape != (1, 32):  # MX has one rounding

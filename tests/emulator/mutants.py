@@ -98,11 +98,12 @@ REDUNDANT = (
     ("no fence", "tcgen05_mma_scaled", "the warps that write scales have fenced themselves"),
 )  # fmt: skip
 """(what, part of the line or its source, why a mutant may live)."""
+UNKNOWN = "NO REASON IS KNOWN"
 
 
 def reason(what: str) -> str:
     """Return why a mutant that lives is redundant by construction, as far as it is known."""
-    return next((why for how, part, why in REDUNDANT if how in what and part in what), "NO REASON IS KNOWN")
+    return next((why for how, part, why in REDUNDANT if how in what and part in what), UNKNOWN)
 
 
 MOST = 60

@@ -36,8 +36,11 @@ def test_an_offset_that_the_compiler_counts_twice_is_caught() -> None:
     assert set(rows["False"]) <= RIGHT_OF_THE_SPLIT
 
 
-@pytest.mark.lengthy
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(
+    # Hopper's loops run as they are carried, under as many schedules, in test_carried.py.
+    "arch",
+    [pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.lengthy)],
+)
 def test_products_are_exact_under_four_schedules(arch: int) -> None:
     printed = outside("-m", "emulator", "--quick", "--arch", str(arch), "--processes", "1")
     assert "FAULT" not in printed
@@ -48,8 +51,7 @@ def test_products_are_exact_under_four_schedules(arch: int) -> None:
 def test_mutants_of_the_loops_die_and_of_those_that_live_the_reason_is_known() -> None:
     printed = outside("-m", "emulator", "--quick", "--arch", "100", "--mutants")
     said, total = map(int, re.search(r"what the loops say: (\d+) of (\d+) mutants die", printed).groups())
-    assert total > 100
-    assert said >= 0.98 * total
+    assert said == total > 100
     assert "NO REASON" not in printed
 
 
