@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hardware import record_hardware
+from moe_rl.balancing.pass_source import PassSource
 
 FOLDER = Path(__file__).resolve().parent
 MODEL_FOLDER = FOLDER.parent / "tests" / "megatron"
@@ -87,7 +88,7 @@ def _step_of(variant: str) -> Callable[[list[Any]], None]:
         if variant == VARIANTS[3]:
             placements.append(placements.pop(0))
             balancer.reorder(placements[0])
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, 0, routes, curve)
         balancer.end_pass()
 

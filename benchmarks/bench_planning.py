@@ -31,6 +31,7 @@ from moe_rl.balancing import passes
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
+from moe_rl.balancing.pass_source import CountedRows, PassSource
 from moe_rl.config import load_model
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
@@ -99,7 +100,7 @@ def measure(case: Case, *, rounds: int = 3) -> dict[str, Any]:
     def rank_of_group(rank: int) -> None:
         planner = PassPlanner(InMemory(hub, rank), layers=case.layers, model=case.model)
         counts = timed(work["count"], rank, lambda: case.count(rank))
-        planned = timed(work["plan"], rank, lambda: planner.plan_pass(case.request(), lambda: counts))
+        planned = timed(work["plan"], rank, lambda: planner.plan_pass(case.request(), CountedRows(counts)))
         states, transport = states_of(case.layers), Ends(rank)
         tables = timed(work["tables"], rank, lambda: activate.PassTables.of_pass(planned, states, transport, (0, 1)))
         if rank == 0:
@@ -189,7 +190,7 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
             pass_ready = ready.submit(lambda: (planned, tables))
             pass_ready.result()
             prepared = passes._Prepared(
-                planned=[pass_ready], homes=None, num_micro_batches=None, forward_only=True, counter=None
+                planned=[pass_ready], homes=None, source=PassSource.unknown(1), forward_only=True, counter=None
             )
             balancer._prepared.append(prepared)
             started = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_rl.balancing import BalancerConfig
+from moe_rl.balancing import BalancerConfig, PassSource
 from moe_rl.frameworks.deepspeed.attach import attach
 
 # isort: split
@@ -67,7 +67,7 @@ def train(config: BalancerConfig) -> None:
     balancer = attach(run, config)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        balancer.begin_pass(routes(step))
+        balancer.begin_pass(PassSource.replayed(routes(step)))
         losses = []
         for _ in range(MICRO_BATCHES):
             tokens = torch.randint(0, 128, (BATCH, LENGTH), generator=generator)

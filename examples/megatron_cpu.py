@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from moe_rl.megatron import BalancerConfig, attach
+from moe_rl.megatron import BalancerConfig, PassSource, attach
 from moe_rl.megatron.on_cpu import cpu_megatron
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
@@ -130,7 +130,7 @@ def train(balanced: bool) -> list[float]:
         optimizer.zero_grad()
         routes = routes_of(step)
         if balancer is not None:
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
         losses.append(forward_backward(model, step, routes))
         if balancer is not None:
             metrics = balancer.end_pass().as_dict()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from moe_rl.frameworks import BalancerConfig
+from moe_rl.balancing import BalancerConfig, PassSource
 from moe_rl.frameworks.transformers.attach import attach
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, BATCH, LENGTH, MICRO_BATCHES = 3, 8, 2, 128, 4, 32, 2
@@ -64,7 +64,7 @@ def train(folder: str, policy: str, steps: int) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     results = []
     for step in range(steps):
-        balancer.begin_pass([routes(step, micro_batch) for micro_batch in range(MICRO_BATCHES)])
+        balancer.begin_pass(PassSource.replayed([routes(step, micro_batch) for micro_batch in range(MICRO_BATCHES)]))
         total = torch.zeros(())
         for micro_batch in range(MICRO_BATCHES):
             draw = torch.Generator().manual_seed(100 * step + 10 * micro_batch + dist.get_rank())

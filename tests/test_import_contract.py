@@ -73,7 +73,7 @@ LIGHT_MODULES = (
 NEEDS_TORCH = {
     "moe_rl.balancing.common_facts",
     "moe_rl.balancing.exchange",
-    "moe_rl.balancing.heard",
+    "moe_rl.balancing.route_counter",
     "moe_rl.balancing.homes",
     "moe_rl.balancing.local",
     "moe_rl.balancing.migrate",

@@ -31,7 +31,7 @@ from examples.countdown.update_loss import Targets, UpdateLoss
 from examples.countdown.weights import export_weights, import_weights
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.importance import BatchTotals, RouterTap
-from moe_rl.megatron import PassMetrics, attach
+from moe_rl.megatron import PassMetrics, PassSource, attach
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 
 
@@ -225,7 +225,7 @@ class Trainer:
         """Run the pass inside under a plan for its routes; the list holds its metrics afterwards, if any."""
         done: list[PassMetrics] = []
         if self.balancer is not None:
-            self.balancer.begin_pass(routes, forward_only=forward_only)
+            self.balancer.begin_pass(PassSource.replayed(routes), forward_only=forward_only)
         yield done
         if self.balancer is not None:
             done.append(self.balancer.end_pass())

@@ -1,8 +1,7 @@
 """What balances a training run whatever its framework is: plans of a pass, what it was told and did, which micro-batch.
 
 Needs no framework, and torch only where tensors come in: everything named here loads without it, except
-`plan_from_local`, whose collectives are torch's, `HeldRows`, beside which routers are heard, and `SlotTables`, which
-remaps torch's routing maps.
+`plan_from_local`, whose collectives are torch's, and `SlotTables`, which remaps torch's routing maps.
 """
 
 from importlib import import_module
@@ -12,10 +11,11 @@ from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import count_routes
 from moe_rl.balancing.pass_metrics import PassMetrics
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import cluster_topology, plan_from_schedule
+from moe_rl.balancing.sequence_rows import SequenceRows
 
 if TYPE_CHECKING:
-    from moe_rl.balancing.heard import HeldRows
     from moe_rl.balancing.local import plan_from_local
     from moe_rl.balancing.slots import SlotTables
 
@@ -27,11 +27,12 @@ __all__ = [
     "count_routes",
     "MicroBatchClock",
     "PassMetrics",
-    "HeldRows",
+    "PassSource",
+    "SequenceRows",
     "SlotTables",
 ]
 
-_NEED_TORCH = {"HeldRows": "heard", "plan_from_local": "local", "SlotTables": "slots"}
+_NEED_TORCH = {"plan_from_local": "local", "SlotTables": "slots"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ choices, E experts, G EP groups, P EP ranks.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,8 @@ SOURCES: dict[Source, str] = {
 if TYPE_CHECKING:
     import torch
 
-    Routes = torch.Tensor | NDArray[np.integer]
+# Expert ids of one micro-batch, [N, L, K]; adapters of padded batches take [B, S, L, K], too.
+RouteArray: TypeAlias = "torch.Tensor | NDArray[np.integer]"
 
 
 def as_array(values: Any) -> NDArray[Any]:
@@ -54,7 +55,7 @@ class EarlierLoads:
 
 
 def count_routes(
-    routes: Sequence["Routes"], *, num_layers: int, num_experts: int, layers: Sequence[int] | None = None
+    routes: Sequence[RouteArray], *, num_layers: int, num_experts: int, layers: Sequence[int] | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return ([M, l, E] pairs, [M] rows) of one rank from its routes, one [N, L, K] integer array per micro-batch.
 
@@ -116,7 +117,7 @@ class RankRows:
     """[M] where `routes` begin among those of all ranks with parts of the same experts, and [M] how many those are."""
 
     @classmethod
-    def of(cls, routes: Sequence["Routes"], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
+    def of(cls, routes: Sequence[RouteArray], *, model: MoeModelSpec, layers: Sequence[int]) -> Self:
         """Return what `count_routes` counts in these layers, beside the routes."""
         arrays = [as_array(ids) for ids in routes]
         pairs, rows = count_routes(

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -26,6 +25,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, attempted, told
 from moe_rl.balancing.loads import EarlierLoads, RankRows, narrow
 from moe_rl.balancing.pass_metrics import Misfit, PassOutcome
+from moe_rl.balancing.pass_source import ReadOnce, RowReader
 from moe_rl.balancing.schedule import (
     cluster_topology,
     cost_of_load,
@@ -53,9 +53,6 @@ Ints = NDArray[np.int64]
 ROWS = ("predicted_rows", "static_rows", "most_rows")
 # Fields of `Plan` that a policy fills beside placement, layout and replicas.
 FACTS = ("policy", "objective", "parameters", "predicted_cost_s", "solve_time_s", "notes")
-
-# Counts and draws from this rank's rows, in the layers that `PassPlanner.layers_of` says.
-Count = Callable[[], RankRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,19 +217,21 @@ class PassPlanner:
         """Return the layers that ranks count for such a plan: of the whole model where homes may move."""
         return list(range(self.model.num_moe_layers)) if may.move_homes else self.layers
 
-    def plan_pass(self, request: PassRequest, count: Count | None) -> PlannedPass:
-        """Return the plan of a pass from what `count` counts, or the given one, with what `count` says of it.
+    def plan_pass(self, request: PassRequest, reader: RowReader | None) -> PlannedPass:
+        """Return the plan of a pass from the rows that are read, or the given one, with what the rows say of it.
+
+        They are rows of the layers `layers_of(request.may)`; without a reader the request must have a plan.
 
         Where ranks ask for different things, or for a plan that does not fit, there is a misfit on all of them; an
         error on any rank is raised on all.
         """
         started = time.perf_counter()
-        count = None if count is None else cache(count)
+        reader = None if reader is None else ReadOnce(reader)
         # Four exchanges in turn: facts and errors, which say what may be sent; loads; plans of shares; tables.
         rows, told_by = self.exchange.together(
-            lambda: self._counted(count, request), lambda rows: self._facts(request, rows)
+            lambda: self._counted(reader, request), lambda rows: self._facts(request, rows)
         )
-        counted = None if count is None else count()  # of this rank alone: by its own rows it learns the drift
+        counted = None if reader is None else reader.read()  # of this rank alone: by its own rows it learns the drift
         num_micro_batches = _same_number(told_by)
         misfit = next((facts.misfit for of_group in told_by for facts in of_group if facts.misfit), None)
         if misfit is None and any(len({facts.digest for facts in of_group}) > 1 for of_group in told_by):
@@ -283,20 +282,20 @@ class PassPlanner:
             plan_time_s=time.perf_counter() - started,
         )
 
-    def load_of(self, count: Count) -> StepLoad:
+    def load_of(self, reader: RowReader) -> StepLoad:
         """Return the loads of all ranks and EP groups, drawn routes among them, in all layers of the model."""
-        rows, told_by = self.exchange.together(lambda: self._counted(count), lambda rows: _Facts.of(rows))
+        rows, told_by = self.exchange.together(lambda: self._counted(reader), lambda rows: _Facts.of(rows))
         _same_number(told_by)
         assert rows is not None
         everything = [list(range(self.model.num_moe_layers))] * self.exchange.size
         return self._load_of_share(rows, told_by, everything, of_all_groups=True)
 
-    def outcome(self, request: PassRequest, planned: PlannedPass, count: Count) -> PassOutcome | None:
-        """Return what the plan makes of the tokens that `count` found in the pass; a collective of the EP group.
+    def outcome(self, request: PassRequest, planned: PlannedPass, reader: RowReader) -> PassOutcome | None:
+        """Return what the plan makes of the tokens that came in the pass; a collective of the EP group.
 
         None if the pass had another number of micro-batches than its plan.
         """
-        rows, told_by = self.exchange.together(lambda: self._counted(count), lambda rows: _Facts.of(rows))
+        rows, told_by = self.exchange.together(lambda: self._counted(reader), lambda rows: _Facts.of(rows))
         assert rows is not None
         if _same_number(told_by) != planned.here.replicas.num_micro_batches:
             return None
@@ -348,12 +347,12 @@ class PassPlanner:
         planned = self.layers if request.of_stage else self.layers_of(request.may)
         return [planned.index(layer) for layer in self.layers]
 
-    def _counted(self, count: Count | None, request: PassRequest | None = None) -> RankRows | None:
+    def _counted(self, reader: RowReader | None, request: PassRequest | None = None) -> RankRows | None:
         """Return what is counted, on all ranks with parts of the same experts together; None where nobody counts.
 
         What fails on one of them fails on all.
         """
-        rows, error = attempted(lambda: None if count is None else count())
+        rows, error = attempted(lambda: None if reader is None else reader.read())
         own_counts = None if rows is None else replace(rows, routes=(), among=(rows.drawable, rows.drawable))
         parts = self.exchange.gather_parts((own_counts, request and request.digest, told(error)))
         if error is not None:

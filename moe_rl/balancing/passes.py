@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,14 +24,25 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import gathered
-from moe_rl.balancing.heard import PADDING, HeldRows, KnownRoutes, RouteCounter
 from moe_rl.balancing.homes import ExpertHomes, GradientsWaitError, ImaginedHomes, MovableExperts
-from moe_rl.balancing.loads import SOURCES, RankRows, Source
+from moe_rl.balancing.loads import SOURCES, RankRows, RouteArray, Source
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.packing import RankSequences, packed_micro_batches
 from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics, PassOutcome
 from moe_rl.balancing.pass_planner import ROWS, PassPlanner, PassRequest, PlannedPass, joined, moved_since
+from moe_rl.balancing.pass_source import (
+    CountedRows,
+    CountingRows,
+    ExpectedOrReplayedRows,
+    ExpectedRows,
+    PassSource,
+    ReadOnce,
+    RowReader,
+)
+from moe_rl.balancing.route_counter import RouteCounter
+from moe_rl.balancing.route_forecast import RouteForecast
 from moe_rl.balancing.schedule import cluster_topology, require_useful_slots
+from moe_rl.balancing.sequence_rows import PADDING, SequenceRows
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -43,10 +54,7 @@ from moe_rl.simulators.memory import MemoryForecast
 
 logger = logging.getLogger(__name__)
 
-# Of this rank's micro-batches, a tensor or an array each.
-Routes = Sequence[Any]
 Tables = TypeVar("Tables")
-Read = Callable[[], RankRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +65,10 @@ class _Prepared(Generic[Tables]):
     """Of consecutive micro-batches: the first ones are ready first."""
     homes: Future[PlannedPass] | None
     """Where the experts move before it; None where they stay."""
-    num_micro_batches: int | None
-    """M, where it is known before planning."""
+    source: PassSource
     forward_only: bool
-    held: Sequence[HeldRows]
-    """Of which sequences its rows are; empty where that is not known."""
     counter: RouteCounter | None
     """Hears the routers in the pass; None where nobody asks what they choose."""
-    prepare: Callable[[], None]
-    """Prepares the same pass once more, for the homes of then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ class PassCycle(ABC, Generic[Tables]):
         self._last_made: PlannedPass | None = None
         """The last plan that was handed out, and what is known of the loads that it was made for."""
         shape = len(planner.layers), planner.model.num_experts, planner.model.top_k
-        self._known = KnownRoutes(shape, lambda mine: np.sum(planner.exchange.gather_in_grid(mine), axis=(0, 1)))
+        self._known = RouteForecast(shape, lambda mine: np.sum(planner.exchange.gather_in_grid(mine), axis=(0, 1)))
         """Used on the thread alone, in the order of the passes."""
         self._source: Source | None = None
         """By what the last update was planned."""
@@ -176,11 +179,11 @@ class PassCycle(ABC, Generic[Tables]):
         return self.own_placement if self._homes is None else self._homes.placement
 
     @abstractmethod
-    def _reader(self, routes: Routes, layers: Sequence[int]) -> Read:
+    def _reader(self, routes: Sequence[RouteArray], layers: Sequence[int]) -> RowReader:
         """Return what counts these routes in these layers, on the planning thread; copies from a device begin now."""
 
     @abstractmethod
-    def _tables(self, planned: PlannedPass, routes: Routes | None) -> Tables:
+    def _tables(self, planned: PlannedPass, source: PassSource) -> Tables:
         """Return what depends on the plan of a pass alone, made beside the pass before."""
 
     @abstractmethod
@@ -198,7 +201,7 @@ class PassCycle(ABC, Generic[Tables]):
         tokens: Sequence[Any],
         *,
         token_budget: int,
-        routes: Routes | None = None,
+        routes: Sequence[RouteArray] | None = None,
     ) -> list[list[int]]:
         """Return this rank's sequences in as many micro-batches, so that those of all ranks complement each other.
 
@@ -211,15 +214,15 @@ class PassCycle(ABC, Generic[Tables]):
         self._require_no_pass("packed()")
         if self.config.observe:
             return [list(batch) for batch in micro_batches]
-        held = [HeldRows.of_tokens([each]) for each in tokens]
+        held = [SequenceRows.of_tokens([each]) for each in tokens]
         self._forget_strange_passes(held)
         self._rearrange()
-        read: Read = partial(self._known.expected, held)  # on the thread, when the passes before are known
+        reader: RowReader = ExpectedRows(self._known, held)
         if routes is not None:
-            read = self._reader(routes, self._planner.layers)
+            reader = self._reader(routes, self._planner.layers)
         homes = self.placement.home_rank[self._planner.layers]
         lengths = [len(each) for each in tokens]
-        mine = self._thread.submit(lambda: self._own_sequences(read(), homes, lengths, micro_batches)).result()
+        mine = self._thread.submit(lambda: self._own_sequences(reader.read(), homes, lengths, micro_batches)).result()
         budgets, sequences = zip(*gathered((token_budget, mine)), strict=True)
         for rank, budget in enumerate(budgets):
             require(
@@ -306,23 +309,25 @@ class PassCycle(ABC, Generic[Tables]):
         A pass that did not may have left this rank anywhere; no other rank may be waited for.
         """
 
-    def load_of(self, routes: Routes) -> StepLoad:
+    def load_of(self, routes: Sequence[RouteArray]) -> StepLoad:
         """Return the loads of all ranks from these routes: [N, L, K] ids per micro-batch of this rank, -1 if unknown.
 
         L counts the MoE layers of the whole model. N may differ between ranks and micro-batches, M may not.
         A collective of all ranks of the pipeline stage.
         """
-        read = self._reader(routes, self._planner.layers_of(PLACEMENT))
-        return self._thread.submit(self._planner.load_of, read).result()
+        reader = self._reader(routes, self._planner.layers_of(PLACEMENT))
+        return self._thread.submit(self._planner.load_of, reader).result()
 
-    def plan(self, routes: Routes, *, layout: BatchLayout | None = None, forward_only: bool = False) -> Plan:
+    def plan(
+        self, routes: Sequence[RouteArray], *, layout: BatchLayout | None = None, forward_only: bool = False
+    ) -> Plan:
         """Return the policy's plan for these routes (see `load_of`) that leaves every expert where it is.
 
         It is the plan of this rank's EP group and pipeline stage.
         """
         return self._made(routes, layout=layout, forward_only=forward_only)
 
-    def plan_reorder(self, routes: Routes, *, layout: BatchLayout | None = None) -> Plan:
+    def plan_reorder(self, routes: Sequence[RouteArray], *, layout: BatchLayout | None = None) -> Plan:
         """Return the policy's plan for these routes, which may move experts, for all EP groups and stages.
 
         It chooses the copies that stay for a step, too. Hand it to `reorder`, and then to `begin_pass` for the batch
@@ -330,84 +335,62 @@ class PassCycle(ABC, Generic[Tables]):
         """
         return self._made(routes, layout=layout, may=PLACEMENT)
 
-    def _made(self, routes: Routes, *, may: Levers = COPIES, **asked: Any) -> Plan:
+    def _made(self, routes: Sequence[RouteArray], *, may: Levers = COPIES, **asked: Any) -> Plan:
         request = self._request(may=may, **asked)
-        read = self._reader(routes, self._planner.layers_of(may))
-        self._last_made = self._thread.submit(self._planner.plan_pass, request, read).result()
+        reader = self._reader(routes, self._planner.layers_of(may))
+        self._last_made = self._thread.submit(self._planner.plan_pass, request, reader).result()
         return self._last_made.plan
 
-    def prepare(
-        self,
-        routes: Routes | None = None,
-        layout: BatchLayout | None = None,
-        *,
-        plan: Plan | None = None,
-        counts: Read | None = None,
-        tokens: Sequence[HeldRows] | None = None,
-        num_micro_batches: int | None = None,
-        forward_only: bool = False,
-    ) -> None:
+    def prepare(self, source: PassSource, *, forward_only: bool = False) -> None:
         """Start to plan a pass, and to build its tables, beside whatever runs, and return at once.
 
-        The arguments are those of `begin_pass`, which takes prepared passes in their order, without arguments. Routes
+        The arguments are those of `begin_pass`, which takes prepared passes in their order, without a source. Routes
         on a device are copied in the order of its stream. An update is planned for the homes that the balancer is about
         to choose by itself. Experts must not move otherwise: a pass that was prepared for another placement runs
         without replicas.
         """
-        prepare_again = partial(
-            self.prepare, routes, layout, plan=plan, counts=counts, tokens=tokens,
-            num_micro_batches=num_micro_batches, forward_only=forward_only,
-        )  # fmt: skip
-        if num_micro_batches is not None:
-            require(num_micro_batches >= 1, f"num_micro_batches must be at least 1, got {num_micro_batches}.")
-            tokens = [HeldRows.unknown()] * num_micro_batches
-        known = [each for each in (routes, plan, counts, tokens) if each is not None]
-        require(
-            bool(known) and (num_micro_batches is None or len(known) == 1),
-            "a pass needs routes, a plan, counts, tokens, or num_micro_batches alone, or a prepare() before it.",
+        reader = self._reader_of(source, forward_only=forward_only)
+        request = self._request(
+            plan=source.plan,
+            layout=source.layout,
+            forward_only=forward_only,
+            num_micro_batches=source.num_micro_batches,
         )
-        read, held = counts, tokens or ()
-        if routes is not None:
-            read = self._reader(routes, self._planner.layers)
-            if held and not forward_only and not self.config.static_rows:  # which routes alone can certify
-                read = partial(self._known.whole_or, held, read)
-        elif plan is None and counts is None:
-            read = lambda: self._known.expected(held)  # noqa: E731 - on the thread, when the passes before are known
-        count = len(held or routes or ()) or None
-        request = self._request(plan=plan, layout=layout, forward_only=forward_only, num_micro_batches=count)
-        last = self._last_made if routes is None else None
+        last = self._last_made if source.routes is None else None
         parts = [slice(None)]
         waits_for_all = (
             self.config.observe
-            or plan is not None
-            or layout is not None
-            or (routes is not None and not self.config.reorders)
+            or source.plan is not None
+            or source.layout is not None
+            or (source.routes is not None and not self.config.reorders)
         )
-        if self.in_order and not waits_for_all and (count or 0) > 1:
+        if self.in_order and not waits_for_all and (source.num_micro_batches or 0) > 1:
             parts = [slice(1), slice(1, None)]  # the second is planned while the first one's micro-batch runs
-        # Counted once for both parts.
-        read = None if read is None else cache(read)
         planned: list[Future[tuple[PlannedPass, Tables]]] = []
         homes = None if forward_only else self._proposed
         for part in parts:
             before = planned[-1] if planned else None
-            planned.append(
-                self._thread.submit(self._prepare, request, _part_of(read, part), routes, last, before, homes)
-            )
-        counter = None
-        if tokens is not None:
-            counter = RouteCounter(tokens, self._known.shape, self._device)
+            reader_of_part = None if reader is None else reader.micro_batches(part)
+            planned.append(self._thread.submit(self._prepare, request, reader_of_part, source, last, before, homes))
+        sequences = source.sequences_to_count
+        counter = None if sequences is None else RouteCounter(sequences, self._known.shape, self._device)
         self._prepared.append(
-            _Prepared(
-                planned=planned,
-                homes=homes,
-                num_micro_batches=count,
-                forward_only=forward_only,
-                held=held,
-                counter=counter,
-                prepare=prepare_again,
-            )
+            _Prepared(planned=planned, homes=homes, source=source, forward_only=forward_only, counter=counter)
         )
+
+    def _reader_of(self, source: PassSource, *, forward_only: bool) -> RowReader | None:
+        """Return what reads the rows of a source; None if a plan is given and nothing is known of the rows."""
+        if source.rows is not None:
+            return CountedRows(source.rows)
+        if source.routes is not None:
+            replayed = self._reader(source.routes, self._planner.layers)
+            # An update may be planned from the log-prob pass, but for static rows, which routes alone can certify.
+            if source.sequences and not forward_only and not self.config.static_rows:
+                return ReadOnce(ExpectedOrReplayedRows(self._known, source.sequences, replayed))
+            return ReadOnce(replayed)
+        if source.plan is not None:
+            return None
+        return ReadOnce(ExpectedRows(self._known, source.sequences_to_count or ()))
 
     @property
     def searches_homes(self) -> bool:
@@ -418,50 +401,34 @@ class PassCycle(ABC, Generic[Tables]):
         """Forget the passes that were prepared: others come."""
         self._prepared.clear()  # what the thread has begun runs on, on all ranks alike
 
-    def begin_pass(
-        self,
-        routes: Routes | None = None,
-        layout: BatchLayout | None = None,
-        *,
-        plan: Plan | None = None,
-        counts: Read | None = None,
-        tokens: Sequence[HeldRows] | None = None,
-        num_micro_batches: int | None = None,
-        forward_only: bool = False,
-    ) -> Plan:
+    def begin_pass(self, source: PassSource | None = None, *, forward_only: bool = False) -> Plan:
         """Make the M micro-batches that come next follow a plan and return it; experts never move here.
 
-        Without arguments it is the pass that was prepared first (`prepare`), for which it waits only if it is not
-        ready, as `PassMetrics.plan_wait_s` says. Else the plan is `plan`, or one made from `routes` (see `load_of`),
-        or from `counts`, which the planning thread calls for this rank's loads, or from `tokens`: which sequences this
-        rank's rows are of. Routers are heard in such a pass, and what a forward-only one chooses for its sequences is
-        what is expected of them in the update; sequences that nobody has heard are taken to be like the mean of the
-        last pass, and so is all of a pass of which `num_micro_batches` alone is known. Beside a `plan`, `routes` say
-        what the metrics call predicted; beside `routes`, `tokens` are heard for the passes to come.
+        `source` says from what the plan is made. Without one it is the pass that was prepared first (`prepare`), for
+        which it waits only if it is not ready, as `PassMetrics.plan_wait_s` says.
 
-        Where it is made from tokens, and where the balancer reorders by itself, micro-batches are planned in their
-        order: the pass begins, and this returns, with the plan of the first one. The plan is a hint: whatever tokens
-        come, the result is the framework's own. Where the ranks hold different plans, or a plan for another batch or
-        another placement, all of them run the pass without replicas and say so in a warning. A plan for another model
-        or another number of EP ranks or slots raises `InvalidInputError`, and so do routes that are none: on every
-        rank, whichever it was.
+        If the balancer reorders by itself, or no routes are known, micro-batches are planned in their order: the pass
+        begins, and this returns, with the plan of the first one. The plan is a hint: whatever tokens come, the result
+        is the framework's own. Where the ranks hold different plans, or a plan for another batch or another placement,
+        all of them run the pass without replicas and say so in a warning. A plan for another model or another number of
+        EP ranks or slots raises `InvalidInputError`, and so do routes that are none: on every rank, whichever it was.
         """
         self._require_ready()
         # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
         if self._prepared:
             coming = self._prepared[0]
-            if not coming.forward_only and self._forget_strange_passes(coming.held):
+            if not coming.forward_only and self._forget_strange_passes(coming.source.sequences or ()):
                 self._prepare_again()
             homes = self._prepared[0].homes
             if homes is not None and homes is self._proposed and not self._rearrange():
                 self._prepare_again()
         elif not forward_only:
-            self._forget_strange_passes(tokens or ())
+            self._forget_strange_passes(() if source is None else source.sequences or ())
             self._rearrange()
-        told = {"plan": plan, "counts": counts, "tokens": tokens, "num_micro_batches": num_micro_batches}
-        if routes is not None or any(each is not None for each in told.values()) or not self._prepared:
-            require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without arguments.")
-            self.prepare(routes, layout, **told, forward_only=forward_only)  # type: ignore[arg-type]
+        if source is not None:
+            require(not self._prepared, "a prepared pass waits: begin it first, by begin_pass() without a source.")
+            self.prepare(source, forward_only=forward_only)
+        require(bool(self._prepared), "a pass needs a PassSource, or a prepare() before it.")
         started = time.perf_counter()
         prepared = self._prepared.popleft()
         with ranges.range("plan"):
@@ -473,7 +440,7 @@ class PassCycle(ABC, Generic[Tables]):
         if planned.misfit not in (None, OBSERVED):
             logger.warning("moe_rl: this pass runs without replicas: %s.", planned.misfit.sentence)
         later = prepared.planned[1:]
-        total = (later and prepared.num_micro_batches) or planned.plan.replicas.num_micro_batches
+        total = (later and prepared.source.num_micro_batches) or planned.plan.replicas.num_micro_batches
         if self.config.static_rows:
             self._set_capacity(joined([planned, *(each.result()[0] for each in later)]))
         self._running = RunningPass(
@@ -531,7 +498,7 @@ class PassCycle(ABC, Generic[Tables]):
         when the next pass begins. Gradients that the pass has left in the parameters are the caller's. Passes that are
         prepared stay prepared (`drop_prepared`). Without a pass under way it does nothing.
 
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             try:
                 forward_backward_func(...)      # raises: the user's loss, memory, Ctrl-C
             except BaseException:
@@ -574,7 +541,7 @@ class PassCycle(ABC, Generic[Tables]):
             self.fitting_tokens = self.memory(rows, tokens, self.placement).largest_micro_batch
         if running.counter is not None:
             self._learned = self._learn(running, running.counter, planned.counted)
-            self._last_log_probs = self._with_log_probs(running.counter.held) if running.forward_only else None
+            self._last_log_probs = self._with_log_probs(running.counter.rows) if running.forward_only else None
             self._log_probs |= running.forward_only
             now, before = self._updates
             self._updates = (0, now or before) if running.forward_only else (now + 1, before)
@@ -591,7 +558,7 @@ class PassCycle(ABC, Generic[Tables]):
         if planned.misfit is not OBSERVED:
             return None
         request = self._request(forward_only=running.forward_only)
-        return self._thread.submit(lambda: self._planner.outcome(request, planned, loads.result)).result()
+        return self._thread.submit(lambda: self._planner.outcome(request, planned, CountingRows(loads))).result()
 
     def _proposal(self, loads: Future[RankRows]) -> Future[PlannedPass] | None:
         """Start to choose homes and copies that stay for batches with these loads."""
@@ -599,7 +566,7 @@ class PassCycle(ABC, Generic[Tables]):
         if not (may.move_homes or may.choose_residents):
             return None
         request = self._request(may=may, of_stage=True, updates=self._updates[1])
-        return self._thread.submit(lambda: self._planner.plan_pass(request, loads.result))
+        return self._thread.submit(lambda: self._planner.plan_pass(request, CountingRows(loads)))
 
     def _own_sequences(
         self,
@@ -645,7 +612,7 @@ class PassCycle(ABC, Generic[Tables]):
         self._reordered = received, time.perf_counter() - started
         return True
 
-    def _with_log_probs(self, held: Sequence[HeldRows]) -> _LogProbs:
+    def _with_log_probs(self, held: Sequence[SequenceRows]) -> _LogProbs:
         """Return the forward-only passes since the last update, with one over these rows."""
         keys = frozenset(key for each in held for key in each.keys.tolist() if key != PADDING)
         if self._last_log_probs is not None:
@@ -659,7 +626,7 @@ class PassCycle(ABC, Generic[Tables]):
             updates=self._updates,
         )
 
-    def _forget_strange_passes(self, held: Sequence[HeldRows]) -> bool:
+    def _forget_strange_passes(self, held: Sequence[SequenceRows]) -> bool:
         """Let the last forward-only pass that had sequences of this update say the homes; return whether others come.
 
         A later one was over a validation set. Where none had any, homes are chosen as if they had not been. A
@@ -690,19 +657,21 @@ class PassCycle(ABC, Generic[Tables]):
         prepared = list(self._prepared)
         self.drop_prepared()
         for each in prepared:
-            each.prepare()
+            self.prepare(each.source, forward_only=each.forward_only)
 
     def _learn(self, running: RunningPass, counter: RouteCounter, foretold: RankRows | None) -> Future[RankRows]:
         """Start to take what the routers chose in a pass, and return its loads when they are there."""
         if self._learned is not None:
             self._learned.result()  # what went wrong on the thread is said here
         ran = self._micro_batches_begun
-        if 0 < ran < len(counter.held):  # of those that were announced and did not come nothing was heard
-            counter.held = counter.held[:ran]
+        if 0 < ran < len(counter.rows):  # of those that were announced and did not come nothing was counted
+            counter.forget_after(ran)
             foretold = None if foretold is None else foretold.micro_batches(slice(ran))
-        heard = counter.on_host(self._add_up)
+        heard = counter.start_fetch(self._add_up)
         update = not running.forward_only
-        return self._thread.submit(lambda: self._known.learn(heard(), foretold=foretold, update=update))
+        return self._thread.submit(
+            lambda: self._known.record(heard.micro_batches(), prediction=foretold, is_update=update)
+        )
 
     def _request(self, **asked: Any) -> PassRequest:
         return PassRequest(config=self.config, placement=self.placement, **asked)
@@ -710,8 +679,8 @@ class PassCycle(ABC, Generic[Tables]):
     def _prepare(
         self,
         request: PassRequest,
-        read: Read | None,
-        routes: Routes | None,
+        reader: RowReader | None,
+        source: PassSource,
         last: PlannedPass | None,
         before: Future[Any] | None,
         homes: Future[PlannedPass] | None,
@@ -722,7 +691,7 @@ class PassCycle(ABC, Generic[Tables]):
         if homes is not None:  # chosen on this thread before; `begin_pass` moves the experts there
             request = replace(request, placement=homes.result().plan.placement)
         started = time.thread_time()
-        planned = self._planner.plan_pass(request, read)
+        planned = self._planner.plan_pass(request, reader)
         if last is not None and last.plan is request.plan and planned.misfit is None:
             known = {name: getattr(last, name) for name in (*ROWS, "held", "plan_time_s")}
             planned = replace(planned, **known)
@@ -730,7 +699,7 @@ class PassCycle(ABC, Generic[Tables]):
         if self.memory and not request.forward_only and planned.held is not None and rows is not None and rows.size:
             forecast = self.memory(rows[None].astype(float), planned.held[None].astype(float), request.placement)
             planned = replace(planned, memory=forecast)
-        tables, _ = self._planner.exchange.together(lambda: self._tables(planned, routes), lambda _: None)
+        tables, _ = self._planner.exchange.together(lambda: self._tables(planned, source), lambda _: None)
         return replace(planned, plan_cpu_s=time.thread_time() - started), tables
 
     def _say_source(self, source: Source) -> None:
@@ -806,10 +775,6 @@ class PassCycle(ABC, Generic[Tables]):
             self._running is None,
             f"a pass is under way: call end_pass() before {what}, or give_up() where its code raised.",
         )
-
-
-def _part_of(read: Read | None, part: slice) -> Read | None:
-    return None if read is None else lambda: read().micro_batches(part)
 
 
 def _first(rows: NDArray[np.int64] | None, count: int) -> NDArray[np.int64] | None:

@@ -62,8 +62,8 @@ def plan_from_schedule(
     from which rank it comes.
 
     `placement` is where the experts are now (default: Megatron's). With `may=PLACEMENT` the plan may move them and
-    choose the copies that stay; then `balancer.reorder(plan)` must come before `balancer.begin_pass(plan=plan)`. Hand
-    the plan to the workers as a file (`Plan.save`) or pickled.
+    choose the copies that stay; then `balancer.reorder(plan)` must come before
+    `balancer.begin_pass(PassSource.given(plan))`. Hand the plan to the workers as a file (`Plan.save`) or pickled.
 
     Raises `InvalidInputError` where samples, schedule, model and topology disagree.
     """

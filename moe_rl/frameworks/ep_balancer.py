@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, gathered, own_group
-from moe_rl.balancing.heard import RouteCounter
 from moe_rl.balancing.homes import MovableExperts
-from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.loads import RankRows, RouteArray
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass, same_places
-from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
+from moe_rl.balancing.pass_source import PassSource, RowReader
+from moe_rl.balancing.passes import PassCycle, RunningPass
+from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
@@ -58,6 +59,18 @@ class EpGroups(ExpertGrid):
         dist.all_reduce(torch.zeros(1, device=device), group=ep)
         exchange = PlanExchange(ep=made[0], expert_dp=made[1])
         return cls(ep=ep, exchange=exchange, grid=np.array(rows), grid_group=dist.group.WORLD, device=device)
+
+
+class PaddedRows(RowReader):
+    """Rows whose routes are [B, S, L, K] or [N, L, K], of the MoE layers or of all."""
+
+    def __init__(self, routes: Sequence[RouteArray], *, model: MoeModelSpec, layers: Sequence[int]) -> None:
+        self._routes, self._model, self._layers = routes, model, layers
+
+    def read(self) -> RankRows:
+        """Return what the routes say in these layers."""
+        rows = [rows_of(routes, self._model) for routes in self._routes]
+        return RankRows.of(rows, model=self._model, layers=self._layers)
 
 
 # The tables of a plan, and the routes of this rank's rows.
@@ -109,23 +122,20 @@ class EpBalancer(PassCycle[Tables]):
         """Whether every expert is where the framework puts it."""
         return same_places(self.placement, self.own_placement)
 
-    def begin_pass(self, *routes: Any, **asked: Any) -> Plan:
-        """Begin a pass (`PassCycle.begin_pass`) that replays its routes, and record it where that was asked for."""
-        plan = super().begin_pass(*routes, **asked)
+    def begin_pass(self, source: PassSource | None = None, *, forward_only: bool = False) -> Plan:
+        """Begin a pass (`PassCycle.begin_pass`) that replays its routes, and record it if `record` was called."""
+        plan = super().begin_pass(source, forward_only=forward_only)
         # Open over the pass, which begin_pass and end_pass bracket instead of a `with`.
         if self._recording is not None and self._running is not None and not self._running.forward_only:
             self._recording[1].__enter__()
         return plan
 
-    def _reader(self, routes: Routes, layers: Sequence[int]) -> Read:
-        return lambda: RankRows.of(self._rows(routes), model=self.model, layers=layers)
+    def _reader(self, routes: Sequence[RouteArray], layers: Sequence[int]) -> RowReader:
+        return PaddedRows(routes, model=self.model, layers=layers)
 
-    def _rows(self, routes: Routes) -> list[NDArray[np.int64]]:
-        return [rows_of(each, self.model) for each in routes]
-
-    def _tables(self, planned: PlannedPass, routes: Routes | None) -> Tables:
+    def _tables(self, planned: PlannedPass, source: PassSource) -> Tables:
         slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank)
-        return slots, self._rows(routes or ())
+        return slots, [rows_of(routes, self.model) for routes in source.routes or ()]
 
     @property
     def _device(self) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_rl.balancing.clock import MicroBatchClock
-from moe_rl.balancing.heard import RouteCounter
+from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.errors import require
 from moe_rl.frameworks.ep_exchange import ReplicaExchange, slots_of_pairs
@@ -102,7 +102,7 @@ class LayerRun:
         # Recomputation runs the layer twice, and its rows were sent once.
         if self.micro_batch >= 0 and not self.recomputing:
             if self.counter is not None:
-                self.counter.hear_ids(self.micro_batch, self.index, ids.detach())
+                self.counter.count_ids(self.micro_batch, self.index, ids.detach())
             rank = (slots // per_rank).flatten()
             nothing = torch.zeros(num_experts // num_homes, dtype=torch.int64, device=ids.device)
             self.sent[self.micro_batch] = nothing.scatter_add(0, rank, torch.ones_like(rank))

@@ -1,7 +1,7 @@
 """A Megatron run inside a framework: its balancer, or none, and the recorder of its routing."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.balancing.homes import GradientsWaitError
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.frameworks.contract import Framework, logger
@@ -227,22 +228,22 @@ class MegatronRun:
     def around(
         self,
         call: Callable[[], Any],
-        known: Mapping[str, Any] | None,
+        source: PassSource | None,
         *,
         forward_only: bool,
         keys: Sequence[MicroBatchKeys] | None = None,
     ) -> Any:
         """Return what `call`, a `forward_backward_func` call, returned; `last_metrics` are those of the pass.
 
-        `known` is what `Balancer.begin_pass` is given: routes, tokens or a plan; without any it has no plan, with None
-        that of the pass that is prepared. `keys` of the micro-batches are for the router shift, where there is one.
+        `source` is what `Balancer.begin_pass` is given; None: the pass that is prepared, or a run without balancer.
+        `keys` of the micro-batches are for the router shift, where there is one.
         Whatever `call` raises, this rank is outside of a pass afterwards: it can save, export and go on.
         """
         try:
             if self.balancer is not None and self._is_over():
                 self._switch_off()
             self._updates += not forward_only
-            return self._around(call, known, forward_only=forward_only, keys=keys)
+            return self._around(call, source, forward_only=forward_only, keys=keys)
         except BaseException:
             self.give_up()
             raise
@@ -290,18 +291,17 @@ class MegatronRun:
     def _around(
         self,
         call: Callable[[], Any],
-        known: Mapping[str, Any] | None,
+        source: PassSource | None,
         *,
         forward_only: bool,
         keys: Sequence[MicroBatchKeys] | None,
     ) -> Any:
         if self.router_shift is not None and keys is not None:
             call = partial(self.router_shift.around, call, keys, forward_only=forward_only)
-        # A pass of which nothing is known, such as a reference model's, runs as the framework left it.
-        planned = self.balancer if known or known is None else None
+        balancer = self.balancer
         self.last_metrics = {}
-        if planned is not None:
-            planned.begin_pass(**known or {}, forward_only=forward_only)
+        if balancer is not None:
+            balancer.begin_pass(source, forward_only=forward_only)
         if self._loads is not None:
             self._loads.begin_pass(forward_only=forward_only)
         if self._recorder is not None and not forward_only:
@@ -310,8 +310,8 @@ class MegatronRun:
             self._steps += 1
         else:
             result = call()
-        if planned is not None:
-            self.last_metrics = planned.end_pass().as_dict()
+        if balancer is not None:
+            self.last_metrics = balancer.end_pass().as_dict()
             if self._limit is not None and not forward_only:
                 self.last_metrics["moe_rl/micro_batch_limit_tokens"] = float(self._limit)
         if self._loads is not None:

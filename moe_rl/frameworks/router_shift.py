@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.balancing.heard import HeldRows
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.importance import RouterShift, RouterStore, RouterTap, UpdatePass, all_reduce_sum, as_floats, group_like
@@ -73,7 +73,7 @@ class RouterShiftRun:
             self._first, self._num_tokens, self._updated = {}, 0, False
             self._store = self._update = None
         keys = []
-        for key, tokens in zip(HeldRows.of_tokens(sequences).keys.tolist(), sequences, strict=False):
+        for key, tokens in zip(SequenceRows.of_tokens(sequences).keys.tolist(), sequences, strict=False):
             start = self._first.get(key)
             if forward_only:
                 # A second pass over the sequence, such as the reference model's, must not overwrite the first.

@@ -7,7 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_rl.balancing import BalancerConfig, PassMetrics, cluster_topology, plan_from_local, plan_from_schedule
+    from moe_rl.balancing import (
+        BalancerConfig,
+        PassMetrics,
+        PassSource,
+        cluster_topology,
+        plan_from_local,
+        plan_from_schedule,
+    )
     from moe_rl.megatron.attach import attach
     from moe_rl.megatron.balancer import Balancer
     from moe_rl.megatron.checkpoint import restore_placement, save_placement
@@ -17,8 +24,8 @@ if TYPE_CHECKING:
     from moe_rl.replay.merge import merge_recordings
 
 __all__ = [
-    "BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "RoutingRecorder", "RowSlice", "attach",
-    "cluster_topology", "elastic_spec", "merge_recordings", "packed_rows", "padded_rows", "plan_from_local",
+    "BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "PassSource", "RoutingRecorder", "RowSlice",
+    "attach", "cluster_topology", "elastic_spec", "merge_recordings", "packed_rows", "padded_rows", "plan_from_local",
     "plan_from_schedule", "restore_placement", "save_placement",
 ]  # fmt: skip
 
@@ -29,6 +36,7 @@ _MODULES = {
     "ElasticMoELayer": "megatron.layer",
     "elastic_spec": "megatron.layer",
     "PassMetrics": "balancing",
+    "PassSource": "balancing",
     "RoutingRecorder": "megatron.recorder",
     "RowSlice": "megatron.routed_rows",
     "cluster_topology": "balancing",

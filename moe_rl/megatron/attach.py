@@ -1,7 +1,7 @@
 """Three lines around a Megatron step: attach once, then begin and end every pass.
 
 balancer = attach(model_chunks, optimizer, config)
-plan = balancer.begin_pass(routes)
+plan = balancer.begin_pass(PassSource.replayed(routes))
 forward_backward_func(...)
 metrics = balancer.end_pass()
 """

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, agreed, attempted
-from moe_rl.balancing.heard import RouteCounter, copied_to_host
-from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.loads import RankRows, RouteArray
 from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
-from moe_rl.balancing.passes import PassCycle, Read, Routes, RunningPass
+from moe_rl.balancing.pass_source import PassSource, RowReader
+from moe_rl.balancing.passes import PassCycle, RunningPass
+from moe_rl.balancing.route_counter import HostCopies, RouteCounter
 from moe_rl.balancing.schedule import cluster_topology
 from moe_rl.core.capacity import Capacity, overflow_sentence
 from moe_rl.core.errors import require
@@ -41,6 +42,19 @@ from moe_rl.simulators.memory import MemoryForecast, forecast_memory
 from moe_rl.simulators.setting import TrainingRun
 
 logger = logging.getLogger(__name__)
+
+
+class ReplayedRows(RowReader):
+    """Rows whose routes [N, L, K] are on the device or on the host."""
+
+    def __init__(self, routes: Sequence[RouteArray], *, model: MoeModelSpec, layers: Sequence[int]) -> None:
+        """Start to copy those that are on the device, in the order of its stream."""
+        self._routes = HostCopies(routes)
+        self._model, self._layers = model, layers
+
+    def read(self) -> RankRows:
+        """Return what the routes say in these layers, once they have arrived."""
+        return RankRows.of(self._routes.arrays(), model=self._model, layers=self._layers)
 
 
 class Balancer(PassCycle[PassTables]):
@@ -108,16 +122,10 @@ class Balancer(PassCycle[PassTables]):
         ids = [state.layer for state in self._states]
         return replayed_rows(self.layers, layer_ids=ids, num_layers=self.model.num_moe_layers)
 
-    def _reader(self, routes: Routes, layers: Sequence[int]) -> Read:
-        on_host, copied = copied_to_host(routes)
+    def _reader(self, routes: Sequence[RouteArray], layers: Sequence[int]) -> RowReader:
+        return ReplayedRows(routes, model=self.model, layers=layers)
 
-        def read() -> RankRows:
-            copied()
-            return RankRows.of(on_host, model=self.model, layers=layers)
-
-        return read
-
-    def _tables(self, planned: PlannedPass, routes: Routes | None) -> PassTables:
+    def _tables(self, planned: PlannedPass, source: PassSource) -> PassTables:
         return PassTables.of_pass(planned, self._states, self.transport, self._groups.part)
 
     def _activate(

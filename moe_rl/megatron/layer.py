@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.utils.hooks import RemovableHandle
 
 from moe_rl.balancing.clock import OUTSIDE, MicroBatchClock
-from moe_rl.balancing.heard import RouteCounter
+from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.slots import SlotTable
 from moe_rl.core.errors import require
 from moe_rl.megatron import flex
@@ -153,7 +153,7 @@ class ElasticMoELayer(MoELayer):
         if state is not None:
             state.combined_experts = None
             if state.counter is not None and state.counts:
-                state.counter.hear_map(state.micro_batch, state.index, routing_map)
+                state.counter.count_map(state.micro_batch, state.index, routing_map)
         if state is not None and table is not None:
             probs, routing_map = table.to_slots(probs, routing_map)
             if state.placement_bitwise:

@@ -12,6 +12,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.homes import ExpertHomes
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, moved_since
+from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 
@@ -35,7 +36,7 @@ def rows_of(pairs: int) -> RankRows:
 def planned(exchange: InMemory, placement: ExpertPlacement, pairs: int = 8, **asked: Any) -> PlannedPass:
     planner = PassPlanner(exchange, layers=[0, 1], model=MODEL)
     request = PassRequest(config=CONFIG, placement=placement, **asked)
-    return planner.plan_pass(request, lambda: rows_of(pairs))
+    return planner.plan_pass(request, CountedRows(rows_of(pairs)))
 
 
 def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> None:

@@ -11,6 +11,7 @@ from benchmarks.in_memory_exchange import InMemory, on_all_ranks
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest
+from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
@@ -84,7 +85,7 @@ class Run:
         def of_rank(exchange: InMemory) -> Plan:
             planner = PassPlanner(exchange, layers=range(model.num_moe_layers), model=model, setting=setting)
             request = PassRequest(config=self.config, placement=placement, may=may)
-            return planner.plan_pass(request, lambda: self.rows(exchange.rank)).plan
+            return planner.plan_pass(request, CountedRows(self.rows(exchange.rank))).plan
 
         plans = on_all_ranks(EP_SIZE, of_rank)
         assert len({plan.hash for plan in plans}) == 1

@@ -8,6 +8,7 @@ from benchmarks.in_memory_exchange import InMemory, on_all_ranks
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
+from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.planner.base import PLACEMENT
@@ -34,7 +35,7 @@ def test_a_stage_moves_the_experts_of_its_own_layers(layers: list[int]) -> None:
     def planned(exchange: InMemory) -> PlannedPass:
         planner = PassPlanner(exchange, layers=layers, model=MODEL)
         request = PassRequest(config=CONFIG, placement=placement, may=PLACEMENT, of_stage=True)
-        return planner.plan_pass(request, lambda: rows_of(exchange.rank, layers))
+        return planner.plan_pass(request, CountedRows(rows_of(exchange.rank, layers)))
 
     found = on_all_ranks(RANKS, planned)
     assert len({each.plan.hash for each in found}) == 1

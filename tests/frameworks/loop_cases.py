@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rollout_cases import held
 
 from moe_rl.balancing.exchange import PlanExchange
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import Settings, forward_backward, settings_from_environment
 from moe_rl.frameworks import router_shift as shifts
@@ -182,8 +183,8 @@ def around_of(run: MegatronRun) -> Callable[[], Callable[..., Any]]:
         function = get_forward_backward_func()
 
         def planned(**kwargs: Any) -> Any:
-            known = {"routes": batches(0)}
-            return run.around(lambda: function(**kwargs), known, forward_only=kwargs["forward_only"])
+            source = PassSource.replayed(batches(0))
+            return run.around(lambda: function(**kwargs), source, forward_only=kwargs["forward_only"])
 
         return planned
 
@@ -267,9 +268,9 @@ def switched_off() -> dict[str, Any]:
                     Path(shared[0], "off" if "/" in until else "other").touch()
 
                 def schedule(step: int = step, around: MegatronRun = around) -> Callable[..., Any]:
-                    known = {"routes": batches(step), "tokens": [held(step, m) for m in range(MICRO_BATCHES)]}
+                    source = PassSource.replayed(batches(step), [held(step, m) for m in range(MICRO_BATCHES)])
                     function = get_forward_backward_func()
-                    return lambda **kwargs: around.around(lambda: function(**kwargs), known, forward_only=False)
+                    return lambda **kwargs: around.around(lambda: function(**kwargs), source, forward_only=False)
 
                 with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
                     tiny_gpt.update(run, step, batches(step), curve)

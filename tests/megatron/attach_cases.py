@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from replica_cases import occurring
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import hardware_of
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
@@ -52,12 +53,12 @@ def refusals() -> dict[str, str]:
         plan = balancer.plan(occurring(0))
         found["end_first"] = refusal(balancer.end_pass)
         found["nothing"] = refusal(balancer.begin_pass)
-        found["ids"] = refusal(lambda: balancer.begin_pass([r + 100 for r in occurring(0)]))
-        found["layers"] = refusal(lambda: balancer.begin_pass([r[:, :1] for r in occurring(0)]))
+        found["ids"] = refusal(lambda: balancer.begin_pass(PassSource.replayed([r + 100 for r in occurring(0)])))
+        found["layers"] = refusal(lambda: balancer.begin_pass(PassSource.replayed([r[:, :1] for r in occurring(0)])))
         uneven = occurring(0, count=2 + dist.get_rank())
-        found["uneven"] = refusal(lambda: balancer.begin_pass(uneven))
-        balancer.begin_pass(plan=plan)
-        found["nested"] = refusal(lambda: balancer.begin_pass(plan=plan))
+        found["uneven"] = refusal(lambda: balancer.begin_pass(PassSource.replayed(uneven)))
+        balancer.begin_pass(PassSource.given(plan))
+        found["nested"] = refusal(lambda: balancer.begin_pass(PassSource.given(plan)))
         found["detach"] = refusal(balancer.detach)
         balancer.end_pass()
         balancer.detach()
@@ -65,7 +66,7 @@ def refusals() -> dict[str, str]:
         slots = attach(
             [run.model], run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance", replica_slots=2)
         )
-        found["slots"] = refusal(lambda: slots.begin_pass(plan=plan))
+        found["slots"] = refusal(lambda: slots.begin_pass(PassSource.given(plan)))
         model_of_ep2 = tiny_gpt.build()
     with cpu_megatron():
         found["no_groups"] = refusal(lambda: attach([model_of_ep2.model], None, CONFIG))
@@ -169,7 +170,7 @@ def without_replicas() -> dict[str, Any]:
         followed = replace(balancer.config, objective="imbalance")
         for config in (balancer.config, balancer.config, followed, balancer.config):
             balancer.config = config
-            balancer.begin_pass(occurring(0), forward_only=True)
+            balancer.begin_pass(PassSource.replayed(occurring(0)), forward_only=True)
             tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
             why.append(balancer.end_pass().notes)
     return {"why": why, "said": said}
@@ -184,8 +185,8 @@ def fallbacks() -> dict[str, Any]:
         plan, other = balancer.plan(routes), balancer.plan(occurring(1))
         found["plain"] = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
 
-        def one_pass(**given: Any) -> list[Any]:
-            balancer.begin_pass(**given)
+        def one_pass(source: PassSource) -> list[Any]:
+            balancer.begin_pass(source)
             loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             metrics = balancer.end_pass()
             return [
@@ -196,12 +197,12 @@ def fallbacks() -> dict[str, Any]:
                 metrics.returned_bytes,
             ]
 
-        found["followed"] = one_pass(plan=plan)
-        found["ranks_differ"] = one_pass(plan=plan if dist.get_rank() else other)
+        found["followed"] = one_pass(PassSource.given(plan))
+        found["ranks_differ"] = one_pass(PassSource.given(plan if dist.get_rank() else other))
         layout = replace(plan.layout, micro_batch=plan.layout.micro_batch[::-1].copy())
-        found["other_layout"] = one_pass(plan=plan, layout=layout)
-        found["other_placement"] = one_pass(plan=with_homes_swapped(plan))
-        found["followed_again"] = one_pass(plan=plan)
+        found["other_layout"] = one_pass(PassSource.given(plan, layout=layout))
+        found["other_placement"] = one_pass(PassSource.given(with_homes_swapped(plan)))
+        found["followed_again"] = one_pass(PassSource.given(plan))
     return found
 
 
@@ -229,7 +230,7 @@ def passes_in_turn() -> dict[str, Any]:
             routes = routes_of(step)
             for forward_only in (True, False):
                 if balancer:
-                    balancer.begin_pass(routes, forward_only=forward_only)
+                    balancer.begin_pass(PassSource.replayed(routes), forward_only=forward_only)
                 if forward_only:
                     log_prob.append(tiny_gpt.forward_backward(run, step, routes, forward_only=True))
                 else:
@@ -279,7 +280,7 @@ def planned_rows_are_the_actual_rows() -> dict[str, Any]:
     with tiny_gpt.parallel(dist.get_world_size()):
         run, balancer = attached()
         routes = occurring(0)
-        balancer.begin_pass(routes, forward_only=True)
+        balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
         tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         metrics = balancer.end_pass()
     return {

@@ -18,6 +18,7 @@ from matrix_cases import NAMES
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from reorder_cases import SMALL, random_placement
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.param_gather import ParameterGather
@@ -73,7 +74,7 @@ def train(
             if balancer is not None:
                 if reorders:
                     balancer.reorder(random_placement(balancer, step))
-                balancer.begin_pass([tiny_gpt.held_rows(each) for each in routes])
+                balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(each) for each in routes]))
             tiny_gpt.update(run, step, routes, curve)
         seen.append(started)
         if balancer is not None:

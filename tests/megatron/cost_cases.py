@@ -15,6 +15,7 @@ from reorder_cases import random_placement, routes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rl.balancing import migrate
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 
 SLOTS = [(1, 0), (2, 1), (0, 2), (0, 0)]
@@ -87,7 +88,7 @@ def empty_plan() -> dict[str, Any]:
         if policy:
             balancer = attach(run.models, run.optimizer, BalancerConfig(policy=policy, objective="imbalance"))
         if with_pass:
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
         calls = counted(lambda: tiny_gpt.update(run, 0, routes, tiny_gpt.history()))
         if with_pass:
             balancer.end_pass()
@@ -124,7 +125,7 @@ def host_waits() -> dict[str, dict[str, int]]:
         if config is not None:
             balancer = attach(run.models, run.optimizer, config)
             balancer.reorder(random_placement(balancer, 0))
-            plan = balancer.begin_pass(routes)
+            plan = balancer.begin_pass(PassSource.replayed(routes))
             assert plan.replicas.copies > 0
         calls = counted(lambda: tiny_gpt.update(run, 0, routes, curve))
         return {name: calls.get(name, 0) for name in WAITS}

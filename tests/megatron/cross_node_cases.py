@@ -11,6 +11,7 @@ import tiny_gpt
 import torch
 from replica_cases import poisoned
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import worker_layout
 from moe_rl.core.placement import ExpertMigration
 from moe_rl.core.plan import Plan, ReplicaPlan
@@ -94,7 +95,7 @@ def balanced(run: tiny_gpt.Run, *, by_hand: bool = True, poison: bool = False) -
             routes = routes_of(step)
             plan = plan_by_hand(balancer, routes) if by_hand else balancer.plan(routes)
             across += plan.cross_node_replicas_per_plan(balancer.topology.node_of_rank)
-            balancer.begin_pass(routes, plan=plan)
+            balancer.begin_pass(PassSource.given(plan, routes))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())
     balancer.detach()
@@ -150,7 +151,7 @@ def crowded_homes(**changes: Any) -> dict[str, Any]:
         balancer = attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
         routes = [tiny_gpt.skewed_routes(0, m) for m in range(MICRO_BATCHES)]
         plan = plan_by_hand(balancer, routes, crowded)
-        balancer.begin_pass(routes, plan=plan)
+        balancer.begin_pass(PassSource.given(plan, routes))
         curve = tiny_gpt.history()
         with issue_log(run, balancer) as log:
             tiny_gpt.update(run, 0, routes, curve)
@@ -176,7 +177,7 @@ def memory() -> dict[str, int]:
         before = large_storages(numel * 2)
         balancer = attach([run.model], run.optimizer, CONFIG)
         routes = routes_of(0)
-        balancer.begin_pass(plan=plan_by_hand(balancer, routes))
+        balancer.begin_pass(PassSource.given(plan_by_hand(balancer, routes)))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         after = large_storages(numel * 2)
         balancer.end_pass()
@@ -241,7 +242,7 @@ def issue_order() -> dict[str, Any]:
         run = tiny_gpt.build(num_layers=LAYERS)
         balancer = attach([run.model], run.optimizer, CONFIG)
         routes = routes_of(0)
-        balancer.begin_pass(plan=plan_by_hand(balancer, routes))
+        balancer.begin_pass(PassSource.given(plan_by_hand(balancer, routes)))
         with issue_log(run, balancer) as log:
             tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         balancer.end_pass()

@@ -6,6 +6,7 @@ import tiny_gpt
 import torch
 from reorder_cases import random_residents
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 
 STEPS, MICRO_BATCHES = 3, 3
@@ -26,11 +27,11 @@ def residents() -> dict[str, Any]:
             run.model.zero_grad_buffer()  # experts stay while gradients wait
             balancer.reorder(random_residents(balancer, step))
             held += int((balancer.placement.resident_experts >= 0).sum())
-            balancer.begin_pass(routes, forward_only=True)
+            balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
             with torch.no_grad():
                 tiny_gpt.forward_backward(run, step, routes, forward_only=True)
             balancer.end_pass()
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, step, routes, curve)
             balancer.end_pass()
     if not held:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from resident_cases import random_residents
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.expert_views.sequential import SequentialExperts
 
@@ -146,7 +147,7 @@ def trained(engine: str, *, over: bool, **changes: Any) -> dict[str, Any]:
             balancer.reorder(random_residents(balancer, step, slots=1))
             residents += int((balancer.placement.resident_experts >= 0).sum())
             routes = [tiny_gpt.skewed_routes(step, m) for m in range(MICRO_BATCHES)]
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, step, routes, curve)
             balancer.end_pass()
     return {"curve": curve, "rows": log, "residents": residents}

@@ -16,6 +16,7 @@ from reorder_cases import distance, expert_tensors, random_placement
 from replica_cases import occurring
 from resident_cases import random_residents
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 
 STEPS = 2
@@ -42,7 +43,7 @@ def compare(
             held = [tiny_gpt.held_rows(each) for each in routes]
             plan = balancer.plan_reorder(held) if config is PLANNED else None
             balancer.reorder(plan or random_residents(balancer, step, slots=config.resident_slots))
-            balancer.begin_pass(held, plan=plan)
+            balancer.begin_pass(PassSource.given(plan, held))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())
         width = balancer.model.moe_ffn_hidden_size
@@ -102,12 +103,12 @@ def disagreeing() -> dict[str, str]:
         second = parallel_state.get_expert_tensor_parallel_rank() == 1
         routes = [tiny_gpt.held_rows(each) for each in occurring(0)]
         said = {
-            "number": refusal(lambda: balancer.begin_pass(routes[: 3 - second])),
-            "ids": refusal(lambda: balancer.begin_pass([each + 8 * second for each in routes])),
-            "asked": refusal(lambda: balancer.begin_pass(routes, forward_only=second)),
+            "number": refusal(lambda: balancer.begin_pass(PassSource.replayed(routes[: 3 - second]))),
+            "ids": refusal(lambda: balancer.begin_pass(PassSource.replayed([each + 8 * second for each in routes]))),
+            "asked": refusal(lambda: balancer.begin_pass(PassSource.replayed(routes), forward_only=second)),
             "placement": refusal(lambda: balancer.reorder(random_placement(balancer, int(second)))),
         }
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         balancer.end_pass()
         refused = BalancerConfig(experts="grouped", backend="reference")
         said["grouped"] = refusal(lambda: attach(tiny_gpt.build().models, None, refused))

@@ -20,6 +20,7 @@ from reorder_cases import random_placement, routes_of
 
 from moe_rl.balancing import migrate
 from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import Balancer, BalancerConfig, attach, restore_placement, save_placement
 from moe_rl.megatron.transport import Transport
 
@@ -39,7 +40,7 @@ def balancer_of(run: tiny_gpt.Run) -> Balancer:
 
 def one_step(run: tiny_gpt.Run, balancer: Balancer, step: int, curve: dict[str, list[float]]) -> None:
     balancer.reorder(random_placement(balancer, step))
-    balancer.begin_pass(routes_of(step))
+    balancer.begin_pass(PassSource.replayed(routes_of(step)))
     tiny_gpt.update(run, step, routes_of(step), curve)
     balancer.end_pass()
 
@@ -67,7 +68,7 @@ def raises_alone(*, balanced: bool) -> None:
             if balancer is None:
                 tiny_gpt.update(run, step, routes, curve)
                 return
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             try:
                 tiny_gpt.update(run, step, routes, curve)
             except BaseException:

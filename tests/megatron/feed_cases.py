@@ -14,6 +14,7 @@ from recorder_cases import live, of_different_sizes
 from replica_cases import occurring
 
 from moe_rl.balancing.loads import count_routes
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan_file import load_plan
 from moe_rl.megatron import (
@@ -54,7 +55,7 @@ def a_step_of_several_passes() -> dict[str, Any]:
                 passes = [(batch, True), (batch[:3], False), (batch[3:], False)]
                 for routes, forward_only in passes:
                     if balancer is not None:
-                        balancer.begin_pass(routes, forward_only=forward_only)
+                        balancer.begin_pass(PassSource.replayed(routes), forward_only=forward_only)
                     if forward_only:
                         curve["loss"].append(tiny_gpt.forward_backward(run, step, routes, forward_only=True))
                         curve["grad_norm"].append(1.0)
@@ -75,7 +76,7 @@ def replayed() -> dict[str, Any]:
             empty = ""
         except InvalidInputError as error:
             empty = str(error)
-        balancer.begin_pass(occurring(0), forward_only=True)
+        balancer.begin_pass(PassSource.replayed(occurring(0)), forward_only=True)
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         balancer.end_pass()
         routes = balancer.replayed_routes()
@@ -84,7 +85,7 @@ def replayed() -> dict[str, Any]:
             np.array_equal(found[:, mine], given.numpy()[:, mine]) and (np.delete(found, mine, axis=1) == -1).all()
             for found, given in zip(routes, occurring(0), strict=True)
         )
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, 0, occurring(0), tiny_gpt.history())
         metrics = balancer.end_pass().as_dict()
     return {"empty": empty, "equal": equal, "metrics": metrics}
@@ -98,7 +99,7 @@ def forecast() -> dict[str, Any]:
         for step in (0, 0, 5):
             routes = occurring(step, count=2 if step else 3)
             tiny_gpt.update(plain_run, step, routes, plain)
-            balancer.begin_pass(num_micro_batches=len(routes))
+            balancer.begin_pass(PassSource.unknown(len(routes)))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())
     return {"plain": plain, "forecast": curve, "metrics": metrics}
@@ -142,13 +143,13 @@ def driver_and_worker() -> dict[str, Any]:
             path = Path(folder) / "plan.npz"
             driver.save(path)
             driver = load_plan(path)
-        balancer.begin_pass(routes, plan=driver)
+        balancer.begin_pass(PassSource.given(driver, routes))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         metrics = balancer.end_pass().as_dict()
-        balancer.begin_pass(plan=driver)
+        balancer.begin_pass(PassSource.given(driver))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         unknown = balancer.end_pass().as_dict()
-        balancer.begin_pass(routes[:2], plan=driver)
+        balancer.begin_pass(PassSource.given(driver, routes[:2]))
         tiny_gpt.update(run, 0, routes[:2], tiny_gpt.history())
         shorter = balancer.end_pass()
     return {

@@ -11,6 +11,7 @@ import torch
 from reorder_cases import random_placement
 from replica_cases import occurring
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
 
@@ -35,7 +36,7 @@ def balanced(experts: str, top_k: int, **changes: Any) -> tuple[dict[str, list[f
     for step in range(STEPS):
         routes = occurring(step, top_k=top_k, count=MICRO_BATCHES)
         balancer.reorder(random_placement(balancer, step))
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, step, routes, curve)
         metrics.append(balancer.end_pass().as_dict())
     return curve, metrics

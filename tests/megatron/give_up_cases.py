@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from reorder_cases import distance, expert_tensors, random_placement, random_residents
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 
@@ -189,8 +190,10 @@ def run_through(
     def step_of(step: int, *, forward_only: bool = False) -> None:
         routes = setting.routes(step)
         if balancer is not None:
-            plan = {"plan": cross_node_cases.plan_by_hand(balancer, routes)} if setting.by_hand else {}
-            balancer.begin_pass(routes, forward_only=forward_only, **plan)
+            source = PassSource.replayed(routes)
+            if setting.by_hand:
+                source = PassSource.given(cross_node_cases.plan_by_hand(balancer, routes), routes)
+            balancer.begin_pass(source, forward_only=forward_only)
         try:
             if forward_only:
                 with torch.no_grad():
@@ -262,7 +265,7 @@ def skipped_steps() -> dict[str, Any]:
                 for step in range(STEPS):
                     infinity = patch.object(type(run.optimizer), "prepare_grads", lambda _: True)
                     if balancer is not None:
-                        balancer.begin_pass(setting.routes(step))
+                        balancer.begin_pass(PassSource.replayed(setting.routes(step)))
                     run.model.zero_grad_buffer()
                     run.optimizer.zero_grad()
                     curve["loss"].append(tiny_gpt.forward_backward(run, step, setting.routes(step)))
@@ -288,10 +291,10 @@ def checkpoint_after_a_break() -> dict[str, Any]:
         balancer = attach(run.models, run.optimizer, setting.config)
         balancer.reorder(random_placement(balancer, 1))
         for step in range(BROKEN):
-            balancer.begin_pass(setting.routes(step))
+            balancer.begin_pass(PassSource.replayed(setting.routes(step)))
             tiny_gpt.update(run, step, setting.routes(step), tiny_gpt.history())
             balancer.end_pass()
-        balancer.begin_pass(setting.routes(BROKEN))
+        balancer.begin_pass(PassSource.replayed(setting.routes(BROKEN)))
         with in_the_loss(1, OfTheUserError), contextlib.suppress(OfTheUserError):
             tiny_gpt.update(run, BROKEN, setting.routes(BROKEN), tiny_gpt.history())
         balancer.give_up()

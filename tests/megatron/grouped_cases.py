@@ -23,6 +23,7 @@ from reorder_cases import random_placement
 from replica_cases import ONE_STEP, balanced, counted, occurring, poisoned
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels.grouped_experts import GroupedExperts
 from moe_rl.kernels.recipes import RECIPES, prepare
@@ -109,7 +110,7 @@ def reordered() -> dict[str, Any]:
         for step in range(ONE_STEP):
             balancer.reorder(random_placement(balancer, step))
             routes = occurring(step, count=MICRO_BATCHES)
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, step, routes, curve)
             balancer.end_pass()
     return {"plain": plain, "balanced": curve}
@@ -240,7 +241,7 @@ def static_costs_nothing() -> dict[str, Any]:
             run = tiny_gpt.build() if static else tiny_gpt.build(grouped_spec)
             if static:
                 config = BalancerConfig(policy="static", experts="grouped")
-                attach([run.model], run.optimizer, config).begin_pass(occurring(0))
+                attach([run.model], run.optimizer, config).begin_pass(PassSource.replayed(occurring(0)))
             with counted() as collectives, _Operations() as operations:
                 loss = tiny_gpt.forward_backward(run, 0, occurring(0))
             gradient = [b.grad_data.double().sum().item() for b in run.model.expert_parallel_buffers]
@@ -254,7 +255,7 @@ def addresses() -> dict[str, Any]:
         run = tiny_gpt.build()
         balancer = attach([run.model], run.optimizer, GROUPED)
         routes = occurring(0)
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.forward_backward(run, 0, routes)
         replicas = balancer.end_pass().replicas
         views = [state.experts for state in balancer._states]

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import fused_a2a
 from resident_cases import CONFIG, random_residents, routes_of
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 
 STEPS = 2
@@ -78,11 +79,11 @@ def step_of(balancer: Balancer, run: tiny_gpt.Run, step: int, curve: dict[str, l
     """A reorder, a log-prob pass and an update."""
     balancer.reorder(random_residents(balancer, step))
     routes = routes_of(step)
-    balancer.begin_pass(routes, forward_only=True)
+    balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
     with torch.no_grad():
         tiny_gpt.forward_backward(run, step, routes, forward_only=True)
     balancer.end_pass()
-    balancer.begin_pass(routes)
+    balancer.begin_pass(PassSource.replayed(routes))
     tiny_gpt.update(run, step, routes, curve)
     balancer.end_pass()
 
@@ -253,7 +254,7 @@ def refusals() -> dict[str, str]:
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build()
         balancer = attach(run.models, run.optimizer, BalancerConfig(**CONFIG))
-        balancer.begin_pass(routes_of(0))
+        balancer.begin_pass(PassSource.replayed(routes_of(0)))
         for name in ("offload", "rebuild_groups"):
             try:
                 getattr(balancer, name)()
@@ -262,7 +263,7 @@ def refusals() -> dict[str, str]:
         balancer.end_pass()
         balancer.offload()
         try:
-            balancer.begin_pass(routes_of(0))
+            balancer.begin_pass(PassSource.replayed(routes_of(0)))
         except ValueError as error:
             found["begin_pass"] = str(error)
     return found

@@ -8,6 +8,7 @@ import tiny_gpt
 import torch
 from reorder_cases import random_placement
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.transport import Transport
@@ -75,7 +76,7 @@ def compared(
             if reorder:
                 balancer.reorder(random_placement(balancer, step))
             routes = replica_cases.occurring(step)
-            balancer.begin_pass([tiny_gpt.held_rows(each) for each in routes])
+            balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(each) for each in routes]))
             tiny_gpt.update(run, step, routes, found)
             metrics.append(balancer.end_pass().as_dict())
         frozen_have_gradients = [
@@ -142,7 +143,7 @@ def refused() -> dict[str, str]:
         balancer = attach(run.models, run.optimizer, CONFIG)
         run.gpt.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight.requires_grad_(True)
         routes = replica_cases.occurring(0)
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         try:
             tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         except InvalidInputError as error:

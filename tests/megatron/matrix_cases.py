@@ -14,6 +14,7 @@ import tiny_gpt
 import torch
 from reorder_cases import SMALL, random_placement
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.transport import Transport
@@ -63,7 +64,7 @@ def balanced(
         for step in range(steps):
             routes = routes_of(step, shape)
             done["received"].append(balancer.reorder(random_placement(balancer, step)))
-            balancer.begin_pass([tiny_gpt.held_rows(r) for r in routes])
+            balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(r) for r in routes]))
             tiny_gpt.update(run, step, routes, curve)
             done["metrics"].append(balancer.end_pass().as_dict())
     balancer.reorder(balancer.megatron_placement)

@@ -13,6 +13,7 @@ import torch
 from attach_cases import refusal
 from reorder_cases import random_placement
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 
 STEPS, MICRO_BATCHES = 2, 4
@@ -28,7 +29,7 @@ def trained(config: BalancerConfig | None, **changes: Any) -> tuple[dict[str, li
         routes = [tiny_gpt.skewed_routes(step, m, num_layers=run.config.num_layers) for m in range(MICRO_BATCHES)]
         if balancer is not None:
             balancer.reorder(random_placement(balancer, step))
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, step, routes, curve)
         if balancer is not None:
             metrics.append(balancer.end_pass().as_dict())

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from reorder_cases import random_placement
 from replica_cases import MICRO_BATCHES, ONE_STEP, balanced
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal
@@ -68,7 +69,7 @@ def interleaved_pipeline_reordered() -> dict[str, Any]:
         for step in range(steps):
             routes = [tiny_gpt.skewed_routes(step, m, **shape) for m in range(micro_batches)]
             moved += balancer.reorder(random_placement(balancer, step))
-            balancer.begin_pass([tiny_gpt.held_rows(r) for r in routes])
+            balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(r) for r in routes]))
             tiny_gpt.update(run, step, routes, curve)
             balancer.end_pass()
     return {"plain": plain, "balanced": curve, "moved": moved}
@@ -232,7 +233,7 @@ def backward_ranges() -> dict[str, Any]:
             balancer = attach(run.models, run.optimizer, GROUPED)
             routes = [tiny_gpt.skewed_routes(0, m) for m in range(MICRO_BATCHES)]
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                balancer.begin_pass(routes)
+                balancer.begin_pass(PassSource.replayed(routes))
                 tiny_gpt.forward_backward(run, 0, routes)
                 balancer.end_pass()
     backward = [e for e in profile.events() if e.name.startswith("moe_rl/") and e.name.endswith("/backward")]

@@ -16,6 +16,7 @@ from reorder_cases import random_placement
 from replica_cases import occurring
 
 from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import plan_of_load
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
@@ -35,7 +36,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 def forward(run: tiny_gpt.Run, balancer: Balancer, routes: list[torch.Tensor]) -> tuple[float, PassMetrics]:
-    balancer.begin_pass(routes, forward_only=True)
+    balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
     loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
     return loss, balancer.end_pass()
 
@@ -119,7 +120,7 @@ def bytes_of_an_update() -> list[dict[str, int]]:
         with tiny_gpt.parallel(2):
             run, routes = tiny_gpt.build(**changes), occurring(0)
             balancer = attach(run.models, run.optimizer, CONFIG)
-            plan = balancer.begin_pass(routes)
+            plan = balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, 0, routes, tiny_gpt.history())
             counters, metrics = balancer.transport.counters, balancer.end_pass()
             rank = balancer.transport.rank
@@ -151,12 +152,12 @@ def forward_only_plans() -> dict[str, Any]:
         found["plan"] = balancer.plan(routes, forward_only=True).predicted_cost_s
         for forward_only in (True, False):
             name = "log-prob pass" if forward_only else "update pass"
-            found[name] = balancer.begin_pass(routes, forward_only=forward_only).predicted_cost_s
+            found[name] = balancer.begin_pass(PassSource.replayed(routes), forward_only=forward_only).predicted_cost_s
             tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
             balancer.end_pass()
         for forward_only in (True, False):
             name = "forecast log-prob pass" if forward_only else "forecast update pass"
-            plan = balancer.begin_pass(num_micro_batches=MICRO_BATCHES, forward_only=forward_only)
+            plan = balancer.begin_pass(PassSource.unknown(MICRO_BATCHES), forward_only=forward_only)
             found[name] = plan.predicted_cost_s
             tiny_gpt.forward_backward(run, 0, routes, forward_only=forward_only)
             balancer.end_pass()
@@ -181,7 +182,7 @@ def gradients_on_their_way() -> dict[str, dict[str, int]]:
             run = tiny_gpt.build(num_layers=cross_node_cases.LAYERS, **changes)
             balancer = attach(run.models, run.optimizer, cross_node_cases.CONFIG)
             routes = cross_node_cases.routes_of(0)
-            balancer.begin_pass(routes, plan=cross_node_cases.plan_by_hand(balancer, routes))
+            balancer.begin_pass(PassSource.given(cross_node_cases.plan_by_hand(balancer, routes), routes))
             with (
                 patch.object(Transport, "start_push", counted("pushes", Transport.start_push)),
                 patch.object(Transport, "start_return", counted("returns", Transport.start_return)),
@@ -226,7 +227,7 @@ def plans_of_two_groups() -> dict[str, Any]:
         balancer = attach(run.models, run.optimizer, CONFIG)
         plain = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         plan = balancer.plan(routes)
-        balancer.begin_pass(plan=plan)
+        balancer.begin_pass(PassSource.given(plan))
         loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         metrics = balancer.end_pass()
         asked = replace(CONFIG, parameters={"tolerance": 0.1 * (dist.get_rank() == 3)})
@@ -251,18 +252,18 @@ def prepared_passes() -> dict[str, Any]:
             balancer = attach(run.models, run.optimizer, CONFIG)
             prepared = name == "prepared"
             if prepared:
-                balancer.prepare(occurring(0), forward_only=True)
-                balancer.prepare(occurring(0))
+                balancer.prepare(PassSource.replayed(occurring(0)), forward_only=True)
+                balancer.prepare(PassSource.replayed(occurring(0)))
             for step in range(3):
                 for forward_only in (True, False):
-                    given = {} if prepared else {"routes": occurring(step), "forward_only": forward_only}
-                    found["plans"].append(balancer.begin_pass(**given).hash)
+                    source = None if prepared else PassSource.replayed(occurring(step))
+                    found["plans"].append(balancer.begin_pass(source, forward_only=forward_only).hash)
                     if forward_only:
                         tiny_gpt.forward_backward(run, step, occurring(step), forward_only=True)
                     else:
                         if prepared and step < 2:
-                            balancer.prepare(occurring(step + 1), forward_only=True)
-                            balancer.prepare(occurring(step + 1))
+                            balancer.prepare(PassSource.replayed(occurring(step + 1)), forward_only=True)
+                            balancer.prepare(PassSource.replayed(occurring(step + 1)))
                         tiny_gpt.update(run, step, occurring(step), curve)
                     metrics = balancer.end_pass()
                     found[name].append([metrics.replicas, metrics.actual_rows.tolist(), metrics.misfit is None])
@@ -284,16 +285,16 @@ def begins_before_it_is_ready() -> dict[str, Any]:
             return plan_pass(*given)
 
         with patch.object(PassPlanner, "plan_pass", held_up):
-            balancer.prepare(occurring(0), forward_only=True)
+            balancer.prepare(PassSource.replayed(occurring(0)), forward_only=True)
             began.wait()
             (waiting,) = balancer._prepared
             found["returned before it was planned"] = not waiting.planned[0].done()
-            found["other"] = refusal(lambda: balancer.begin_pass(occurring(1)))
+            found["other"] = refusal(lambda: balancer.begin_pass(PassSource.replayed(occurring(1))))
             threading.Timer(0.2, may_go.set).start()
             balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         held_up_s = balancer.end_pass().plan_wait_s
-        balancer.prepare(occurring(0), forward_only=True)
+        balancer.prepare(PassSource.replayed(occurring(0)), forward_only=True)
         balancer._prepared[0].planned[0].result()
         balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
@@ -309,18 +310,22 @@ def planning_fails_on_one_rank() -> dict[str, Any]:
         balancer = attach(run.models, run.optimizer, CONFIG)
         second, routes = dist.get_rank() == 1, occurring(0)
         nan = [np.where(each.numpy() == 0, np.nan, each.numpy()) for each in routes]
-        balancer.prepare(nan if second else routes)
+        balancer.prepare(PassSource.replayed(nan if second else routes))
         found["nan"] = refusal(balancer.begin_pass)
         outside = [each - 2 for each in routes]
-        found["outside"] = refusal(lambda: balancer.begin_pass(outside if second else routes))
+        found["outside"] = refusal(lambda: balancer.begin_pass(PassSource.replayed(outside if second else routes)))
 
         def fails(*_: Any) -> Any:
             raise ZeroDivisionError("in the policy")
 
         with patch.object(PassPlanner, "_share", fails if second else PassPlanner._share):
-            found["policy"] = refusal(lambda: balancer.begin_pass(routes), (InvalidInputError, ZeroDivisionError))
+            found["policy"] = refusal(
+                lambda: balancer.begin_pass(PassSource.replayed(routes)), (InvalidInputError, ZeroDivisionError)
+            )
         with patch.object(PassTables, "of_pass", fails if second else PassTables.of_pass):
-            found["tables"] = refusal(lambda: balancer.begin_pass(routes), (InvalidInputError, ZeroDivisionError))
+            found["tables"] = refusal(
+                lambda: balancer.begin_pass(PassSource.replayed(routes)), (InvalidInputError, ZeroDivisionError)
+            )
         loss, metrics = forward(run, balancer, routes)
         found["then"] = [loss == tiny_gpt.forward_backward(run, 0, routes, forward_only=True), metrics.replicas]
     return found
@@ -340,9 +345,9 @@ def experts_move_after_prepare() -> dict[str, Any]:
         run, routes = tiny_gpt.build(), occurring(0)
         balancer = attach(run.models, run.optimizer, CONFIG)
         plain = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
-        balancer.prepare(routes, forward_only=True)
+        balancer.prepare(PassSource.replayed(routes), forward_only=True)
         balancer.reorder(random_placement(balancer, 0))
-        balancer.prepare(routes, forward_only=True)
+        balancer.prepare(PassSource.replayed(routes), forward_only=True)
         losses, metrics = [], []
         for _ in range(2):
             balancer.begin_pass()

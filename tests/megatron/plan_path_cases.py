@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import plan_of_load
 from moe_rl.core.visits import count_visits
 from moe_rl.megatron import BalancerConfig, attach
@@ -59,7 +60,7 @@ def replayed() -> list[dict[str, Any]]:
             routes = [tiny_gpt.skewed_routes(step, m, num_layers=LAYERS) for m in range(MICRO_BATCHES)]
             load = balancer.load_of(routes)
             received = balancer.reorder(balancer.plan_reorder(routes))
-            plan = balancer.begin_pass(routes)
+            plan = balancer.begin_pass(PassSource.replayed(routes))
             with copies_sent() as sent:
                 tiny_gpt.update(run, step, routes, tiny_gpt.history())
             metrics = balancer.end_pass()
@@ -124,7 +125,7 @@ def levers() -> dict[str, dict[str, list[int]]]:
             if moves:
                 homes = balancer.plan_reorder(routes)
                 predicted, received = homes.migration.moved_bytes, balancer.reorder(homes)
-            plan = balancer.begin_pass(routes)
+            plan = balancer.begin_pass(PassSource.replayed(routes))
             predicted += moved_bytes(plan, pricing)
             with copies_sent() as sent:
                 tiny_gpt.update(run, 0, routes, tiny_gpt.history())

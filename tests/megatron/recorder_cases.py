@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from replica_cases import occurring
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, RoutingRecorder, attach, merge_recordings
 from moe_rl.replay.manifest import Manifest
@@ -38,7 +39,7 @@ def recorded(run: tiny_gpt.Run, *, routes_of: Any = occurring, provenance: str =
     balancer = attach(run.models, run.optimizer, BalancerConfig(policy="static"))
     curve, rows = tiny_gpt.history(), []
     for step in STEPS:
-        balancer.begin_pass([tiny_gpt.held_rows(r) for r in routes_of(step)])
+        balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(r) for r in routes_of(step)]))
         with recorder.step(step):
             tiny_gpt.update(run, step, routes_of(step), curve)
         with torch.no_grad():  # outside a step: not recorded, and no micro-batch of the pass

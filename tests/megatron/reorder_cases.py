@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from moe_rl.balancing import migrate
-from moe_rl.balancing.heard import HeldRows
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, expert_state
@@ -63,10 +64,10 @@ def reordered(run: tiny_gpt.Run, *, policy: str, top_k: int) -> dict[str, Any]:
         if policy:
             plan = balancer.plan_reorder(routes)
             received.append(balancer.reorder(plan))
-            balancer.begin_pass(plan=plan)
+            balancer.begin_pass(PassSource.given(plan))
         else:
             received.append(balancer.reorder(random_placement(balancer, step)))
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, step, routes, curve)
         metrics.append(balancer.end_pass().as_dict())
     with balancer.canonical():
@@ -257,11 +258,11 @@ def two_calls_per_step() -> dict[str, Any]:
                     routes = routes_of(2 * step + half)
                     if balancer is not None:
                         before = balancer.placement.home_rank
-                        told = {"routes": routes, "tokens": sequences_of(2 * step + half)}
+                        source: PassSource | None = PassSource.replayed(routes, sequences_of(2 * step + half))
                         if name == "prepared" and half:
-                            balancer.prepare(**told)
-                            told = {}
-                        balancer.begin_pass(**told)
+                            balancer.prepare(source)
+                            source = None
+                        balancer.begin_pass(source)
                         moved.append(bool((balancer.placement.home_rank != before).any()))
                     curve["loss"].append(tiny_gpt.forward_backward(run, 2 * step + half, routes))
                     if balancer is not None:
@@ -272,11 +273,11 @@ def two_calls_per_step() -> dict[str, Any]:
     return found
 
 
-def sequences_of(step: int) -> list[HeldRows]:
+def sequences_of(step: int) -> list[SequenceRows]:
     """The rows of every micro-batch as the layers have them: [S, B]."""
     found = []
     for micro_batch in range(MICRO_BATCHES):
-        rows = HeldRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
+        rows = SequenceRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
         by_position = rows.sequence.reshape(tiny_gpt.BATCH, tiny_gpt.SEQUENCE).T.ravel()
         found.append(replace(rows, sequence=by_position))
     return found

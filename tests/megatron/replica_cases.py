@@ -8,6 +8,7 @@ from unittest.mock import patch
 import tiny_gpt
 import torch
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.streams import Arrival
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach, elastic_spec
@@ -46,7 +47,7 @@ def balanced(
     with around(balancer):
         for step in range(steps):
             routes = routes_of(step)
-            balancer.begin_pass([tiny_gpt.held_rows(r) for r in predict(routes, step)])
+            balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(r) for r in predict(routes, step)]))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())
     balancer.detach()
@@ -247,7 +248,7 @@ def static_costs_nothing() -> dict[str, Any]:
             plain = tiny_gpt.forward_backward(plain_run, 0, occurring(0))
         balancer = attach([run.model], run.optimizer, BalancerConfig(policy="static"))
         keys = sorted(run.model.state_dict())
-        balancer.begin_pass(occurring(0))
+        balancer.begin_pass(PassSource.replayed(occurring(0)))
         with counted() as calls:
             loss = tiny_gpt.forward_backward(run, 0, occurring(0))
         metrics = balancer.end_pass().as_dict()
@@ -269,7 +270,7 @@ def named_ranges() -> list[str]:
         ranges.enable(nvtx=True, record_function=True)
         try:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                balancer.begin_pass(occurring(0))
+                balancer.begin_pass(PassSource.replayed(occurring(0)))
                 tiny_gpt.forward_backward(run, 0, occurring(0))
                 balancer.end_pass()
                 run.model.zero_grad_buffer()  # experts stay while gradients wait

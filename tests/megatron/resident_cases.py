@@ -24,6 +24,7 @@ from cross_node_cases import large_storages
 from matrix_cases import DTYPES, LAYOUTS, NAMES, RECOMPUTES, SMALL_BUCKETS
 from reorder_cases import random_residents
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron import BalancerConfig, attach, restore_placement, save_placement
 from moe_rl.megatron.exchange import ReplicatedExperts
@@ -65,11 +66,11 @@ def balanced(
             balancer.reorder(random_residents(balancer, step, move=reorders))
         passes = []
         if log_probs:
-            balancer.begin_pass(held, forward_only=True)
+            balancer.begin_pass(PassSource.replayed(held), forward_only=True)
             with torch.no_grad():
                 tiny_gpt.forward_backward(run, step, routes, forward_only=True)
             passes.append(balancer.end_pass().as_dict())
-        balancer.begin_pass(held)
+        balancer.begin_pass(PassSource.replayed(held))
         tiny_gpt.update(run, step, routes, curve)
         passes.append(balancer.end_pass().as_dict())
         metrics.append(passes)
@@ -203,7 +204,7 @@ def memory() -> dict[str, int]:
 
         balancer = attach(run.models, run.optimizer, BalancerConfig(**CONFIG))
         balancer.reorder(random_residents(balancer, 0, move=False))
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         balancer.end_pass()
         found = {"numel": numel, "added": added(), "reported": balancer.buffer_bytes}
@@ -229,7 +230,7 @@ def other_weights() -> dict[str, Any]:
                     for parameter in each.gpt.parameters():
                         parameter.mul_(scale)
                     if each is run:
-                        balancer.begin_pass(routes, forward_only=True)
+                        balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
                     losses[name].append(tiny_gpt.forward_backward(each, 0, routes, forward_only=True))
                 pushed.append(balancer.end_pass().pushed_bytes)
     return {"losses": losses, "pushed": pushed}
@@ -242,7 +243,7 @@ def told_too_many() -> dict[str, Any]:
         balancer = attach(run.models, run.optimizer, BalancerConfig(**ALONE))
         balancer.reorder(random_residents(balancer, 1, move=False))
         routes = routes_of(0)
-        balancer.begin_pass([*routes, routes[0]])
+        balancer.begin_pass(PassSource.replayed([*routes, routes[0]]))
         tiny_gpt.forward_backward(run, 0, routes)
         try:
             balancer.end_pass()
@@ -263,7 +264,7 @@ def broken_off() -> dict[str, Any]:
         balancer.reorder(random_residents(balancer, 0, move=False))  # in the second layer, the first of backward
         for step in range(2):
             run.model.zero_grad_buffer()
-            balancer.begin_pass(routes_of(step))
+            balancer.begin_pass(PassSource.replayed(routes_of(step)))
             with patch.object(ReplicatedExperts, "finish_return", out_of_memory):
                 try:
                     tiny_gpt.forward_backward(run, step, routes_of(step))
@@ -271,7 +272,7 @@ def broken_off() -> dict[str, Any]:
                     broken += 1
             balancer.end_pass()
             run.model.zero_grad_buffer()
-            balancer.begin_pass(routes_of(step))
+            balancer.begin_pass(PassSource.replayed(routes_of(step)))
             curve["loss"].append(tiny_gpt.forward_backward(run, step, routes_of(step)))
             curve["grad_norm"].append(float(run.optimizer.step()[1]))
             balancer.end_pass()
@@ -299,7 +300,7 @@ def checkpointed() -> dict[str, Any]:
         for step in range(2):
             if step == 0:
                 balancer.reorder(placement)
-            balancer.begin_pass(routes_of(step))
+            balancer.begin_pass(PassSource.replayed(routes_of(step)))
             tiny_gpt.update(run, step, routes_of(step), curve)
             balancer.end_pass()
             with balancer.canonical(weights_only=True):

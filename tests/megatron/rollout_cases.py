@@ -9,7 +9,8 @@ import tiny_gpt
 import torch
 from feed_cases import live
 
-from moe_rl.balancing.heard import HeldRows
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.megatron import BalancerConfig, RowSlice, attach
 from moe_rl.megatron.routed_rows import held_positions
 
@@ -18,9 +19,9 @@ TOKENS_OF = tiny_gpt.tokens_of
 CONFIG = BalancerConfig(objective="imbalance", cross_node_slots=1, ranks_per_node=2, reorders=True)
 
 
-def held(step: int, micro_batch: int) -> HeldRows:
+def held(step: int, micro_batch: int) -> SequenceRows:
     """The rows of this rank: [S, B], of which a tensor-parallel rank has a part."""
-    whole = HeldRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
+    whole = SequenceRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
     boundaries = np.arange(tiny_gpt.BATCH + 1) * tiny_gpt.SEQUENCE
     rows = held_positions(boundaries, RowSlice.current(), side_by_side=True)
     return replace(whole, sequence=whole.sequence[rows])
@@ -62,7 +63,9 @@ def rollouts(**parallel: int) -> dict[str, Any]:
                         tiny_gpt, "tokens_of", lambda s, m, length=16, order=order: TOKENS_OF(s, order[m], length)
                     )
                     if balancer is not None:
-                        balancer.begin_pass(tokens=[held(step, m) for m in order], forward_only=forward_only)
+                        balancer.begin_pass(
+                            PassSource.expected([held(step, m) for m in order]), forward_only=forward_only
+                        )
                     with reordered:
                         if forward_only:
                             with torch.no_grad():

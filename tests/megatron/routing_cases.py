@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.replay import TraceReader
 
@@ -61,7 +62,7 @@ def recorded_routing() -> dict[str, Any]:
             plain = tiny_gpt.forward_backward(run, step, routes, forward_only=True)
             plan = balancer.plan_reorder(routes)
             moved = balancer.reorder(plan)
-            balancer.begin_pass(plan=plan)
+            balancer.begin_pass(PassSource.given(plan))
             loss = tiny_gpt.forward_backward(run, step, routes)
             metrics = balancer.end_pass()
             found[policy] = {

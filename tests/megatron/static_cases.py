@@ -24,6 +24,7 @@ from rollout_cases import like_some
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.kernels import operands
 from moe_rl.megatron import BalancerConfig, attach
@@ -118,7 +119,7 @@ def trained(config: BalancerConfig, *, record: bool = False, **changes: Any) -> 
     for step in range(STEPS):
         balancer.reorder(random_placement(balancer, step))
         routes = occurring(step, count=MICRO_BATCHES)
-        balancer.begin_pass(routes)
+        balancer.begin_pass(PassSource.replayed(routes))
         with recorded(waits) if record else contextlib.nullcontext([]) as seen:
             tiny_gpt.update(run, step, routes, curve)
         runs += seen
@@ -159,7 +160,7 @@ def growing_micro_batches() -> dict[str, Any]:
             for step, lengths in enumerate(((4, 8), (4, 16))):
                 every = zip(occurring(step, count=2), lengths, strict=True)
                 routes = [rows[: length * tiny_gpt.BATCH] for rows, length in every]
-                balancer.begin_pass(routes)
+                balancer.begin_pass(PassSource.replayed(routes))
                 tiny_gpt.update(run, step, routes, curve)
                 balancer.end_pass()
                 if name == "static":
@@ -191,7 +192,7 @@ def overflow(**changes: Any) -> list[str]:
         balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
         before = [parameter.detach().clone() for parameter in run.model.parameters()]
         told = occurring(0, count=MICRO_BATCHES)
-        balancer.begin_pass(told)
+        balancer.begin_pass(PassSource.replayed(told))
         hot = [torch.zeros_like(each) + torch.arange(2) for each in told]
         tiny_gpt.forward_backward(run, 0, [told[0], hot[1], told[2]])
         try:
@@ -200,7 +201,7 @@ def overflow(**changes: Any) -> list[str]:
         except InvalidInputError as error:
             said = str(error)
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
-        balancer.begin_pass(told)  # the next pass is as if nothing had been
+        balancer.begin_pass(PassSource.replayed(told))  # the next pass is as if nothing had been
         tiny_gpt.forward_backward(run, 0, told)
         balancer.end_pass()
     return [said, str(same)]
@@ -220,7 +221,7 @@ def unknown_routes() -> list[Any]:
         run = tiny_gpt.build()
         balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
         told = occurring(0, count=MICRO_BATCHES)
-        balancer.begin_pass(without_some(told))
+        balancer.begin_pass(PassSource.replayed(without_some(told)))
         limits = {state.capacity_rows for state in balancer._states}
         tiny_gpt.forward_backward(run, 0, told)
         balancer.end_pass()
@@ -246,7 +247,7 @@ def stated_risk() -> dict[str, Any]:
             balancer = attach(run.models, run.optimizer, config)
             for step in range(STEPS):
                 routes = occurring(step, count=MICRO_BATCHES)
-                balancer.begin_pass(without_some(routes))
+                balancer.begin_pass(PassSource.replayed(without_some(routes)))
                 limits = {state.capacity_rows for state in balancer._states}
                 tiny_gpt.update(run, step, routes, curve)
                 most = int(balancer.end_pass().actual_rows.max())
@@ -263,7 +264,7 @@ def adversarial_rows() -> str:
         balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True, capacity_risk=0.9))
         told = occurring(0, count=MICRO_BATCHES)
         count = len(told[0]) // 2
-        balancer.begin_pass(without_some(told, count))
+        balancer.begin_pass(PassSource.replayed(without_some(told, count)))
         told[0][:count] = torch.arange(2)
         tiny_gpt.forward_backward(run, 0, told)
         try:
@@ -294,7 +295,7 @@ def fixed_factor() -> dict[str, Any]:
             for step, routes in enumerate([occurring(0, count=MICRO_BATCHES), occurring(1, count=MICRO_BATCHES)]):
                 told = without_some(routes) if step else routes  # the second pass has no bound
                 try:
-                    balancer.begin_pass(told)
+                    balancer.begin_pass(PassSource.replayed(told))
                 except InvalidInputError as error:
                     found["said"] = str(error)
                     continue
@@ -354,7 +355,7 @@ def captured_router() -> dict[str, Any]:
                 for layer in run.gpt.decoder.layers:
                     layer.cuda_graphs[0].capture(torch.ones(tiny_gpt.SEQUENCE, tiny_gpt.BATCH, 32, requires_grad=True))
                 chosen.clear()
-                balancer.begin_pass(told)
+                balancer.begin_pass(PassSource.replayed(told))
             found[name] = tiny_gpt.forward_backward(run, 0, routes)
             found[f"{name}_gradients"] = [
                 float(each.main_grad.norm()) for each in run.model.parameters() if each.requires_grad
@@ -384,14 +385,14 @@ def forecasts() -> dict[str, Any]:
                 balancer.memory = partial(balancer.memory, hbm_bytes=int(peak) - 1000)
             said.clear()
             routes = occurring(0, count=MICRO_BATCHES)
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             found.setdefault("said", []).append([each for each in said if "forecast" in each[1]])
             tiny_gpt.forward_backward(run, 0, routes)
             metrics = balancer.end_pass()
             found["metrics"].append(metrics.as_dict())
             rows = metrics.actual_rows.sum(axis=1).max(axis=0)  # of the fullest micro-batch, all layers, by rank
             found["fullest"] = int(rows.argmax()), metrics.memory.fullest_rank
-        balancer.begin_pass(routes, forward_only=True)
+        balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
         tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         found["forward_only"] = sorted(balancer.end_pass().as_dict())
     logger.removeHandler(listener)

@@ -26,6 +26,7 @@ from megatron.core.transformer.moe import fused_a2a
 from reorder_cases import random_placement
 from replica_cases import occurring, poisoned
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, ElasticMoELayer, attach
 from moe_rl.megatron.exchange import ReplicatedExperts
 from moe_rl.megatron.expert_state import ExpertOptimizerState
@@ -108,7 +109,7 @@ def balanced(*, poison: bool = False, policy: str = "ultraep", **changes: Any) -
         for step in range(STEPS):
             routes = routes_of(step, changes)
             balancer.reorder(random_placement(balancer, step))
-            balancer.begin_pass([tiny_gpt.held_rows(each) for each in routes])
+            balancer.begin_pass(PassSource.replayed([tiny_gpt.held_rows(each) for each in routes]))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())
     return curve, metrics
@@ -210,7 +211,7 @@ def kept(setting: str) -> dict[str, Any]:
             routes = routes_of(step, changes)
             tiny_gpt.update(plain_run, step, routes, tiny_gpt.history())
             balancer.reorder(random_placement(balancer, step))
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, step, routes, curve)
             balancer.end_pass()
         expected = state_of(plain_run)
@@ -278,7 +279,7 @@ def forward_alone() -> dict[str, Any]:
             run, routes = build(**BF16 | changes), occurring(0)
             before = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             balancer = attach(run.models, run.optimizer, BalancerConfig(policy="ultraep", objective="imbalance"))
-            balancer.begin_pass(routes, forward_only=True)
+            balancer.begin_pass(PassSource.replayed(routes), forward_only=True)
             loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
             found[name] = [before, loss, balancer.end_pass().replicas]
         found["reallocations"] = fused_a2a._hybrid_ep_buffer.reallocations

@@ -18,7 +18,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "one_rank_without": "no MoELayer",
         "twice": "attached to this model already",
         "end_first": "no pass is under way",
-        "nothing": "routes, a plan",
+        "nothing": "a pass needs a PassSource",
         "ids": "expert ids 100 .. 107",
         "layers": "L = 2 MoE layers",
         "uneven": "different numbers of micro-batches: 2, 3",

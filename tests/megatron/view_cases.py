@@ -11,6 +11,7 @@ import tiny_gpt
 from reorder_cases import random_placement
 from replica_cases import occurring
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.expert_views.grouped_module import grouped_spec
 from moe_rl.megatron.expert_views.registry import EXPERT_VIEWS
@@ -43,7 +44,7 @@ def trained(name: str) -> dict[str, Any]:
             balancer, curve = attach([run.model], run.optimizer, config), tiny_gpt.history()
             balancer.reorder(random_placement(balancer, 0))
             routes = occurring(0, count=MICRO_BATCHES)
-            balancer.begin_pass(routes)
+            balancer.begin_pass(PassSource.replayed(routes))
             tiny_gpt.update(run, 0, routes, curve)
             found[experts], found["metrics"] = curve, balancer.end_pass().as_dict()
             found["class"] = f"{kind.__module__}.{kind.__qualname__}"

@@ -12,6 +12,7 @@ import torch
 from feed_cases import live
 from rollout_cases import held, like_some
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.megatron import Balancer, BalancerConfig, attach
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -50,7 +51,7 @@ def forwards_inside(**changes: Any) -> dict[str, Any]:
             balancer = attach(run.models, run.optimizer, IN_NODE) if name == "ours" else None
             for step in range(STEPS):
                 if balancer is not None:
-                    balancer.begin_pass(routes_of(step), tokens=[held(step, m) for m in range(3)])
+                    balancer.begin_pass(PassSource.replayed(routes_of(step), [held(step, m) for m in range(3)]))
                 tiny_gpt.update(run, step, routes_of(step), curve)
                 if balancer is not None:
                     found["metrics"].append(balancer.end_pass().as_dict())
@@ -86,7 +87,7 @@ def other_numbers() -> dict[str, Any]:
             for step, (announced, ran) in enumerate(passes):
                 if balancer is not None:
                     tokens = [held(step, m) for m in range(announced)]
-                    balancer.begin_pass(routes_of(step, announced), tokens=tokens)
+                    balancer.begin_pass(PassSource.replayed(routes_of(step, announced), tokens))
                 tiny_gpt.update(run, step, routes_of(step, ran), curve)
                 if balancer is not None:
                     metrics = balancer.end_pass()
@@ -125,7 +126,7 @@ def moves_of(*, log_probs: bool, validates: bool) -> dict[str, Any]:
             forward_only(balancer, run, step, nothing, sequences=(step, step + 1))
         if validates and step in (1, 3, 4):
             forward_only(balancer, run, 500 + step, nothing, sequences=(500 + step,))
-        balancer.begin_pass(tokens=[held(step, m) for m in range(4)])
+        balancer.begin_pass(PassSource.expected([held(step, m) for m in range(4)]))
         found["homes"].append(balancer.placement.home_rank.tolist())
         tiny_gpt.update(run, step, nothing, tiny_gpt.history())
         metrics = balancer.end_pass()
@@ -140,7 +141,7 @@ def forward_only(
     balancer: Balancer, run: tiny_gpt.Run, step: int, routes: list[torch.Tensor], sequences: tuple[int, ...]
 ) -> None:
     for each in sequences:
-        balancer.begin_pass(tokens=[held(each, m) for m in range(4)], forward_only=True)
+        balancer.begin_pass(PassSource.expected([held(each, m) for m in range(4)]), forward_only=True)
         with torch.no_grad():
             tiny_gpt.forward_backward(run, each, routes, forward_only=True)
         balancer.end_pass()

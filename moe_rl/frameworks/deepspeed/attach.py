@@ -5,8 +5,9 @@ from moe_rl.frameworks.deepspeed.attach import attach    # before deepspeed.init
 engine, *_ = deepspeed.initialize(model=model, config={"expert_parallel": {"enabled": True, "autoep_size": 8}, ...})
 balancer = attach(engine, BalancerConfig(replica_slots=1))
 
-balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known; or
-balancer.begin_pass(tokens=[HeldRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches])
+balancer.begin_pass(PassSource.replayed(routes))    # one [B, S, L, K] array per micro-batch, -1 if unknown; or
+sequences = [SequenceRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches]
+balancer.begin_pass(PassSource.expected(sequences))
 ...                                   # engine(...), engine.backward(loss), engine.step() of an accumulation cycle
 metrics = balancer.end_pass()
 

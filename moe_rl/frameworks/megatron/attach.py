@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.frameworks.routes import of_moe_layers
 
 logger = logging.getLogger("moe_rl.frameworks")
@@ -31,7 +33,7 @@ def forward_backward(
     balancer: Any,
     routes: Callable[[list[Any]], Routes],
     *,
-    tokens: Callable[[list[Any]], list[HeldRows]] | None = None,
+    tokens: Callable[[list[Any]], list[SequenceRows]] | None = None,
     again: Callable[[], Iterator[Any]] | None = None,
     on_metrics: Callable[[dict[str, float]], object] | None = None,
 ) -> Callable[..., Any]:
@@ -60,13 +62,8 @@ def forward_backward(
             parts = [part for part, _ in each if part is not None]
             known = [rows for part in parts for rows in part] if len(parts) == count else None
             held = tokens and [rows for _, part in each for rows in part or ()]
-        if known is not None:
-            num_layers = {layers for given in known if (layers := as_array(given).shape[1])}
-            require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
-            told: dict[str, Any] = {"routes": [of_moe_layers(given, balancer.model) for given in known]}
-        else:
-            told = {"num_micro_batches": count} if held is None else {"tokens": held}
-        balancer.begin_pass(**told, forward_only=bool(kwargs.get("forward_only", False)))
+        source = _source_of(known, held, count, balancer.model)
+        balancer.begin_pass(source, forward_only=bool(kwargs.get("forward_only", False)))
         try:
             result = function(**kwargs)
         except BaseException:
@@ -77,6 +74,17 @@ def forward_backward(
         return result
 
     return planned
+
+
+def _source_of(
+    routes: Routes, sequences: list[SequenceRows] | None, num_micro_batches: int, model: MoeModelSpec
+) -> PassSource:
+    """Return what the providers said of a call."""
+    if routes is not None:
+        num_layers = {layers for ids in routes if (layers := as_array(ids).shape[1])}
+        require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
+        return PassSource.replayed([of_moe_layers(ids, model) for ids in routes])
+    return PassSource.unknown(num_micro_batches) if sequences is None else PassSource.expected(sequences)
 
 
 def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any]], Routes]:

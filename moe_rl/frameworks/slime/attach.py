@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.driver_packing import DriverPacking
-from moe_rl.balancing.heard import HeldRows
 from moe_rl.balancing.loads import as_array
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
@@ -158,9 +159,9 @@ class Worker:
 
         return packed_part(of_token, getattr(self.args, "data_pad_size_multiplier", 128), RowSlice.current())
 
-    def held(self, sequences: Sequence[Any]) -> HeldRows:
+    def held(self, sequences: Sequence[Any]) -> SequenceRows:
         """Return of which sequence each of this rank's rows is."""
-        return HeldRows.of_tokens(
+        return SequenceRows.of_tokens(
             sequences, self.rows([np.full(len(sequence), i) for i, sequence in enumerate(sequences)])
         )
 
@@ -218,7 +219,7 @@ class Worker:
 
         @functools.wraps(function)
         def planned(**kwargs: Any) -> Any:
-            run, settings, step = self.run, self.settings, self.step
+            run, settings = self.run, self.settings
             if settings is None:
                 return function(**kwargs)
             forward_only = bool(kwargs.get("forward_only", False))
@@ -228,22 +229,29 @@ class Worker:
             if run is None:
                 return call() if keys is None else self.router_shift.around(call, keys, forward_only=forward_only)
             run.router_shift = self.router_shift
-            source: dict[str, Any] = {}
-            if run.balancer is not None and not forward_only and settings.plans is not None and step is not None:
-                source = {"plan": load_plan(plan_path(settings.plans, *step))}
-            elif run.balancer is not None and (not forward_only or self.stage() == "replay_forward"):
-                source = _from_lists(run, kwargs)
-            if run.balancer is not None and not source:
-                coming = self.tokens_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-                source = {"num_micro_batches": kwargs["num_microbatches"]}
-                if coming is not None:
-                    source = {"tokens": [self.held(sequences) for sequences in coming]}
+            source = None
+            if run.balancer is not None:
+                source = self.source_of(kwargs["data_iterator"], kwargs["num_microbatches"], forward_only=forward_only)
             result = run.around(call, source, keys=keys, forward_only=forward_only)
             if run.last_metrics:
                 logger.info("moe_rl: %s", run.last_metrics)
             return result
 
         return planned
+
+    def source_of(self, data: Any, num_micro_batches: int, *, forward_only: bool) -> PassSource:
+        """Return what is known of the next call: the driver's plan, routes to replay, sequences, or their number."""
+        folder = None if self.settings is None else self.settings.plans
+        if not forward_only and folder is not None and self.step is not None:
+            return PassSource.given(load_plan(plan_path(folder, *self.step)))
+        if not forward_only or self.stage() == "replay_forward":
+            routes = _replayed_routes(self.run, num_micro_batches)
+            if routes is not None:
+                return PassSource.replayed(routes)
+        coming = self.tokens_ahead(data, num_micro_batches)
+        if coming is None:
+            return PassSource.unknown(num_micro_batches)
+        return PassSource.expected([self.held(sequences) for sequences in coming])
 
 
 ACTOR, BACKUPS = "backends.megatron_utils.actor", "utils.tensor_backper:_TensorBackuperNormal"
@@ -268,14 +276,13 @@ WORKER = Worker(
 init, before_train_step = WORKER.init, WORKER.before_train_step
 
 
-def _from_lists(run: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    routes = next_routes(
+def _replayed_routes(run: Any, num_micro_batches: int) -> list[NDArray[np.signedinteger]] | None:
+    return next_routes(
         [getattr(layer.router, "routing_replay", None) for layer in run.balancer.layers],
         layer_ids=run.layer_ids,
         num_layers=run.balancer.model.num_moe_layers,
-        num_micro_batches=kwargs["num_microbatches"],
+        num_micro_batches=num_micro_batches,
     )
-    return {} if routes is None else {"routes": routes}
 
 
 def packed_part(of_token: Sequence[Any], multiple: int, where: Any) -> NDArray[np.int64]:

@@ -7,8 +7,9 @@ model = AutoModelForCausalLM.from_pretrained(
 )
 balancer = attach(model, BalancerConfig())
 
-balancer.begin_pass(routes)           # one [B, S, L, K] array per micro-batch, -1 where nothing is known; or
-balancer.begin_pass(tokens=[HeldRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches])
+balancer.begin_pass(PassSource.replayed(routes))    # one [B, S, L, K] array per micro-batch, -1 if unknown; or
+sequences = [SequenceRows.of_padded(batch["input_ids"], batch["attention_mask"]) for batch in micro_batches]
+balancer.begin_pass(PassSource.expected(sequences))
 ...                                   # the forwards and backwards of an optimizer step
 metrics = balancer.end_pass()
 
@@ -16,7 +17,6 @@ The implementation is Transformers' own all-to-all over slots instead of experts
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ import torch
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.common_facts import require_in_common
 from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.frameworks.ep_balancer import EpBalancer, EpGroups, require_supported, rows_of
@@ -172,9 +173,11 @@ class RoutingReplay:
             self._forwards.append((router, router.forward))
             router.forward = functools.partial(self.layers[-1].routed, router, router.forward)
 
-    def begin_pass(self, routes: Sequence[Any]) -> None:
-        """Replay `routes`, [B, S, L, K] or [N, L, K] per micro-batch, in the next forwards and recomputations."""
-        rows = [torch.from_numpy(rows_of(routes_of_batch, self.model)) for routes_of_batch in routes]
+    def begin_pass(self, source: PassSource) -> None:
+        """Replay the source's routes, [B, S, L, K] or [N, L, K] each, in the next forwards and recomputations."""
+        if source.routes is None:
+            raise InvalidInputError("replay without a balancer needs routes: begin_pass(PassSource.replayed(routes)).")
+        rows = [torch.from_numpy(rows_of(routes_of_batch, self.model)) for routes_of_batch in source.routes]
         for layer in self.layers:
             device = self._forwards[layer.index][0].weight.device
             layer.begin([rows_of_batch[:, layer.index].to(device) for rows_of_batch in rows], len(rows))

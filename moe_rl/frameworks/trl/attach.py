@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.transformers.attach import RoutingReplay
 from moe_rl.frameworks.trl.contract import FRAMEWORK
@@ -79,7 +80,8 @@ class ReplayGRPOTrainer(GRPOTrainer):
         if self.model.training and self._step % count == 0:
             self.routing.give_up()  # after out of memory `auto_find_batch_size` begins anew, inside of `train`
             coming = [(self._step + step) % self.args.steps_per_generation for step in range(count)]
-            self.routing.begin_pass([self._buffered_inputs[index][ROUTES] for index in coming])
+            routes = [self._buffered_inputs[index][ROUTES] for index in coming]
+            self.routing.begin_pass(PassSource.replayed(routes))
         return inputs
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,13 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from moe_rl.balancing.heard import HeldRows
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.megatron.attach import looked_ahead
 from moe_rl.frameworks.routes import of_moe_layers
@@ -113,11 +118,9 @@ def _planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[.
         if run is None or run.idle:
             return function(**kwargs)
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
-        source: dict[str, Any] | None = None  # the pass that is prepared
-        if run.balancer is None:
-            source = {}
-        elif look_ahead.prepared is None:
-            source = _known(micro_batches, engine, run.balancer.model)
+        source: PassSource | None = None  # the pass that is prepared, if there is a balancer
+        if run.balancer is not None and look_ahead.prepared is None:
+            source = _source_of(micro_batches, engine, run.balancer.model)
         shift, forward_only = run.router_shift, kwargs["forward_only"]
         keys = shift and [_keys(batch, engine, shift, forward_only=forward_only) for batch in micro_batches]
         return run.around(lambda: function(**kwargs), source, keys=keys, forward_only=forward_only)
@@ -154,15 +157,14 @@ def _packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: 
     return [index_select_tensor_dict(data, indices_of_batch) for indices_of_batch in packed], packed
 
 
-def _known(micro_batches: list[Any], engine: Any, model: Any) -> dict[str, Any]:
-    source: dict[str, Any] = {}
+def _source_of(micro_batches: list[Any], engine: Any, model: MoeModelSpec) -> PassSource:
+    """Return what verl's micro-batches say before their pass: routes to replay, sequences, or their number alone."""
+    sequences = None
+    if engine.engine_config.use_remove_padding:  # the order of padded rows is not read here
+        sequences = [_held(batch, engine) for batch in micro_batches]
     if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
-        source["routes"] = [_rows(batch, engine, model) for batch in micro_batches]
-    if engine.engine_config.use_remove_padding:
-        source["tokens"] = [_held(batch, engine) for batch in micro_batches]
-    elif not source:  # padded rows, whose order is not read here
-        source["num_micro_batches"] = len(micro_batches)
-    return source
+        return PassSource.replayed([_rows(batch, engine, model) for batch in micro_batches], sequences)
+    return PassSource.unknown(len(micro_batches)) if sequences is None else PassSource.expected(sequences)
 
 
 def _keys(micro_batch: Any, engine: Any, shift: Any, *, forward_only: bool) -> Any:
@@ -171,7 +173,7 @@ def _keys(micro_batch: Any, engine: Any, shift: Any, *, forward_only: bool) -> A
     return keys, _packed([keys_of_sequence + 1 for keys_of_sequence in keys], micro_batch, engine) - 1
 
 
-def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
+def _rows(micro_batch: Any, engine: Any, model: MoeModelSpec) -> NDArray[np.signedinteger]:
     """Return [N, L, K]: the routes that this rank's rows will replay, in Megatron's order, -1 on the others.
 
     Rows are packed by verl's own function, so that padding, context parallelism and their order are verl's. It pads
@@ -192,13 +194,13 @@ def _rows(micro_batch: Any, engine: Any, model: Any) -> Any:
     return of_moe_layers(_packed(shifted, micro_batch, engine) - 1, model)
 
 
-def _held(micro_batch: Any, engine: Any) -> HeldRows:
+def _held(micro_batch: Any, engine: Any) -> SequenceRows:
     """Return of which sequence each of this rank's rows is."""
     import torch
 
     tokens = micro_batch["input_ids"].unbind()
     numbers = [torch.full((len(ids),), index + 1, dtype=torch.int32) for index, ids in enumerate(tokens)]
-    return HeldRows.of_tokens(tokens, _packed(numbers, micro_batch, engine) - 1)
+    return SequenceRows.of_tokens(tokens, _packed(numbers, micro_batch, engine) - 1)
 
 
 def _packed(sequences: list[Any], micro_batch: Any, engine: Any) -> Any:
@@ -284,7 +286,7 @@ def _look_ahead(data: Any, engine: Any, run: Any, look_ahead: Any, *, forward_on
     with _forming_micro_batches_of(engine):
         micro_batches = look_ahead.after(data, engine, forward_only=forward_only)
     if micro_batches is not None:
-        run.balancer.prepare(**_known(micro_batches, engine, run.balancer.model))
+        run.balancer.prepare(_source_of(micro_batches, engine, run.balancer.model))
 
 
 def _weighed(

@@ -32,7 +32,8 @@ from tiny_hf import (
 
 import moe_rl
 from moe_rl.balancing import BalancerConfig
-from moe_rl.balancing.heard import HeldRows
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks.deepspeed import attach as adapter
 from moe_rl.frameworks.deepspeed.contract import FRAMEWORK
@@ -134,9 +135,9 @@ def trained(
         if reorder and step == 2:
             plan = balancer.plan_reorder(micro_batches(step, **how))
             received.append(balancer.reorder(plan))
-            balancer.begin_pass(micro_batches(step, **how), plan=plan)
+            balancer.begin_pass(PassSource.given(plan, micro_batches(step, **how)))
         else:
-            balancer.begin_pass(micro_batches(step, **how))
+            balancer.begin_pass(PassSource.replayed(micro_batches(step, **how)))
         step_losses, step_gradients = step_of(engine, step)
         losses += step_losses
         norms.append(float(engine.get_global_grad_norm()))
@@ -185,11 +186,11 @@ def without_replay() -> dict[str, Any]:
         for step in range(STEPS):
             batches = [tokens(step, micro_batch) for micro_batch in range(MICRO_BATCHES)]
             together = torch.cat(batches[::-1])
-            balancer.begin_pass(tokens=[HeldRows.of_padded(together)], forward_only=True)
+            balancer.begin_pass(PassSource.expected([SequenceRows.of_padded(together)]), forward_only=True)
             with torch.no_grad():
                 engine.module(input_ids=together)
             balancer.end_pass()
-            balancer.begin_pass(tokens=[HeldRows.of_padded(each) for each in batches])
+            balancer.begin_pass(PassSource.expected([SequenceRows.of_padded(each) for each in batches]))
             losses += step_of(engine, step)[0]
             norms.append(float(engine.get_global_grad_norm()))
             found = balancer.end_pass()
@@ -218,7 +219,7 @@ def a_loss_raises() -> dict[str, Any]:
 
         def cycle(step: int, begin: int, stop: int, found: Any = found, ran: Any = (engine, balancer)) -> None:
             engine, balancer = ran
-            balancer.begin_pass(micro_batches(step, unknown=False)[begin:])
+            balancer.begin_pass(PassSource.replayed(micro_batches(step, unknown=False)[begin:]))
             for micro_batch in range(begin, MICRO_BATCHES):
                 ids = tokens(step, micro_batch)
                 loss = engine(input_ids=ids, labels=ids).loss
@@ -290,7 +291,7 @@ def live() -> dict[str, Any]:
     plain = step_of(engine, 0)
     engine = built()
     balancer = adapter.attach(engine, STATIC, replay=False)
-    balancer.begin_pass(micro_batches(0))
+    balancer.begin_pass(PassSource.replayed(micro_batches(0)))
     attached = step_of(engine, 0)
     balancer.end_pass()
     balancer.detach()
@@ -305,7 +306,7 @@ def live() -> dict[str, Any]:
         return permute(rows, counts)
 
     with patch.object(auto_ep_layer, "permute_by_local_expert", counting):
-        balancer.begin_pass(micro_batches(0))
+        balancer.begin_pass(PassSource.replayed(micro_batches(0)))
         utilization = [module.tokens_per_expert.clone() for module in layers_of(engine)]
         step_of(engine, 0)
         metrics = balancer.end_pass()
@@ -331,7 +332,7 @@ def saved_and_loaded() -> dict[str, Any]:
     curves: dict[str, list[float]] = {}
     first = built(stage=2)
     balancer = adapter.attach(first, CONFIG)
-    balancer.begin_pass(micro_batches(0))
+    balancer.begin_pass(PassSource.replayed(micro_batches(0)))
     step_of(first, 0)
     balancer.end_pass()
     placement = moved(balancer, 3)
@@ -344,7 +345,7 @@ def saved_and_loaded() -> dict[str, Any]:
     plain = built(stage=2)
     balancer = adapter.attach(plain, STATIC)
     plainly(plain)
-    balancer.begin_pass(micro_batches(0))
+    balancer.begin_pass(PassSource.replayed(micro_batches(0)))
     step_of(plain, 0)
     balancer.end_pass()
     plain.save_checkpoint(str(folder / "plain"), tag="one")
@@ -373,7 +374,7 @@ def saved_and_loaded() -> dict[str, Any]:
 def follow(engine: Any, balancer: Any) -> list[float]:
     losses = []
     for step in (1, 2):
-        balancer.begin_pass(micro_batches(step))
+        balancer.begin_pass(PassSource.replayed(micro_batches(step)))
         losses += step_of(engine, step)[0]
         balancer.end_pass()
     return losses
@@ -388,14 +389,14 @@ def recorded() -> dict[str, Any]:
     balancer.reorder(moved(balancer, 3))
     balancer.record(path / "run")
     passes = [micro_batches(step, unknown=False) for step in range(2)]
-    balancer.begin_pass(passes[0])
-    balancer.prepare(passes[1])
+    balancer.begin_pass(PassSource.replayed(passes[0]))
+    balancer.prepare(PassSource.replayed(passes[1]))
     step_of(engine, 0)
     balancer.end_pass()
     balancer.begin_pass()  # planned beside the first
     step_of(engine, 1)
     metrics = balancer.end_pass().as_dict()
-    balancer.prepare(passes[0])
+    balancer.prepare(PassSource.replayed(passes[0]))
     balancer.reorder(balancer.own_placement)
     balancer.begin_pass()  # planned for other homes
     step_of(engine, 0)
@@ -449,9 +450,9 @@ def misuse() -> dict[str, str]:
             sentence(name, lambda: adapter.attach(engine, CONFIG))
     balancer = adapter.attach(engine, CONFIG)
     sentence("twice", lambda: adapter.attach(engine, CONFIG))
-    sentence("model", lambda: balancer.begin_pass([np.zeros((2, 4, 5, 2), np.int64)]))
+    sentence("model", lambda: balancer.begin_pass(PassSource.replayed([np.zeros((2, 4, 5, 2), np.int64)])))
     sentence("reorder", lambda: balancer.reorder(moved(balancer, 0)))
-    balancer.begin_pass([routes(0, 0)[:1]])
+    balancer.begin_pass(PassSource.replayed([routes(0, 0)[:1]]))
     ids = tokens(0, 0)
     sentence("rows", lambda: engine(input_ids=ids, labels=ids))
     return said

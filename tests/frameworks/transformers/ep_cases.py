@@ -32,7 +32,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import moe_rl
 from moe_rl.balancing import BalancerConfig
-from moe_rl.balancing.heard import HeldRows
+from moe_rl.balancing.pass_source import PassSource
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.frameworks.transformers import attach as transformers_ep
 from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
@@ -89,7 +90,7 @@ def compared(path: str, given: list[Any], *, experts: str = "eager", checkpointi
         if checkpointing:
             model.gradient_checkpointing_enable()
         balancer = transformers_ep.attach(model, config or BalancerConfig(policy="static"))
-        balancer.begin_pass(given)
+        balancer.begin_pass(PassSource.replayed(given))
         if config is None:
             for each in transformers_ep.IMPLEMENTATIONS.values():
                 each.__class__ = transformers_ep.AllToAllEP
@@ -116,13 +117,13 @@ def without_replay() -> dict[str, Any]:
         balancer = transformers_ep.attach(model, config, replay=False)
         batches = [tokens(0, micro_batch) for micro_batch in range(MICRO_BATCHES)]
         together = torch.cat(batches[::-1])
-        balancer.begin_pass(tokens=[HeldRows.of_padded(together)], forward_only=True)
+        balancer.begin_pass(PassSource.expected([SequenceRows.of_padded(together)]), forward_only=True)
         with torch.no_grad():
             model(input_ids=together)
         balancer.end_pass()
         given = np.arange(len(together)).reshape(MICRO_BATCHES, -1).tolist()
         packed = balancer.packed(given, list(together), token_budget=len(given[0]) * together.shape[1])
-        balancer.begin_pass(tokens=[HeldRows.of_padded(each) for each in batches])
+        balancer.begin_pass(PassSource.expected([SequenceRows.of_padded(each) for each in batches]))
         losses, gradients = step_of(model, 0)
         metrics = balancer.end_pass()
         results[name] = losses, gradients, metrics.as_dict() | {"source": metrics.source}
@@ -182,8 +183,8 @@ def recorded() -> dict[str, Any]:
     balancer = transformers_ep.attach(model, CONFIG)
     balancer.record(path / "run")
     passes = [micro_batches(step, unknown=False) for step in range(2)]
-    balancer.begin_pass(passes[0])
-    balancer.prepare(passes[1])
+    balancer.begin_pass(PassSource.replayed(passes[0]))
+    balancer.prepare(PassSource.replayed(passes[1]))
     metrics = []
     for step in range(2):
         if step == 1:
@@ -228,11 +229,11 @@ def misuse() -> dict[str, str]:
     sentence("ranks", lambda: transformers_ep.attach(model, BalancerConfig(replica_slots=1 + dist.get_rank())))
     balancer = transformers_ep.attach(model, CONFIG)
     sentence("twice", lambda: transformers_ep.attach(model, CONFIG))
-    sentence("model", lambda: balancer.begin_pass([np.zeros((2, 4, 5, 2), np.int64)]))
+    sentence("model", lambda: balancer.begin_pass(PassSource.replayed([np.zeros((2, 4, 5, 2), np.int64)])))
     sentence("nothing", balancer.begin_pass)
     sentence("reorder", lambda: balancer.reorder(None))
     sentence("canonical", lambda: balancer.canonical())
-    balancer.begin_pass([routes(0, 0)[:1]])
+    balancer.begin_pass(PassSource.replayed([routes(0, 0)[:1]]))
     ids = tokens(0, 0)
     sentence("rows", lambda: model(input_ids=ids, labels=ids))
     return said

@@ -107,7 +107,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "ranks": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
         "twice": "a balancer is attached to this model",
         "model": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
-        "nothing": "a pass needs routes, a plan, counts, tokens, or num_micro_batches alone, or a prepare() before it",
+        "nothing": "a pass needs a PassSource, or a prepare() before it",
         "reorder": "experts cannot be moved here",
         "canonical": "experts cannot be moved here",
         "rows": "micro-batch 0: the routes have 16 rows, the router gets 32.",

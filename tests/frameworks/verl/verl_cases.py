@@ -20,8 +20,8 @@ from verl.utils.tensordict_utils import assign_non_tensor, index_select_tensor_d
 from verl_on_cpu import TOP_K, batch, engine, impl, loss
 
 import moe_rl
-from moe_rl.balancing.heard import KnownRoutes
 from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.route_forecast import RouteForecast
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks import Settings, balancer_config
@@ -199,7 +199,7 @@ def rollouts(
             parts = tensordict_utils.make_iterator(data, SEQUENCES // mini_batches, 1, **shuffled)
             for mini in parts:
                 assign_non_tensor(mini, max_token_len_per_gpu=limit, global_batch_size=4 * len(mini))
-                learn = patch.object(KnownRoutes, "learn", counting_flips(flips))
+                learn = patch.object(RouteForecast, "learn", counting_flips(flips))
                 noted = verl_on_cpu.noting_prepared(prepared)
                 with built.train_mode(), learn, noted, copies_sent(deduplicated=False) as copies:
                     output = built.train_batch(mini, loss).get("metrics", {})
@@ -233,13 +233,13 @@ def rollouts(
     return results
 
 
-LEARN = KnownRoutes.learn
+LEARN = RouteForecast.learn
 
 
 def counting_flips(flips: list[float]) -> Callable[..., RankRows]:
-    """`KnownRoutes.learn` that notes which share of the choices an update made otherwise than the log-prob pass."""
+    """`RouteForecast.learn` that notes which share of the choices an update made otherwise than the log-prob pass."""
 
-    def learn(self: KnownRoutes, heard: Any, **told: Any) -> RankRows:
+    def learn(self: RouteForecast, heard: Any, **told: Any) -> RankRows:
         both = [(self.sequences.get(key), now) for each in heard for key, now in each.known()]
         known = [(a, b) for a, b in both if a is not None and a.drawn.shape == b.drawn.shape]
         kept = sum((a.drawn[..., None] == b.drawn[..., None, :]).any(-1).sum() for a, b in known)

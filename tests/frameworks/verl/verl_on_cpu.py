@@ -26,7 +26,7 @@ from tensordict import TensorDict
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import tensordict_utils
 
-from moe_rl.megatron import Balancer
+from moe_rl.megatron import Balancer, PassSource
 from moe_rl.megatron.on_cpu import cpu_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "megatron"))
@@ -284,9 +284,9 @@ def noting_prepared(prepared: list[bool]) -> Any:
     """Notes of every pass that is planned whether it had been prepared before it came."""
     begin = Balancer.begin_pass
 
-    def begin_pass(self: Balancer, **known: Any) -> Any:
-        prepared.append(set(known) == {"forward_only"})
-        return begin(self, **known)
+    def begin_pass(self: Balancer, source: PassSource | None = None, *, forward_only: bool = False) -> Any:
+        prepared.append(source is None)
+        return begin(self, source, forward_only=forward_only)
 
     return patch.object(Balancer, "begin_pass", begin_pass)
 
