@@ -278,8 +278,8 @@ def sequences_of(step: int) -> list[SequenceRows]:
     found = []
     for micro_batch in range(MICRO_BATCHES):
         rows = SequenceRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
-        by_position = rows.sequence.reshape(tiny_gpt.BATCH, tiny_gpt.SEQUENCE).T.ravel()
-        found.append(replace(rows, sequence=by_position))
+        by_position = rows.sequence_of_row.reshape(tiny_gpt.BATCH, tiny_gpt.SEQUENCE).T.ravel()
+        found.append(replace(rows, sequence_of_row=by_position))
     return found
 
 

@@ -24,7 +24,7 @@ def held(step: int, micro_batch: int) -> SequenceRows:
     whole = SequenceRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
     boundaries = np.arange(tiny_gpt.BATCH + 1) * tiny_gpt.SEQUENCE
     rows = held_positions(boundaries, RowSlice.current(), side_by_side=True)
-    return replace(whole, sequence=whole.sequence[rows])
+    return replace(whole, sequence_of_row=whole.sequence_of_row[rows])
 
 
 def like_some(gpt: Any) -> None:
