@@ -27,10 +27,10 @@ import pytest
 import torch
 
 from benchmarks.in_memory_exchange import Hub, InMemory
-from moe_rl.balancing import passes
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
+from moe_rl.balancing.pass_queue import PreparedPart, PreparedPass
 from moe_rl.balancing.pass_source import CountedRows, PassSource
 from moe_rl.config import load_model
 from moe_rl.core.model import MoeModelSpec
@@ -187,19 +187,19 @@ def begin_and_end(case: Case, planner: PassPlanner, planned: PlannedPass, tables
                 residents=residents,
                 exchange=planner.exchange,
             )
-            pass_ready = ready.submit(lambda: (planned, tables))
+            pass_ready = ready.submit(lambda: PreparedPart(planned=planned, tables=tables))
             pass_ready.result()
-            prepared = passes._Prepared(
-                planned=[pass_ready], homes=None, source=PassSource.unknown(1), forward_only=True, counter=None
+            prepared = PreparedPass(
+                parts=[pass_ready], homes=None, source=PassSource.unknown(1), forward_only=True, counter=None
             )
-            balancer._prepared.append(prepared)
+            balancer._queue.passes.append(prepared)
             started = time.perf_counter()
             balancer.begin_pass()
             begun = time.perf_counter() - started
             began_end = time.perf_counter()
             balancer.end_pass().as_dict()
             seconds.append(begun + time.perf_counter() - began_end)
-            balancer._thread.shutdown()
+            balancer.run.thread.shutdown()
     return seconds
 
 

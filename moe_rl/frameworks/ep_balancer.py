@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from moe_rl.balancing.balanced_run import LaterTables, PassResults, RowGathering, RunLayers
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.exchange import PlanExchange, gathered, own_group
@@ -22,7 +23,7 @@ from moe_rl.balancing.loads import RankRows, RouteArray
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass, same_places
 from moe_rl.balancing.pass_source import PassSource, RowReader
-from moe_rl.balancing.passes import PassCycle, RunningPass
+from moe_rl.balancing.passes import PassCycle
 from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import require
@@ -54,10 +55,10 @@ class EpGroups(ExpertGrid):
         """Return the groups from this rank's EP group; a collective of all ranks, in which groups are made."""
         # Sorted: all ranks make the same groups in the same order, or the first collective of one waits for ever.
         rows = sorted(set(gathered(tuple(dist.get_process_group_ranks(ep)))))
-        made = [own_group(ranks, backend="gloo") for ranks in (rows, zip(*rows, strict=True))]
+        ep_group, expert_dp_group = (own_group(ranks, backend="gloo") for ranks in (rows, zip(*rows, strict=True)))
         # What follows on the framework's group are messages between some ranks; NCCL wants a first call of all.
         dist.all_reduce(torch.zeros(1, device=device), group=ep)
-        exchange = PlanExchange(ep=made[0], expert_dp=made[1])
+        exchange = PlanExchange(ep=ep_group, expert_dp=expert_dp_group)
         return cls(ep=ep, exchange=exchange, grid=np.array(rows), grid_group=dist.group.WORLD, device=device)
 
 
@@ -73,14 +74,167 @@ class PaddedRows(RowReader):
         return RankRows.of(rows, model=self._model, layers=self._layers)
 
 
-# The tables of a plan, and the routes of this rank's rows.
-Tables = tuple[SlotTables, list[NDArray[np.int64]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpTables:
+    """What depends on the plan of a pass alone."""
+
+    slots: SlotTables
+    routes: Sequence[NDArray[np.int64]]
+    """[N, L, K] of every micro-batch, to replay."""
 
 
-class EpBalancer(PassCycle[Tables]):
+class PassRecording:
+    """Records the routing of every pass with a backward, as one trace of this rank."""
+
+    def __init__(
+        self, path: Path | str, recorder: Callable[[], RoutingRecorder], *, model: MoeModelSpec, provenance: str
+    ) -> None:
+        """Write `path`/dp<rank>.moetrace; `recorder` makes what records one pass."""
+        self._new_recorder, self._model, self._provenance = recorder, model, provenance
+        self._writer = TraceWriter(
+            Path(path) / f"dp{dist.get_rank():05d}.moetrace",
+            num_experts=model.num_experts,
+            moe_layer_ids=model.moe_layer_ids,
+            top_k=model.top_k,
+            model=model.name,
+            provenance=provenance,
+            origin={"data_parallel_size": dist.get_world_size()},
+        )
+        self._recorder = recorder()
+        self._num_steps = 0
+
+    def begin_pass(self) -> None:
+        """Record from here on; the pass is bracketed by two calls instead of a `with`."""
+        self._recorder.__enter__()
+
+    def end_pass(self, *, complete: bool) -> None:
+        """Write what was recorded, if the pass came to its end."""
+        recorder = self._recorder
+        recorder.__exit__(None, None, None)
+        # A recorder numbers sequences from its own start: every step gets a new one.
+        self._recorder = self._new_recorder()
+        if not complete:
+            return
+        count = len(recorder.sequences())
+        # Distinct over steps and ranks without a word between them, as long as all ranks have as many sequences.
+        numbers = (self._num_steps * count + np.arange(count)) * dist.get_world_size() + dist.get_rank()
+        self._writer.append(
+            recorder.trace(
+                model=self._model.name,
+                provenance=self._provenance,
+                step=np.full(count, self._num_steps),
+                micro_batch=np.repeat(np.arange(len(recorder.batch_sizes)), recorder.batch_sizes),
+                dp_rank=np.full(count, dist.get_rank()),
+                sample_id=numbers,
+                group_id=numbers,
+            )
+        )
+        self._num_steps += 1
+
+    def close(self) -> None:
+        """Complete the file."""
+        self._writer.close()
+
+
+class EpLayers(RunLayers[EpTables]):
+    """The layers of a model that the framework itself spreads over ranks."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerRun],
+        *,
+        clock: MicroBatchClock,
+        groups: EpGroups,
+        model: MoeModelSpec,
+        replay: bool,
+    ) -> None:
+        self._layers, self._clock, self._groups = layers, clock, groups
+        self._model, self._replay = model, replay
+        self._traffic = SlotTraffic()
+        self.recording: PassRecording | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._groups.device
+
+    def reader(self, routes: Sequence[RouteArray], layers: Sequence[int]) -> RowReader:
+        """Return what counts [B, S, L, K] or [N, L, K] routes; see `RunLayers.reader`."""
+        return PaddedRows(routes, model=self._model, layers=layers)
+
+    def tables(self, planned: PlannedPass, source: PassSource) -> EpTables:
+        """Return the slot tables of a plan, and the routes to replay."""
+        slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._groups.exchange.rank)
+        return EpTables(slots=slots, routes=[rows_of(routes, self._model) for routes in source.routes or ()])
+
+    def activate(
+        self,
+        planned: PlannedPass,
+        tables: EpTables,
+        later: Sequence[LaterTables[EpTables]],
+        *,
+        num_micro_batches: int,
+    ) -> None:
+        """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
+        routes: list[torch.Tensor] = []
+        if self._replay:
+            routes = [torch.from_numpy(of_batch).to(self.device) for of_batch in tables.routes]
+        num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
+        self._traffic = SlotTraffic()
+        slots = tables.slots.to(self.device)
+        for layer in self._layers:
+            layer.begin([of_batch[:, layer.index] for of_batch in routes], max(num_planned, len(routes)))
+            for micro_batch in range(num_planned):
+                layer.tables[micro_batch] = slots.table(micro_batch, layer.index)
+                layer.exchanges[micro_batch] = ReplicaExchange.of_cell(
+                    planned.here,
+                    ep_group=0,
+                    micro_batch=micro_batch,
+                    layer=layer.index,
+                    rank=self._groups.exchange.rank,
+                    device=self.device,
+                    group=self._groups.ep,
+                    traffic=self._traffic,
+                )
+
+    def count_routes(self, counter: RouteCounter | None) -> None:
+        """Let the counter count what the layers' routers choose."""
+        for layer in self._layers:
+            layer.counter = counter
+
+    def results(self, planned: PlannedPass, gathering: RowGathering[EpTables], *, forward_only: bool) -> PassResults:
+        """Return rows and bytes."""
+        return PassResults(
+            actual_rows=np.sum(gathering.of_all_ranks(self._sent), axis=0),
+            pushed_bytes=self._traffic.pushed,
+            returned_bytes=self._traffic.returned,
+            micro_batches_in_flight=None if forward_only else 1,
+        )
+
+    def stop(self, *, forward_only: bool, complete: bool) -> None:
+        """Give every layer back to the framework, and write what was recorded."""
+        self.count_routes(None)
+        self._clock.stop()
+        if not complete:
+            for layer in self._layers:
+                layer.leave()
+        if self.recording is not None and not forward_only:
+            self.recording.end_pass(complete=complete)
+
+    def _sent(self, micro_batches: range) -> NDArray[np.int64]:
+        """Return [M, L, P] rows that this rank sent to every rank."""
+        rows = np.zeros((len(micro_batches), len(self._layers), self._groups.ep_size), np.int64)
+        for layer in self._layers:
+            for index, micro_batch in enumerate(micro_batches):
+                if micro_batch in layer.sent:
+                    rows[index, layer.index] = layer.sent[micro_batch].cpu().numpy()
+        return rows
+
+
+class EpBalancer(PassCycle[EpTables]):
     """Plans passes and tells the framework's layers what to do in them. Every method is called on all ranks alike.
 
-    `routes` are those of this rank's M micro-batches (the gradient accumulation steps of an optimizer step), each
+    Routes are those of this rank's M micro-batches (the gradient accumulation steps of an optimizer step), each
     [B, S, L, K] or [N, L, K]: rows stand as the model has them, sequence by sequence; -1 marks a choice that is not
     known; L counts the MoE layers or all layers. `begin_pass` replays them.
     """
@@ -110,12 +264,10 @@ class EpBalancer(PassCycle[Tables]):
             model=model,
             setting=StepSetting(dispatcher="alltoall"),
         )
-        super().__init__(planner, config=config, clocks=[clock], groups=groups, movable=movable)
-        self._layers, self._clock, self._groups, self._replay = layers, clock, groups, replay
-        self._recorder, self._release = recorder, release
-        self._traffic = SlotTraffic()
-        self._recording: tuple[TraceWriter, RoutingRecorder] | None = None
-        self._recorded_steps = 0
+        self._run_layers = EpLayers(layers, clock=clock, groups=groups, model=model, replay=replay)
+        super().__init__(planner, self._run_layers, config=config, clocks=[clock], groups=groups, movable=movable)
+        self._clock, self._recorder, self._release = clock, recorder, release
+        self._provenance: str = "R3" if replay else "live"
 
     @property
     def at_home(self) -> bool:
@@ -125,125 +277,28 @@ class EpBalancer(PassCycle[Tables]):
     def begin_pass(self, source: PassSource | None = None, *, forward_only: bool = False) -> Plan:
         """Begin a pass (`PassCycle.begin_pass`) that replays its routes, and record it if `record` was called."""
         plan = super().begin_pass(source, forward_only=forward_only)
-        # Open over the pass, which begin_pass and end_pass bracket instead of a `with`.
-        if self._recording is not None and self._running is not None and not self._running.forward_only:
-            self._recording[1].__enter__()
+        recording = self._run_layers.recording
+        if recording is not None and self._running is not None and not self._running.forward_only:
+            recording.begin_pass()
         return plan
-
-    def _reader(self, routes: Sequence[RouteArray], layers: Sequence[int]) -> RowReader:
-        return PaddedRows(routes, model=self.model, layers=layers)
-
-    def _tables(self, planned: PlannedPass, source: PassSource) -> Tables:
-        slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._planner.exchange.rank)
-        return slots, [rows_of(routes, self.model) for routes in source.routes or ()]
-
-    @property
-    def _device(self) -> torch.device:
-        return self._groups.device
-
-    def _listen(self, counter: RouteCounter | None) -> None:
-        for layer in self._layers:
-            layer.counter = counter
-
-    def _ran(self, running: RunningPass) -> dict[str, Any]:
-        def sent(part: range) -> NDArray[np.int64]:
-            found = np.zeros((len(part), len(self._layers), self.placement.ep_size), np.int64)
-            for layer in self._layers:
-                for row, micro_batch in enumerate(part):
-                    if micro_batch in layer.sent:
-                        found[row, layer.index] = layer.sent[micro_batch].cpu().numpy()
-            return found
-
-        return {
-            "actual_rows": np.sum(self._of_all_ranks(running.num_micro_batches, sent), axis=0),
-            "pushed_bytes": self._traffic.pushed,
-            "returned_bytes": self._traffic.returned,
-            "micro_batches_in_flight": None if running.forward_only else 1,
-        }
-
-    def _stop(self, running: RunningPass, *, complete: bool = True) -> None:
-        self._listen(None)
-        self._clock.stop()
-        for layer in self._layers if not complete else ():
-            layer.leave()
-        self._record_step(running, complete=complete)
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
-        require(self._recording is None, "routing is being recorded already.")
+        require(self._run_layers.recording is None, "routing is being recorded already.")
         self._require_no_pass("record()")
-        writer = TraceWriter(
-            Path(path) / f"dp{dist.get_rank():05d}.moetrace",
-            num_experts=self.model.num_experts,
-            moe_layer_ids=self.model.moe_layer_ids,
-            top_k=self.model.top_k,
-            model=self.model.name,
-            provenance="R3" if self._replay else "live",
-            origin={"data_parallel_size": dist.get_world_size()},
-        )
-        self._recording = writer, self._recorder()
+        self._run_layers.recording = PassRecording(path, self._recorder, model=self.model, provenance=self._provenance)
 
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
         self._require_no_pass("detach()")
         require(self.at_home, "the experts are reordered: call reorder(balancer.own_placement) before detach().")
-        if self._recording is not None:
-            self._recording[0].close()
-            self._recording = None
-        self._thread.shutdown()
-        self._planner.exchange.destroy()
+        if self._run_layers.recording is not None:
+            self._run_layers.recording.close()
+            self._run_layers.recording = None
+        self.run.thread.shutdown()
+        self.run.planner.exchange.destroy()
         self._clock.remove()
         self._release()
-
-    def _activate(
-        self, planned: PlannedPass, tables: Tables, later: Sequence[Callable[[], Tables]], *, num_micro_batches: int
-    ) -> None:
-        """Tell every layer what it does in every micro-batch; a plan that does not fit only replays."""
-        slots, rows = tables
-        given = [torch.from_numpy(each).to(self._device) for each in rows] if self._replay else []
-        num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
-        self._traffic = SlotTraffic()
-        slots = slots.to(self._device)
-        for layer in self._layers:
-            layer.begin([each[:, layer.index] for each in given], max(num_planned, len(given)))
-            for micro_batch in range(num_planned):
-                layer.tables[micro_batch] = slots.table(micro_batch, layer.index)
-                layer.exchanges[micro_batch] = ReplicaExchange.of_cell(
-                    planned.here,
-                    ep_group=0,
-                    micro_batch=micro_batch,
-                    layer=layer.index,
-                    rank=self._planner.exchange.rank,
-                    device=self._device,
-                    group=self._groups.ep,
-                    traffic=self._traffic,
-                )
-
-    def _record_step(self, running: RunningPass, *, complete: bool) -> None:
-        if self._recording is None or running.forward_only:
-            return
-        writer, recorder = self._recording
-        recorder.__exit__(None, None, None)
-        if not complete:
-            self._recording = writer, self._recorder()
-            return
-        count = len(recorder.sequences())
-        # Distinct over steps and ranks without a word between them, as long as all ranks have as many sequences.
-        numbers = (self._recorded_steps * count + np.arange(count)) * dist.get_world_size() + dist.get_rank()
-        writer.append(
-            recorder.trace(
-                model=self.model.name,
-                provenance="R3" if self._replay else "live",
-                step=np.full(count, self._recorded_steps),
-                micro_batch=np.repeat(np.arange(len(recorder.batch_sizes)), recorder.batch_sizes),
-                dp_rank=np.full(count, dist.get_rank()),
-                sample_id=numbers,
-                group_id=numbers,
-            )
-        )
-        self._recorded_steps += 1
-        # A recorder numbers sequences from its own start: every step gets a new one.
-        self._recording = writer, self._recorder()
 
 
 def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
@@ -255,7 +310,7 @@ def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
 
 def require_supported(config: BalancerConfig, *also: str) -> None:
     """Raise where the configuration asks for what only the Megatron runtime has; `also` are further fields in use."""
-    plain = BalancerConfig()
-    names = [each.name for each in fields(BalancerConfig) if each.name not in (*USED, *also)]
-    asked = [name for name in names if getattr(config, name) != getattr(plain, name)]
-    require(not asked, f"{', '.join(asked)}: only inside Megatron (moe_rl.megatron).")
+    default, supported = BalancerConfig(), (*USED, *also)
+    names = [field.name for field in fields(BalancerConfig) if field.name not in supported]
+    unsupported = [name for name in names if getattr(config, name) != getattr(default, name)]
+    require(not unsupported, f"{', '.join(unsupported)}: only inside Megatron (moe_rl.megatron).")

@@ -170,7 +170,7 @@ class MegatronRun:
             config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
             if not guarded:
-                balancer.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
+                balancer.run.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
             for sentence in idle_levers(config):
                 say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
@@ -258,6 +258,11 @@ class MegatronRun:
         if self._loads is not None:
             self._loads.give_up()
 
+    def drop_prepared(self) -> None:
+        """Forget the passes that were prepared: others come."""
+        if self.balancer is not None:
+            self.balancer.drop_prepared()
+
     def _is_over(self) -> bool:
         """Return whether balancing ends here, by `Settings.until`; a collective of the run if that is a file."""
         until = self.settings.until
@@ -276,7 +281,7 @@ class MegatronRun:
         assert balancer is not None
         balancer.drop_prepared()
         try:
-            if balancer.homes_stay is None:
+            if balancer.run.homes_stay is None:
                 balancer.reorder(balancer.megatron_placement)
         except GradientsWaitError:
             return

@@ -4,13 +4,14 @@ Everything that depends on the plan alone is computed for the whole pass at once
 layer) are made when its forward reaches it. M micro-batches, L MoE layers of the model, P EP ranks, E experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from moe_rl.balancing.balanced_run import LaterTables
 from moe_rl.balancing.pass_planner import PlannedPass
 from moe_rl.balancing.schedule import home_experts
 from moe_rl.balancing.slots import SlotTable, SlotTables
@@ -53,7 +54,7 @@ class PassParts:
     num_micro_batches: int
     device: torch.device
     made: list[PassTables]
-    later: list[Callable[[], PassTables]]
+    later: list[LaterTables[PassTables]]
     copied: dict[int, Any] = field(default_factory=dict)
     """Part -> event behind its copy to the device: whichever stream asks first copies, others read it too."""
 
@@ -61,7 +62,7 @@ class PassParts:
         """Return the tables, on the device, that a micro-batch of the pass is in, and which of theirs it is."""
         for index in range(len(self.made) + len(self.later)):
             if index == len(self.made):
-                self.made.append(self.later.pop(0)())
+                self.made.append(self.later.pop(0).wait())
             part = self.made[index]
             # One copy for all micro-batches of the part: a copy per layer would be thousands of small ones.
             streams = streams_of(self.device)

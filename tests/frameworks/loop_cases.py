@@ -33,6 +33,7 @@ from moe_rl.frameworks.megatron.contract import FRAMEWORK
 from moe_rl.frameworks.megatron_run import MegatronRun
 from moe_rl.frameworks.miles import attach as miles
 from moe_rl.frameworks.slime import attach as slime
+from moe_rl.frameworks.slime.micro_batches import next_routes
 from moe_rl.importance import all_reduce_sum
 from moe_rl.megatron import BalancerConfig, attach
 from moe_rl.megatron.groups import ExpertGroups
@@ -444,7 +445,7 @@ def hooked(worker: Any) -> dict[str, Any]:
             for layer in layers:
                 layer.router.routing_replay.top_indices_list = [Lazy()] * MICRO_BATCHES
                 layer.router.routing_replay.forward_index = 0
-            lazy = slime.next_routes(
+            lazy = next_routes(
                 [layer.router.routing_replay for layer in layers],
                 layer_ids=[0, 1],
                 num_layers=2,

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks.slime.attach import WORKER, Worker
+from moe_rl.frameworks.slime.attach import WORKER
 from moe_rl.frameworks.slime.losses import objective_of
+from moe_rl.frameworks.slime.micro_batches import CallData
+from moe_rl.frameworks.slime.worker import Worker
 from moe_rl.frameworks.trl.losses import policy_loss_trainer
 from tests.frameworks import own_losses as own
 from tests.frameworks import record_losses as record
@@ -80,12 +82,12 @@ def test_slime_refuses_before_rollouts_where_the_router_shift_would_not_act(
 @pytest.mark.parametrize("offset", [0, 4])
 def test_miles_micro_batches_of_one_size_are_looked_ahead_at_as_it_takes_them(offset: int) -> None:
     """`DataIterator.get_next` of miles takes `micro_batch_size` samples from `offset`, which counts samples."""
-    worker = Worker(framework=WORKER.framework, stage=lambda: None, args=SimpleNamespace(qkv_format="thd"))
+    args = SimpleNamespace(qkv_format="thd")
     tokens = [[sample, 7] for sample in range(8)]
     data = SimpleNamespace(micro_batch_indices=None, micro_batch_size=2, offset=offset, rollout_data={"tokens": tokens})
-    assert worker.tokens_ahead(data, 2) == [tokens[offset : offset + 2], tokens[offset + 2 : offset + 4]]
+    assert CallData(args, data, 2).tokens() == [tokens[offset : offset + 2], tokens[offset + 2 : offset + 4]]
     data.micro_batch_size = None
-    assert worker.tokens_ahead(data, 2) is None
+    assert CallData(args, data, 2).tokens() is None
 
 
 def test_slimes_widths_act_on_its_own_objectives() -> None:

@@ -74,7 +74,7 @@ def whole_experts(run: tiny_gpt.Run, balancer: Balancer) -> dict[str, np.ndarray
 
     What a mirror has otherwise is not a number, and so equal to nothing.
     """
-    groups, state = balancer._groups, expert_state.ExpertOptimizerState(run.optimizer)
+    groups, state = balancer._run_layers.groups, expert_state.ExpertOptimizerState(run.optimizer)
     experts = home_experts(balancer.placement).reshape(len(balancer._states), groups.ep_size, -1)[:, groups.place[1]]
     mine = []
     for layer in balancer._states:

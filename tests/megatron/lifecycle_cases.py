@@ -243,7 +243,7 @@ def warmed() -> dict[str, Any]:
 
 
 def unused(balancer: Balancer, used: list[str]) -> list[str]:
-    groups = balancer._groups
+    groups = balancer._run_layers.groups
     names = {name: getattr(groups, name).group_name for name in ("ep", "expert_dp", "replicas", "grid_group")}
     return [name for name, group in names.items() if group not in used]
 

@@ -287,15 +287,15 @@ def begins_before_it_is_ready() -> dict[str, Any]:
         with patch.object(PassPlanner, "plan_pass", held_up):
             balancer.prepare(PassSource.replayed(occurring(0)), forward_only=True)
             began.wait()
-            (waiting,) = balancer._prepared
-            found["returned before it was planned"] = not waiting.planned[0].done()
+            (waiting,) = balancer._queue.passes
+            found["returned before it was planned"] = not waiting.parts[0].done()
             found["other"] = refusal(lambda: balancer.begin_pass(PassSource.replayed(occurring(1))))
             threading.Timer(0.2, may_go.set).start()
             balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         held_up_s = balancer.end_pass().plan_wait_s
         balancer.prepare(PassSource.replayed(occurring(0)), forward_only=True)
-        balancer._prepared[0].planned[0].result()
+        balancer._queue.passes[0].parts[0].result()
         balancer.begin_pass()
         tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
         found["waited longer"] = held_up_s > balancer.end_pass().plan_wait_s

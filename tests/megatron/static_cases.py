@@ -382,7 +382,7 @@ def forecasts() -> dict[str, Any]:
         for step in range(3):
             if step == 2:
                 peak = found["metrics"][0]["moe_rl/forecast_peak_bytes"]
-                balancer.memory = partial(balancer.memory, hbm_bytes=int(peak) - 1000)
+                balancer.run.memory = partial(balancer.run.memory, hbm_bytes=int(peak) - 1000)
             said.clear()
             routes = occurring(0, count=MICRO_BATCHES)
             balancer.begin_pass(PassSource.replayed(routes))

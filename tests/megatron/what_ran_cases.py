@@ -94,7 +94,7 @@ def other_numbers() -> dict[str, Any]:
                     found["rows"].append(metrics.actual_rows.sum(axis=(1, 2)).tolist())
                     found["imbalance"].append(metrics.as_dict()["moe_rl/imbalance"])
                     found["misplaced"].append(metrics.as_dict()["moe_rl/misplaced_share"])
-                    found["mean"] = balancer._learned.result().rows.tolist()
+                    found["mean"] = balancer.routes.loads.result().rows.tolist()
             found[name] = curve
     logging.getLogger("moe_rl").removeHandler(warnings)
     found["warnings"] = [each for each in warnings.sentences if "micro-batches and ran" in each]

@@ -10,7 +10,8 @@ Its replay lists are slime's; which stage they are in, its own manager says
 from importlib import import_module
 
 from moe_rl.frameworks.miles.contract import FRAMEWORK
-from moe_rl.frameworks.slime.attach import READERS, Worker
+from moe_rl.frameworks.slime.attach import READERS
+from moe_rl.frameworks.slime.worker import Worker
 
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from_distributed"
 # Beside those that slime has, too (radixark/miles:miles/backends/megatron_utils).

@@ -21,7 +21,7 @@ from moe_rl.core.plan_file import load_plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
-from moe_rl.frameworks.slime import attach as slime
+from moe_rl.frameworks.slime import driver as slime
 from moe_rl.simulators.setting import StepSetting
 
 CONFIG = BalancerConfig(objective="imbalance")

@@ -69,7 +69,7 @@ def run_through(built: Any, broken: Break, folder: str, *, limit: int = LIMIT) -
             output = built.train_batch(data, with_loss)["metrics"]
         for name, values in curve.items():
             values.append(float(np.sum(output[name])))
-        run = adapter._run_of(built)
+        run = adapter.run_of(built)
         if run is not None:
             found["metrics"].append(run.last_metrics)
 

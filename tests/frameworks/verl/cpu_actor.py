@@ -57,7 +57,7 @@ class CpuActor(engine_workers.ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def report(self) -> dict[str, Any]:
         engine = self.actor.engine
-        run = adapter._run_of(engine)
+        run = adapter.run_of(engine)
         balancer = run and run.balancer
         parameters = engine.module[0].expert_parallel_buffers
         return {

@@ -63,7 +63,7 @@ def resumed(folder: str, *, by_us: bool) -> dict[str, Any]:
         with loading_into_torchs_adam(built.optimizer):
             built.load_checkpoint(folder, del_local_after_load=False)
         found = {"curve": trained(built, SAVED, SAVED + AFTER), "moved": moved(built).get("moved", 0)}
-        run = adapter._run_of(built)
+        run = adapter.run_of(built)
         return found | {"imbalance": None if run is None else run.last_metrics["moe_rl/imbalance"]}
 
 

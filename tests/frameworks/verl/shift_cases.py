@@ -26,6 +26,7 @@ from moe_rl.frameworks import router_shift
 from moe_rl.frameworks.router_shift import RouterShiftRun
 from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.frameworks.verl import attach as adapter
+from moe_rl.frameworks.verl import passes
 from moe_rl.frameworks.verl.losses import GAMMA, policy_losses
 from moe_rl.importance import RouterStore, RouterTap
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
@@ -55,7 +56,7 @@ def shift(num_layers: int = 2, **sizes: Any) -> dict[str, Any]:
             assert given is not None
             uninstall = adapter.install(impl, settings=given)
             built = engine(mode="disabled", num_layers=num_layers, lr=1e-2, **sizes)
-            run = adapter._run_of(built)
+            run = adapter.run_of(built)
             short = run.router_shift
             with patch.object(router_shift, "WORD", torch.int32):
                 exact = RouterShiftRun(built.module, floor=FLOOR)
@@ -131,7 +132,7 @@ def share_of_time() -> dict[str, float]:
         patch.object(RouterStore, "share", counted(RouterStore.share)),
         patch.object(RouterShiftRun, "of", counted(RouterShiftRun.of)),
         patch.object(RouterShiftRun, "metrics", counted(RouterShiftRun.metrics)),
-        patch.object(adapter, "_keys", counted(adapter._keys)),
+        patch.object(passes, "keys_of", counted(passes.keys_of)),
     ):
         given = settings_from_environment({"MOE_RL_ROUTER_SHIFT": str(FLOOR)})
         assert given is not None

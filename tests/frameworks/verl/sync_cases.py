@@ -127,7 +127,7 @@ def run(maps: bool = True, **build: Any) -> dict[str, Any]:
     with verl_on_cpu.verl_on_cpu():
         uninstall = adapter.install(impl, settings=settings())
         built = engine(lr=1e-2, **build)
-        balancer = adapter._run_of(built).balancer
+        balancer = adapter.run_of(built).balancer
         new = CheckpointEngineRegistry.new
         trainer = new("moe_rl", bucket_size=4096, is_master=rank == 0, node=f"trainers {rank // 2}", **kwargs)
         server = new("moe_rl", bucket_size=4096, node=f"engines {rank // 2}", **kwargs)

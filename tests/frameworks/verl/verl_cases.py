@@ -27,6 +27,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.frameworks import Settings, balancer_config
 from moe_rl.frameworks.run_settings import settings_from_environment
 from moe_rl.frameworks.verl import attach as adapter
+from moe_rl.frameworks.verl import micro_batches as micro_batches_of_verl
 from moe_rl.frameworks.verl.contract import FRAMEWORK
 from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
@@ -93,7 +94,7 @@ def dynamic() -> dict[str, Any]:
         data = batch(9, (9, 14, 7, 12, 5), use_dynamic_bsz=True, max_token_len_per_gpu=24)
         data["response_mask"][0] = 0
         before = log_probs(built, data)["log_probs"].values().double().sum().item()
-        found = adapter._run_of(built)
+        found = adapter.run_of(built)
         of_infer = found.last_metrics if found else {}
         values, metrics = losses(built, [data])
         return {"curve": values, "metrics": metrics, "infer": before, "infer_metrics": of_infer}
@@ -112,12 +113,12 @@ def micro_batches_that_fit() -> dict[str, Any]:
     def run(built: Any, limits: list[int]) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         metrics: list[dict[str, float]] = []
-        run_of, room = adapter._run_of(built), None
-        memory = run_of.balancer.memory if run_of else None
+        run_of, room = adapter.run_of(built), None
+        memory = run_of.balancer.run.memory if run_of else None
         for step, limit in enumerate(limits):
             if run_of is not None:
                 found["rooms"].append(room if step % 2 else None)
-                run_of.balancer.memory = partial(memory, hbm_bytes=found["rooms"][-1])
+                run_of.balancer.run.memory = partial(memory, hbm_bytes=found["rooms"][-1])
             data = batch(step, SIZES, use_dynamic_bsz=True, max_token_len_per_gpu=limit)
             log_probs(built, data)
             values, told = losses(built, [data])
@@ -206,11 +207,11 @@ def rollouts(
                 sent.append(sum(copies) / num_layers / sum(sizes) * mini_batches)
                 for name, values in curve.items():
                     values += [float(np.sum(output[name]))] if name in output else []
-                run_of = adapter._run_of(built)
+                run_of = adapter.run_of(built)
                 metrics += [run_of.last_metrics] if run_of else []
         weights.append(final_weights(built))
-        for run_of in filter(None, [adapter._run_of(built)]):
-            run_of.balancer._learned.result()
+        for run_of in filter(None, [adapter.run_of(built)]):
+            run_of.balancer.routes.loads.result()
             if given is not None and given.record is not None:
                 run_of._recorder.close()
         said = {
@@ -266,7 +267,7 @@ def final_weights(built: Any) -> dict[str, torch.Tensor]:
 
 def moved(built: Any) -> dict[str, int]:
     """Experts away from where Megatron puts them, and copies that stay."""
-    run = adapter._run_of(built)
+    run = adapter.run_of(built)
     if run is None:
         return {}
     placement, own = run.balancer.placement, run.balancer.megatron_placement
@@ -342,7 +343,7 @@ def packed() -> dict[str, Any]:
     """
     told = {"MOE_RL_REORDERS": "false", "MOE_RL_CROSS_NODE_SLOTS": "0", "MOE_RL_RESIDENT_SLOTS": "0"} | MOVES_ARE_FREE
     formed: list[list[list[int]]] = []
-    anew = adapter._packed_anew
+    anew = micro_batches_of_verl.packed_anew
 
     def noted(original: Any, data: Any, **kwargs: Any) -> Any:
         micro_batches, indices = anew(original, data, **kwargs)
@@ -375,7 +376,7 @@ def packed() -> dict[str, Any]:
         for pack in ("false", "true"):
             formed.clear()
             given = settings_from_environment({"MOE_RL": "moe-rl"} | OF_TEST | told | {"MOE_RL_PACK": pack})
-            with patch.object(adapter, "_packed_anew", noted):
+            with patch.object(micro_batches_of_verl, "packed_anew", noted):
                 uninstall = adapter.install(impl, settings=given)
             found[pack] = run()
             uninstall()
@@ -447,7 +448,7 @@ def parallel(num_layers: int = verl_on_cpu.NUM_LAYERS, **sizes: int) -> dict[str
         with built.train_mode():
             output = built.train_batch(batch(0, num_layers=num_layers), loss)
         values = [float(each) for each in output.get("metrics", {}).get("loss", [])]
-        found = adapter._run_of(built)
+        found = adapter.run_of(built)
         return {"loss": values, "metrics": found.last_metrics if found else {}}
 
     return both_ways(run, num_layers=num_layers, **sizes)
@@ -484,7 +485,7 @@ def reordered_export() -> dict[str, Any]:
         uninstall = adapter.install(impl, settings=settings())
         built = engine()
         before, at_home = weights_of(built), exported()
-        balancer = adapter._run_of(built).balancer
+        balancer = adapter.run_of(built).balancer
         balancer.reorder(moved_apart(balancer))
         seen["moved"] = not same_weights(built, before)
         found = exported()
@@ -506,7 +507,7 @@ def offloaded() -> dict[str, Any]:
     seen: dict[str, Any] = {"away": []}
 
     def run(built: Any) -> dict[str, Any]:
-        found = adapter._run_of(built)
+        found = adapter.run_of(built)
 
         def memory() -> int:
             return found.balancer.transport.buffers.weights.numel() if found else 0
@@ -611,7 +612,7 @@ def recorded() -> dict[str, Any]:
         uninstall = adapter.install(impl, settings=settings(record=Path(shared[0]) / "run"))
         built = engine()
         losses(built, [batch(0), batch(1)])
-        adapter._run_of(built).detach()
+        adapter.run_of(built).detach()
         uninstall()
     path = Path(shared[0]) / "run" / f"dp{torch.distributed.get_rank():05d}.moetrace"
     trace = next(iter(TraceReader(path).parts(0)))
