@@ -29,8 +29,9 @@ import torch
 from benchmarks.in_memory_exchange import Hub, InMemory
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
+from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_queue import PreparedPart, PreparedPass
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass
 from moe_rl.balancing.pass_source import CountedRows, PassSource
 from moe_rl.config import load_model
 from moe_rl.core.model import MoeModelSpec
@@ -108,7 +109,7 @@ def measure(case: Case, *, rounds: int = 3) -> dict[str, Any]:
         else:
             for _ in range(rounds):
                 planner.exchange.gather(np.zeros((MICRO_BATCHES, len(case.layers)), np.int64))
-        replicas[rank] = planned.here.replicas.copies
+        replicas[rank] = planned.local_plan.replicas.copies
 
     replicas = np.zeros(case.ep_size, np.int64)
     with ThreadPoolExecutor(case.ep_size) as pool:

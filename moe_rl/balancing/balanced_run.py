@@ -20,7 +20,8 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.homes import ExpertHomes, ImaginedHomes, MovableExperts
 from moe_rl.balancing.loads import RouteArray
 from moe_rl.balancing.migrate import ExpertGrid
-from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass
+from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_request import PlannedPass
 from moe_rl.balancing.pass_source import PassSource, RowReader
 from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.core.errors import InvalidInputError
@@ -185,9 +186,9 @@ class BalancedRun(Generic[Tables]):
 
     def fitting_tokens(self, planned: PlannedPass, actual_rows: NDArray[np.int64]) -> int | None:
         """Return the tokens of a micro-batch with which an update like this would fit; None if nobody can tell."""
-        if self.memory is None or planned.held is None or not actual_rows.any():
+        if self.memory is None or planned.tokens is None or not actual_rows.any():
             return None
-        rows, tokens = actual_rows[None].astype(float), planned.held[None].astype(float)
+        rows, tokens = actual_rows[None].astype(float), planned.tokens[None].astype(float)
         return self.memory(rows, tokens, self.placement).largest_micro_batch
 
     def gather(self, own_counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -24,7 +24,7 @@ from moe_rl.balancing.balanced_run import BalancedRun, Tables
 from moe_rl.balancing.exchange import gathered
 from moe_rl.balancing.homes import GradientsWaitError
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.pass_planner import PassRequest, PlannedPass
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass
 from moe_rl.balancing.pass_source import CountingRows
 from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.plan import Plan

@@ -137,13 +137,13 @@ class RankRows:
         )
 
     @property
-    def held(self) -> NDArray[np.int64]:
+    def sizes_of_rank(self) -> NDArray[np.int64]:
         """[2, M] rows that the rank holds, and those of which every choice is known: none where they are foretold."""
         return np.stack([self.rows, self.rows * (self.source == "routes")]) if self.sizes is None else self.sizes
 
     def micro_batches(self, part: slice) -> Self:
         """Return what is known of some micro-batches."""
-        sizes = self.held[:, part]
+        sizes = self.sizes_of_rank[:, part]
         return replace(self, pairs=self.pairs[part], rows=self.rows[part], routes=self.routes[part], sizes=sizes)
 
     def of_all_parts(self, everyone: Sequence[Self], part: int) -> Self:
@@ -153,7 +153,7 @@ class RankRows:
             self,
             pairs=np.sum([part_rows.pairs for part_rows in everyone], axis=0, dtype=np.int32),
             rows=np.sum([part_rows.rows for part_rows in everyone], axis=0),
-            sizes=np.sum([part_rows.held for part_rows in everyone], axis=0),
+            sizes=np.sum([part_rows.sizes_of_rank for part_rows in everyone], axis=0),
             among=(drawable[:part].sum(axis=0), drawable.sum(axis=0)),
         )
 

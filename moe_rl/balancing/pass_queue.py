@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from moe_rl.balancing.balanced_run import BalancedRun, MemoryOfUpdates, Tables
-from moe_rl.balancing.pass_planner import PassRequest, PlannedPass
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass
 from moe_rl.balancing.pass_source import (
     CountedRows,
     ExpectedOrReplayedRows,
@@ -167,14 +167,14 @@ class _PlanningTask(Generic[Tables]):
             predicted_rows=last_plan.predicted_rows,
             static_rows=last_plan.static_rows,
             most_rows=last_plan.most_rows,
-            held=last_plan.held,
+            tokens=last_plan.tokens,
             plan_time_s=last_plan.plan_time_s,
         )
 
     def _with_memory(self, planned: PlannedPass, request: PassRequest) -> PlannedPass:
         """Return an update's plan with the forecast of its memory, if rows and tokens are known."""
         rows = planned.predicted_rows if planned.most_rows is None else planned.most_rows
-        if self.memory is None or request.forward_only or planned.held is None or rows is None or not rows.size:
+        if self.memory is None or request.forward_only or planned.tokens is None or rows is None or not rows.size:
             return planned
-        forecast = self.memory(rows[None].astype(float), planned.held[None].astype(float), request.placement)
+        forecast = self.memory(rows[None].astype(float), planned.tokens[None].astype(float), request.placement)
         return replace(planned, memory=forecast)

@@ -27,8 +27,9 @@ from moe_rl.balancing.loads import RouteArray
 from moe_rl.balancing.migrate import ExpertGrid
 from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics
 from moe_rl.balancing.pass_notices import PassNotices
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, joined, moved_since
+from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_queue import PassQueue
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass, joined, moved_since
 from moe_rl.balancing.pass_source import CountingRows, ExpectedRows, PassSource, RowReader
 from moe_rl.balancing.rank_packing import RankPacking
 from moe_rl.balancing.running_pass import CountedRoutes, RunningPass, WaitedTables

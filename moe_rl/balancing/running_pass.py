@@ -14,8 +14,8 @@ from moe_rl.balancing.home_choice import ExpertMoves
 from moe_rl.balancing.loads import RankRows
 from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics
 from moe_rl.balancing.pass_notices import PassNotices
-from moe_rl.balancing.pass_planner import PlannedPass, joined
 from moe_rl.balancing.pass_queue import PreparedPart, PreparedPass
+from moe_rl.balancing.pass_request import PlannedPass, joined
 from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.route_forecast import RouteForecast
 
@@ -73,7 +73,7 @@ class RunningPass(Generic[Tables]):
             actual_rows=results.actual_rows,
             predicted_rows=_of_first(num_ran, planned.predicted_rows) if follows_plan else None,
             static_rows=_of_first(num_ran, planned.static_rows),
-            replicas=0 if planned.misfit else sum(part.here.replicas.copies for part in parts),
+            replicas=0 if planned.misfit else sum(part.local_plan.replicas.copies for part in parts),
             residents=residents,
             pushed_bytes=results.pushed_bytes,
             returned_bytes=results.returned_bytes,

@@ -21,7 +21,8 @@ from moe_rl.balancing.exchange import PlanExchange, gathered, own_group
 from moe_rl.balancing.homes import MovableExperts
 from moe_rl.balancing.loads import RankRows, RouteArray
 from moe_rl.balancing.migrate import ExpertGrid
-from moe_rl.balancing.pass_planner import PassPlanner, PlannedPass, same_places
+from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_request import PlannedPass, same_places
 from moe_rl.balancing.pass_source import PassSource, RowReader
 from moe_rl.balancing.passes import PassCycle
 from moe_rl.balancing.route_counter import RouteCounter
@@ -164,7 +165,7 @@ class EpLayers(RunLayers[EpTables]):
 
     def tables(self, planned: PlannedPass, source: PassSource) -> EpTables:
         """Return the slot tables of a plan, and the routes to replay."""
-        slots = SlotTables.of_plan(planned.here, group=0, source_rank=self._groups.exchange.rank)
+        slots = SlotTables.of_plan(planned.local_plan, group=0, source_rank=self._groups.exchange.rank)
         return EpTables(slots=slots, routes=[rows_of(routes, self._model) for routes in source.routes or ()])
 
     def activate(
@@ -179,7 +180,7 @@ class EpLayers(RunLayers[EpTables]):
         routes: list[torch.Tensor] = []
         if self._replay:
             routes = [torch.from_numpy(of_batch).to(self.device) for of_batch in tables.routes]
-        num_planned = 0 if planned.misfit else planned.here.replicas.num_micro_batches
+        num_planned = 0 if planned.misfit else planned.local_plan.replicas.num_micro_batches
         self._traffic = SlotTraffic()
         slots = tables.slots.to(self.device)
         for layer in self._layers:
@@ -187,7 +188,7 @@ class EpLayers(RunLayers[EpTables]):
             for micro_batch in range(num_planned):
                 layer.tables[micro_batch] = slots.table(micro_batch, layer.index)
                 layer.exchanges[micro_batch] = ReplicaExchange.of_cell(
-                    planned.here,
+                    planned.local_plan,
                     ep_group=0,
                     micro_batch=micro_batch,
                     layer=layer.index,

@@ -92,6 +92,37 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+class MicroBatchLimit:
+    """How many tokens the micro-batches of an update have per GPU: the framework's limit, or fewer."""
+
+    def __init__(self, framework_name: str) -> None:
+        self._framework_name = framework_name
+        self.tokens: int | None = None
+        """Of the update that comes; None if nobody asked."""
+
+    def next(self, limit: int, longest: int, *, fitting_tokens: int | None) -> int:
+        """Return the framework's `limit`, or fewer tokens if that is forecast not to fit; a collective of all ranks.
+
+        Fewer by the rows of the last pass, with which `fitting_tokens` per rank would fit, but never fewer than the
+        `longest` sequence of any rank has. `limit` and `longest` count what a tensor-parallel group shares.
+        """
+        # A longer sequence cannot be cut: the limit never goes below it.
+        fitting, lengths = zip(*gathered((fitting_tokens, longest)), strict=True)
+        shared_by = parallel_state.get_tensor_model_parallel_world_size()
+        fits = min((limit_of_rank * shared_by for limit_of_rank in fitting if limit_of_rank is not None), default=limit)
+        tokens: int = min(limit, max(*lengths, fits))
+        # Said when the limit first falls, not at every update of a run that stays below it.
+        if tokens < limit and self.tokens in (None, limit):
+            logger.warning(
+                "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
+                tokens,
+                self._framework_name,
+                limit,
+            )
+        self.tokens = tokens
+        return tokens
+
+
 class MegatronRun:
     """What an adapter that was switched on from outside holds; every method is called on all ranks alike."""
 
@@ -106,8 +137,7 @@ class MegatronRun:
         """Of the last pass; empty where it had no plan."""
         self.router_shift: RouterShiftRun | None = None
         """Given by the adapter where gamma was asked for."""
-        self._limit: int | None = None
-        """Tokens of a micro-batch in the update that comes, where the run chose them."""
+        self._limit = MicroBatchLimit(framework.name)
         self._chunks = chunks
         self._recorder: RoutingRecorder | None = None
         self._steps = 0
@@ -192,26 +222,10 @@ class MegatronRun:
         return [self.balancer.model.moe_layer_ids.index(layer.layer_number - 1) for layer in self.balancer.layers]
 
     def micro_batch_limit(self, limit: int, longest: int) -> int:
-        """Return the tokens of the next update's micro-batches per GPU, at most: the framework's `limit`, or fewer.
-
-        Fewer where it is forecast not to fit, by the rows of the last pass, but never fewer than the `longest` sequence
-        of any rank has. `limit` and `longest` count what a tensor-parallel group shares. A collective of all ranks.
-        """
+        """Return the tokens of the next update's micro-batches per GPU, at most; see `MicroBatchLimit`."""
         if self.balancer is None or self.balancer.config.observe or not self.balancer.config.fit_micro_batches:
             return limit
-        # A longer sequence cannot be cut: the limit never goes below it.
-        fitting, lengths = zip(*gathered((self.balancer.fitting_tokens, longest)), strict=True)
-        shared_by = parallel_state.get_tensor_model_parallel_world_size()
-        fits = min((limit_of_rank * shared_by for limit_of_rank in fitting if limit_of_rank is not None), default=limit)
-        cut: int = min(limit, max(*lengths, fits))
-        # Said when the limit first falls, not at every update of a run that stays below it.
-        if cut < limit and self._limit in (None, limit):
-            logger.warning(
-                "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
-                cut, self.framework.name, limit,
-            )  # fmt: skip
-        self._limit = cut
-        return cut
+        return self._limit.next(limit, longest, fitting_tokens=self.balancer.fitting_tokens)
 
     @property
     def packs(self) -> bool:
@@ -317,8 +331,8 @@ class MegatronRun:
             result = call()
         if balancer is not None:
             self.last_metrics = balancer.end_pass().as_dict()
-            if self._limit is not None and not forward_only:
-                self.last_metrics["moe_rl/micro_batch_limit_tokens"] = float(self._limit)
+            if self._limit.tokens is not None and not forward_only:
+                self.last_metrics["moe_rl/micro_batch_limit_tokens"] = float(self._limit.tokens)
         if self._loads is not None:
             self.last_metrics |= self._loads.end_pass()
         if self._watch is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moe_rl.balancing.balanced_run import LaterTables
-from moe_rl.balancing.pass_planner import PlannedPass
+from moe_rl.balancing.pass_request import PlannedPass
 from moe_rl.balancing.schedule import home_experts
 from moe_rl.balancing.slots import SlotTable, SlotTables
 from moe_rl.balancing.streams import streams_of
@@ -36,10 +36,10 @@ class PassTables:
         cls, planned: PlannedPass, states: Sequence[LayerState], transport: Transport, part: tuple[int, int]
     ) -> Self:
         """Return the tables of this rank, which holds part t of T of its experts."""
-        slots = SlotTables.of_plan(planned.here, group=0, source_rank=transport.rank, shared=part)
+        slots = SlotTables.of_plan(planned.local_plan, group=0, source_rank=transport.rank, shared=part)
         cells = ReplicaCells.of_plan(
-            planned.here,
-            anywhere=planned.anywhere,
+            planned.local_plan,
+            anywhere=planned.replicated_ML,
             rank=transport.rank,
             buffers=transport.buffers,
             chunks=[[state.layer for state in chunk] for chunk in _chunks(states)],

@@ -19,7 +19,7 @@ from moe_rl.balancing.balanced_run import DataParallelPlace, LaterTables, PassRe
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.exchange import agreed, attempted
 from moe_rl.balancing.loads import RankRows, RouteArray
-from moe_rl.balancing.pass_planner import PlannedPass
+from moe_rl.balancing.pass_request import PlannedPass
 from moe_rl.balancing.pass_source import PassSource, RowReader
 from moe_rl.balancing.route_counter import HostCopies, RouteCounter
 from moe_rl.core.capacity import Capacity, overflow_sentence
@@ -215,7 +215,7 @@ class StaticRows:
     def set_capacity(self, planned: PlannedPass) -> None:
         """Size the experts' buffers for the whole pass, or say why it has no bound."""
         rows = None if planned.misfit else planned.most_rows
-        most_tokens = 0 if planned.held is None else int(planned.held.max(initial=0))
+        most_tokens = 0 if planned.tokens is None else int(planned.tokens.max(initial=0))
         if rows is None and self._says_dynamic:
             why = "its routes are not replayed, or some are unknown and capacity_risk is not stated"
             logger.warning("moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.", why)
@@ -251,7 +251,7 @@ class StaticRows:
 
     def _require_within(self, planned: PlannedPass) -> None:
         """Raise where the buffer of a pass is larger than Megatron's fixed factor lets it be."""
-        rows, held, allowed = planned.most_rows, planned.held, self.fixed_factor or 0.0
+        rows, held, allowed = planned.most_rows, planned.tokens, self.fixed_factor or 0.0
         if planned.misfit or rows is None or held is None:
             return
         most = Capacity(

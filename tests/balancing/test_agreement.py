@@ -11,7 +11,8 @@ from benchmarks.in_memory_exchange import InMemory, on_all_ranks
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.homes import ExpertHomes
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass, moved_since
+from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass, moved_since
 from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement

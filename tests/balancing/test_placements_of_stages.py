@@ -7,7 +7,8 @@ from strategies import model_spec
 from benchmarks.in_memory_exchange import InMemory, on_all_ranks
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
-from moe_rl.balancing.pass_planner import PassPlanner, PassRequest, PlannedPass
+from moe_rl.balancing.pass_planner import PassPlanner
+from moe_rl.balancing.pass_request import PassRequest, PlannedPass
 from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement

@@ -119,7 +119,7 @@ def in_a_push(happen: Callable[[], None]) -> None:
 
 def while_planning(happen: Callable[[], None]) -> None:
     """Let it happen on the thread that plans, when the others wait for this rank's share."""
-    patch.object(PassPlanner, "_share", lambda *_: happen()).start()
+    patch.object(PassPlanner, "_plan_share", lambda *_: happen()).start()
 
 
 def killed() -> None:

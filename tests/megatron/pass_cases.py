@@ -318,7 +318,7 @@ def planning_fails_on_one_rank() -> dict[str, Any]:
         def fails(*_: Any) -> Any:
             raise ZeroDivisionError("in the policy")
 
-        with patch.object(PassPlanner, "_share", fails if second else PassPlanner._share):
+        with patch.object(PassPlanner, "_plan_share", fails if second else PassPlanner._plan_share):
             found["policy"] = refusal(
                 lambda: balancer.begin_pass(PassSource.replayed(routes)), (InvalidInputError, ZeroDivisionError)
             )
