@@ -51,10 +51,15 @@ class RoutePlanner(Generic[Tables]):
 
     def __init__(self, run: BalancedRun[Tables], routes: CountedRoutes[Tables]) -> None:
         self.run = run
-        self.config, self.model = run.config, run.planner.model
+        self.model = run.planner.model
         self.own_placement = run.own_placement
         """Homes where the framework puts the experts, and nobody resident."""
         self._queue = PassQueue(run, routes.forecast)
+
+    @property
+    def config(self) -> BalancerConfig:
+        """What the run was attached with."""
+        return self.run.config
 
     @property
     def placement(self) -> ExpertPlacement:

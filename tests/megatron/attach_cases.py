@@ -169,7 +169,7 @@ def without_replicas() -> dict[str, Any]:
         balancer = attach([run.model], run.optimizer, BalancerConfig(policy="moe-rl", objective="time"))
         followed = replace(balancer.config, objective="imbalance")
         for config in (balancer.config, balancer.config, followed, balancer.config):
-            balancer.config = config
+            balancer.run.config = config
             balancer.begin_pass(PassSource.replayed(occurring(0)), forward_only=True)
             tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
             why.append(balancer.end_pass().notes)

@@ -231,7 +231,7 @@ def plans_of_two_groups() -> dict[str, Any]:
         loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         metrics = balancer.end_pass()
         asked = replace(CONFIG, parameters={"tolerance": 0.1 * (dist.get_rank() == 3)})
-        balancer.config = asked
+        balancer.run.config = asked
         other_loss, other = forward(run, balancer, routes)
     return {
         "group": group,

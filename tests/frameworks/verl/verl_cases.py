@@ -200,7 +200,7 @@ def rollouts(
             parts = tensordict_utils.make_iterator(data, SEQUENCES // mini_batches, 1, **shuffled)
             for mini in parts:
                 assign_non_tensor(mini, max_token_len_per_gpu=limit, global_batch_size=4 * len(mini))
-                learn = patch.object(RouteForecast, "learn", counting_flips(flips))
+                learn = patch.object(RouteForecast, "record", counting_flips(flips))
                 noted = verl_on_cpu.noting_prepared(prepared)
                 with built.train_mode(), learn, noted, copies_sent(deduplicated=False) as copies:
                     output = built.train_batch(mini, loss).get("metrics", {})
@@ -234,20 +234,22 @@ def rollouts(
     return results
 
 
-LEARN = RouteForecast.learn
+RECORD = RouteForecast.record
 
 
 def counting_flips(flips: list[float]) -> Callable[..., RankRows]:
-    """`RouteForecast.learn` that notes which share of the choices an update made otherwise than the log-prob pass."""
+    """`RouteForecast.record` that notes which share of the choices an update made otherwise than the log-prob pass."""
 
-    def learn(self: RouteForecast, heard: Any, **told: Any) -> RankRows:
-        both = [(self.sequences.get(key), now) for each in heard for key, now in each.known()]
-        known = [(a, b) for a, b in both if a is not None and a.drawn.shape == b.drawn.shape]
-        kept = sum((a.drawn[..., None] == b.drawn[..., None, :]).any(-1).sum() for a, b in known)
-        flips.append(float(1 - kept / max(1, sum(b.drawn.size for _, b in known))))
-        return LEARN(self, heard, **told)
+    def record(self: RouteForecast, micro_batches: Any, **told: Any) -> RankRows:
+        counted = self._rollout.sequences
+        both = [(counted.get(key), now) for routes in micro_batches for key, now in routes.by_sequence()]
+        ids = [(a.sampled_ids_ULK, b.sampled_ids_ULK) for a, b in both if a is not None]
+        known = [(a, b) for a, b in ids if a.shape == b.shape]
+        kept = sum((a[..., None] == b[..., None, :]).any(-1).sum() for a, b in known)
+        flips.append(float(1 - kept / max(1, sum(b.size for _, b in known))))
+        return RECORD(self, micro_batches, **told)
 
-    return learn
+    return record
 
 
 def final_weights(built: Any) -> dict[str, torch.Tensor]:
