@@ -1,5 +1,6 @@
 """What cannot be opened or converted, or contradicts itself, is refused in a sentence that changes nothing on disk."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,45 @@ def test_an_array_of_one_layer_is_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", a=drawn_routes(50))
     trace = open_source(tmp_path / "one.npz")
     assert (trace.num_tokens, len(trace.moe_layer_ids), trace.top_k) == (50, 1, 8)
+    np.save(tmp_path / "one.npy", drawn_routes(50))
+    assert open_source(tmp_path / "one.npy").load().routed_experts.shape == (50, 1, 8)
+
+
+def test_lists_of_nested_lists_are_read(tmp_path: Path) -> None:
+    sequences = [drawn_routes(20 + index, 3) for index in range(3)]
+    (tmp_path / "own.json").write_text(json.dumps([ids.tolist() for ids in sequences]))
+    trace = open_source(tmp_path / "own.json", options=ImportOptions(num_experts=128)).load()
+    assert trace.routed_experts.tolist() == np.concatenate(sequences).tolist()
+    assert trace.sequence_lengths.tolist() == [20, 21, 22]
+    ragged = [ids.tolist() for ids in sequences]
+    ragged[1][3][0].pop()
+    (tmp_path / "ragged.json").write_text(json.dumps(ragged))
+    with pytest.raises(InvalidInputError, match="sequence 1: the nested lists of routes are not rectangular"):
+        open_source(tmp_path / "ragged.json")
+
+
+def test_a_list_of_tensors_is_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    sequences = [drawn_routes(20 + index, 3) for index in range(3)]
+    torch.save([torch.from_numpy(ids) for ids in sequences], tmp_path / "own.pt")
+    trace = open_source(tmp_path / "own.pt", options=ImportOptions(num_experts=128)).load()
+    assert trace.routed_experts.tolist() == np.concatenate(sequences).tolist()
+
+
+def test_router_logits_become_routes_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logits = np.random.default_rng(0).normal(size=(40, 3, 16)).astype(np.float32)
+    np.savez(tmp_path / "logits.npz", a=logits)
+    with pytest.raises(InvalidInputError, match=r"router logits .* need --moe-router-topk, 1 to 16"):
+        open_source(tmp_path / "logits.npz")
+    trace = open_source(tmp_path / "logits.npz", options=ImportOptions(num_experts=16, top_k=2)).load()
+    assert "wrong for a router with groups" in caplog.text
+    ids = trace.routed_experts
+    chosen = np.take_along_axis(logits, ids.astype(np.int64), axis=2)
+    assert (chosen.min(axis=2) == np.sort(logits, axis=2)[..., -2]).all()
+    logits[0, 0, 0] = np.nan
+    np.savez(tmp_path / "nan.npz", a=logits)
+    with pytest.raises(InvalidInputError, match="finite values"):
+        open_source(tmp_path / "nan.npz", options=ImportOptions(num_experts=16, top_k=2))
 
 
 @pytest.mark.parametrize("name", IMPORTERS.names)
@@ -95,7 +135,7 @@ def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path
         ({}, "is empty: it holds no sequence"),
         ({"a": np.zeros((0, 2, 2), np.uint8)}, "is empty: no row holds a route"),
         ({"a": np.zeros(4, np.uint8)}, r"'a' must be integers \[tokens, layers, top-k\]"),
-        ({"a": np.zeros((2, 2, 2), np.float32)}, r"'a' must be integers"),
+        ({"a": np.zeros((2, 2, 2), np.float32)}, r"router logits .* need --moe-router-topk"),
         ({"a": np.array([[[0, 9]]])}, r"holds expert id 9, outside 0 \.\. 7"),
         ({"a": np.array([[[3, 3]]])}, "names an expert twice"),
         ({"a": np.array([[[3, -7]]])}, "negative expert id -7"),

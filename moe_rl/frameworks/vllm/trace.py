@@ -34,7 +34,8 @@ def _recognizes(path: Path) -> bool:
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     if path.suffix.lower() == ".npy":
         with located(path):
-            routes = as_routes(from_npy(path.read_bytes()))
+            array = from_npy(path.read_bytes())
+            routes = as_routes(array[:, None] if array.ndim == 2 else array)  # [tokens, K] is of one layer
         yield RecordedSequence(routes=routes, name=path.stem)
     else:
         yield from each_sequence(path, _sequences)

@@ -28,9 +28,9 @@ def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, line in enumerate(file):
                 if line.strip():
                     where = f"{path}, record {number}"
-                    yield where, of_kind(_parse(line, where), dict, f"{where} is not a JSON object.")
+                    yield where, of_kind(parsed(line, where), dict, f"{where} is not a JSON object.")
         return
-    document = _parse(path.read_bytes(), str(path))
+    document = parsed(path.read_bytes(), str(path))
     for number, record in enumerate(document if isinstance(document, list) else [document]):
         where = f"{path}, record {number}"
         yield where, of_kind(record, dict, f"{where} is not a JSON object.")
@@ -45,7 +45,8 @@ def each_sequence(
             yield from sequences(record, where)
 
 
-def _parse(text: bytes, where: str) -> Any:
+def parsed(text: bytes, where: str) -> Any:
+    """Return the value of a JSON text; `where` names it in the error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

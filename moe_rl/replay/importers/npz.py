@@ -1,9 +1,13 @@
 """`.npz`: one `[tokens, layers, K]` id array per sequence, its key the sequence's name.
 
-An array `[tokens, K]` is of one layer; `axes` LTK has layers before tokens. Rows are taken as they are: every row holds
-a route. Keys that start with `group<number>` or `prompt<number>` put sequences into prompt groups.
+A list of such tensors in a `.pt` file, or of nested lists in a `.json` file, is read likewise. An array `[tokens, K]`
+is of one layer; `axes` LTK has layers before tokens. Rows are taken as they are: every row holds a route. Floats
+`[tokens, layers, E]` are router logits: their K highest are taken if K is given, which is wrong for a router with
+groups or an expert bias, and a warning says so. Keys that start with `group<number>` or `prompt<number>` put sequences
+into prompt groups.
 """
 
+import logging
 import re
 import zipfile
 from collections.abc import Iterator
@@ -14,12 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.replay.importers.payloads import from_npy
+from moe_rl.replay.importers.json_files import json_head, parsed
+from moe_rl.replay.importers.payloads import as_array, from_npy, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
+from moe_rl.replay.importers.torch_file import load_torch_file
+
+logger = logging.getLogger(__name__)
 
 GROUP_KEY = re.compile(r"(?:group|prompt)[-_]?(\d+)(?!\d)")
 # Deflate cannot shrink data by more than about 1032; a larger claim is a lie about the size.
 MAX_DEFLATE_RATIO = 1100
+TORCH = (".pt", ".pth")
+# A list of sequences, tokens and layers (of one layer: of sequences and tokens) of numbers.
+NESTED_LISTS = re.compile(r"\s*(?:\[\s*){3,4}-?\d")
 
 
 def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -51,20 +62,35 @@ def npz_keys(path: Path) -> list[str]:
 
 
 def _recognizes(path: Path) -> bool:
-    return path.suffix.lower() == ".npz" and "routed_experts" not in npz_keys(path)
+    suffix = path.suffix.lower()
+    if suffix == ".npz":
+        return "routed_experts" not in npz_keys(path)
+    if suffix == ".json":
+        return NESTED_LISTS.match(json_head(path)) is not None
+    return suffix in TORCH and path.is_file() and _is_list(load_torch_file(path, verify=False))
+
+
+def _is_list(document: object) -> bool:
+    """Return whether a torch file holds a list of tensors."""
+    return isinstance(document, list | tuple) and len(document) > 0 and isinstance(document[0], np.ndarray)
+
+
+def _arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield (name, array) of every sequence."""
+    suffix = path.suffix.lower()
+    if suffix == ".npz":
+        yield from npz_arrays(path)
+        return
+    document = parsed(path.read_bytes(), str(path)) if suffix == ".json" else load_torch_file(path)
+    sentence = f"{path} is not a list of arrays."
+    for index, value in enumerate(of_kind(document, list | tuple, sentence)):  # type: ignore[arg-type, var-annotated]
+        with located(f"{path}, sequence {index}"):
+            yield str(index), as_array(value)
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
-    for index, (key, routes) in enumerate(npz_arrays(path)):
-        if routes.ndim == 2:
-            routes = routes[:, None]  # of one layer
-        if options.axes == "LTK" and routes.ndim == 3:
-            routes = routes.swapaxes(0, 1)
-        require(
-            routes.ndim == 3 and routes.dtype.kind in "iu",
-            f"{path}: {key!r} must be integers [tokens, layers, top-k], or [tokens, top-k] of one layer, got "
-            f"{routes.dtype} {list(routes.shape)}.",
-        )
+    for index, (key, values) in enumerate(_arrays(path)):
+        routes = _as_ids(values, options, f"{path}: {key!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
             require(index < len(options.prompt_lengths), f"{path} has more sequences than prompt lengths were given.")
@@ -73,6 +99,40 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
             routes = np.concatenate([prompt, routes])
         group = GROUP_KEY.match(key)
         yield RecordedSequence(routes=routes, valid=valid, name=key, group=group.group(1) if group else None)
+
+
+def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: bool) -> NDArray[np.integer]:
+    """Return [tokens, layers, K] ids of an array in another order, of one layer, or of router logits."""
+    is_logits = values.dtype.kind == "f"
+    if values.ndim == 2:
+        values = values[:, None]  # of one layer
+    if options.axes == "LTK" and values.ndim == 3:
+        values = values.swapaxes(0, 1)
+    if not is_logits:
+        require(
+            values.ndim == 3 and values.dtype.kind in "iu",
+            f"{what} must be integers [tokens, layers, top-k], or [tokens, top-k] of one layer, got "
+            f"{values.dtype} {list(values.shape)}.",
+        )
+        return values
+    shape = list(values.shape)
+    require(values.ndim == 3, f"{what} must be router logits [tokens, layers, experts], got {values.dtype} {shape}.")
+    top_k, experts = options.top_k, values.shape[2]
+    if top_k is None or top_k > experts or not np.isfinite(values).all():
+        raise InvalidInputError(
+            f"{what} holds {values.dtype} {shape}: router logits [tokens, layers, experts] need --moe-router-topk, "
+            f"1 to {experts}, and finite values."
+        )
+    if first:
+        logger.warning(
+            "%s: router logits; the %d highest of %d are taken as routes, which is wrong for a router with groups or "
+            "an expert bias.",
+            what,
+            top_k,
+            experts,
+        )
+    ids: NDArray[np.integer] = np.argsort(-values, axis=2, kind="stable")[..., :top_k].astype(np.int32)
+    return ids
 
 
 IMPORTER = Importer(

@@ -75,18 +75,22 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
 
 def as_routes(value: object) -> NDArray[np.integer]:
     """Return vLLM's encodings of an id array: base64 of .npy bytes, nested lists, or an array."""
-    if isinstance(value, str):
-        value = from_npy(from_base64(value))
-    elif isinstance(value, list):
-        try:
-            value = np.asarray(value)
-        except ValueError as error:
-            raise InvalidInputError("the nested lists of routes are not rectangular.") from error
-    array: NDArray[np.integer] = of_kind(value, np.ndarray, f"routes cannot be read from {type(value).__name__}.")
+    array: NDArray[np.integer] = as_array(from_npy(from_base64(value)) if isinstance(value, str) else value)
     require(
         array.ndim == 3 and array.dtype.kind in "iu",
         f"routes must be integers of shape [tokens, layers, top-k], got {array.dtype} {list(array.shape)}.",
     )
+    return array
+
+
+def as_array(value: object) -> NDArray[Any]:
+    """Return an array, or nested lists as one; raise for anything else."""
+    if isinstance(value, list):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise InvalidInputError("the nested lists of routes are not rectangular.") from error
+    array: NDArray[Any] = of_kind(value, np.ndarray, f"routes cannot be read from {type(value).__name__}.")
     return array
 
 
