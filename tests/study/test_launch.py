@@ -91,6 +91,28 @@ policy:
   megatron_cfg: {enabled: true, expert_model_parallel_size: 4, tensor_model_parallel_size: 1}
 cluster: {gpus_per_node: 8, num_nodes: 2}
 """
+SKYRL = """
+uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B \\
+  trainer.policy.megatron_config.tensor_model_parallel_size=2 \\
+  trainer.policy.megatron_config.expert_model_parallel_size=8 \\
+  trainer.policy.megatron_config.expert_tensor_parallel_size=1 trainer.train_batch_size=64 \\
+  trainer.policy_mini_batch_size=32 generator.n_samples_per_prompt=4 trainer.micro_train_batch_size_per_gpu=2 \\
+  trainer.placement.policy_num_nodes=2 trainer.placement.policy_num_gpus_per_node=8 trainer.max_prompt_length=512 \\
+  generator.sampling_params.max_generate_length=1536
+"""
+AREAL = """
+actor: {path: Qwen/Qwen3-30B-A3B, backend: "megatron:d4p2t2e8", mb_spec: {max_tokens_per_mb: 10240}}
+gconfig: {n_samples: 8, max_new_tokens: 4096}
+train_dataset: {batch_size: 64}
+"""
+ROLL = """
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+sequence_length: 4096
+actor_train:
+  training_args: {per_device_train_batch_size: 2}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {expert_model_parallel_size: 8}}
+"""
 ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
 
 
@@ -111,14 +133,18 @@ ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=
         ),
         ("run.sh", SLIME, {"micro_batch_tokens": 4096, "global_batch_size": 16, "layout": "slime"}),
         ("run.yaml", NEMO_RL, {"micro_batch_tokens": 8192, "global_batch_size": 16}),
+        # 16 GPUs with EP8 are two groups: half of the 32 prompts of an update, four samples of each.
+        ("run.sh", SKYRL, {"micro_batch_tokens": 4096, "global_batch_size": 64, "num_samples": 256}),
+        ("run.yaml", AREAL, {"micro_batch_tokens": 10240, "num_samples": 512, "samples_per_prompt": 8}),
+        ("run.yaml", ROLL, {"micro_batch_tokens": 8192, "num_samples": 512, "samples_per_prompt": 8}),
     ],
 )
 def test_the_batch_of_a_run_is_read(tmp_path: Path, name: str, text: str, expected: dict[str, object]) -> None:
     path = tmp_path / name
     path.write_text(text)
-    found, _ = launch_options([path])
+    found, _ = launch_options([path], RlStepOptions)
     assert {key: found[key] for key in expected} == expected
-    SimulationOptions(**found)
+    SimulationOptions(**launch_options([path])[0])
 
 
 def test_a_step_of_rl_is_read(tmp_path: Path) -> None:
