@@ -70,7 +70,7 @@ class MicroBatchClock:
         """How many micro-batches of the pass have begun."""
         if self._recomputes:
             return self._forwards
-        return max([self._forwards, *(last + 1 for last in self._recomputed.values())])
+        return max([self._forwards, *(micro_batch + 1 for micro_batch in self._recomputed.values())])
 
     def micro_batch(self, layer: int) -> int:
         """Return the micro-batch that layer `layer` is in now, or OUTSIDE; call once per run of the layer."""

@@ -68,8 +68,8 @@ class ExpertHomes:
     def state_is_home(self) -> bool:
         """Whether the optimizer state of this rank's experts is where the framework expects it."""
         layers = list(self._movable.layers)
-        now, own = home_experts(self._state_placement)[layers], home_experts(self.own_placement)[layers]
-        return np.array_equal(now, own)
+        state_homes = home_experts(self._state_placement)[layers]
+        return np.array_equal(state_homes, home_experts(self.own_placement)[layers])
 
     def reorder(self, placement: ExpertPlacement) -> int:
         """Move experts to the homes of `placement`, with their optimizer state; return the bytes this rank received.
@@ -78,13 +78,13 @@ class ExpertHomes:
         `GradientsWaitError` where gradients wait in layers that would change, and `ReorderError` where the move was
         given up; then `self.placement` tells, for the layers of this rank, where the experts are.
         """
-        ours = self.placement
+        current = self.placement
         require(
-            placement.home_rank.shape == ours.home_rank.shape and placement.ep_size == ours.ep_size,
+            placement.home_rank.shape == current.home_rank.shape and placement.ep_size == current.ep_size,
             f"the placement is for [L, E] = {list(placement.home_rank.shape)} on {placement.ep_size} EP ranks, this "
-            f"run has {list(ours.home_rank.shape)} on {ours.ep_size}.",
+            f"run has {list(current.home_rank.shape)} on {current.ep_size}.",
         )
-        home = placement.with_slots(resident_slots=ours.resident_slots, spare_slots=ours.spare_slots)
+        home = placement.with_slots(resident_slots=current.resident_slots, spare_slots=current.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
             self._move(self._state_placement, weights_only=True)
         return self._move(home, wants_no_gradients=True)
@@ -110,8 +110,8 @@ class ExpertHomes:
 
     def _move(self, home: ExpertPlacement, *, weights_only: bool = False, wants_no_gradients: bool = False) -> int:
         """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
-        mine = list(self._movable.layers)
-        old, new = home_experts(self.placement)[mine], home_experts(home)[mine]
+        layers = list(self._movable.layers)
+        old, new = home_experts(self.placement)[layers], home_experts(home)[layers]
         # Of all slots, so that ranks agree on residents too.
         digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
         moves = not np.array_equal(old, new)
@@ -134,14 +134,15 @@ class ExpertHomes:
     def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
         """Move experts from the home slots `old` [layers, E] to `new`; return the bytes that this rank received."""
         self._ever_moved = True
-        experts, state = self._movable.ready()
+        experts, state_to_move = self._movable.ready()
+        state = None if weights_only else state_to_move
         with ranges.range("reorder"):
             return migrate(
                 old,
                 new,
                 experts,
                 groups=self.groups,
-                state=None if weights_only else state,
+                state=state,
                 max_scratch_bytes=self._max_scratch_bytes,
                 on_commit=lambda arrangement: self._follow(arrangement, weights_only=weights_only),
             )

@@ -93,8 +93,10 @@ def count_routes(
 
 def _index(layers: Sequence[int]) -> slice | list[int]:
     """Return consecutive layers as a slice, which copies nothing."""
-    consecutive = len(layers) > 0 and list(layers) == list(range(layers[0], layers[-1] + 1))
-    return slice(layers[0], layers[-1] + 1) if consecutive else list(layers)
+    indices = list(layers)
+    if not indices or indices != list(range(indices[0], indices[-1] + 1)):
+        return indices
+    return slice(indices[0], indices[-1] + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

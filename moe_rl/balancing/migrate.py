@@ -120,8 +120,8 @@ class _Transfer:
     @property
     def received_bytes(self) -> int:
         """From other ranks."""
-        mine = dist.get_rank()
-        return sum(target.nbytes for rank, target in self.receives if rank != mine)
+        own_rank = dist.get_rank()
+        return sum(target.nbytes for rank, target in self.receives if rank != own_rank)
 
     @property
     def scratch_bytes(self) -> int:
@@ -225,7 +225,7 @@ def _transfer(
 ) -> _Transfer:
     """Walk the moves in the order that every rank follows and note this rank's part."""
     transfer = _Transfer()
-    mine = groups.place
+    own_place = groups.place
     for move in moves:
         per_rank = move.experts.num_local_experts
         source_rank, source_slot = divmod(move.source, per_rank)
@@ -233,19 +233,19 @@ def _transfer(
         parameters = zip(move.experts.parameters_of(source_slot), move.experts.parameters_of(target_slot), strict=True)
         for source, target in parameters:
             for group in range(groups.num_ep_groups):
-                if mine == (group, source_rank):
+                if own_place == (group, source_rank):
                     transfer.sends.append((groups.grid[group, target_rank], source.detach().view(-1)))
-                if mine == (group, target_rank):
+                if own_place == (group, target_rank):
                     transfer.receives.append((groups.grid[group, source_rank], target.detach().view(-1)))
             if state is None or not num_state_tensors:
                 continue
             from_shards, to_shards = state.shards(source), state.shards(target)
             for from_group, to_group, start, stop in overlap(from_shards, to_shards):
-                if mine == (from_group, source_rank):
+                if own_place == (from_group, source_rank):
                     offset = from_shards[from_group][0]
                     peer = groups.grid[to_group, target_rank]
                     transfer.sends += [(peer, t[start - offset : stop - offset]) for t, *_ in state.tensors(source)]
-                if mine == (to_group, target_rank):
+                if own_place == (to_group, target_rank):
                     offset = to_shards[to_group][0]
                     peer = groups.grid[from_group, source_rank]
                     for places in state.tensors(target):
@@ -270,14 +270,14 @@ def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid,
     except Exception as error:  # whatever it is, the other ranks wait in the next line
         problem = f" This rank: {error}"
     everyone = groups.gather_in_run(np.array([min(counts), max(counts), int(not problem)], np.int64))
-    found = sorted(set(everyone[:, :2][everyone[:, :2] >= 0].tolist()))
+    numbers = sorted(set(everyone[:, :2][everyone[:, :2] >= 0].tolist()))
     if not everyone[:, 2].all():
         raise ReorderError(f"a rank could not find its optimizer state; no expert was moved.{problem}")
-    if len(found) > 1:
+    if len(numbers) > 1:
         raise ReorderError(
-            f"the optimizer holds {found} state tensors for different expert parameters; no expert was moved."
+            f"the optimizer holds {numbers} state tensors for different expert parameters; no expert was moved."
         )
-    return found[0] if found else 0
+    return numbers[0] if numbers else 0
 
 
 def _held(state: ExpertState, parameter: torch.Tensor, expert_dp_rank: int) -> bool:

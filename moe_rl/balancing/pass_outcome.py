@@ -58,3 +58,12 @@ def outcome_of_layers(
         moe_layer_s=predicted_cost(of_layers, problem),
         moe_layer_s_at_home=predicted_cost(at_home, problem),
     )
+
+
+def joined_outcomes(outcomes: Sequence[PassOutcome]) -> PassOutcome:
+    """Return the outcome of all layers, from those of the ranks' shares."""
+    return PassOutcome(
+        rows=np.concatenate([outcome.rows for outcome in outcomes], axis=1),
+        moe_layer_s=sum(outcome.moe_layer_s for outcome in outcomes),
+        moe_layer_s_at_home=sum(outcome.moe_layer_s_at_home for outcome in outcomes),
+    )

@@ -39,7 +39,7 @@ from moe_rl.balancing.load_exchange import (
 )
 from moe_rl.balancing.loads import EarlierLoads, RankRows, narrow
 from moe_rl.balancing.pass_metrics import PassOutcome
-from moe_rl.balancing.pass_outcome import outcome_of_layers
+from moe_rl.balancing.pass_outcome import joined_outcomes, outcome_of_layers
 from moe_rl.balancing.pass_request import PassRequest, PlannedPass
 from moe_rl.balancing.pass_source import ReadOnce, RowReader
 from moe_rl.balancing.plan_assembly import LayerShare, PlanAssembly, PolicyReport
@@ -95,7 +95,8 @@ class PassPlanner:
         a misfit on all ranks. An error on any rank is raised on all of them.
         """
         start_time = time.perf_counter()
-        reader = None if reader is None else ReadOnce(reader)
+        if reader is not None:
+            reader = ReadOnce(reader)
         rows, notices = self.exchange.together(
             lambda: self._read_rows(reader, request), lambda rows: self._notice(request, rows)
         )
@@ -136,12 +137,7 @@ class PassPlanner:
         own_outcome = outcome_of_layers(
             planned.local_plan, load, own_layers, request=request, model=self.model, setting=self.setting
         )
-        outcomes = exchange.gather(own_outcome)
-        return PassOutcome(
-            rows=np.concatenate([outcome.rows for outcome in outcomes], axis=1),
-            moe_layer_s=sum(outcome.moe_layer_s for outcome in outcomes),
-            moe_layer_s_at_home=sum(outcome.moe_layer_s_at_home for outcome in outcomes),
-        )
+        return joined_outcomes(exchange.gather(own_outcome))
 
     # Exchange 1: rows and notices
 
@@ -151,11 +147,13 @@ class PassPlanner:
         Under expert tensor parallelism, ranks with parts of the same experts run each other's tokens too, so their
         counts are summed: two parts with 100 rows each both return 200. The routes stay this rank's own.
         """
-        rows, error = attempted(lambda: None if reader is None else reader.read())
-        without_routes = None
+        rows, error, without_routes, digest = None, None, None, None
+        if reader is not None:
+            rows, error = attempted(reader.read)
         if rows is not None:
             without_routes = replace(rows, routes=(), among=(rows.drawable, rows.drawable))
-        digest = None if request is None else request.digest
+        if request is not None:
+            digest = request.digest
         messages = self.exchange.gather_parts(_PartMessage(rows=without_routes, digest=digest, error=told(error)))
         if error is not None:
             raise error
@@ -245,11 +243,12 @@ class PassPlanner:
         tokens = TokensOfRanks.of(notices[self.exchange.group_index])
         num_micro_batches = request.num_micro_batches or len(tokens.all_MP)
         num_cells = self.model.num_moe_layers * num_micro_batches * self.exchange.num_groups
+        max_rows_MLP = row_bound(request, plan, load, plan_rows_MLP, tokens, num_cells=num_cells)
         return LayerShare(
             layers=layers,
             plan_rows_MLP=plan_rows_MLP,
             static_rows_MLP=rows_of_contiguous_homes(load)[group],
-            max_rows_MLP=row_bound(request, plan, load, plan_rows_MLP, tokens, num_cells=num_cells),
+            max_rows_MLP=max_rows_MLP,
             placement=placement,
             replicas=replicas,
             report=report,

@@ -68,13 +68,14 @@ class PassQueue(Generic[Tables]):
             num_micro_batches=source.num_micro_batches,
         )
         parts: list[Future[PreparedPart[Tables]]] = []
+        last_plan = self.last_plan if source.routes is None else None
         for part in self._parts_of(source):
             task = _PlanningTask(
                 run=run,
                 request=request,
                 reader=None if reader is None else reader.micro_batches(part),
                 source=source,
-                last_plan=None if source.routes is not None else self.last_plan,
+                last_plan=last_plan,
                 part_before=parts[-1] if parts else None,
                 homes=homes,
                 memory=run.memory,

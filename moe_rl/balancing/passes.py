@@ -322,7 +322,8 @@ class PassCycle(RoutePlanner[Tables]):
         )
         if num_ran == running.num_micro_batches:
             fitting_tokens = self.run.fitting_tokens(planned, results.actual_rows)
-            self.fitting_tokens = self.fitting_tokens if fitting_tokens is None else fitting_tokens
+            if fitting_tokens is not None:
+                self.fitting_tokens = fitting_tokens
         counter = running.counter
         if counter is None:
             return metrics

@@ -153,18 +153,15 @@ def merge_reports(reports: Sequence[PolicyReport]) -> PolicyReport:
     some layers only is not idle. Of "no replicas: at imbalance 1.30 ..." and "no replicas: at imbalance 1.12 ..." the
     first stays.
     """
-    first = reports[0]
-    predicted_cost_s = first.predicted_cost_s
+    report = reports[0]
+    predicted_cost_s = report.predicted_cost_s
     if predicted_cost_s is not None:
-        predicted_cost_s = sum(report.predicted_cost_s or 0.0 for report in reports)
-    subjects_of_reports = [{_subject(note) for note in report.notes} for report in reports]
+        predicted_cost_s = sum(of_rank.predicted_cost_s or 0.0 for of_rank in reports)
+    subjects_of_reports = [{_subject(note) for note in of_rank.notes} for of_rank in reports]
     common_subjects = set.intersection(*subjects_of_reports)
-    return replace(
-        first,
-        predicted_cost_s=predicted_cost_s,
-        solve_time_s=max(report.solve_time_s for report in reports),
-        notes=tuple(note for note in first.notes if _subject(note) in common_subjects),
-    )
+    notes = tuple(note for note in report.notes if _subject(note) in common_subjects)
+    solve_time_s = max(of_rank.solve_time_s for of_rank in reports)
+    return replace(report, predicted_cost_s=predicted_cost_s, solve_time_s=solve_time_s, notes=notes)
 
 
 def _subject(note: str) -> str:

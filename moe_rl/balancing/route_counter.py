@@ -57,11 +57,12 @@ class CountedPass:
 
     def micro_batches(self) -> list[MicroBatchRoutes]:
         """Return the routes of every micro-batch when they have arrived."""
-        arrays = self._copies.arrays()
-        return [
-            MicroBatchRoutes(rows=rows, counts_SLE=counts_SLE, sampled_ids_ULK=sampled_ids_ULK)
-            for rows, counts_SLE, sampled_ids_ULK in zip(self._rows, arrays[::2], arrays[1::2], strict=True)
-        ]
+        arrays = iter(self._copies.arrays())
+        micro_batches = []
+        for rows in self._rows:
+            counts_SLE, sampled_ids_ULK = next(arrays), next(arrays)
+            micro_batches.append(MicroBatchRoutes(rows=rows, counts_SLE=counts_SLE, sampled_ids_ULK=sampled_ids_ULK))
+        return micro_batches
 
 
 class RouteCounter:

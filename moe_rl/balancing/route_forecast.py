@@ -180,7 +180,8 @@ class RouteForecast:
         if loads.rows.any():
             mean_pairs_LE = np.rint(loads.pairs.mean(axis=0)).astype(np.int32)
             self._mean = MeanMicroBatch(pairs_LE=mean_pairs_LE, num_rows=int(np.rint(loads.rows.mean())))
-            self._mean_of_update = self._mean if is_update else self._mean_of_update
+            if is_update:
+                self._mean_of_update = self._mean
         return loads
 
     def predict(self, micro_batches: Sequence[SequenceRows]) -> RankRows:
@@ -281,13 +282,18 @@ class RouteForecast:
         no_ids = np.zeros((0, num_layers, top_k), np.int16)
         num_rows_M = np.array([load.num_rows for load in loads], np.int64)
         num_counted_rows = sum(load.num_counted_rows for load in loads)
-        source: Source = "history" if pairs_MLE.any() else "nothing"
+        sampled_ids = tuple(np.concatenate([no_ids, *load.sampled_ids]) for load in loads)
+        source: Source = "nothing"
+        if num_counted_rows:
+            source = "log-probs"
+        elif pairs_MLE.any():
+            source = "history"
         return RankRows(
             pairs=np.rint(pairs_MLE).astype(np.int32),
             rows=num_rows_M,
-            routes=tuple(np.concatenate([no_ids, *load.sampled_ids]) for load in loads),
+            routes=sampled_ids,
             known=num_counted_rows / max(1, int(num_rows_M.sum())),
-            source="log-probs" if num_counted_rows else source,
+            source=source,
         )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.balanced_run import BalancedRun, PassResults, Tables
 from moe_rl.balancing.home_choice import ExpertMoves
-from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.loads import RankRows, Source
 from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics
 from moe_rl.balancing.pass_notices import PassNotices
 from moe_rl.balancing.pass_queue import PreparedPart, PreparedPass
@@ -62,18 +62,26 @@ class RunningPass(Generic[Tables]):
         """Return what the pass was planned to do beside what it did."""
         parts = self.parts
         planned, num_ran = joined(parts), len(results.actual_rows)
-        follows_plan = planned.misfit in (None, OBSERVED)
-        counted = planned.counted
+        source: Source = "plan"
+        known_share, misfit, predicted_rows, num_replicas = 1.0, planned.misfit, None, 0
+        if planned.counted is not None:
+            source, known_share = planned.counted.source, planned.counted.known
+        if misfit is None:
+            num_replicas = sum(part.local_plan.replicas.copies for part in parts)
+        if misfit is OBSERVED:
+            misfit = None
+        if misfit is None:
+            predicted_rows = _of_first(num_ran, planned.predicted_rows)
         return PassMetrics(
             policy=planned.plan.policy,
-            source="plan" if counted is None else counted.source,
-            known_share=1.0 if counted is None else counted.known,
-            misfit=None if planned.misfit is OBSERVED else planned.misfit,
+            source=source,
+            known_share=known_share,
+            misfit=misfit,
             notes=notes,
             actual_rows=results.actual_rows,
-            predicted_rows=_of_first(num_ran, planned.predicted_rows) if follows_plan else None,
+            predicted_rows=predicted_rows,
             static_rows=_of_first(num_ran, planned.static_rows),
-            replicas=0 if planned.misfit else sum(part.local_plan.replicas.copies for part in parts),
+            replicas=num_replicas,
             residents=residents,
             pushed_bytes=results.pushed_bytes,
             returned_bytes=results.returned_bytes,
@@ -127,7 +135,8 @@ class CountedRoutes(Generic[Tables]):
             self.loads.result()  # what went wrong on the thread is raised here
         if 0 < num_begun < len(counter.rows):
             counter.forget_after(num_begun)
-            prediction = None if prediction is None else prediction.micro_batches(slice(num_begun))
+            if prediction is not None:
+                prediction = prediction.micro_batches(slice(num_begun))
         counted = counter.start_fetch(self._run.layers.sum_counts)
         self.loads = self._run.thread.submit(
             lambda: self.forecast.record(counted.micro_batches(), prediction=prediction, is_update=is_update)

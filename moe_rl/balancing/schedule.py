@@ -238,8 +238,10 @@ def plan_of_load(
     )
     if config.domain_balance != OURS:  # what the engine copies is priced, and is not in the plan
         problem, may = replace(problem, replica_slots=1), replace(may, replicate=False)
-    packs = {"static_buffers": True} if config.static_rows and may.pack and config.policy == "moe-rl" else {}
-    return make_planner(config.policy, **packs | dict(config.parameters)).plan(problem, may)
+    parameters = dict(config.parameters)
+    if config.static_rows and may.pack and config.policy == "moe-rl":
+        parameters = {"static_buffers": True} | parameters
+    return make_planner(config.policy, **parameters).plan(problem, may)
 
 
 def step_setting(config: BalancerConfig, of_run: StepSetting | None = None, *, forward_only: bool) -> StepSetting:

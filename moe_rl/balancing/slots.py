@@ -127,11 +127,14 @@ class SlotTables:
         for index, (shares_of_replica, homes) in enumerate(zip(of_replica, of_home, strict=True), start=1):
             terms[index, table, slot] = shares_of_replica[:, 0]
             terms[index, table[order], at_home[order]] = homes[order, 0]
+        num_sources = placement.ep_size
+        if shared[1] > 1:
+            source_rank, num_sources = shared
         return cls(
             row=row.reshape(-1, num_layers),
             terms=torch.from_numpy(terms),
-            source_rank=shared[0] if shared[1] > 1 else source_rank,
-            num_sources=shared[1] if shared[1] > 1 else placement.ep_size,
+            source_rank=source_rank,
+            num_sources=num_sources,
         )
 
     def pinned(self) -> Self:
