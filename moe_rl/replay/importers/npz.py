@@ -83,7 +83,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
         return
     document = parsed(path.read_bytes(), str(path)) if suffix == ".json" else load_torch_file(path)
     sentence = f"{path} is not a list of arrays."
-    for index, value in enumerate(of_kind(document, list | tuple, sentence)):  # type: ignore[arg-type, var-annotated]
+    for index, value in enumerate(of_kind(document, list | tuple, sentence)):  # type: ignore[arg-type]
         with located(f"{path}, sequence {index}"):
             yield str(index), as_array(value)
 
