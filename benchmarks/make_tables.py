@@ -39,7 +39,7 @@ from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
 from moe_rl.report.sweep_chart import sweep_panels
 from moe_rl.study.options import SHOWN
 from moe_rl.yaml_files import with_names
-from tests.frameworks import own_losses, record_losses
+from tests.frameworks import own_losses, recipe_losses, record_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -186,6 +186,11 @@ def loss_contracts() -> str:
     return f"\n{own_losses.table(document)}\n"
 
 
+def recipe_contracts() -> str:
+    """Return one row of Markdown per public recipe: its loss settings, and by how much ours differs under them."""
+    return f"\n{recipe_losses.table()}\n"
+
+
 def megatron_options() -> str:
     """Return the known options of the MoE layers by the version of Megatron that brought them, refused ones marked."""
     refused = {refusal.option for refusal in REFUSALS}
@@ -304,6 +309,7 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "traps": traps,
     "objectives": objectives,
     "loss-contracts": loss_contracts,
+    "recipe-contracts": recipe_contracts,
     "kernel-roofs": kernel_roofs,
     "levers": levers,
     "recipes": public_recipes.table,

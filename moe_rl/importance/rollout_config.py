@@ -112,8 +112,12 @@ class RolloutCorrectionConfig(Options):
     """Level of the importance weight: `token`, `sequence` (product over the sequence), or None for metrics only."""
     rollout_is_threshold: Threshold = 2.0
     """Bound on w = pi_old / pi_rollout: a number truncates (TIS), "lower_upper" zeroes outside (IcePop)."""
+    rollout_is_lower_bound: float | None = option(None, above=0)
+    """Raise smaller w to this where a number truncates: slime's `tis_mode: clip`. verl has none."""
     rollout_is_batch_normalize: bool = False
     """Divide by the batch mean of w (over sequences at sequence level)."""
+    rollout_is_count_empty: bool = False
+    """At sequence level let that mean count sequences without a valid token, as 0: slime's, where verl's does not."""
     rollout_rs: str | None = None
     """Comma list of `ROLLOUT_RS_OPTIONS`; a token stays only if every option keeps it."""
     rollout_rs_threshold: Threshold | None = None
@@ -128,7 +132,13 @@ class RolloutCorrectionConfig(Options):
     def __post_init__(self) -> None:
         Options.__post_init__(self)
         # Parsed only to refuse a bad threshold now, not after the first rollout.
-        parse_is_threshold(self.rollout_is_threshold)
+        lower, upper = parse_is_threshold(self.rollout_is_threshold)
+        if self.rollout_is_lower_bound is not None:
+            require(
+                lower is None and self.rollout_is_lower_bound <= upper,
+                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is one "
+                f"number above it, got {self.rollout_is_threshold!r}: a band zeroes what lies below.",
+            )
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)
 

@@ -96,10 +96,10 @@ def apply_rollout_correction(
 
     weights: Tensor | None = None
     if config.rollout_is is not None:
-        weights, is_metrics = _weights(old - rollout, mask, layout, config.rollout_is, config.rollout_is_threshold)
+        weights, is_metrics = _weights(old - rollout, mask, layout, config)
         metrics |= is_metrics
         if config.rollout_is_batch_normalize:
-            factor = _batch_mean(weights, mask, layout, config.rollout_is, sum_over_ranks)
+            factor = _batch_mean(weights, mask, layout, config, sum_over_ranks)
             weights = weights / factor
             metrics["rollout_is_batch_norm_factor"] = factor
 
@@ -117,18 +117,20 @@ def apply_rollout_correction(
 
 
 def _weights(
-    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, level: str, threshold: Threshold
+    log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return verl's weights before batch normalization, and the metrics of its `compute_is_metrics`.
 
     Fractions are from the raw weights, spread and ESS from the applied ones.
     """
-    lower, upper = parse_is_threshold(threshold)
-    of_sequence = layout.sum(log_ratio) if level == "sequence" else None
+    lower, upper = parse_is_threshold(config.rollout_is_threshold)
+    of_sequence = layout.sum(log_ratio) if config.rollout_is == "sequence" else None
     levelled = log_ratio if of_sequence is None else layout.expand(of_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
     # A plain number truncates from above (TIS); a band zeroes what is outside (IcePop).
     weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)
+    if config.rollout_is_lower_bound is not None:
+        weights = weights.clamp(min=config.rollout_is_lower_bound) * mask
     low = 1.0 / upper if lower is None else lower
     tokens = layout.token_means(
         {"mean": weights, "square": weights.square(), "high": raw > upper, "low": raw < low}, mask
@@ -162,15 +164,19 @@ def _weights(
 
 
 def _batch_mean(
-    weights: Tensor, mask: Tensor, layout: SequenceLayout, level: str, sum_over_ranks: SumReducer | None
+    weights: Tensor,
+    mask: Tensor,
+    layout: SequenceLayout,
+    config: RolloutCorrectionConfig,
+    sum_over_ranks: SumReducer | None,
 ) -> Tensor:
-    """Mean weight over tokens, or over non-empty sequences; 1 where it is too small to divide by (verl: 1e-8)."""
-    if level == "token":
+    """Mean weight over tokens, or over sequences; 1 where it is too small to divide by (verl: 1e-8)."""
+    if config.rollout_is == "token":
         sums = layout.context.sum(torch.stack([weights.sum(), mask.sum().to(weights.dtype)]))
     else:
         # At sequence level every sequence weighs the same, whatever its length.
-        valid = layout.count(mask, weights.dtype) > 0
-        sums = torch.stack([layout.mean(weights, mask).sum(), valid.sum().to(weights.dtype)])
+        counted = (layout.count(mask, weights.dtype) > 0) | config.rollout_is_count_empty
+        sums = torch.stack([layout.mean(weights, mask).sum(), counted.sum().to(weights.dtype)])
     if sum_over_ranks is not None:
         sums = sum_over_ranks(sums)
     mean = sums[0] / sums[1].clamp(min=1.0)

@@ -91,18 +91,30 @@ _WHOLE = {
 """Stand-ins where sequences are whole."""
 
 
-def _slime(root: Path) -> dict[str, Loss]:
+REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {}
+"""By framework: what stands for its `get_sum_of_sample_mean` where it is called again after a correction."""
+
+
+def slimes_loss(root: Path) -> Any:
+    """slime's `policy_loss_function`, with its own truncated importance sampling."""
     utils = functions(
         root / "slime/slime/utils/ppo_utils.py",
         *("compute_policy_loss", "compute_gspo_kl", "compute_cispo_loss", "compute_opsm_mask"),
     )
     file = root / "slime/slime/backends/megatron_utils/loss.py"
     probed = {"get_log_probs_and_entropy": lambda logits, **_: (None, _probed(logits))}
-    own = functions(file, "policy_loss_function", **vars(utils) | _WHOLE | probed)
-    return {name: _megatron_loss(own.policy_loss_function, name) for name in ("grpo", "gspo", "cispo")}
+    again = {"get_sum_of_sample_mean": lambda *_, **__: REDUCERS["slime"]}
+    names = ("policy_loss_function", "vanilla_tis_function")
+    return functions(file, *names, **vars(utils) | _WHOLE | probed | again).policy_loss_function
 
 
-def _miles(root: Path) -> dict[str, Loss]:
+def _slime(root: Path) -> dict[str, Loss]:
+    own = slimes_loss(root)
+    return {name: _megatron_loss(own, name) for name in ("grpo", "gspo", "cispo")}
+
+
+def miles_loss(root: Path) -> Any:
+    """miles' `policy_loss_function`, with its own truncated importance sampling."""
     folder = root / "miles/miles/backends/training_utils/loss_hub"
     utils = functions(
         folder / "math_utils.py",
@@ -111,8 +123,15 @@ def _miles(root: Path) -> dict[str, Loss]:
         **_WHOLE | {"_LOG_RATIO_EXP_CLAMP": 20.0},
     )
     probed = {"get_log_probs_and_entropy": lambda logits, **_: _probed(logits)}
-    own = functions(folder / "losses.py", "policy_loss_function", **vars(utils) | _WHOLE | probed)
-    return {name: _megatron_loss(own.policy_loss_function, name) for name in ("grpo", "gspo")}
+    tis = vars(functions(folder / "corrections.py", "vanilla_tis_function", Namespace=SimpleNamespace))
+    again = {"get_sum_of_sample_mean": lambda *_, **__: REDUCERS["miles"]}
+    given = vars(utils) | _WHOLE | probed | tis | again
+    return functions(folder / "losses.py", "policy_loss_function", **given).policy_loss_function
+
+
+def _miles(root: Path) -> dict[str, Loss]:
+    own = miles_loss(root)
+    return {name: _megatron_loss(own, name) for name in ("grpo", "gspo")}
 
 
 def _megatron_loss(function: Any, estimator: str) -> Loss:
@@ -145,22 +164,25 @@ def _nemo_rl(root: Path) -> dict[str, Loss]:
         "cispo": {"use_cispo": True},
     }
 
-    def loss_of(setting: dict[str, Any]) -> Loss:
-        def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
-            b = record.recorded_batch()
-            # No reference policy: its KL is added beside the objective. Column 0 is the prompt's.
-            config = own.ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **setting)
-            names = {"advantages": "advantages", "prev_logprobs": "old_log_prob"}
-            names |= {"generation_logprobs": "rollout_log_prob", "token_mask": "response_mask"}
-            data = {name: torch.nn.functional.pad(b[ours].double(), (1, 0)) for name, ours in names.items()}
-            data["sample_mask"] = torch.ones(len(record.LENGTHS), dtype=torch.float64)
-            tokens = torch.tensor(float(sum(record.LENGTHS)))
-            value, logged = own.ClippedPGLossFn(config)(log_prob, data, torch.tensor(4.0), tokens)
-            return value, logged
+    return {name: nemo_rl_loss(own, setting) for name, setting in settings.items()}
 
-        return loss
 
-    return {name: loss_of(setting) for name, setting in settings.items()}
+def nemo_rl_loss(own: SimpleNamespace, setting: Mapping[str, Any]) -> Loss:
+    """NeMo-RL's loss of the recorded batch; `own` as `nemo_rls_loss` returns it."""
+
+    def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
+        b = record.recorded_batch()
+        # No reference policy: its KL is added beside the objective. Column 0 is the prompt's.
+        config = own.ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **setting)
+        names = {"advantages": "advantages", "prev_logprobs": "old_log_prob"}
+        names |= {"generation_logprobs": "rollout_log_prob", "token_mask": "response_mask"}
+        data = {name: torch.nn.functional.pad(b[ours].double(), (1, 0)) for name, ours in names.items()}
+        data["sample_mask"] = torch.ones(len(record.LENGTHS), dtype=torch.float64)
+        tokens = torch.tensor(float(sum(record.LENGTHS)))
+        value, logged = own.ClippedPGLossFn(config)(log_prob, data, torch.tensor(4.0), tokens)
+        return value, logged
+
+    return loss
 
 
 class _Model:
@@ -273,11 +295,20 @@ def stand_in_for(package: str) -> Iterator[dict[str, Any]]:
                 sys.modules[name] = module
 
 
-def _our_slime(package: str, objective: str, **options: Any) -> Loss:
+def our_slime(
+    package: str,
+    objective: str,
+    correction: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Loss:
+    """Our custom loss of slime or miles; `settings`: their own arguments."""
+
     def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
         entry = importlib.import_module("moe_rl.frameworks.slime.losses")
         args, data, mean = slime_batch()
-        args.moe_rl_objective, args.moe_rl_objective_options, args.use_tis = objective, options, False
+        vars(args).update({"moe_rl_objective": objective, "moe_rl_objective_options": options, **(settings or {})})
+        args.moe_rl_rollout_correction = correction
         with stand_in_for(package) as state:
             state["log_prob"] = log_prob
             value, logged = entry.policy_loss_function(args, data, log_prob, mean)
@@ -287,9 +318,10 @@ def _our_slime(package: str, objective: str, **options: Any) -> Loss:
     return loss
 
 
-def _our_verl(mode: str) -> Loss:
-    generic = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-    generic |= {"tau_pos": 1.0, "tau_neg": 1.05}
+def our_verl(mode: str, *, loss_agg_mode: str = "token-mean", **settings: float) -> Loss:
+    """Our loss mode in the place of verl's; `settings`: of its actor config."""
+    generic: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+    generic |= {"tau_pos": 1.0, "tau_neg": 1.05} | settings
     of_loss = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
 
     def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
@@ -299,6 +331,7 @@ def _our_verl(mode: str) -> Loss:
         config = SimpleNamespace(**generic, global_batch_info={}, policy_loss=SimpleNamespace(**of_loss, dro_beta=0.3))
         call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")}
         ours = {"vanilla": "ppo", "geo_mean": "gmpo"}.get(mode, mode)
+        call["loss_agg_mode"] = loss_agg_mode
         return policy_losses()[f"moe_rl_{ours}"](log_prob=log_prob, config=config, **call)
 
     return loss
@@ -332,14 +365,23 @@ def _our_areal(log_prob: Tensor) -> tuple[Tensor, Numbers]:
     return grpo_loss_fn(log_prob, torch.zeros(()), data), {}
 
 
-def _objective(name: str, old: str = "old_log_prob", loss_agg_mode: str = "token-mean", **options: Any) -> Loss:
+def objective(
+    name: str,
+    old: str = "old_log_prob",
+    loss_agg_mode: str = "token-mean",
+    weights: Tensor | None = None,
+    **options: Any,
+) -> Loss:
+    """Our objective in a loss of one's own."""
+
     def loss(log_prob: Tensor) -> tuple[Tensor, Numbers]:
         from moe_rl.importance import PolicyLossInputs, policy_loss
 
         b = record.recorded_batch()
         inputs = PolicyLossInputs(
-            log_prob=log_prob, old_log_prob=b[old], advantages=b["advantages"], response_mask=b["response_mask"]
-        )
+            log_prob=log_prob, old_log_prob=b[old], advantages=b["advantages"], response_mask=b["response_mask"],
+            rollout_is_weights=weights,
+        )  # fmt: skip
         mode = None if old == "rollout_log_prob" else loss_agg_mode
         return policy_loss(inputs, objective=name, loss_agg_mode=mode, **options).loss, {}
 
@@ -348,49 +390,49 @@ def _objective(name: str, old: str = "old_log_prob", loss_agg_mode: str = "token
 
 ROLLOUT = "rollout_log_prob"
 OURS: dict[tuple[str, str], tuple[str, Loss]] = {
-    **{("verl", f"{mode}/default"): (f"`{ours}`", _our_verl(mode)) for mode, ours in (
+    **{("verl", f"{mode}/default"): (f"`{ours}`", our_verl(mode)) for mode, ours in (
         ("vanilla", "moe_rl_ppo"), ("gspo", "moe_rl_gspo"), ("geo_mean", "moe_rl_gmpo"), ("cispo", "moe_rl_cispo"),
         ("sapo", "moe_rl_sapo"), ("dppo_tv", "moe_rl_dppo_tv"), ("dppo_kl", "moe_rl_dppo_kl"), ("dro", "moe_rl_dro"),
         ("clip_cov", "moe_rl_clip_cov"), ("kl_cov", "moe_rl_kl_cov"),
     )},
-    **{("slime", f"{mode}/default"): (f"`{mode}`", _our_slime("slime", mode)) for mode in ("grpo", "gspo", "cispo")},
-    **{("miles", f"{mode}/default"): (f"`{mode}`", _our_slime("miles", mode)) for mode in ("grpo", "gspo")},
+    **{("slime", f"{mode}/default"): (f"`{mode}`", our_slime("slime", mode)) for mode in ("grpo", "gspo", "cispo")},
+    **{("miles", f"{mode}/default"): (f"`{mode}`", our_slime("miles", mode)) for mode in ("grpo", "gspo")},
     **{("trl", setting): (f"`{ours}`", _our_trl(setting, ours)) for setting, ours in (
         ("grpo", "grpo"), ("bnpo", "grpo"), ("dapo/default", "grpo"), ("dr_grpo/default", "grpo"), ("sapo", "sapo"),
         ("vespo", "vespo"),
     )},
     ("areal", "default"): ("`ppo`", _our_areal),
-    ("nemo_rl", "default/default"): ("objective `ppo`, `clip_ratio_c=None`", _objective("ppo", clip_ratio_c=None)),
+    ("nemo_rl", "default/default"): ("objective `ppo`, `clip_ratio_c=None`", objective("ppo", clip_ratio_c=None)),
     ("nemo_rl", "sequence_level/default"): (
-        "objective `gspo`", _objective("gspo", loss_agg_mode="seq-mean-token-mean")
+        "objective `gspo`", objective("gspo", loss_agg_mode="seq-mean-token-mean")
     ),
-    ("nemo_rl", "cispo/default"): ("objective `cispo`", _objective("cispo")),
-    ("prime_rl", "default/default"): ("objective `prime_rl`", _objective("prime_rl", ROLLOUT)),
-    ("prime_rl", "ipo/default"): ("objective `prime_rl_ipo`", _objective("prime_rl_ipo", ROLLOUT)),
-    ("skyrl", "regular/default"): ("objective `ppo`, `clip_ratio_c=None`", _objective("ppo", clip_ratio_c=None)),
-    ("skyrl", "dual_clip/default"): ("objective `ppo`", _objective("ppo")),
-    ("skyrl", "gspo/default"): ("objective `gspo`", _objective("gspo")),
-    ("skyrl", "sapo/default"): ("objective `sapo`", _objective("sapo")),
-    ("skyrl", "cispo/default"): ("objective `scale_rl`", _objective("scale_rl")),
-    ("skyrl", "kl_cov/default"): ("objective `kl_cov`, `kl_cov_ratio=0.2`", _objective("kl_cov", kl_cov_ratio=0.2)),
+    ("nemo_rl", "cispo/default"): ("objective `cispo`", objective("cispo")),
+    ("prime_rl", "default/default"): ("objective `prime_rl`", objective("prime_rl", ROLLOUT)),
+    ("prime_rl", "ipo/default"): ("objective `prime_rl_ipo`", objective("prime_rl_ipo", ROLLOUT)),
+    ("skyrl", "regular/default"): ("objective `ppo`, `clip_ratio_c=None`", objective("ppo", clip_ratio_c=None)),
+    ("skyrl", "dual_clip/default"): ("objective `ppo`", objective("ppo")),
+    ("skyrl", "gspo/default"): ("objective `gspo`", objective("gspo")),
+    ("skyrl", "sapo/default"): ("objective `sapo`", objective("sapo")),
+    ("skyrl", "cispo/default"): ("objective `scale_rl`", objective("scale_rl")),
+    ("skyrl", "kl_cov/default"): ("objective `kl_cov`, `kl_cov_ratio=0.2`", objective("kl_cov", kl_cov_ratio=0.2)),
 }  # fmt: skip
 """(framework, recorded setting) -> what stands for it here, and its loss with nothing else set."""
 WIDE = {"clip_ratio_low": math.inf, "clip_ratio_high": math.inf}
 _TOKENS_WIDTH = "its 0.2 is a token's width, which clips no sequence; ours are the paper's 3e-4 and 4e-4"
 EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
-    ("verl", "gspo/default"): (_TOKENS_WIDTH, _objective("gspo", **WIDE)),
-    ("slime", "gspo/default"): (_TOKENS_WIDTH, _our_slime("slime", "gspo", **WIDE)),
-    ("miles", "gspo/default"): (_TOKENS_WIDTH, _our_slime("miles", "gspo", **WIDE)),
+    ("verl", "gspo/default"): (_TOKENS_WIDTH, our_verl("gspo", **WIDE)),
+    ("slime", "gspo/default"): (_TOKENS_WIDTH, our_slime("slime", "gspo", **WIDE)),
+    ("miles", "gspo/default"): (_TOKENS_WIDTH, our_slime("miles", "gspo", **WIDE)),
     ("nemo_rl", "sequence_level/default"): (
-        _TOKENS_WIDTH, _objective("gspo", loss_agg_mode="seq-mean-token-mean", **WIDE)
+        _TOKENS_WIDTH, objective("gspo", loss_agg_mode="seq-mean-token-mean", **WIDE)
     ),
-    ("skyrl", "gspo/default"): (_TOKENS_WIDTH, _objective("gspo", **WIDE)),
+    ("skyrl", "gspo/default"): (_TOKENS_WIDTH, objective("gspo", **WIDE)),
     ("nemo_rl", "cispo/default"): (
-        "its weight has a lower bound of 0.8, the paper's and ours none", _objective("cispo", clip_ratio_low=0.2)
+        "its weight has a lower bound of 0.8, the paper's and ours none", objective("cispo", clip_ratio_low=0.2)
     ),
     ("skyrl", "kl_cov/default"): (
         "its mean over tokens scales the advantages and leaves the KL a sum: ours with `ppo_kl_coef` times the tokens",
-        _objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
+        objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
     ),
 }  # fmt: skip
 """Where ours differs: why, and ours without that cause, which equals the framework's."""

@@ -1,4 +1,4 @@
-"""Every framework's loss modes under their default configuration: recorded from their code, equal or explained."""
+"""Every framework's loss modes under its defaults and its recipes: recorded from its code, equal or explained."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.make_tables import BLOCK, renewed
 from moe_rl.core.errors import InvalidInputError
@@ -15,7 +16,10 @@ from moe_rl.frameworks.slime.losses import objective_of
 from moe_rl.frameworks.slime.micro_batches import CallData
 from moe_rl.frameworks.slime.worker import Worker
 from moe_rl.frameworks.trl.losses import policy_loss_trainer
+from moe_rl.frameworks.verl import losses as verl
+from moe_rl.importance import OBJECTIVES
 from tests.frameworks import own_losses as own
+from tests.frameworks import recipe_losses
 from tests.frameworks import record_losses as record
 
 DOCUMENT = json.loads(record.FILE.read_text())
@@ -38,6 +42,8 @@ def test_loss_and_gradient_are_the_frameworks_or_differ_by_what_is_said(
         cause, without_it = own.EXPLAINED[case]
         (contract,) = own.contracts(DOCUMENT, {case: ("", without_it)})
         assert contract.equal, f"not the whole difference: {cause}"
+        if not own.OURS[case][0].startswith("objective"):
+            assert {kind for _, kind in contract.logged} <= ({"equal", "absent"} if case in own.NAMES else {"equal"})
 
 
 @pytest.mark.parametrize("case", own.OURS, ids=str)
@@ -48,6 +54,59 @@ def test_logged_numbers_have_the_frameworks_names_and_values(
         return  # the framework's own code logs around it
     off = {name for name, kind in found[case].logged if kind != "equal"}
     assert not off or case in own.EXPLAINED or case in own.NAMES
+
+
+def test_verls_kl_of_kl_cov_is_the_mean_of_absolute_values() -> None:
+    """What `NAMES` says of the one number that has another meaning; what is absent is computed by nobody here."""
+    b = record.recorded_batch()
+    moved = (b["log_prob"] - b["old_log_prob"])[b["response_mask"]]
+    logged = RECORDED["verl", "kl_cov/default"]["logged"]["actor/ppo_kl"]
+    assert logged == pytest.approx(moved.abs().mean().item(), abs=own.TOLERANCE)
+
+
+# public recipes
+
+RECIPES = recipe_losses.records()
+
+
+@pytest.mark.parametrize("recipe", recipe_losses.RECIPES, ids=str)
+def test_loss_and_gradient_are_the_frameworks_under_the_settings_of_its_recipes(recipe: recipe_losses.Recipe) -> None:
+    pytest.importorskip("megatron.core", reason="slime's entry asks Megatron for its groups")
+    loss, gradient = recipe_losses.differences(recipe, RECIPES[recipe.key])
+    assert max(abs(loss), gradient) <= own.TOLERANCE
+
+
+def test_a_recipe_with_a_tokens_width_for_a_sequence_is_refused() -> None:
+    """The one cause of `recipe_losses`: such rows are compared without a clip, in which 0.2 clips nothing either."""
+    refused = [recipe for recipe in recipe_losses.RECIPES if recipe.cause]
+    assert {recipe.mode for recipe in refused} == {"gspo"}
+    with pytest.raises(InvalidInputError, match=r"clip_ratio_low 0.2 is a token's width"):
+        OBJECTIVES["gspo"](clip_ratio_low=0.2, clip_ratio_high=0.2)
+
+
+VERLS = [recipe for recipe in recipe_losses.RECIPES if recipe.framework == "verl"]
+
+
+@pytest.mark.framework
+@pytest.mark.parametrize("recipe", VERLS, ids=str)
+def test_the_installed_verls_loss_is_ours_under_its_recipes(recipe: recipe_losses.Recipe) -> None:
+    """Both with verl's own actor config of the recipe, its loss mode and ours."""
+    pytest.importorskip("verl.trainer.ppo.core_algos", reason="needs verl")
+    b, found = record.recorded_batch(), []
+    ours = f"moe_rl_{ {'vanilla': 'ppo', 'geo_mean': 'gmpo'}.get(recipe.mode, recipe.mode) }"
+    config = recipe_losses.verl_config(recipe, ours)
+    call = {name: b[name] for name in ("old_log_prob", "advantages")} | {"response_mask": b["response_mask"].double()}
+    entry = verl.policy_losses()[ours]
+    for loss in (
+        recipe_losses.theirs(recipe, None),
+        lambda log_prob: entry(log_prob=log_prob, config=config, loss_agg_mode=config.loss_agg_mode, **call),
+    ):
+        log_prob = b["log_prob"].clone().requires_grad_()
+        value, _ = loss(log_prob)
+        found.append((value.item(), torch.autograd.grad(value, log_prob)[0]))
+    (theirs, their_gradient), (value, gradient) = found
+    assert value == pytest.approx(theirs, abs=own.TOLERANCE)
+    assert float((gradient - their_gradient).norm() / their_gradient.norm()) <= own.TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -95,7 +154,7 @@ def test_slimes_widths_act_on_its_own_objectives() -> None:
     vars(args).update(moe_rl_objective="grpo", eps_clip=0.1, eps_clip_high=0.28, eps_clip_c=4.0)
     assert objective_of(args).options == {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
     vars(args).update(moe_rl_objective="gspo", eps_clip=2e-4, eps_clip_high=3e-4, eps_clip_c=None)
-    assert objective_of(args).options == {"clip_ratio_low": 2e-4, "clip_ratio_high": 3e-4}
+    assert objective_of(args).options == {"clip_ratio_low": 2e-4, "clip_ratio_high": 3e-4, "gradient": "sequence"}
 
 
 @pytest.mark.parametrize(
@@ -144,3 +203,6 @@ def test_the_recorded_numbers_are_those_of_the_checkout(framework: str) -> None:
         assert each["loss"] == pytest.approx(expected["loss"], abs=1e-12)
         assert each["grad"] == [pytest.approx(row, abs=1e-12) for row in expected["grad"]]
         assert each["logged"] == pytest.approx(expected["logged"], abs=1e-12)
+    for recipe in recipe_losses.RECIPES:
+        if recipe.framework == framework:
+            assert recipe_losses.recorded_of(recipe, root) == RECIPES[recipe.key]

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.router_shift import READING, RouterShiftRun
-from moe_rl.importance import PolicyLossInputs, policy_token_loss
+from moe_rl.importance import PolicyLossInputs, opsm_mask, policy_token_loss
 from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import OBJECTIVES, Objective
 from moe_rl.importance.rollout_config import RolloutCorrectionConfig
 from moe_rl.importance.rollout_correction import apply_rollout_correction
+from moe_rl.importance.sequences import SequenceLayout
 
 Samples = Sequence[Tensor]
 
@@ -81,20 +82,19 @@ def policy_loss_function(
         weights, mask, metrics = apply_rollout_correction(
             _config(correction), old_log_prob, rollout, mask, cu_seqlens=cu_seqlens, context_parallel=_WHOLE
         )
-    tokens = policy_token_loss(
-        PolicyLossInputs(
-            log_prob=log_prob,
-            old_log_prob=old_log_prob,
-            advantages=whole(batch["advantages"]),  # type: ignore[arg-type]  # never empty
-            response_mask=mask,
-            rollout_is_weights=weights,
-            rollout_log_prob=rollout,
-            router_shift_ratio=whole(batch.get("router_shift_ratio")) if shift is None else _gamma(shift, response),
-            cu_seqlens=cu_seqlens,
-            context_parallel=_WHOLE,
-        ),
-        objective_of(args),
+    objective = objective_of(args)
+    inputs = PolicyLossInputs(
+        log_prob=log_prob,
+        old_log_prob=old_log_prob,
+        advantages=whole(batch["advantages"]),  # type: ignore[arg-type]  # never empty
+        response_mask=mask,
+        rollout_is_weights=weights,
+        rollout_log_prob=rollout,
+        router_shift_ratio=whole(batch.get("router_shift_ratio")) if shift is None else _gamma(shift, response),
+        cu_seqlens=cu_seqlens,
+        context_parallel=_WHOLE,
     )
+    tokens = policy_token_loss(inputs, objective)
     loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
     entropy = sum_of_sample_mean(torch.cat(outputs["entropy"]))
     loss = loss - args.entropy_coef * entropy
@@ -102,6 +102,8 @@ def policy_loss_function(
     moved = (torch.cat(list(old)) - torch.cat(current)).detach()
     clipped = framework.local(tokens.clipped.to(moved.dtype), total, response)
     reported = {"pg_loss": policy, "entropy_loss": entropy}
+    if objective.name == "opsm" and objective.options["against"] == "old":
+        reported["opsm_clipfrac"] = _dropped_sequences(inputs, objective.options["opsm_delta"])
     reported |= {"pg_clipfrac": sum_of_sample_mean(clipped), "ppo_kl": sum_of_sample_mean(moved)}
     if batch.get("rollout_log_probs"):
         rollout_log_probs = torch.cat(current if args.use_rollout_logprobs else list(old)).detach()
@@ -130,7 +132,10 @@ def objective_of(args: Any) -> Objective:
         instead = {"use_tis": "moe_rl_rollout_correction", "use_opsm": "moe_rl_objective opsm"}[name]
         require(acts or not getattr(args, name, False), f"{name} does not act inside this loss: set {instead}.")
     low, high = getattr(args, "eps_clip", 0.2), getattr(args, "eps_clip_high", None)
-    return OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")].with_widths(
+    objective = OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")]
+    if objective.name == "gspo":
+        objective = objective(gradient="sequence")  # slime's own, which differs under a token's rollout weights
+    return objective.with_widths(
         low,
         low if high is None else high,
         getattr(args, "eps_clip_c", None),
@@ -225,9 +230,28 @@ def _framework() -> _Framework:
 
 
 def _config(correction: str | Mapping[str, Any]) -> RolloutCorrectionConfig:
+    # slime's mean weight is over all sequences of the batch, empty ones too.
     if isinstance(correction, str):
-        return RolloutCorrectionConfig.preset(correction)
-    return RolloutCorrectionConfig.preset("disabled", **correction)
+        return RolloutCorrectionConfig.preset(correction, rollout_is_count_empty=True)
+    return RolloutCorrectionConfig.preset("disabled", **({"rollout_is_count_empty": True} | dict(correction)))
+
+
+def _dropped_sequences(inputs: PolicyLossInputs, delta: float) -> Tensor:
+    """Return slime's `opsm_clipfrac`, []: each dropped sequence's tokens over its valid ones, summed.
+
+    The tokens of tools and users count above the line and not below it, as in slime: one dropped sequence may be 1.5.
+    """
+    assert inputs.old_log_prob is not None
+    log_prob, cu_seqlens = inputs.log_prob.detach(), inputs.cu_seqlens
+    mask, old = inputs.response_mask != 0, inputs.old_log_prob
+    kept = opsm_mask(
+        log_prob, old, inputs.advantages, mask, delta=delta, cu_seqlens=cu_seqlens, context_parallel=_WHOLE
+    )
+    layout = SequenceLayout.of(mask, cu_seqlens, _WHOLE)
+    dtype = log_prob.dtype
+    punished = layout.sum((inputs.advantages < 0).to(dtype))
+    dropped = layout.sum((mask & ~kept).to(dtype)) > 0
+    return (punished * dropped / layout.sum(mask.to(dtype)).clamp(min=1.0)).sum()
 
 
 def _starts(response_lengths: Sequence[int]) -> Tensor:

@@ -115,6 +115,12 @@ class ObjectiveBatch(PolicyLossInputs):
             return self.through_each_token(self.valid.layout.expand(self.valid.mean(d.detach()), d))
         return d.clamp(-SAFETY_BOUND, SAFETY_BOUND)
 
+    @property
+    def mean_log_ratio(self) -> Tensor:
+        """The sequence's mean of d at each of its tokens, capped as in verl; its gradient is that of a mean."""
+        d = self.token_log_ratio
+        return self.valid.layout.expand(self.valid.mean(d), d).clamp(max=_MAX_LOG_RATIO)
+
     def through_each_token(self, log_ratio: Tensor) -> Tensor:
         """Return sg(log_ratio) + log pi - sg(log pi), capped as in verl: each token's gradient is its own ratio."""
         # The bracket is exactly 0 and has gradient 1: the value is the sequence's ratio, the gradient the token's.
@@ -157,7 +163,12 @@ _BOUNDS: dict[str, tuple[str, float]] = {
     **dict.fromkeys(("la_clip_low", "la_clip_high", "la_clip_c", "clip_cov_ratio", "kl_cov_ratio"), (">", 0.0)),
     "clip_ratio_c": (">", 1.0),
 }
-_WORDS = {"against": ("old", "rollout"), "level": ("token", "sequence"), "ratio_mode": ("cumprod", "geomean")}
+_WORDS = {
+    "against": ("old", "rollout"),
+    "gradient": ("token", "sequence"),
+    "level": ("token", "sequence"),
+    "ratio_mode": ("cumprod", "geomean"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

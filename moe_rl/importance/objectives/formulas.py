@@ -49,12 +49,19 @@ def ppo(
     return clipped_surrogate(b, ratio, ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high), clip_ratio_c)
 
 
-def gspo(b: ObjectiveBatch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4) -> TokenLoss:
+def gspo(
+    b: ObjectiveBatch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4, gradient: str = "token"
+) -> TokenLoss:
     """`ppo` with s = exp(mean_t d) in place of rho, its gradient through each token.
+
+    `gradient` "sequence" differentiates the mean itself, as slime and miles do. The loss is the same, and so is the
+    gradient of a mean over the sequence, unless tokens have weights of their own: a token's then acts on itself here,
+    and its sequence's mean weight on all of them there.
 
     Source: arXiv 2507.18071; verl `compute_policy_loss_gspo`.
     """
-    return ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=None)
+    ratio = (b.log_ratio if gradient == "token" else b.mean_log_ratio).exp()
+    return clipped_surrogate(b, ratio, ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high), None)
 
 
 def dcpo(
