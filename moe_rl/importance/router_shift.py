@@ -280,8 +280,8 @@ class RouterShiftUse(Options):
     order: Order | None = None
     """None takes the objective's own (`Objective.router_shift_order`).
 
-    `before-clip`: the log-ratio becomes log(rho) + log(gamma), then it is clipped and aggregated (RSPO v2: its abstract,
-    and its equations as a public implementation restates them). A token with A < 0 and gamma below
+    `before-clip`: the log-ratio becomes log(rho) + log(gamma), then it is clipped and aggregated (RSPO v2: its
+    abstract, and its equations as a public implementation restates them). A token with A < 0 and gamma below
     1 - clip_ratio_low then hits the lower clip and gets no gradient; one with A > 0 may travel further.
     `after-clip`: the clipped per-token loss is multiplied by gamma (RSPO v1, where gamma stands outside the token
     clip)."""
