@@ -125,7 +125,7 @@ def test_a_run_plans_what_simulate_promises(dev_trace_path: Path, resident_slots
 
 
 def test_copies_alone_reach_forced_balance(dev_trace_path: Path) -> None:
-    """No expert moves: what `begin_pass(routes)` plans by itself."""
+    """No expert moves: what `begin_pass(PassSource.replayed(routes))` plans by itself."""
     scenario = scenario_of(dev_trace_path, 0, "flex")
     run = Run(scenario).planned(COPIES, Run(scenario).start())
     promised = make_planner("moe-rl").plan(scenario.problem, COPIES)
