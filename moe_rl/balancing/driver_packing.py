@@ -32,22 +32,23 @@ class DriverPacking:
     token_budget: int
     """Most tokens of a data-parallel rank in a micro-batch."""
 
-    def layout(self, lengths: NDArray[np.int64]) -> BatchLayout | None:
+    def layout(self, lengths: NDArray[np.int64], stated: BatchLayout | None = None) -> BatchLayout | None:
         """Return the layout of one update of sequences of these lengths; None where there is nothing to pack.
 
-        It is predicted no slower than the framework's own, with experts taken as balanced.
+        It is predicted no slower than the one `stated`, or the framework's own, with experts taken as balanced.
         """
         ranks, core = self.topology.num_dp_ranks, native_core()
         longest = int(lengths.max(initial=0))
         if core is None or len(lengths) <= ranks or ranks == 1 or longest > self.token_budget:
             return None
         run = TrainingRun(model=self.model, topology=self.topology, setting=self.setting)
-        virtual = self.setting.num_virtual_stages > 1
-        options = {"multiple_of": self.setting.pipeline_model_parallel_size if virtual else 1}
-        framework_layout = FRAMEWORK_LAYOUTS[self.framework](
-            lengths, num_dp_ranks=ranks, token_budget=self.token_budget, **options
-        )
-        framework_layout = with_rule(framework_layout, self.framework)
+        if stated is None:
+            virtual = self.setting.num_virtual_stages > 1
+            multiple = self.setting.pipeline_model_parallel_size if virtual else 1
+            stated = FRAMEWORK_LAYOUTS[self.framework](
+                lengths, num_dp_ranks=ranks, token_budget=self.token_budget, multiple_of=multiple
+            )
+        framework_layout = with_rule(stated, self.framework)
         per_rank = float(lengths.sum()) / self.topology.num_ranks / max(1, framework_layout.num_micro_batches)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=per_rank)
         return best_start(framework_layout, cost, lengths, self.topology, core)

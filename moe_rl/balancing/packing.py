@@ -106,14 +106,12 @@ def packed_micro_batches(
         num_dp_ranks=len(ranks),
         token_budget=token_budget,
     )
-    work = np.zeros((1, len(tokens)), np.int64)
-    bins = bins_of(topology, by_rank=config.replica_slots == 0)
+    cost = None
     if OBJECTIVES[config.objective].in_seconds:
         per_rank = tokens.sum() / topology.num_ranks / stated_layout.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)
-        # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
-        row_s = cost.routed_token_s / model.top_k / model.num_moe_layers / (ep_size // bins)
-        work = np.rint(cost.sequence_s / row_s).astype(np.int64)
-    packed = packed_on_their_ranks(stated_layout, load, tokens=tokens, work=work, topology=topology, core=core)
+    packed = packed_on_their_ranks(
+        stated_layout, load, tokens=tokens, cost=cost, top_k=model.top_k, topology=topology, core=core
+    )
     return {rank: packed[owner == index] for index, rank in enumerate(ranks)}

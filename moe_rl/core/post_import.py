@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from moe_rl.core.errors import require
@@ -33,6 +33,23 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
     return functools.partial(setattr, owner, name, original) if own else functools.partial(delattr, owner, name)
+
+
+def wrap_everywhere(function: FunctionType, around: Callable[..., Any]) -> None:
+    """Replace a function by `around(original, ...)` for all who hold it already, under whatever name.
+
+    The function stays the same object and gets other code. Example: a class that was pickled by value holds the
+    function that its module imported, and a name set anew in that module would not reach it.
+    """
+    require(not function.__code__.co_freevars, f"{function.__name__} closes over names; it cannot be replaced.")
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__code__ = _through.__code__
+    function.__defaults__, function.__kwdefaults__ = None, {"moe_rl_around": functools.partial(around, original)}
+
+
+def _through(*given: Any, moe_rl_around: Callable[..., Any], **more: Any) -> Any:
+    return moe_rl_around(*given, **more)
 
 
 class _Finder(MetaPathFinder):

@@ -213,26 +213,28 @@ FRAMEWORK_LAYOUTS: dict[str, Callable[..., BatchLayout]] = {
 
 
 # What a run of each framework lets a plan do with its sequences, when moe_rl packs for it ("run" of `PACKINGS`).
-EQUAL_COUNTS, OWN_SCHEDULE = "equal counts", "own schedule"
-FRAMEWORK_RULES = {"verl": EQUAL_COUNTS, "slime": OWN_SCHEDULE, "megatron": OWN_SCHEDULE, "in-order": OWN_SCHEDULE}
+EQUAL_COUNTS, ANY_COUNTS, OWN_SCHEDULE = "equal counts", "any counts", "own schedule"
+FRAMEWORK_RULES = {"verl": EQUAL_COUNTS, "slime": ANY_COUNTS, "megatron": OWN_SCHEDULE, "in-order": OWN_SCHEDULE}
 PACKINGS = ("run", "free", "none")
 
 
 def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> BatchLayout:
     """Return the layout with the rule under which it may be packed anew.
 
-    "run": what a run of the framework lets moe_rl do. verl's driver packs by lengths alone and deals equally many
-    sequences to every data-parallel rank; schedules of the others are carried out as they are. "free": any place within
-    the token budget. "none": as laid out.
+    "run": what moe_rl does in a run of the framework. Drivers of verl and slime pack by lengths alone; verl's gives all
+    data-parallel ranks equally many sequences, and its workers then deal theirs by routes. Schedules of the others are
+    carried out as they are. "free": any place within the token budget, by routes. "none": as laid out.
     """
     require_known(packing, PACKINGS, f"--packing {packing!r} is unknown.")
-    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False)
+    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False, deals=False)
     if packing == "free":
         return layout
     if packing == "none" or FRAMEWORK_RULES[framework] == OWN_SCHEDULE:
         return replace(layout, fixed=True)
+    if FRAMEWORK_RULES[framework] == ANY_COUNTS:  # workers that replay routes cannot change their schedule
+        return replace(layout, lengths_alone=True)
     most = -(-layout.num_sequences // layout.num_dp_ranks)
-    return replace(layout, most_sequences=most, lengths_alone=True)
+    return replace(layout, most_sequences=most, lengths_alone=True, deals=True)
 
 
 def framework_layout(

@@ -5,6 +5,7 @@ costs launches and fixed time. S sequences, D data-parallel ranks. Works in 100 
 `planner.search` then moves single sequences by their routes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,30 @@ NEAR = 0.015
 docs/packing.md what routes add to starts differs by at most 0.014 of the step."""
 TRIED_COUNTS = 16
 """How many numbers are looked at for some that fit: the sequences of a full micro-batch leave no hole of their size."""
+BY_GROUPS = "staircase by EP groups"
 RESOLUTION = 1 << 40
 """Work is compared in whole units of the step's work divided by this."""
 LENGTH_PROPOSALS, PROPOSALS_PER_SEQUENCE = 400_000, 2_000
 """Proposals by which a start is searched by lengths alone, at most, and for each sequence; 0.1 CPU s in all. On four of
 five drawings of 1.5 M bimodal tokens at EP8 the packed step becomes 7 to 12 % faster than from starts as they are made,
 elsewhere 1.4 % faster to 0.2 % slower. With 100,000 starts of bimodal lengths are 2 to 9 % dearer."""
+LONGER = 2.5
+"""How many times as many the cheapest start gets in every further search, where ranks get equally many sequences."""
+MORE_SEARCHES, VAIN_SEARCHES, WORTH_A_SEARCH = 3, 2, 0.001
+"""Further searches, at most, each with a seed of its own; so many in a row that save less than this share end them.
+While a search is hot it settles which long sequences run side by side, and no number of proposals mends that later.
+EP8, bimodal lengths, price of one drawing: 4.680 s, with three seeds 4.537 s, with ten times the proposals and one seed
+4.655 s. Without the rule of equal counts none of nine batches became cheaper."""
+GROUPS_COOLER = 4
+"""Halvings by which the search by lengths starts cooler where long sequences stand by EP group already: hot ones lose
+that. EP8 and EP16, bimodal lengths, five drawings: 0 to 3 % cheaper than from the other starts without a rule, 0 to 8 %
+where ranks get equally many."""
 LENGTH_UNITS = 1 << 28
 """The work of all sequences in units of that search."""
-ON_RANK_PROPOSALS, ON_RANK_HEAT = 20_000, 2
-"""Proposals where sequences keep their rank, and by how many halvings the search starts cooler. Six long-tailed batches
-at EP8 and EP32 become 0.4 to 3.3 % faster than on verl's micro-batches in 10 ms; ten times as many gain 0.1 points."""
+ON_RANK_PROPOSALS, ON_RANK_HEATS = 200_000, (0, 2)
+"""Proposals where sequences keep their rank, 0.05 CPU s, and by how many halvings searches start cooler. Both are made,
+and the cheaper is kept: hot ones find more where micro-batches are as a framework has made them, cool ones keep what is
+good where a driver has."""
 
 
 def best_start(
@@ -51,7 +65,8 @@ def best_start(
     most `most_sequences`.
     """
     starts = layouts_of_lengths(stated, cost, tokens, topology, core, searched=searched)
-    return min([stated, *starts.values()], key=lambda layout: cost.balanced_s(layout, topology))
+    best = min([stated, *starts.values()], key=lambda layout: cost.balanced_s(layout, topology))
+    return searched_again(best, cost, tokens, topology, core) if searched and stated.most_sequences else best
 
 
 def near_starts(
@@ -75,7 +90,7 @@ def layouts_of_lengths(
     *,
     searched: bool = True,
 ) -> dict[str, BatchLayout]:
-    """Return the staircase for some numbers of micro-batches, and Karmarkar-Karp by work, where they fit.
+    """Return staircases for some numbers of micro-batches, by EP group too, and Karmarkar-Karp, where they fit.
 
     With `searched` each is searched by lengths, and the given layout as well. Without a token budget the fullest cell
     of the given layout is the limit. None leaves a cell empty; where the layout has `most_sequences`, all keep to it.
@@ -95,6 +110,10 @@ def layouts_of_lengths(
             starts.append(("staircase", count, place))
         if len(starts) == MORE_COUNTS:
             break
+    for count in counts[:MORE_COUNTS]:
+        place = _by_groups(work, tokens, topology, budget, count, core)
+        if place is not None:
+            starts.append((BY_GROUPS, count, place))
     count = max(fewest, stated.num_micro_batches)
     if count * ranks <= len(tokens):
         starts.append(("Karmarkar-Karp", count, _by_work(work, ranks, count)))
@@ -111,13 +130,23 @@ def layouts_of_lengths(
             continue
         layout = _layout(stated, place, count)
         layouts[f"{name}, {count} micro-batches"] = (
-            searched_by_lengths(layout, cost, tokens, topology, core) if searched else layout
+            searched_by_lengths(layout, cost, tokens, topology, core, cooler=GROUPS_COOLER if name == BY_GROUPS else 0)
+            if searched
+            else layout
         )
     return layouts
 
 
 def searched_by_lengths(
-    stated: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+    stated: BatchLayout,
+    cost: MicroBatchCost,
+    tokens: NDArray[np.int64],
+    topology: ClusterTopology,
+    core: Any,
+    *,
+    seed: int = 0,
+    longer: float = 1.0,
+    cooler: int = 0,
 ) -> BatchLayout:
     """Return the layout after a search by lengths alone: the same number of micro-batches, experts taken as balanced.
 
@@ -141,15 +170,61 @@ def searched_by_lengths(
         num_batches=topology.num_ep_groups * count,
         num_groups=topology.num_ep_groups,
         budget=budget,
-        iterations=min(LENGTH_PROPOSALS, PROPOSALS_PER_SEQUENCE * len(tokens)),
-        heat_shift=0,
-        seed=0,
+        iterations=int(longer * min(LENGTH_PROPOSALS, PROPOSALS_PER_SEQUENCE * len(tokens))),
+        heat_shift=cooler,
+        seed=seed,
         travel=None,
         node_of_place=np.full(ranks * count, -1, np.int32),
         ranks=ranks if stated.most_sequences else 0,
         most=stated.most_sequences or 0,
     )
     return _layout(stated, place, count)
+
+
+def _by_groups(
+    work: NDArray[np.int64], tokens: NDArray[np.int64], topology: ClusterTopology, budget: int, count: int, core: Any
+) -> NDArray[np.int32] | None:
+    """Return [S] places of a staircase whose steps are micro-batches of single EP groups; None where it does not fit.
+
+    A step lasts as long as its slowest group, and a group's micro-batch as long as its longest sequence. So the longest
+    sequences fill one micro-batch of one group, the next ones another, and every group gets `count` of these with about
+    the same sum: the one of the very longest goes with the shortest. Example: four steps of 1.4, 1.2, 0.8 and 0.3 s on
+    two groups: 1.4 + 0.3 and 1.2 + 0.8. A search over single sequences rarely finds that: a long one would have to
+    change its group together with its neighbors.
+    """
+    groups, ranks = topology.num_ep_groups, topology.num_dp_ranks // topology.num_ep_groups
+    if groups == 1 or topology.ep_size % topology.slices_per_dp_rank:
+        return None
+    place = core.staircase(work, tokens, ranks, budget, groups * count)
+    if place is None:
+        return None
+    step, rank = np.divmod(place, ranks)
+    longest = np.bincount(place, weights=work, minlength=groups * count * ranks).reshape(-1, ranks).max(axis=1)
+    group_of, batch_of = np.zeros((2, groups * count), np.int64)
+    sums, members = np.zeros(groups), np.zeros(groups, np.int64)
+    for index in np.argsort(-longest, kind="stable"):
+        group = int(np.argmin(np.where(members < count, sums, np.inf)))
+        group_of[index], batch_of[index] = group, members[group]
+        sums[group] += longest[index]
+        members[group] += 1
+    places: NDArray[np.int32] = ((batch_of[step] * groups + group_of[step]) * ranks + rank).astype(np.int32)
+    return places
+
+
+def searched_again(
+    stated: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+) -> BatchLayout:
+    """Return the cheapest of a layout and of searches by lengths from it, each with a seed of its own."""
+    best, best_s, vain = stated, cost.balanced_s(stated, topology), 0
+    for seed in range(1, MORE_SEARCHES + 1):
+        layout = searched_by_lengths(stated, cost, tokens, topology, core, seed=seed, longer=LONGER)
+        layout_s = cost.balanced_s(layout, topology)
+        vain = 0 if layout_s < (1.0 - WORTH_A_SEARCH) * best_s else vain + 1
+        if layout_s < best_s:
+            best, best_s = layout, layout_s
+        if vain == VAIN_SEARCHES:
+            break
+    return best
 
 
 def _by_work(work: NDArray[np.int64], ranks: int, count: int) -> NDArray[np.int32]:
@@ -174,6 +249,7 @@ def _layout(stated: BatchLayout, place: NDArray[np.int32], count: int) -> BatchL
         token_budget=stated.token_budget,
         most_sequences=stated.most_sequences,
         lengths_alone=stated.lengths_alone,
+        deals=stated.deals,
     )
 
 
@@ -240,33 +316,54 @@ def packed_on_their_ranks(
     bin_load: NDArray[np.int32],
     *,
     tokens: NDArray[np.int64],
-    work: NDArray[np.int64],
+    cost: MicroBatchCost | None,
+    top_k: int,
     topology: ClusterTopology,
     core: Any,
 ) -> NDArray[np.int32]:
     """Return [S] micro-batches in which sequences stay on their data-parallel rank, no dearer than the given ones.
 
-    `bin_load` [S, B, L] are the rows of a sequence in each bin of each layer, `work` [parts, S] what it costs its rank
-    besides, in units of rows. No place gets more tokens than the budget, and none is left empty.
+    `bin_load` [S, B, L] are the rows of a sequence in each bin of each layer. `cost` prices the micro-batches; None: by
+    the rows of the busiest bins alone. No place gets more tokens than the budget, and none is left empty.
     """
-    ranks, count = stated.num_dp_ranks, stated.num_micro_batches
+    ranks, count, bins = stated.num_dp_ranks, stated.num_micro_batches, bin_load.shape[1]
     group = np.arange(ranks) * topology.slices_per_dp_rank // topology.ep_size
-    place, _ = core.pack(
-        bin_load=np.ascontiguousarray(bin_load.reshape(len(bin_load), -1)),
-        bins=bin_load.shape[1],
-        tokens=tokens,
-        work=work,
-        place=stated.micro_batch * ranks + stated.dp_rank,
-        batch_of_place=(group * count + np.arange(count)[:, None]).astype(np.int32).ravel(),
-        num_batches=topology.num_ep_groups * count,
-        num_groups=topology.num_ep_groups,
-        budget=stated.token_budget,
-        iterations=ON_RANK_PROPOSALS,
-        heat_shift=ON_RANK_HEAT,
-        seed=0,
-        travel=None,
-        node_of_place=np.full(ranks * count, -1, np.int32),
-        ranks=ranks,
-    )
-    micro_batch: NDArray[np.int32] = place // ranks
-    return micro_batch
+    batch_of_place = (group * count + np.arange(count)[:, None]).astype(np.int32).ravel()
+    work, row_s = np.zeros((1, len(tokens)), np.int64), 0.0
+    if cost is not None:
+        # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
+        row_s = cost.routed_token_s / top_k / cost.num_moe_layers / (topology.ep_size // bins)
+        work = np.rint(cost.sequence_s / row_s).astype(np.int64)
+
+    def searched(heat: int) -> tuple[NDArray[np.int32], float]:
+        place, least = core.pack(
+            bin_load=np.ascontiguousarray(bin_load.reshape(len(bin_load), -1)),
+            bins=bins,
+            tokens=tokens,
+            work=work,
+            place=stated.micro_batch * ranks + stated.dp_rank,
+            batch_of_place=batch_of_place,
+            num_batches=topology.num_ep_groups * count,
+            num_groups=topology.num_ep_groups,
+            budget=stated.token_budget,
+            iterations=ON_RANK_PROPOSALS,
+            heat_shift=heat,
+            seed=0,
+            travel=None,
+            node_of_place=np.full(ranks * count, -1, np.int32),
+            ranks=ranks,
+        )
+        return place // ranks, float(least)
+
+    def seconds(micro_batch: NDArray[np.int32], priced: MicroBatchCost) -> float:
+        rows = np.zeros((topology.num_ep_groups * count, *bin_load.shape[1:]), np.int64)
+        np.add.at(rows, batch_of_place[micro_batch * ranks + stated.dp_rank], bin_load)
+        busiest = rows.max(axis=1).reshape(topology.num_ep_groups, count, -1)
+        layout = replace(stated, micro_batch=micro_batch, order=np.arange(len(tokens), dtype=np.int32))
+        return priced.step_s(busiest * row_s + priced.routed_fixed_s / priced.num_moe_layers, layout, topology)
+
+    dealt = [searched(heat) for heat in ON_RANK_HEATS]
+    if cost is None:
+        return min(dealt, key=lambda pair: pair[1])[0]
+    # The search knows no host; the whole price does.
+    return min([stated.micro_batch, *(place for place, _ in dealt)], key=lambda place: seconds(place, cost))

@@ -14,7 +14,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import PACKINGS, framework_layout, with_rule
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.packing import best_start, layouts_of_lengths, with_equal_counts
+from moe_rl.planner.packing import BY_GROUPS, best_start, layouts_of_lengths, with_equal_counts
 from moe_rl.simulators.balanced import cost_of_lengths
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
@@ -80,6 +80,27 @@ def test_a_search_by_lengths_beats_verls_order_under_verls_rule() -> None:
     assert np.mean(gains) > 1.01
 
 
+@needs_core
+@pytest.mark.parametrize("most", [None, 8])
+def test_the_longest_sequences_of_a_group_meet_its_shortest(most: int | None) -> None:
+    """Two EP groups of four ranks, two micro-batches: 4 longest, 4 long ones, 4 of middle length, and short ones.
+
+    By the step's price the longest belong with the short, the long with the middle ones; work grows with length.
+    """
+    longest, long, middle, short = (np.full(4, length) for length in (4000, 3000, 2000, 500))
+    lengths = np.concatenate([longest, long, middle, short]).astype(np.int64)
+    topology = topology_of(8, ep_size=4)
+    given_layout = BatchLayout.in_order(lengths, num_dp_ranks=8, token_budget=BUDGET)
+    given_layout = replace(with_rule(given_layout, "verl"), most_sequences=most)
+    run = TrainingRun(model=MODEL, topology=topology, setting=StepSetting())
+    cost = cost_of_lengths(run, lengths, tokens_per_rank=2e3)
+    starts = layouts_of_lengths(given_layout, cost, lengths, topology, native_core(), searched=False)
+    layout = starts[f"{BY_GROUPS}, 2 micro-batches"]
+    of_group = [sorted(set(lengths[layout.dp_rank // 4 == group].tolist())) for group in range(2)]
+    assert sorted(of_group) == [[500, 4000], [2000, 3000]]
+    assert cost.balanced_s(layout, topology) == min(cost.balanced_s(one, topology) for one in starts.values())
+
+
 @given(seed=seeds, ranks=st.integers(1, 5), count=st.integers(1, 3))
 def test_counts_are_repaired_without_leaving_a_cell_empty(seed: int, ranks: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -141,7 +162,9 @@ def test_a_sequence_over_the_budget_is_left_to_the_framework() -> None:
 def test_what_a_run_may_pack_is_its_frameworks_rule() -> None:
     layout = framework_layout("verl", lengths_of(0, 17), num_dp_ranks=4, token_budget=BUDGET)
     assert with_rule(layout, "verl").most_sequences == 5
-    assert with_rule(layout, "slime").fixed
+    slime = with_rule(layout, "slime")
+    assert (slime.fixed, slime.most_sequences, slime.lengths_alone) == (False, None, True)
+    assert with_rule(layout, "megatron").fixed
     free = with_rule(layout, "verl", "free")
     assert (free.fixed, free.most_sequences) == (False, None)
     assert with_rule(layout, "verl", "none").fixed

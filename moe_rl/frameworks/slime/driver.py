@@ -21,6 +21,7 @@ from moe_rl.balancing.schedule import pack_schedule, plan_from_schedule
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
+from moe_rl.core.schedules import layout_of_cells
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
 
@@ -90,24 +91,31 @@ def packed_steps(
 
 
 def packed_by_lengths(
-    total_lengths: Sequence[int], steps: Sequence[Sequence[Sequence[Sequence[int]]]], packing: DriverPacking
+    total_lengths: Sequence[int],
+    steps: Sequence[Sequence[Sequence[Sequence[int]]]],
+    packing: DriverPacking,
+    *,
+    multiple_of: int = 1,
 ) -> list[list[list[list[int]]]]:
     """Return `steps` with the samples of every optimizer step packed over all ranks by their lengths alone.
 
-    No routes are needed, so this works with replay and without. slime has no rule of equal counts: ranks get as many
-    micro-batches each, and any number of samples. A step that cannot be packed (one sample above the budget) stays.
+    No routes are needed, so this works with replay and without. Ranks get as many micro-batches each, a multiple of
+    `multiple_of`, and any number of samples. A step that cannot be packed (one sample above the budget) stays.
     """
     packed = []
     for schedule in steps:
-        ids = np.array(sorted({sample for batches in schedule for batch in batches for sample in batch}), np.int64)
-        layout = packing.layout(np.array([total_lengths[index] for index in ids], np.int64))
-        if layout is None:
+        ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
+        number = {sample: index for index, sample in enumerate(ids)}
+        cells = [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
+        stated = layout_of_cells(cells, len(ids), packing.token_budget)
+        layout = packing.layout(np.array([total_lengths[index] for index in ids], np.int64), stated)
+        if layout is None or layout.num_micro_batches % multiple_of:
             packed.append([[list(batch) for batch in batches] for batches in schedule])
             continue
-        cells: list[list[list[int]]] = [[[] for _ in range(layout.num_micro_batches)] for _ in schedule]
+        filled: list[list[list[int]]] = [[[] for _ in range(layout.num_micro_batches)] for _ in schedule]
         for index in np.argsort(layout.order, kind="stable").tolist():
-            cells[layout.dp_rank[index]][layout.micro_batch[index]].append(int(ids[index]))
-        packed.append(cells)
+            filled[layout.dp_rank[index]][layout.micro_batch[index]].append(ids[index])
+        packed.append(filled)
     return packed
 
 

@@ -16,6 +16,7 @@ from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import Framework
 from moe_rl.frameworks.run_settings import Settings, settings_from_environment
 from moe_rl.frameworks.slime.driver import plan_path
+from moe_rl.frameworks.slime.manager import install_when_imported
 from moe_rl.frameworks.slime.micro_batches import CallData, is_packed, replayed_routes
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Worker:
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
         # A second call in one process must not plan every pass twice.
         if not hasattr(model.get_forward_backward_func, "__wrapped__"):
+            install_when_imported(name, self.settings)
             wrap(model, "get_forward_backward_func", lambda original: self.planned(original()))
             wrap(actor, "reload_process_groups", self.reloaded)
             if self.settings.router_shift:
