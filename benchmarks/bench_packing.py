@@ -2,6 +2,7 @@
 
     python benchmarks/bench_packing.py                      the table of docs/packing.md
     python benchmarks/bench_packing.py --ep 32 --seed 1     other lengths of the same distributions
+    python benchmarks/bench_packing.py --lengths bimodal --drawings 8     eight drawings; what is kept, by EP size
 
 Routes are those of the development trace, 32 H100, 32,768 tokens per rank, one replica slot. `verl's` is the layout
 that verl makes, `run` the one that its driver makes with moe_rl (lengths alone, equally many sequences per rank),
@@ -13,6 +14,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -60,19 +62,19 @@ def packed_update(trace: RoutingTrace, name: str, ep_size: int) -> PackedUpdate:
     return PackedUpdate(lengths=name, ep_size=ep_size, plan_s=plan_s, **seconds)
 
 
-def updates(ep_sizes: Sequence[int], tokens: int, seed: int) -> list[PackedUpdate]:
+def updates(ep_sizes: Sequence[int], tokens: int, seeds: Sequence[int], names: Sequence[str]) -> list[PackedUpdate]:
     """Return all batches, printed as rows of a table."""
     source = open_trace(DEV_TRACE)
     (recorded,) = source.parts(source.steps[-1])
     assert isinstance(recorded, RoutingTrace)
-    print("| lengths | EP | `static` | verl's | run | free | kept | plan, CPU s |\n|---|---|---|---|---|---|---|---|")
+    print("| lengths, drawing | EP | `static` | verl's | run | free | kept | plan, CPU s |\n" + "|---" * 8 + "|")
     found = []
-    for name in LONG_TAILED:
+    for name, seed in product(names, seeds):
         trace = batch_of(recorded, lengths_of(name, tokens, seed), alike=SHARED if name == "agentic" else 1)
         for ep_size in ep_sizes:
             one = packed_update(trace, name, ep_size)
             figures = [f"{seconds:.3f}" for seconds in (one.static_s, one.verl_s, one.run_s, one.free_s)]
-            row = [name, str(ep_size), *figures, f"{one.kept:.0%}", f"{one.plan_s:.1f}"]
+            row = [f"{name}, {seed}", str(ep_size), *figures, f"{one.kept:.0%}", f"{one.plan_s:.1f}"]
             print(f"| {' | '.join(row)} |", flush=True)
             found.append(one)
     return found
@@ -84,9 +86,14 @@ def main() -> None:
     parser.add_argument("--ep", type=int, action="append")
     parser.add_argument("--tokens", type=int, default=1_500_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drawings", type=int, default=1, help="seeds, from --seed on")
+    parser.add_argument("--lengths", action="append", choices=LONG_TAILED)
     asked = parser.parse_args()
-    kept = [one.kept for one in updates(asked.ep or (8, 16, 32), asked.tokens, asked.seed)]
-    print(f"kept on average: {np.mean(kept):.0%}")
+    seeds = range(asked.seed, asked.seed + asked.drawings)
+    found = updates(asked.ep or (8, 16, 32), asked.tokens, seeds, asked.lengths or LONG_TAILED)
+    for name, ep_size in sorted({(one.lengths, one.ep_size) for one in found}):
+        kept = [one.kept for one in found if (one.lengths, one.ep_size) == (name, ep_size)]
+        print(f"kept, {name}, EP{ep_size}: {np.mean(kept):.0%} on average, {min(kept):.0%} at least")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ class BatchLayout:
     """Most sequences that a DP rank may run in the step; None means no limit. verl gives all ranks equally many."""
     lengths_alone: bool = False
     """True where a driver packs that knows the lengths of sequences but not their routes."""
-    deals: bool = False
-    """True where workers know the routes before they run, and deal what a driver gave them to micro-batches anew."""
 
     def __post_init__(self) -> None:
         count = self.num_sequences

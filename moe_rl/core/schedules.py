@@ -222,19 +222,19 @@ def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> Batc
     """Return the layout with the rule under which it may be packed anew.
 
     "run": what moe_rl does in a run of the framework. Drivers of verl and slime pack by lengths alone; verl's gives all
-    data-parallel ranks equally many sequences, and its workers then deal theirs by routes. Schedules of the others are
-    carried out as they are. "free": any place within the token budget, by routes. "none": as laid out.
+    data-parallel ranks equally many sequences. Schedules of the others are carried out as they are. "free": any place
+    within the token budget, by routes. "none": as laid out.
     """
     require_known(packing, PACKINGS, f"--packing {packing!r} is unknown.")
-    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False, deals=False)
+    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False)
     if packing == "free":
         return layout
     if packing == "none" or FRAMEWORK_RULES[framework] == OWN_SCHEDULE:
         return replace(layout, fixed=True)
-    if FRAMEWORK_RULES[framework] == ANY_COUNTS:  # workers that replay routes cannot change their schedule
+    if FRAMEWORK_RULES[framework] == ANY_COUNTS:
         return replace(layout, lengths_alone=True)
     most = -(-layout.num_sequences // layout.num_dp_ranks)
-    return replace(layout, most_sequences=most, lengths_alone=True, deals=True)
+    return replace(layout, most_sequences=most, lengths_alone=True)
 
 
 def framework_layout(

@@ -26,7 +26,7 @@ from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.objective import Objective
 from moe_rl.planner.outlook import Outlook
-from moe_rl.planner.packing import best_start, near_starts, packed_on_their_ranks
+from moe_rl.planner.packing import best_start, near_starts
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
@@ -149,8 +149,7 @@ class MoeRlPlanner(Planner):
             require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
         if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
-            by_rank = not may.replicate or problem.replica_slots == 0
-            problem, may = _packed_by_driver(problem, core, by_rank=by_rank), replace(may, pack=False)
+            problem, may = _packed_by_driver(problem, core), replace(may, pack=False)
         stated, with_copies = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
@@ -260,25 +259,15 @@ class MoeRlPlanner(Planner):
         return tuple(notes)
 
 
-def _packed_by_driver(problem: PlanProblem, core: Any, *, by_rank: bool) -> PlanProblem:
-    """Return the problem on the layout that a run makes: a driver by lengths alone, then workers by routes.
+def _packed_by_driver(problem: PlanProblem, core: Any) -> PlanProblem:
+    """Return the problem on the layout that a driver makes who knows lengths alone.
 
     What follows plans around it, as workers do, even where the given layout would have suited these routes better.
-    Workers deal with the homes that are in force, as before a run's update.
     """
     cost, tokens = problem.micro_batch_cost, problem.sequence_tokens
     if cost is None or tokens is None or problem.load.scaled:  # a scaled step has no sequences of its size
         return problem
-    topology, lengths = problem.topology, np.ascontiguousarray(tokens, np.int64)
-    layout = best_start(problem.layout, cost, lengths, topology, core)
-    if layout.deals and layout.num_micro_batches > 1 and layout.token_budget is not None:
-        bins = topology.ep_size if by_rank else topology.num_nodes
-        home = problem.starting_placement().home_rank // (topology.ep_size // bins)
-        rows = core.bin_loads(problem.sequence_load, home.astype(np.int32), bins, 0).reshape(len(lengths), bins, -1)
-        micro_batch = packed_on_their_ranks(
-            layout, rows, tokens=lengths, cost=cost, top_k=problem.load.top_k, topology=topology, core=core
-        )
-        layout = replace(layout, micro_batch=micro_batch, order=np.arange(len(lengths), dtype=np.int32))
+    layout = best_start(problem.layout, cost, np.ascontiguousarray(tokens, np.int64), problem.topology, core)
     return replace(problem, layout=layout, load=load_of_plan(problem, layout))
 
 

@@ -42,6 +42,8 @@ GROUPS_COOLER = 4
 """Halvings by which the search by lengths starts cooler where long sequences stand by EP group already: hot ones lose
 that. EP8 and EP16, bimodal lengths, five drawings: 0 to 3 % cheaper than from the other starts without a rule, 0 to 8 %
 where ranks get equally many."""
+LEAST_SAVING = 1e-4
+"""Share of the price that another layout has to save before sequences leave the given one."""
 LENGTH_UNITS = 1 << 28
 """The work of all sequences in units of that search."""
 ON_RANK_PROPOSALS, ON_RANK_HEATS = 200_000, (0, 2)
@@ -59,14 +61,18 @@ def best_start(
     *,
     searched: bool = True,
 ) -> BatchLayout:
-    """Return the cheapest start by `cost.balanced_s`; the given one wins ties.
+    """Return the cheapest start by `cost.balanced_s`; the given one unless another saves `LEAST_SAVING`.
 
     What a driver can do that knows lengths alone: with `searched` the starts are searched by them, and ranks get at
     most `most_sequences`.
     """
     starts = layouts_of_lengths(stated, cost, tokens, topology, core, searched=searched)
     best = min([stated, *starts.values()], key=lambda layout: cost.balanced_s(layout, topology))
-    return searched_again(best, cost, tokens, topology, core) if searched and stated.most_sequences else best
+    if searched and stated.most_sequences:
+        best = searched_again(best, cost, tokens, topology, core)
+    # Sequences of one length in another order differ by rounding alone.
+    saves = cost.balanced_s(best, topology) < (1.0 - LEAST_SAVING) * cost.balanced_s(stated, topology)
+    return best if saves else stated
 
 
 def near_starts(
@@ -249,7 +255,6 @@ def _layout(stated: BatchLayout, place: NDArray[np.int32], count: int) -> BatchL
         token_budget=stated.token_budget,
         most_sequences=stated.most_sequences,
         lengths_alone=stated.lengths_alone,
-        deals=stated.deals,
     )
 
 
