@@ -123,7 +123,7 @@ def packing_of(args: Any, parallel: Mapping[str, Any], settings: Settings) -> Dr
     """
     from transformers import AutoConfig
 
-    dynamic, budget = getattr(args, "use_dynamic_batch_size", False), getattr(args, "max_tokens_per_gpu", None)
+    dynamic, budget = getattr(args, "use_dynamic_batch_size", False), getattr(args, "max_tokens_per_gpu", None) or 0
     require(bool(dynamic and budget), "--use-dynamic-batch-size is off: micro-batches hold a fixed number of samples.")
     require(not getattr(args, "indep_dp", False), "independent data-parallel cells do not wait for each other.")
     path = str(args.hf_checkpoint)
