@@ -148,8 +148,10 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
 def _draw_answer(svg: Svg, x: float, y: float, name: str, box: Box) -> None:
     """Draw a ring with its name on the side that has more room, below the ring so that no line runs through it."""
     svg.raw(f'<circle class="answer" cx="{x:.1f}" cy="{y:.1f}" r="7"/>')
-    is_right = x > box.left + box.width / 2
-    svg.text(x - 12 if is_right else x + 12, y + 22, name, anchor="end" if is_right else "start", css="answer-name")
+    if x > box.left + box.width / 2:
+        svg.text(x - 12, y + 22, name, anchor="end", css="answer-name")
+    else:
+        svg.text(x + 12, y + 22, name, anchor="start", css="answer-name")
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:

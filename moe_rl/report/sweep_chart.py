@@ -123,15 +123,17 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
         lines["forced balance"] = Line(points=points, color=FORCED_BALANCE, dashed=True, marker=None)
     best, best_policy = sweep.answer
     for index, name in enumerate(sweep.policies):
-        is_best = name == best_policy and best in panel.points
-        ring = (places[panel.points.index(best)], best.policies[name]) if is_best else None
+        ring, ring_name = None, ""
+        if name == best_policy and best in panel.points:
+            ring = (places[panel.points.index(best)], best.policies[name])
+            ring_name = _figure(sweep, best.policies[name])
         lines[name] = Line(
             points=[(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies],
             color=colors[name],
             dashed=not ordered,  # a line between words means nothing
             marker=markers[index % len(markers)],
             answer=ring,
-            answer_name=_figure(sweep, best.policies[name]) if is_best else "",
+            answer_name=ring_name,
         )
     return lines, Axes(
         x=named,
@@ -144,7 +146,9 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
 
 def _figure(sweep: SweepData, value: float) -> str:
     """Return the metric's value for people."""
-    return f"{value:.2f}x" if sweep.metric == "speedup_vs_static" else f"{value:.2f} times the mean"
+    if sweep.metric == "speedup_vs_static":
+        return f"{value:.2f}x"
+    return f"{value:.2f} times the mean"
 
 
 def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:

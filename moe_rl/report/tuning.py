@@ -373,8 +373,9 @@ class Tuned:
             best = [
                 point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
             ]
-            is_best = name == f"EP{self.best.expert_model_parallel_size}"
-            ring = (self.best.peak_gib, self.best.tokens_per_s_per_gpu / 1000) if is_best else None
+            ring = None
+            if name == f"EP{self.best.expert_model_parallel_size}":
+                ring = (self.best.peak_gib, self.best.tokens_per_s_per_gpu / 1000)
             lines[name] = Line(points=best, color=color, answer=ring, answer_name=self.best.name)
         axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
         return line_chart(lines, axes, width=width, height=320, legend=True)

@@ -82,7 +82,9 @@ def cut_step(
         return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: StepLoad) -> StepLoad:
-        return load if options.tokens_per_rank is None else load.scaled_to(options.tokens_per_rank)
+        if options.tokens_per_rank is None:
+            return load
+        return load.scaled_to(options.tokens_per_rank)
 
     def known_alone(layout: BatchLayout) -> tuple[StepLoad, NDArray[np.int64]]:
         if not unrouted and visible is every:
@@ -132,7 +134,9 @@ def _counted(parts: Sequence[Trace]) -> tuple[NDArray[np.int32], NDArray[np.int6
 
 def counts_of(part: Trace) -> SequenceCounts:
     """Return the counts of every sequence of a trace, which may hold nothing else."""
-    return part if isinstance(part, SequenceCounts) else count_sequences(part)
+    if isinstance(part, SequenceCounts):
+        return part
+    return count_sequences(part)
 
 
 def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[Trace, ...]:

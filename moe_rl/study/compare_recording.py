@@ -42,7 +42,9 @@ class PredictedStep:
         """Return a sentence that names the predicted parts without a measured counterpart."""
         unseen = {name: s for name, s in self.breakdown_s.items() if name not in PART_OF_PREDICTION and s}
         listed = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
-        return [f"predicted and no work of a GPU, so not compared: {listed}."] if listed else []
+        if not listed:
+            return []
+        return [f"predicted and no work of a GPU, so not compared: {listed}."]
 
 
 def read_prediction(path: Path, policy: str) -> PredictedStep:

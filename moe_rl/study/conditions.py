@@ -117,7 +117,9 @@ def chosen_by(options: SimulationOptions) -> str:
         return "--software"
     if options.known_step:
         return "--known-step"
-    return "graphs, fused operators or overlap in the setting" if options.shows_tuned_software else "nothing known"
+    if options.shows_tuned_software:
+        return "graphs, fused operators or overlap in the setting"
+    return "nothing known"
 
 
 def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
@@ -146,7 +148,9 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
         exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
-            at = "at no size tried" if tokens is None else f"from {format_count(round(tokens))} tokens per rank on"
+            at = "at no size tried"
+            if tokens is not None:
+                at = f"from {format_count(round(tokens))} tokens per rank on"
             sentences.append(
                 f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement)."
             )
