@@ -148,10 +148,12 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
 def _draw_answer(svg: Svg, x: float, y: float, name: str, box: Box) -> None:
     """Draw a ring with its name on the side that has more room, below the ring so that no line runs through it."""
     svg.raw(f'<circle class="answer" cx="{x:.1f}" cy="{y:.1f}" r="7"/>')
+    place, anchor = x + 12, "start"
     if x > box.left + box.width / 2:
-        svg.text(x - 12, y + 22, name, anchor="end", css="answer-name")
-    else:
-        svg.text(x + 12, y + 22, name, anchor="start", css="answer-name")
+        place, anchor = x - 12, "end"
+    # The halo is a text of its own: what turns a picture into PNG or PDF does not know `paint-order`, and hid the name.
+    for css in ("halo", "answer-name"):
+        svg.text(place, y + 22, name, anchor=anchor, css=css)
 
 
 def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:

@@ -16,7 +16,7 @@ STYLE = (
     ".moe-rl .limit-name,.moe-rl .alarm{{fill:{alarm}}}.moe-rl .limit{{stroke:{alarm};stroke-width:1.6}}"
     ".moe-rl .grid{{stroke:{grid}}}.moe-rl .axis{{stroke:{quiet}}}"
     ".moe-rl .answer{{fill:none;stroke:{text};stroke-width:1.6}}"
-    ".moe-rl .answer-name{{font-weight:bold;paint-order:stroke;stroke:{paper};stroke-width:4px}}"
+    ".moe-rl .answer-name,.moe-rl .halo{{font-weight:bold}}.moe-rl .halo{{stroke:{paper};stroke-width:4px}}"
     ".moe-rl .pixels{{image-rendering:pixelated}}.moe-rl .node{{stroke:{text};stroke-dasharray:4 3}}"
     ".moe-rl .hatch{{fill:{paper};fill-opacity:.75}}.moe-rl .curve{{fill:none;stroke-width:2;stroke-linejoin:round}}"
 )

@@ -369,14 +369,17 @@ class Tuned:
         for name, color in colors.items():
             rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu / 1000) for row in self.settings
                           if f"EP{row.expert_model_parallel_size}" == name)  # fmt: skip
-            # More memory is only worth a point where it is faster than everything that needs less.
-            best = [
-                point for index, point in enumerate(rows) if point[1] > max((y for _, y in rows[:index]), default=0)
-            ]
             ring = None
             if name == f"EP{self.best.expert_model_parallel_size}":
                 ring = (self.best.peak_gib, self.best.tokens_per_s_per_gpu / 1000)
-            lines[name] = Line(points=best, color=color, answer=ring, answer_name=self.best.name)
+            points, fastest = [], 0.0
+            for point in rows:
+                # More memory is only worth a point where it is faster than everything that needs less. The answer has
+                # one always: of settings that the interval does not tell apart it is the simplest, not the fastest.
+                if point[1] > fastest or point == ring:
+                    points.append(point)
+                fastest = max(fastest, point[1])
+            lines[name] = Line(points=points, color=color, answer=ring, answer_name=self.best.name)
         axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
         return line_chart(lines, axes, width=width, height=320, legend=True)
 

@@ -7,6 +7,7 @@ import pytest
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.curves import BOTTOM, LEFT, RIGHT, TOP, Axes, Line, line_chart
+from moe_rl.report.svg import LIGHT, standalone
 
 AXES = Axes(x="step", y="value")
 
@@ -64,3 +65,12 @@ def test_a_single_point_and_a_flat_line_have_a_place() -> None:
     for points in ([(3.0, 0.0)], [(0.0, 1.0), (1.0, 1.0)]):
         for axes in (Axes(x="x", y="y"), Axes(x="x", y="y", from_one=True)):
             assert all(TOP <= y <= 260 - BOTTOM for _, y in drawn(points, axes))
+
+
+def test_the_answer_has_a_ring_and_a_name_above_its_halo() -> None:
+    """Renderers of PNG and PDF do not know `paint-order`: a name with a halo of its own was covered by it."""
+    lines = {"a": Line(points=[(0, 1.0), (1, 2.0), (2, 3.0)], color="#d55e00", answer=(1, 2.0), answer_name="best")}
+    chart = line_chart(lines, Axes(x="x", y="y"))
+    assert chart.count('class="answer"') == 1
+    assert re.findall(r'class="([\w-]+)">best<', chart) == ["halo", "answer-name"]
+    assert "paint-order" not in standalone(chart, LIGHT)
