@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from markupsafe import Markup
 
 import moe_rl
-from benchmarks import board, public_recipes, recipe_gains
+from benchmarks import board, concept_pictures, public_recipes, recipe_gains
 from benchmarks.validate_model.compare import PUBLISHED
 from benchmarks.validate_model.constants import carried_constants
 from benchmarks.validate_model.picture import forecast_picture
@@ -466,6 +466,10 @@ DRAWN = {
     "sweep": sweep_picture,
     "tune": tune_picture,
     "rl-step": timeline_picture,
+    "packing": concept_pictures.packing_waits,
+    "weight-sync": concept_pictures.sync_calendar,
+    "recipe-parts": concept_pictures.recipe_parts,
+    "correction-weights": concept_pictures.correction_weights,
 }
 """Pictures of the documents, each on white and on black."""
 
