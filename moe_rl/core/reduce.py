@@ -12,6 +12,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.draw import DrawnSequences, StepPart
 from moe_rl.core.errors import InvalidInputError, require, require_known
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
@@ -71,7 +72,7 @@ class _Segments:
 
 
 def reduce_load(
-    parts: Sequence[RoutingTrace | SequenceCounts],
+    parts: Sequence[StepPart],
     *,
     layout: BatchLayout,
     topology: ClusterTopology,
@@ -80,7 +81,8 @@ def reduce_load(
     """Count the token-expert pairs that every source rank sends to every expert, per micro-batch and MoE layer.
 
     `parts` are consecutive pieces of one step: the layout's sequences 0 .. S-1 are theirs, one part after the other.
-    They may be memory-mapped and larger than memory: the pass holds one chunk.
+    They may be memory-mapped and larger than memory: the pass holds one chunk. A drawn sequence that one source rank
+    holds whole is counted once, however often it was drawn.
 
     Token i of the n that a DP rank holds in a micro-batch belongs to slice i * slices // n of that rank, and
     `topology.source_rank` says which EP rank that is. Where only a sequence's counts are known (`SequenceCounts`), the
@@ -113,21 +115,19 @@ def reduce_load(
         got = _shape(part)
         require(got == shape, f"the parts of a step must agree on (MoE layers, top-k, experts), got {shape} and {got}.")
         stop = row + int(part.sequence_lengths.sum())
-        if stop > row and isinstance(part, RoutingTrace):
-            _add_trace(counter, part, segments.between(row, stop), filler, index)
-        elif stop > row and isinstance(part, SequenceCounts):
-            _add_counts(counter, part, segments.between(row, stop), filler)
+        if stop > row:
+            _add_part(counter, part, segments.between(row, stop), filler, index)
         row = stop
     pairs = counter.pairs.reshape(*cells, layers, topology.ep_size, experts)
     return StepLoad(pairs=pairs, tokens=counter.tokens.reshape(*cells, topology.ep_size), top_k=top_k)
 
 
-def _shape(part: RoutingTrace | SequenceCounts) -> tuple[int, int, int]:
+def _shape(part: StepPart) -> tuple[int, int, int]:
     return part.num_layers, part.top_k, part.num_experts
 
 
 def read_load(
-    parts: Sequence[RoutingTrace | SequenceCounts],
+    parts: Sequence[StepPart],
     *,
     layout: BatchLayout,
     topology: ClusterTopology,
@@ -260,6 +260,87 @@ def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool
             counts = np.bincount(np.add(tile, layer_key, dtype=key_dtype).ravel(), minlength=num_keys)
             pairs[group_micro_batch, :, source] += counts.reshape(num_layers, num_experts).astype(np.int32)
     return -1
+
+
+def _add_part(counter: _Counter, part: StepPart, segments: _Segments, filler: Filler, index: int) -> None:
+    """Count a part; `index` names it in errors."""
+    if isinstance(part, DrawnSequences):
+        _add_drawn(counter, part, segments, filler, index)
+    elif isinstance(part, RoutingTrace):
+        _add_trace(counter, part, segments, filler, index)
+    else:
+        _add_counts(counter, part, segments, filler)
+
+
+def _add_drawn(counter: _Counter, drawn: DrawnSequences, segments: _Segments, filler: Filler, index: int) -> None:
+    """Count sequences that lie whole on a source rank as the recording has them, and copies of the others.
+
+    Example: sequence 1 of the recording was drawn as the sequences 0 and 2 of a batch on two slices,
+        source rank   0   0   1   1 | 0   0   0   1
+        sequence      0   0   0   0   1   1   2   2
+    so that 0 and 2 lie on two source ranks each: their rows are counted. Sequence 1 gets its recorded counts.
+    """
+    lengths, valid_tokens = drawn.sequence_lengths, drawn.num_valid_tokens()
+    ends = np.cumsum(lengths)
+    owner = np.searchsorted(ends, segments.start[:-1], side="right")
+    recorded = DrawnSequences(recorded=drawn.recorded, numbers=np.arange(drawn.recorded.num_sequences))
+    as_recorded = valid_tokens == recorded.num_valid_tokens()[drawn.numbers]
+    if filler is not Filler.NONE:
+        as_recorded &= valid_tokens == lengths
+    is_whole = as_recorded & (np.bincount(owner, minlength=len(lengths)) == 1)
+    whole = is_whole[owner]
+    blocks, numbers = segments.block[whole], drawn.numbers[owner[whole]]
+    np.add.at(counter.tokens.reshape(-1), blocks, valid_tokens[owner[whole]])
+    _add_recorded(counter, drawn.recorded, numbers, blocks, index)
+    for places in _chunks_of_sequences(drawn, np.flatnonzero(~is_whole & (lengths > 0))):
+        of_chunk = np.isin(owner, places)
+        sizes = np.diff(segments.start)[of_chunk]
+        pieces = _Segments(start=np.append(0, np.cumsum(sizes)), block=segments.block[of_chunk])
+        _add_part(counter, drawn.copied(places), pieces, filler, index)
+
+
+def _add_recorded(
+    counter: _Counter,
+    recorded: RoutingTrace | SequenceCounts,
+    numbers: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    index: int,
+) -> None:
+    """Add the pairs of recorded sequence `numbers[i]` to block `blocks[i]`, [n] each; a sequence is counted once."""
+    sources = counter.pairs.shape[2]
+    # Short sequences stand many times in a block: as many times their counts.
+    entries, times = np.unique(np.stack([numbers, blocks]), axis=1, return_counts=True)
+    for chunk in _chunks_of_sequences(recorded, np.unique(numbers)):
+        counts = _pairs_of_sequences(recorded.select(chunk), index)
+        of_chunk = np.flatnonzero(np.isin(entries[0], chunk))
+        places = np.searchsorted(chunk, entries[0, of_chunk])
+        for place, block, repeats in zip(places, entries[1, of_chunk], times[of_chunk], strict=True):
+            cell, source = divmod(int(block), sources)
+            counter.pairs[cell, :, source] += counts[place] * np.int32(repeats)
+
+
+def _pairs_of_sequences(trace: RoutingTrace | SequenceCounts, index: int) -> NDArray[np.int32]:
+    """Return [S, L, E] pairs of every sequence."""
+    if isinstance(trace, SequenceCounts):
+        return trace.tokens_per_expert.view(np.int32)
+    counter = _Counter(
+        pairs=np.zeros((trace.num_sequences, trace.num_layers, 1, trace.num_experts), np.int32),
+        tokens=np.zeros((trace.num_sequences, 1), np.int64),
+    )
+    filled = np.flatnonzero(trace.sequence_lengths)
+    starts = np.append(trace.cu_seqlens[filled], trace.num_tokens)
+    _add_trace(counter, trace, _Segments(start=starts, block=filled), Filler.NONE, index)
+    return counter.pairs[:, :, 0]
+
+
+def _chunks_of_sequences(part: StepPart, sequences: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Split some sequences of a part into chunks whose routes, and whose counts, take as much as a chunk of tokens."""
+    if not len(sequences):
+        return []
+    # [L, E] counts of four bytes are worth so many tokens of [L, K] ids of one.
+    tokens_of_counts = 4 * part.num_experts // part.top_k
+    chunk = np.cumsum(part.sequence_lengths[sequences] + tokens_of_counts) // CHUNK_TOKENS
+    return np.split(sequences, np.flatnonzero(np.diff(chunk)) + 1)
 
 
 def _add_trace(counter: _Counter, trace: RoutingTrace, segments: _Segments, filler: Filler, part: int) -> None:

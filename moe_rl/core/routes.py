@@ -11,11 +11,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.draw import DrawnSequences, StepPart
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.core.trace import RoutingTrace, SequenceCounts
+from moe_rl.core.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
 
@@ -68,7 +69,7 @@ class RouteSample:
     @classmethod
     def drawn(
         cls,
-        parts: Sequence[RoutingTrace | SequenceCounts],
+        parts: Sequence[StepPart],
         *,
         layout: BatchLayout,
         topology: ClusterTopology,
@@ -79,24 +80,25 @@ class RouteSample:
         `parts` are the consecutive pieces of the step that `layout` is for. None where the routes of a part are not
         known, or no token has one, or there is no C++ core, which alone follows tokens.
         """
-        traces = [part for part in parts if isinstance(part, RoutingTrace)]
-        if not traces or len(traces) < len(parts) or native_core() is None:
+        with_routes = [part for part in parts if _has_routes(part)]
+        if not with_routes or len(with_routes) < len(parts) or native_core() is None:
             return None
-        lengths = np.concatenate([part.sequence_lengths for part in traces]).astype(np.int64)
-        rows = np.flatnonzero(np.concatenate([part.valid for part in traces]))
-        most, num_known = max(1, max_ids // (traces[0].num_layers * traces[0].top_k)), len(rows)
+        lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+        rows = np.flatnonzero(np.concatenate([_valid_rows(part) for part in parts]))
+        most, num_known = max(1, max_ids // (parts[0].num_layers * parts[0].top_k)), len(rows)
         if len(rows) > most:
             # Evenly spread over the step, so that long sequences keep their share.
             rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
         if not len(rows):
             return None
-        first_token = np.cumsum([0, *(part.num_tokens for part in traces)])
+        first_token = np.cumsum([0, *(int(part.sequence_lengths.sum()) for part in parts)])
+        rows_of_parts = np.split(rows, np.searchsorted(rows, first_token[1:-1]))
         pieces = [
-            np.asarray(part.routed_experts[rows[(rows >= start) & (rows < start + part.num_tokens)] - start])
-            for part, start in zip(traces, first_token[:-1], strict=True)
+            _routes_of(part, rows_of_part - start)
+            for part, rows_of_part, start in zip(parts, rows_of_parts, first_token[:-1], strict=True)
         ]
-        starts = np.cumsum(lengths) - lengths
-        sequence = np.repeat(np.arange(len(lengths)), lengths)[rows]
+        ends = np.cumsum(lengths)
+        sequence, starts = np.searchsorted(ends, rows, side="right"), ends - lengths
         drawn_routes = np.concatenate(pieces).transpose(1, 0, 2)
         none = np.zeros(0, np.int64)
         return cls(
@@ -206,3 +208,22 @@ class RouteSample:
             source=self.source[entries],
             cell_start=np.concatenate([[0], ends]).astype(np.int64),
         )
+
+
+def _has_routes(part: StepPart) -> bool:
+    recorded = part.recorded if isinstance(part, DrawnSequences) else part
+    return isinstance(recorded, RoutingTrace)
+
+
+def _valid_rows(part: StepPart) -> NDArray[np.bool_]:
+    """Return [T] True for the rows with a route, of a part that holds routes."""
+    assert isinstance(part, RoutingTrace | DrawnSequences)
+    return part.valid
+
+
+def _routes_of(part: StepPart, rows: Ints) -> NDArray[np.unsignedinteger]:
+    """Return the experts [n, L, K] of rows [n] of a part that holds routes."""
+    if isinstance(part, DrawnSequences):
+        return part.routes_of(rows)
+    assert isinstance(part, RoutingTrace)
+    return np.asarray(part.routed_experts[rows])

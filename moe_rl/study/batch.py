@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.draw import DrawnSequences, StepPart
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad, expected_pairs
@@ -18,7 +19,7 @@ from moe_rl.core.routes import RouteSample
 from moe_rl.core.schedules import framework_layout, with_rule
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.replay import Trace, count_sequences
+from moe_rl.replay import count_sequences
 from moe_rl.study.options import SimulationOptions
 
 
@@ -27,7 +28,7 @@ class Batch:
     """One step of the trace under a layout, as loads."""
 
     step: int
-    parts: tuple[Trace, ...]
+    parts: tuple[StepPart, ...]
     lengths: NDArray[np.int64]
     """[S] rows of every sequence."""
     layout: BatchLayout
@@ -37,7 +38,7 @@ class Batch:
     unrouted_tokens: int
     load_of_layout: Callable[[BatchLayout], StepLoad]
     """Counts the same sequences again under another layout."""
-    known: tuple[Trace, ...]
+    known: tuple[StepPart, ...]
     """`parts` without the routes that are not known: the loads of these are expected ones."""
     known_of_layout: Callable[[BatchLayout], tuple[StepLoad, NDArray[np.int64]]]
     """The load of the known routes alone under a layout, and [G, M, P] all tokens, rows without a route included."""
@@ -60,7 +61,7 @@ class Batch:
 
 def cut_step(
     step: int,
-    parts: Sequence[Trace],
+    parts: Sequence[StepPart],
     options: SimulationOptions,
     topology: ClusterTopology,
     model: MoeModelSpec,
@@ -125,23 +126,27 @@ def cut_step(
     )
 
 
-def _counted(parts: Sequence[Trace]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _counted(parts: Sequence[StepPart]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return [S, L, E] pairs and [S] tokens with a route of every sequence."""
     counts = [counts_of(part) for part in parts]
     pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
     return pairs, np.concatenate([part.num_valid_tokens for part in counts]).astype(np.int64)
 
 
-def counts_of(part: Trace) -> SequenceCounts:
-    """Return the counts of every sequence of a trace, which may hold nothing else."""
+def counts_of(part: StepPart) -> SequenceCounts:
+    """Return the counts of every sequence of a part, which may hold nothing else."""
     if isinstance(part, SequenceCounts):
         return part
-    return count_sequences(part)
+    if isinstance(part, RoutingTrace):
+        return count_sequences(part)
+    if part.visible is None:
+        return counts_of(part.recorded).select(part.numbers)
+    return counts_of(part.copied(np.arange(part.num_sequences)))
 
 
-def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[Trace, ...]:
+def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[StepPart, ...]:
     """Return the parts without the routes that `--unknown-routes` and `--unknown-pairs` hide."""
-    rng, parts_kept = np.random.default_rng(options.seed), list[Trace]()
+    rng, parts_kept = np.random.default_rng(options.seed), list[StepPart]()
     hidden = np.zeros(len(lengths), np.bool_)
     hidden[rng.permutation(len(lengths))[: round(options.unknown_routes * len(lengths))]] = True
     start = 0
@@ -149,28 +154,48 @@ def _known(parts: tuple[Trace, ...], lengths: NDArray[np.int64], options: Simula
         is_hidden = hidden[start : start + len(part.sequence_lengths)]
         start += len(is_hidden)
         # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
-        if isinstance(part, RoutingTrace):
+        if _has_routes(part):
             lost = np.repeat(is_hidden, part.sequence_lengths)
             if options.unknown_pairs:
                 lost |= rng.random(len(lost)) < options.unknown_pairs
-            parts_kept.append(replace(part, valid=part.valid & ~lost))
+            parts_kept.append(_without_rows(part, lost))
         else:
             require(options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens: the trace holds counts alone.")
-            counts = np.where(is_hidden[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
-            visible = np.where(is_hidden, 0, part.num_valid_tokens)
-            parts_kept.append(replace(part, tokens_per_expert=counts, num_valid_tokens=visible))
+            parts_kept.append(_without_sequences(counts_of(part), is_hidden))
     return tuple(parts_kept)
 
 
-def _unrouted(part: Trace) -> int:
+def _has_routes(part: StepPart) -> bool:
+    recorded = part.recorded if isinstance(part, DrawnSequences) else part
+    return isinstance(recorded, RoutingTrace)
+
+
+def _without_rows(part: StepPart, lost: NDArray[np.bool_]) -> StepPart:
+    """Return a part with routes of which planners are not told the rows `lost` [T]."""
+    if isinstance(part, DrawnSequences):
+        return replace(part, visible=~lost)
+    assert isinstance(part, RoutingTrace)
+    return replace(part, valid=part.valid & ~lost)
+
+
+def _without_sequences(part: SequenceCounts, is_hidden: NDArray[np.bool_]) -> SequenceCounts:
+    """Return counts of which planners are not told the sequences `is_hidden` [S]."""
+    counts = np.where(is_hidden[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
+    visible = np.where(is_hidden, 0, part.num_valid_tokens)
+    return replace(part, tokens_per_expert=counts, num_valid_tokens=visible)
+
+
+def _unrouted(part: StepPart) -> int:
+    if isinstance(part, SequenceCounts):
+        return int((part.num_tokens - part.num_valid_tokens).sum())
     if isinstance(part, RoutingTrace):
         return int((~part.valid).sum())
-    return int((part.num_tokens - part.num_valid_tokens).sum())
+    return int((part.sequence_lengths - part.num_valid_tokens()).sum())
 
 
 def _layout(
     lengths: NDArray[np.int64],
-    parts: Sequence[Trace],
+    parts: Sequence[StepPart],
     options: SimulationOptions,
     topology: ClusterTopology,
     model: MoeModelSpec,
