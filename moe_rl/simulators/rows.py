@@ -155,8 +155,8 @@ def _fewest_sent(load: StepLoad, topology: ClusterTopology, slots_per_rank: int)
     if topology.num_nodes == 1:
         alone = leaving(load.pairs, slots_per_rank)
         return alone, np.zeros(alone.shape)
-    first_rank = np.arange(0, topology.ep_size, topology.ranks_per_domain)
-    by_node = np.add.reduceat(load.pairs, first_rank, axis=3, dtype=np.int64)
+    nodes = (*load.pairs.shape[:3], -1, topology.ranks_per_domain, load.num_experts)
+    by_node = load.pairs.reshape(nodes).sum(axis=4, dtype=np.int64)
     crossing = leaving(by_node, slots_per_rank * topology.ranks_per_domain)
     return np.zeros(crossing.shape), crossing
 

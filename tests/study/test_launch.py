@@ -186,7 +186,7 @@ def test_a_value_without_a_price_is_left_out_with_a_sentence(script: Path) -> No
 
 
 LARGE_BATCHES = ("NeMo-RL-DeepSeek-V3-DAPO",)
-"""Recipes whose batch has millions of tokens: half a minute of CPU each."""
+"""Recipes whose batch has millions of tokens, on 256 ranks: 20 s of CPU each."""
 
 
 @pytest.mark.lengthy
