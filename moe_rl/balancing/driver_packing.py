@@ -6,18 +6,28 @@ in the search itself. S sequences, D data-parallel ranks.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.schedule import cluster_topology, step_setting
+from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS, with_rule
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.packing import best_start
+from moe_rl.planner.registry import POLICIES
 from moe_rl.simulators.balanced import cost_of_lengths
 from moe_rl.simulators.setting import StepSetting, TrainingRun
+
+
+def packs_in_driver(config: BalancerConfig) -> bool:
+    """Return whether the run's policy moves sequences, and the run changes anything at all."""
+    return config.pack and not config.observe and POLICIES[config.policy].levers.pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,36 @@ class DriverPacking:
     setting: StepSetting
     token_budget: int
     """Most tokens of a data-parallel rank in a micro-batch."""
+
+    @classmethod
+    def of_run(
+        cls,
+        framework: str,
+        config: BalancerConfig,
+        *,
+        model: MoeModelSpec,
+        shape: StepSetting,
+        num_dp_ranks: int,
+        ep_size: int,
+        tokens_per_gpu: int,
+    ) -> Self:
+        """Return how updates are packed whose tensor, context and pipeline parallel sizes are those of `shape`.
+
+        `tokens_per_gpu` is the budget of one GPU: the slices of a sequence under context parallelism share one each.
+        Raises `InvalidInputError` where the ranks of a pipeline stage do not fill EP groups.
+        """
+        slices = shape.tensor_model_parallel_size * shape.context_parallel_size
+        ranks = num_dp_ranks * slices
+        require(ranks % ep_size == 0, f"{ranks} ranks of a pipeline stage do not fill EP groups of {ep_size}.")
+        return cls(
+            framework=framework,
+            model=model,
+            topology=cluster_topology(
+                config, ep_size=ep_size, num_ep_groups=ranks // ep_size, slices_per_dp_rank=slices
+            ),
+            setting=step_setting(config, shape, forward_only=False),
+            token_budget=tokens_per_gpu * shape.context_parallel_size,
+        )
 
     def layout(self, lengths: NDArray[np.int64], stated: BatchLayout | None = None) -> BatchLayout | None:
         """Return the layout of one update of sequences of these lengths; None where there is nothing to pack.

@@ -26,7 +26,7 @@ from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.objective import Objective
 from moe_rl.planner.outlook import Outlook
-from moe_rl.planner.packing import best_start, near_starts
+from moe_rl.planner.packing import best_start, packed_on_their_ranks, starts_for_routes
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.reference import ReferenceOptions, plan_by_reference
 from moe_rl.planner.relayout import load_of_plan
@@ -148,8 +148,11 @@ class MoeRlPlanner(Planner):
         if core is None:
             require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
+        workers_deal = False
         if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
             problem, may = _packed_by_driver(problem, core), replace(may, pack=False)
+            # Workers of slime keep what its schedule says wherever routes are replayed, so known.
+            workers_deal = problem.layout.most_sequences is not None and problem.prices_layouts
         stated, with_copies = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
@@ -167,6 +170,8 @@ class MoeRlPlanner(Planner):
             start=problem.starting_placement().home_rank,
         )
         best, notes = run.best(), tuple[str, ...]()
+        if workers_deal:
+            best = run.dealt_by_workers(best)
         if (self.static_buffers or problem.objective.is_peak) and run.options.packs:
             best = run.with_lower_peak(best)
         if engine is not None:
@@ -366,26 +371,65 @@ class _Run:
     def _found(self, nothing: Candidate) -> list[Candidate]:
         """Return what the searches find: a portfolio, since none of them sees all that the final price counts.
 
-        On the given layout; where packing is priced, on the layout that is the best to start from (chosen before copies
-        and moves are priced, so the given one stays in the race); by packing from there; and, where no copies will
-        level the ranks, by packing around homes that stay.
+        On the given layout; where packing is priced, on those of drivers who know lengths alone and on the one that is
+        the best to start from before copies and moves are priced; by packing from the best of all these; and, where no
+        copies will level the ranks, by packing around homes that stay.
         """
         options, cost = self.options, self.problem.micro_batch_cost
         if not options.packs:
             return self._candidates(nothing)
         unpacked = replace(options, packs=False)
-        from_layout = replace(self, first=self._searcher(unpacked).ordered())
-        runs, start, packing = [replace(from_layout, options=unpacked)], from_layout, options
+        runs, packing = [replace(self, options=unpacked, first=self._searcher(unpacked).ordered())], options
         if cost is not None and self.problem.prices_layouts:
-            start = from_layout._from_best_start(cost)
+            runs += [runs[0]._on(layout) for layout in runs[0]._layouts_to_try(cost)]
             packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-            if start is not from_layout:
-                runs.append(replace(start, options=unpacked))
-        runs.append(replace(start, options=packing))
-        candidates = [candidate for run in runs for candidate in run._candidates(nothing)]
+        by_run = [run._candidates(nothing) for run in runs]
+        best_of_run = [self._best_on(run.problem.layout, found) for run, found in zip(runs, by_run, strict=True)]
+        start = runs[int(np.argmin([self._with_moves(best) for best in best_of_run]))]
+        candidates = [candidate for of_run in by_run for candidate in of_run]
+        if self.problem.prices_layouts:
+            candidates += [run._dealt(best) for run, best in zip(runs, best_of_run, strict=True)]
+        candidates += replace(start, options=packing)._candidates(nothing)
         if options.by_rank and options.reorders:
             candidates.append(replace(start, options=replace(packing, reorders=False))._packed_around_homes())
         return candidates
+
+    def dealt_by_workers(self, best: Candidate) -> Candidate:
+        """Return the candidate as workers of verl run it: dealt, with copies across nodes where these still pay."""
+        dealt = self._dealt(best, final=True)
+        if dealt is best or not self._crosses:
+            return dealt
+        bare = self._candidate(dealt.home, dealt.layout, dealt.load, dealt.residents, cross_nodes=False)
+        return replace(min(bare, dealt, key=self._with_moves), across_save=best.across_save)
+
+    def _best_on(self, layout: BatchLayout, candidates: list[Candidate]) -> Candidate:
+        """Return the cheapest of the candidates that have this very layout."""
+        return min((candidate for candidate in candidates if candidate.layout is layout), key=self._with_moves)
+
+    def _dealt(self, best: Candidate, *, final: bool = False) -> Candidate:
+        """Return the candidate after workers have dealt the sequences of each rank over micro-batches, by its homes.
+
+        So workers of verl do before every update, once experts have moved, whether the whole becomes cheaper or not.
+        """
+        problem, topology, options = self.problem, self.problem.topology, self.options
+        assert problem.sequence_load is not None
+        assert problem.sequence_tokens is not None
+        bins = topology.ep_size if options.by_rank else topology.num_nodes
+        bin_of = (best.home // (topology.ep_size // bins)).astype(np.int32)
+        bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, options.num_threads)
+        micro_batch = packed_on_their_ranks(
+            best.layout,
+            bin_load.reshape(len(bin_load), bins, -1),
+            tokens=np.ascontiguousarray(problem.sequence_tokens, np.int64),
+            cost=problem.micro_batch_cost,
+            top_k=problem.load.top_k,
+            topology=topology,
+            core=self.core,
+        )
+        if np.array_equal(micro_batch, best.layout.micro_batch):
+            return best
+        layout = replace(best.layout, micro_batch=micro_batch, order=np.arange(len(micro_batch), dtype=np.int32))
+        return self._candidate(best.home, layout, load_of_plan(problem, layout), best.residents, final=final)
 
     def _packed_around_homes(self) -> Candidate:
         """Return the candidate of packing alone: experts stay where they are."""
@@ -393,25 +437,29 @@ class _Run:
         layout = searcher.layout(searcher.run(searcher.given(), reorders=False))
         return self._candidate(self.start, layout, load_of_plan(self.problem, layout))
 
-    def _from_best_start(self, cost: MicroBatchCost) -> "_Run":
-        """Return the run on the layout that is the best to start from, with the homes that suit it; maybe this one."""
-        start = self._best_start(cost)
-        if start.layout is self.problem.layout:
-            return self
-        run = replace(self, problem=replace(self.problem, layout=start.layout, load=start.load))
-        return replace(run, first=run._searcher(replace(self.options, packs=False)).ordered())
+    def _on(self, layout: BatchLayout) -> "_Run":
+        """Return the run on that layout, with the homes that suit it."""
+        run = replace(self, problem=replace(self.problem, layout=layout, load=load_of_plan(self.problem, layout)))
+        return replace(run, first=run._searcher(self.options).ordered())
 
-    def _best_start(self, cost: MicroBatchCost) -> Candidate:
-        """Return the cheapest layout to start from, all with the homes that suit the given one."""
+    def _layouts_to_try(self, cost: MicroBatchCost) -> list[BatchLayout]:
+        """Return the layouts of drivers, and the near one that is cheapest with the homes that suit the given one.
+
+        No layout stands there twice, nor does the given one.
+        """
         problem = self.problem
         assert problem.sequence_tokens is not None
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
-        layouts = near_starts(problem.layout, cost, tokens, problem.topology, self.core)
-        homes, _ = self._searched(self._searcher(replace(self.options, packs=False)), several=False)
+        near, drivers = starts_for_routes(problem.layout, cost, tokens, problem.topology, self.core)
+        homes, _ = self._searched(self._searcher(self.options), several=False)
         starts = [
-            self._candidate(homes[-1], layout, load_of_plan(problem, layout), cross_nodes=False) for layout in layouts
+            self._candidate(homes[-1], layout, load_of_plan(problem, layout), cross_nodes=False) for layout in near
         ]
-        return min(starts, key=lambda start: start.price)
+        layouts = [problem.layout]
+        for layout in [min(starts, key=lambda start: start.price).layout, *drivers]:
+            if not any(layout.same_cells(other) for other in layouts):
+                layouts.append(layout)
+        return layouts[1:]
 
     def _searcher(self, options: SearchOptions) -> Searcher:
         steps = self.problem.steps_served if self.outlook is None else self.outlook.steps

@@ -67,20 +67,52 @@ def best_start(
     most `most_sequences`.
     """
     starts = layouts_of_lengths(stated, cost, tokens, topology, core, searched=searched)
-    best = min([stated, *starts.values()], key=lambda layout: cost.balanced_s(layout, topology))
+    best = _cheapest([stated, *starts.values()], cost, topology)
     if searched and stated.most_sequences:
         best = searched_again(best, cost, tokens, topology, core)
-    # Sequences of one length in another order differ by rounding alone.
+    return _unless_equal(stated, best, cost, topology)
+
+
+def starts_for_routes(
+    stated: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+) -> tuple[list[BatchLayout], list[BatchLayout]]:
+    """Return the layouts from which a search with routes may start: near ones, and those of drivers.
+
+    Near: the given one, and the cheapest of each kind that may be better once routes count (within `NEAR`). Drivers':
+    what `best_start` makes under the rule of the given layout, and with equally many sequences for every rank. Without
+    that rule the search by lengths sometimes misses what it meets with it. A plan that tries them never loses to
+    lengths alone.
+    """
+    starts = layouts_of_lengths(stated, cost, tokens, topology, core)
+    cheapest = _cheapest([stated, *starts.values()], cost, topology)
+    if stated.most_sequences:
+        cheapest = searched_again(cheapest, cost, tokens, topology, core)
+        drivers = [_unless_equal(stated, cheapest, cost, topology)]
+    else:
+        most = -(-stated.num_sequences // stated.num_dp_ranks)
+        equal = best_start(replace(stated, most_sequences=most), cost, tokens, topology, core)
+        drivers = [_unless_equal(stated, cheapest, cost, topology), replace(equal, most_sequences=None)]
+    return _near(stated, starts, cost, topology), drivers
+
+
+def _cheapest(layouts: list[BatchLayout], cost: MicroBatchCost, topology: ClusterTopology) -> BatchLayout:
+    return min(layouts, key=lambda layout: cost.balanced_s(layout, topology))
+
+
+def _unless_equal(
+    stated: BatchLayout, best: BatchLayout, cost: MicroBatchCost, topology: ClusterTopology
+) -> BatchLayout:
+    """Return `best` where it saves `LEAST_SAVING`: equal lengths in another order differ by rounding alone."""
     saves = cost.balanced_s(best, topology) < (1.0 - LEAST_SAVING) * cost.balanced_s(stated, topology)
     return best if saves else stated
 
 
-def near_starts(
-    stated: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
+def _near(
+    stated: BatchLayout, starts: dict[str, BatchLayout], cost: MicroBatchCost, topology: ClusterTopology
 ) -> list[BatchLayout]:
-    """Return the given layout, and the cheapest of each kind that may be better once routes count: within `NEAR`."""
+    """Return the given layout, and the cheapest of each kind at most `NEAR` dearer than the cheapest of all."""
     seconds, of_kind = cost.balanced_s(stated, topology), dict[str, tuple[float, BatchLayout]]()
-    for name, layout in layouts_of_lengths(stated, cost, tokens, topology, core).items():
+    for name, layout in starts.items():
         kind, layout_s = name.partition(",")[0], cost.balanced_s(layout, topology)
         of_kind[kind] = min(of_kind.get(kind, (layout_s, layout)), (layout_s, layout), key=lambda pair: pair[0])
     most = (1 + NEAR) * min([seconds, *(near_s for near_s, _ in of_kind.values())])
@@ -329,9 +361,11 @@ def packed_on_their_ranks(
     """Return [S] micro-batches in which sequences stay on their data-parallel rank, no dearer than the given ones.
 
     `bin_load` [S, B, L] are the rows of a sequence in each bin of each layer. `cost` prices the micro-batches; None: by
-    the rows of the busiest bins alone. No place gets more tokens than the budget, and none is left empty.
+    the rows of the busiest bins alone. No place gets more tokens than the budget (without one: than the fullest has),
+    and none is left empty.
     """
     ranks, count, bins = stated.num_dp_ranks, stated.num_micro_batches, bin_load.shape[1]
+    budget = stated.token_budget or int(stated.rank_tokens(tokens).max(initial=0))
     group = np.arange(ranks) * topology.slices_per_dp_rank // topology.ep_size
     batch_of_place = (group * count + np.arange(count)[:, None]).astype(np.int32).ravel()
     work, row_s = np.zeros((1, len(tokens)), np.int64), 0.0
@@ -350,7 +384,7 @@ def packed_on_their_ranks(
             batch_of_place=batch_of_place,
             num_batches=topology.num_ep_groups * count,
             num_groups=topology.num_ep_groups,
-            budget=stated.token_budget,
+            budget=budget,
             iterations=ON_RANK_PROPOSALS,
             heat_shift=heat,
             seed=0,

@@ -1,6 +1,7 @@
 """Packing by whole micro-batches: five length distributions on the routes of the development trace, 32 ranks."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import CONFIGS
 from moe_rl.core.native import native_core
+from moe_rl.core.schedules import with_rule
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner import moe_rl_policy
 from moe_rl.planner.base import PlanProblem
@@ -89,6 +91,7 @@ def starts_of(problem: PlanProblem) -> dict[str, PlanProblem]:
     }
 
 
+@cache
 def bundled_long_tail() -> RoutingTrace:
     """Long-tailed sequences of the bundled trace's tokens."""
     source = open_trace(CONFIGS / "traces" / "countdown-grpo.moetrace")
@@ -113,7 +116,8 @@ def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(mon
     ).values()
     found: list[Candidate] = []
     searched = _Run._found
-    monkeypatch.setattr(moe_rl_policy, "near_starts", lambda *_: [other])  # the only start: another than the given one
+    # The only start: another than the given one.
+    monkeypatch.setattr(moe_rl_policy, "starts_for_routes", lambda *_: ([other], []))
 
     def recorded(run: _Run, nothing: Candidate) -> list[Candidate]:
         found.extend(searched(run, nothing))
@@ -123,6 +127,40 @@ def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(mon
     make_planner("moe-rl", pack_iterations=2_000, reorder_iterations=2_000).plan(problem)
     start = problem.starting_placement().home_rank
     assert any(one.layout is problem.layout and not np.array_equal(one.home, start) for one in found)
+
+
+@pytest.mark.parametrize("framework", ["verl", "slime"])
+def test_free_packing_never_loses_to_what_a_run_packs_by_lengths_alone(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the searches find: the layout of the run's driver, with its homes, is a candidate of the free plan."""
+    if native_core() is None:
+        pytest.skip("packing by routes needs the C++ core")
+    free = scenario_of(bundled_long_tail(), FROM_TRACE, 16, LONGEST // 4).problem
+    run = replace(free, layout=with_rule(free.layout, framework))
+    candidates, of_free = list[Candidate](), list[tuple[_Run, Candidate]]()
+    searched, chosen = _Run._found, _Run.best
+
+    def recorded(plan_run: _Run, nothing: Candidate) -> list[Candidate]:
+        candidates[:] = searched(plan_run, nothing)
+        return candidates
+
+    def kept(plan_run: _Run) -> Candidate:
+        best = chosen(plan_run)
+        of_free[:] = [(plan_run, best)]
+        return best
+
+    monkeypatch.setattr(_Run, "_found", recorded)
+    monkeypatch.setattr(_Run, "best", kept)
+    planner = make_planner("moe-rl", pack_iterations=2_000, reorder_iterations=2_000)
+    of_run = planner.plan(run)
+    assert not of_run.layout.same_cells(run.layout)
+    planner.plan(free)
+    homes = of_run.placement.home_rank
+    alike = [one for one in candidates if one.layout.same_cells(of_run.layout) and np.array_equal(one.home, homes)]
+    assert alike
+    ((plan_run, best),) = of_free
+    assert plan_run._with_moves(best) <= min(plan_run._with_moves(one) for one in alike)
 
 
 def test_the_price_of_a_layout_is_the_simulators() -> None:

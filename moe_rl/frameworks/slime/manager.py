@@ -14,15 +14,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from moe_rl.balancing.driver_packing import DriverPacking
-from moe_rl.balancing.schedule import cluster_topology, step_setting
+from moe_rl.balancing.driver_packing import DriverPacking, packs_in_driver
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.post_import import when_imported, wrap, wrap_everywhere
 from moe_rl.frameworks.contract import logger
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.slime.driver import packed_by_lengths, schedule_from_steps, schedules_of_steps
 from moe_rl.huggingface import model_of_config
-from moe_rl.planner.registry import POLICIES
 from moe_rl.simulators.setting import StepSetting
 
 FUNCTION = "build_dp_schedule"
@@ -47,9 +45,7 @@ def arrived(values: dict[str, Any], framework: str, settings: Settings) -> Paral
 
 def install_when_imported(framework: str, settings: Settings) -> None:
     """Let the packing travel from this trainer, as soon as the framework's base class of trainers is there."""
-    config = settings.balancer
-    packs = config.pack and not config.observe and POLICIES[config.policy].levers.pack
-    if settings.balances and packs and settings.plans is None:
+    if settings.balances and packs_in_driver(settings.balancer) and settings.plans is None:
         when_imported(f"{framework}.ray.train_actor", lambda module: _wrap_trainer(module, framework, settings))
 
 
@@ -128,22 +124,18 @@ def packing_of(args: Any, parallel: Mapping[str, Any], settings: Settings) -> Dr
     require(not getattr(args, "indep_dp", False), "independent data-parallel cells do not wait for each other.")
     path = str(args.hf_checkpoint)
     model, _ = model_of_config(AutoConfig.from_pretrained(path, trust_remote_code=True).to_dict(), where=path)
-    tensor, context = int(args.tensor_model_parallel_size), int(parallel["cp_size"])
-    slices, ep_size = tensor * context, int(args.expert_model_parallel_size)
-    ranks = int(parallel["dp_size"]) * slices
-    require(ranks % ep_size == 0, f"{ranks} ranks of a pipeline stage do not fill EP groups of {ep_size}.")
-    setting = StepSetting(
+    shape = StepSetting(
         pipeline_model_parallel_size=int(args.pipeline_model_parallel_size),
         num_virtual_stages=int(parallel["vpp_size"] or 1),
-        tensor_model_parallel_size=tensor,
-        context_parallel_size=context,
+        tensor_model_parallel_size=int(args.tensor_model_parallel_size),
+        context_parallel_size=int(parallel["cp_size"]),
     )
-    return DriverPacking(
-        framework="slime",
+    return DriverPacking.of_run(
+        "slime",
+        settings.balancer,
         model=model,
-        topology=cluster_topology(
-            settings.balancer, ep_size=ep_size, num_ep_groups=ranks // ep_size, slices_per_dp_rank=slices
-        ),
-        setting=step_setting(settings.balancer, setting, forward_only=False),
-        token_budget=int(budget) * context,
+        shape=shape,
+        num_dp_ranks=int(parallel["dp_size"]),
+        ep_size=int(args.expert_model_parallel_size),
+        tokens_per_gpu=int(budget),
     )

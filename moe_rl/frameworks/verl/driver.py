@@ -6,7 +6,7 @@ under verl's rules (equally many samples for each rank, equally many micro-batch
 side by side takes as long. Advantages, losses and the samples of an update stay what they are: group statistics go by
 uid, losses are divided by constants of the whole mini-batch.
 
-v0 hands the micro-batches to the workers as a column of the batch, v1 ranks alone: there workers deal.
+The micro-batches go to the workers as a column: of the batch under v0, of TransferQueue under v1.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_rl.balancing.driver_packing import DriverPacking, PackedShares, packed_shares
-from moe_rl.balancing.schedule import cluster_topology, step_setting
+from moe_rl.balancing.driver_packing import DriverPacking, PackedShares, packed_shares, packs_in_driver
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import logger
 from moe_rl.frameworks.run_settings import Settings
 from moe_rl.huggingface import model_of_config
-from moe_rl.planner.registry import POLICIES
 from moe_rl.simulators.setting import StepSetting
 
 COLUMN = "moe_rl_micro_batch"
@@ -37,9 +35,7 @@ TRAINERS = {
 
 def install_when_imported(settings: Settings) -> None:
     """Pack in this process as soon as verl imports a trainer's module; where nothing is to be packed, do nothing."""
-    config = settings.balancer
-    packs = config.pack and not config.observe and POLICIES[config.policy].levers.pack
-    if not (settings.balances and packs):
+    if not (settings.balances and packs_in_driver(settings.balancer)):
         return
     for module, trainer in TRAINERS.items():
         when_imported(module, partial(install, trainer=trainer, settings=settings))
@@ -91,25 +87,21 @@ def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverP
         AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False))).to_dict(),
         where=path,
     )
-    tensor, context = int(megatron.tensor_model_parallel_size), int(megatron.context_parallel_size)
-    slices, ep_size = tensor * context, int(megatron.expert_model_parallel_size)
-    ranks = num_dp_ranks * slices
-    require(ranks % ep_size == 0, f"{ranks} ranks of a pipeline stage do not fill EP groups of {ep_size}.")
     virtual = megatron.get("virtual_pipeline_model_parallel_size", None)
-    setting = StepSetting(
+    shape = StepSetting(
         pipeline_model_parallel_size=int(megatron.pipeline_model_parallel_size),
         num_virtual_stages=int(virtual or 1),
-        tensor_model_parallel_size=tensor,
-        context_parallel_size=context,
+        tensor_model_parallel_size=int(megatron.tensor_model_parallel_size),
+        context_parallel_size=int(megatron.context_parallel_size),
     )
-    return DriverPacking(
-        framework="verl",
+    return DriverPacking.of_run(
+        "verl",
+        settings.balancer,
         model=spec,
-        topology=cluster_topology(
-            settings.balancer, ep_size=ep_size, num_ep_groups=ranks // ep_size, slices_per_dp_rank=slices
-        ),
-        setting=step_setting(settings.balancer, setting, forward_only=False),
-        token_budget=int(actor.ppo_max_token_len_per_gpu) * context,
+        shape=shape,
+        num_dp_ranks=num_dp_ranks,
+        ep_size=int(megatron.expert_model_parallel_size),
+        tokens_per_gpu=int(actor.ppo_max_token_len_per_gpu),
     )
 
 
@@ -143,11 +135,25 @@ def _lengths(batch: Any) -> NDArray[np.int64]:
 def _reorder(batch: Any, shares: PackedShares) -> None:
     import torch
 
+    micro_batch = torch.from_numpy(shares.micro_batch)
     if hasattr(batch, "tags"):
         batch.reorder(shares.order.tolist())
+        _put_column(batch, micro_batch)
         return
     batch.reorder(torch.from_numpy(shares.order))
-    batch.batch[COLUMN] = torch.from_numpy(shares.micro_batch)
+    batch.batch[COLUMN] = micro_batch
+
+
+def _put_column(batch: Any, micro_batch: Any) -> None:
+    """Put the column beside the samples' other fields: v1 hands keys to the workers, which fetch the fields by them."""
+    from tensordict import TensorDict
+    from verl.utils.transferqueue_utils import tq
+
+    column = TensorDict({COLUMN: micro_batch}, batch_size=len(micro_batch))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=column)
+    # None: all fields that are there.
+    if batch.fields is not None and COLUMN not in batch.fields:
+        batch.fields = [*batch.fields, COLUMN]
 
 
 def micro_batches_of_column(data: Any, budget: int) -> list[list[int]] | None:
