@@ -37,6 +37,14 @@ def kinds(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return kinds
 
 
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.syspath_prepend(str(TESTS))
+    from mutants import __main__ as program
+
+    return program
+
+
 def test_a_kind_makes_of_a_line_what_its_name_says(kinds) -> None:  # type: ignore[no-untyped-def]
     edits = kinds.edits_of(SOURCE)
     assert {edit.kind for edit in edits} == set(EXPECTED)
@@ -47,6 +55,23 @@ def test_a_kind_makes_of_a_line_what_its_name_says(kinds) -> None:  # type: igno
     for kind, texts in EXPECTED.items():
         for text in texts:
             assert any(text in kinds.applied(SOURCE, edit) for edit in edits if edit.kind == kind), (kind, text)
+
+
+def test_what_is_symmetric_is_not_swapped(kinds) -> None:  # type: ignore[no-untyped-def]
+    assert not kinds.edits_of("a = max(b, c) + torch.equal(b, c)\n")
+
+
+def test_every_mutated_module_has_tests_of_its_own_that_exist(program) -> None:  # type: ignore[no-untyped-def]
+    entries = {name: program.entry_of(name) for name, _ in program.modules() if name not in program.PARTS}
+    assert not [name for name, entry in entries.items() if entry in program.PARTS], "an entry below its room's"
+    unused = set(program.COVER) - set(entries.values()) - set(program.PARTS)
+    assert not unused, "of modules that are gone"
+    files = {file for tests in program.COVER.values() for file in tests}
+    assert not [file for file in files if not (program.ROOT / file).exists()]
+
+
+def test_of_a_small_draw_as_many_may_live_as_chance_brings(program) -> None:  # type: ignore[no-untyped-def]
+    assert [program.most_alive(count) for count in (1, 10, 100, 200)] == [1, 4, 5, 10]
 
 
 def test_a_mutant_is_imported_in_the_place_of_its_module(tmp_path: Path) -> None:
