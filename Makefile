@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-megatron-newest test-integrations test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
+.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-frameworks-newest test-integrations test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -22,7 +22,7 @@ help:
 	@echo "make mutants      100 small faults of the day in the Megatron runtime: at least 95 of them must fail a test (MUTANTS=10: ten)"
 	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
-	@echo "make test-megatron-newest  the tests of the Megatron runtime on megatron-core 0.19, with a Python 3.12"
+	@echo "make test-frameworks-newest  the runtime and the adapters on the newest releases of megatron-core, verl, Transformers, TRL, Ray and tensordict: what breaks, and whose fault it is"
 	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
 	@echo "make test-sync    weight syncs through the loaders of SGLang and vLLM as released, whose wheels it unpacks into .venv-sync (400 MB)"
@@ -110,7 +110,8 @@ $(OLDEST)/.created:
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(OLDEST_TRITON)
 	@touch $@
 
-# Faults of the day in the runtime, and whether tests notice; MUTANTS=10 in CI. Alone on the machine: it uses two cores.
+# Faults of the day in the runtime, and whether tests notice. Alone on the machine: it uses two cores. In CI, whose tests have
+# just passed: MUTANTS="10 --minutes 8 --tests-pass".
 MUTANTS ?= 100
 mutants: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m mutants --count $(MUTANTS)
@@ -138,22 +139,28 @@ test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
 	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow"
 
-# Megatron moves faster than Python 3.11: from 0.17 on its metadata asks for 3.12. An environment of its own, because
-# megatron-core 0.16.1 is what all other tests run on.
-NEWEST_MEGATRON := .venv-megatron-newest
-MEGATRON_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+# The newest releases that pip finds, of what moves: an environment of its own, because all other tests run on the versions of
+# constraints.txt. From 0.17 on megatron-core asks for Python 3.12, for which PyPI has the CUDA build of torch alone: 5 GB.
+NEWEST := .venv-frameworks-newest
+NEWEST_PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
     if $$python -c "import venv" 2>/dev/null; then echo $$python; break; fi; done)
-test-megatron-newest:
-ifeq ($(MEGATRON_PYTHON),)
-	@echo "make test-megatron-newest: skipped, no Python 3.12 was found; name one by MEGATRON_PYTHON=..."
+MOVING := megatron-core verl transformers trl ray tensordict mbridge
+NEWEST_PIP := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check
+$(NEWEST)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	grep -v $(foreach name,$(MOVING) triton,-e '^$(name)==') constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST_PIP) -c $(NEWEST)/constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST)/constraints.txt $(NEWEST_PIP) -e ".[test,trl]"
+	@touch $@
+
+test-frameworks-newest:
+ifeq ($(NEWEST_PYTHON),)
+	@echo "make test-frameworks-newest: skipped, no Python 3.12 was found; name one by NEWEST_PYTHON=..."
 else
-	$(MEGATRON_PYTHON) -m venv $(NEWEST_MEGATRON)
-	grep -v -e '^megatron-core==' -e '^triton==' constraints.txt > $(NEWEST_MEGATRON)/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST_MEGATRON)/constraints.txt $(NEWEST_MEGATRON)/bin/python -m pip install --quiet \
-	    --disable-pip-version-check torch
-	PIP_CONSTRAINT=$(CURDIR)/$(NEWEST_MEGATRON)/constraints.txt $(NEWEST_MEGATRON)/bin/python -m pip install --quiet \
-	    --disable-pip-version-check -e ".[test]" "megatron-core>=0.19,<0.20"
-	$(NEWEST_MEGATRON)/bin/python -m pytest $(SHARED_OUT) tests/megatron
+	$(MAKE) $(NEWEST)/.installed
+	$(NEWEST_PIP) --upgrade -c $(NEWEST)/constraints.txt $(filter-out verl,$(MOVING)) $(VERL_NEEDS)
+	$(NEWEST_PIP) --upgrade --no-deps -c $(NEWEST)/constraints.txt verl
+	PYTHONPATH=tests $(NEWEST)/bin/python -m newest $(SHARED_OUT)
 endif
 
 examples: $(VENV)/.examples

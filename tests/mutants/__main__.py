@@ -1,10 +1,11 @@
 """Draw small faults in the runtime of the day's tree and see whether the tests that cover their modules notice.
 
-    python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--list]
+    python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--minutes 75] [--tests-pass] [--list]
 
 PYTHONPATH holds tests/. A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
 `hook/sitecustomize.py`, so that the tree itself stays as it is. It dies by a failing test, or by the time limit. One
-that no test reaches lives. Ends with 1 if too many live.
+that no test reaches lives. Ends with 1 if too many live. After so many minutes none is begun, and it is said how many
+were not.
 """
 
 import argparse
@@ -116,8 +117,8 @@ def most_alive(count: int) -> int:
     return count
 
 
-def killer(mutant: Mutant, folder: Path) -> str:
-    """Return which test file notices a mutant; empty where it lives."""
+def killer(mutant: Mutant, folder: Path, *, tests_pass: bool) -> str:
+    """Return which test file notices a mutant; empty where it lives. `tests_pass`: they do without it, ask no more."""
     file = folder / "mutant.py"
     file.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
     path = os.pathsep.join([str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")])
@@ -129,8 +130,9 @@ def killer(mutant: Mutant, folder: Path) -> str:
     }
     for tests in covering(mutant.module):
         if not passes(tests, environment):
-            with CLEAN:
-                require_clean(tests)
+            if not tests_pass:
+                with CLEAN:
+                    require_clean(tests)
             return tests
     return ""
 
@@ -152,21 +154,31 @@ def require_clean(tests: str) -> None:
         raise RuntimeError(f"{tests} fails without a mutant: no mutant has died of it.")
 
 
-def run(mutants: Iterable[Mutant], processes: int) -> list[Mutant]:
-    """Run all mutants, print what becomes of each, and return the living."""
-    alive, started = [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        futures = {}
-        for index, mutant in enumerate(mutants):
-            own = Path(folder) / str(index)
-            own.mkdir()
-            futures[pool.submit(killer, mutant, own)] = mutant
-        for number, future in enumerate(as_completed(futures), 1):
-            mutant, by = futures[future], future.result()
-            if not by:
-                alive.append(mutant)
-            print(f"[{number}/{len(futures)} {time.monotonic() - started:.0f} s] {by or 'ALIVE'}  {mutant}", flush=True)
-    return alive
+def run(mutants: Iterable[Mutant], given: argparse.Namespace) -> tuple[int, list[Mutant]]:
+    """Run mutants, print what becomes of each, and return how many ran and those that live."""
+    alive: list[Mutant] = []
+    num_run, started = 0, time.monotonic()
+
+    def killer_in_time(mutant: Mutant, folder: Path) -> str | None:
+        if time.monotonic() - started > 60 * given.minutes:
+            return None
+        folder.mkdir()
+        return killer(mutant, folder, tests_pass=given.tests_pass)
+
+    with tempfile.TemporaryDirectory() as shared, ThreadPoolExecutor(given.processes) as pool:
+        futures = {
+            pool.submit(killer_in_time, mutant, Path(shared) / str(index)): mutant
+            for index, mutant in enumerate(mutants)
+        }
+        for future in as_completed(futures):
+            mutant, killed_by = futures[future], future.result()
+            if killed_by is None:
+                continue
+            num_run += 1
+            alive += [] if killed_by else [mutant]
+            place = f"[{num_run}/{len(futures)} {time.monotonic() - started:.0f} s]"
+            print(f"{place} {killed_by or 'ALIVE'}  {mutant}", flush=True)
+    return num_run, alive
 
 
 def main() -> int:
@@ -175,16 +187,21 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(datetime.now(UTC).strftime("%Y%m%d")))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=75.0, help="after which none is begun")
+    parser.add_argument("--tests-pass", action="store_true", help="they have passed without a mutant: do not ask again")
     parser.add_argument("--list", action="store_true", help="say which would run, and run none")
     given = parser.parse_args()
-    found = drawn(given.count, given.seed)
+    mutants = drawn(given.count, given.seed)
     if given.list:
-        print(*found, sep="\n")
+        print(*mutants, sep="\n")
         return 0
-    alive = run(found, given.processes)
-    dead = len(found) - len(alive)
-    print(f"{dead} of {len(found)} died ({dead / len(found):.1%}), seed {given.seed}.", *map(str, alive), sep="\n")
-    return int(len(alive) > most_alive(len(found)))
+    num_run, alive = run(mutants, given)
+    late = len(mutants) - num_run
+    print(
+        f"{num_run - len(alive)} of {num_run} died, seed {given.seed}; {late} not begun in {given.minutes:g} minutes."
+    )
+    print(*map(str, alive), sep="\n")
+    return int(num_run == 0 or len(alive) > most_alive(num_run))
 
 
 if __name__ == "__main__":

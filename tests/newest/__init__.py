@@ -1,0 +1,1 @@
+"""The runtime and the adapters on the newest releases: `python -m newest`."""
