@@ -50,7 +50,7 @@ class ReplicatedExperts:
     residents: LayerResidents | None = None
     """The layer's copies that stay; None where the run has no slots for them."""
     entered: Sequence[torch.Tensor] | None = None
-    """`_trained` as `enter` passed them on; None where gradients go home at once."""
+    """`trained` as `enter` passed them on; None where gradients go home at once."""
     returning: Sequence[GradientReturn] = ()
     """Between the backward of the experts and the end of the layer's."""
 
@@ -117,7 +117,7 @@ class ReplicatedExperts:
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the transformer layer's input so that replicas' gradients may stay on their way until its gradient."""
         self.entered = None
-        if torch.is_grad_enabled() and hidden_states.requires_grad and (trained := self._trained):
+        if torch.is_grad_enabled() and hidden_states.requires_grad and (trained := self.trained):
             hidden_states, *self.entered = _Enter.apply(self, hidden_states, *trained)
         return hidden_states
 
@@ -125,7 +125,7 @@ class ReplicatedExperts:
         """Return [T, H]: rows of home and replica slots through their experts; see `Experts.forward`."""
         hosted = self._hosted(len(rows_per_slot))
         returns_later = self.entered is not None
-        trained = self._trained if self.entered is None else self.entered
+        trained = self.trained if self.entered is None else self.entered
         self.entered = None
         rows, *passed = _Exchange.apply(self, returns_later, hosted, rows, *trained)
         weights = iter(passed)
@@ -148,7 +148,7 @@ class ReplicatedExperts:
         return self.transport.buffers.row(host_slot, self.cell.half)
 
     @property
-    def _trained(self) -> list[torch.nn.Parameter]:
+    def trained(self) -> list[torch.nn.Parameter]:
         """Parameters of all homes that train now, slot by slot: with LoRA the adapters, none under a frozen model."""
         slots = [self.experts.parameters_of(slot) for slot in range(self.experts.num_local_experts)]
         foreseen = self.transport.buffers.trained
@@ -266,13 +266,11 @@ def call_in_backward(call: Callable[[], None], tensor: torch.Tensor) -> torch.Te
 
 
 def _finished(
-    exchange: ReplicatedExperts, returning: Sequence[GradientReturn], home_gradients: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+    exchange: ReplicatedExperts, returning: Sequence[GradientReturn], home_gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Add the returned gradients to the homes'; return those, with what found no `main_grad` added to them."""
     exchange.finish_return()
-    gradients, per_expert = list(home_gradients), len(home_gradients) // exchange.experts.num_local_experts
-    for loose in (each.loose for each in returning):
-        for slot, sums in loose.items():
-            for position, extra in enumerate(sums, start=slot * per_expert):
-                gradients[position] = (gradients[position] + extra).to(gradients[position].dtype)
+    gradients, trained = list(home_gradients), exchange.trained
+    for one in returning:
+        one.add_loose(gradients, trained, num_experts=exchange.experts.num_local_experts)
     return gradients

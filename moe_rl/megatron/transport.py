@@ -1,6 +1,6 @@
 """Moves weights to replicas and gradients back, point to point, in one order that every rank derives from the plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,18 @@ class GradientReturn:
     works: list[dist.Work] = field(default_factory=list)
     received: list[tuple[ReplicaCopy, int, torch.Tensor]] = field(default_factory=list)
     """(copy, first element, elements) of the round that is under way."""
+
+    def add_loose(
+        self, gradients: list[torch.Tensor | None], trained: Sequence[torch.nn.Parameter], *, num_experts: int
+    ) -> None:
+        """Add what found no `main_grad` to `gradients`, those of the parameters `trained`, expert by expert."""
+        per_expert = len(gradients) // num_experts
+        for slot, sums in self.loose.items():
+            for position, extra in enumerate(sums, start=slot * per_expert):
+                own = gradients[position]
+                # None: all of the expert's tokens were at its copies.
+                total = extra if own is None else own + extra
+                gradients[position] = total.to(trained[position].dtype)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,9 @@ from strategies import model_spec
 from benchmarks.in_memory_exchange import InMemory, on_all_ranks
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.homes import ExpertHomes
+from moe_rl.balancing.load_exchange import RankNotice, first_misfit
 from moe_rl.balancing.loads import RankRows
+from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_request import PassRequest, PlannedPass, moved_since
 from moe_rl.balancing.pass_source import CountedRows
@@ -54,6 +56,20 @@ def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:
     for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2 + exchange.rank))):
         assert one.misfit is not None
         assert one.misfit.kind == "ranks"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_does_not_fit_one_ep_group_is_heard_in_all(group: int) -> None:
+    """Of two EP groups of two ranks: else one would go through collectives that the other does not."""
+    notices = [[RankNotice(digest="same") for _ in range(2)] for _ in range(2)]
+    assert first_misfit(notices) is None
+    notices[group][1] = RankNotice(digest="another")
+    said = first_misfit(notices)
+    assert said is not None
+    assert said.kind == "ranks"
+    misfit = Misfit(kind="placement", sentence="experts are elsewhere")
+    notices[group][1] = RankNotice(digest="same", misfit=misfit)
+    assert first_misfit(notices) == misfit
 
 
 @pytest.mark.parametrize("largest", [2**16 - 1, 2**16])

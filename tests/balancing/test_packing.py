@@ -104,15 +104,16 @@ def test_sequences_of_one_taste_are_spread_over_micro_batches() -> None:
     assert busiest(everyone, before) == 2 * busiest(everyone, found)
 
 
-def test_stages_decide_together() -> None:
-    """Each stage alone would see nothing to do: what is uneven is on the other."""
-    first = [of_one_node(rank, [0, 2, 1, 3]) for rank in range(EP_SIZE)]
-    even = np.full((4, 2, 8), 5, np.int32)
-    other = [rank_of([10] * 4, even, [[0, 2], [1, 3]], rank=rank, stage=1) for rank in range(EP_SIZE)]
-    found, alone = packed(first + other), packed(other)
+@pytest.mark.parametrize("uneven_stage", [0, 1])
+def test_stages_decide_together(uneven_stage: int) -> None:
+    """The even stage alone would see nothing to do: what is uneven is on the other, be it the first or the last."""
+    uneven = [replace(of_one_node(rank, [0, 2, 1, 3]), stage=uneven_stage) for rank in range(EP_SIZE)]
+    loads = np.full((4, 2, 8), 5, np.int32)
+    even = [rank_of([10] * 4, loads, [[0, 2], [1, 3]], rank=rank, stage=1 - uneven_stage) for rank in range(EP_SIZE)]
+    found, alone = packed(uneven + even), packed(even)
     assert found is not None
     assert alone is not None
-    assert busiest(first, found) < busiest(first, alone)
+    assert busiest(uneven, found) < busiest(uneven, alone)
 
 
 def test_nothing_known_or_ranks_that_share_no_group_change_nothing() -> None:

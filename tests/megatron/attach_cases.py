@@ -255,10 +255,18 @@ def attach_and_detach() -> dict[str, Any]:
         during = [sorted(run.model.state_dict()), [n for n, _ in run.model.named_parameters()]]
         sharded_during = sorted(run.gpt.sharded_state_dict())
         kinds = [type(layer.mlp) is ElasticMoELayer for layer in run.gpt.decoder.layers]
+        own_dispatchers = [layer.mlp.token_dispatcher for layer in run.gpt.decoder.layers]
+        balancer.begin_pass(PassSource.replayed(occurring(0)), forward_only=True)
+        tiny_gpt.forward_backward(run, 0, occurring(0), forward_only=True)
+        replicas = balancer.end_pass().replicas
         expert = sum(p.numel() for p in run.gpt.decoder.layers[0].mlp.experts.local_experts[0].parameters())
         num_bytes = balancer.buffer_bytes
         balancer.detach()
         after = [type(layer.mlp) is MoELayer for layer in run.gpt.decoder.layers]
+        after += [
+            layer.mlp.token_dispatcher is own
+            for layer, own in zip(run.gpt.decoder.layers, own_dispatchers, strict=True)
+        ]
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in run.model.modules())
         routes = occurring(0)
         detached = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
@@ -268,6 +276,7 @@ def attach_and_detach() -> dict[str, Any]:
         "same_sharded_keys": sharded == sharded_during,
         "elastic": kinds,
         "restored": after,
+        "replicas": replicas,
         "hooks": hooks,
         "buffer_bytes": num_bytes,
         "expert_bytes": expert * 4,

@@ -63,6 +63,24 @@ def test_gradients_that_come_home_are_summed_in_float32_whatever_the_weights_are
     assert (loose[0][0] == 256 + 32).all()
 
 
+def test_gradients_of_copies_reach_the_home_whose_parameters_have_no_main_grad() -> None:
+    """Where no DDP of Megatron's gathers gradients they are autograd's; a home without a token has none of its own."""
+    experts: Any = OneExpert(torch.bfloat16)
+    buffers = ReplicaBuffers([experts], replica_slots=1, cross_node_slots=0)
+    transport = Transport(group=SimpleNamespace(rank=lambda: 0), buffers=buffers)  # type: ignore[arg-type]
+    cell = ReplicaCell(key=(0, 0), half=0, banks=(0,), copies=(COPY,), rounds=1)
+    for own, expected in ((torch.ones(4, 8, dtype=torch.bfloat16), 3.0), (None, 2.0)):
+        returning = GradientReturn(cell=cell, experts=experts, received=[(COPY, 0, torch.full((32,), 2.0))])
+        transport._returning = returning
+        transport.finish_return()
+        gradients: list[torch.Tensor | None] = [own]
+        returning.add_loose(gradients, experts.parameters_of(0), num_experts=1)
+        (gradient,) = gradients
+        assert gradient is not None
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient == expected).all()
+
+
 def test_what_a_broken_pass_has_left_on_its_way_reaches_no_later_step() -> None:
     experts: Any = OneExpert()
     (parameter,) = experts.parameters_of(0)
