@@ -5,9 +5,10 @@
     python benchmarks/bench_packing.py --lengths bimodal --drawings 8     eight drawings; what is kept, by EP size
 
 Routes are those of the development trace, 32 H100, 32,768 tokens per rank, one replica slot. `verl's` is the layout
-that verl makes, `run` the one that its driver makes with moe_rl (lengths alone, equally many sequences per rank),
-`free` that of a search with routes over all ranks; homes and replicas are planned for each. `kept` is the share of what
-`free` saves that `run` saves, too.
+that verl makes, `run` the one of a run with moe_rl (the driver packs by lengths alone, equally many sequences per rank;
+workers deal those of their rank by routes), `free` that of a search with routes over all ranks; homes and replicas are
+planned for each. `kept` is the share of what `free` saves that `run` saves, too. With `--routes` there is a column for
+a driver that has routes and keeps equal counts: what it does not keep is lost by that rule.
 """
 
 import argparse
@@ -39,14 +40,25 @@ class PackedUpdate:
     free_s: float
     plan_s: float
     """CPU seconds of the plan of a run."""
+    equal_s: float | None = None
+    """Equally many sequences per rank, packed with routes; None: not planned."""
 
     @property
     def kept(self) -> float:
         """Share of the gain of free packing that a run has, too."""
         return (self.verl_s - self.run_s) / (self.verl_s - self.free_s)
 
+    def row(self, drawing: int) -> str:
+        """Return the row of the table."""
+        columns = [self.static_s, self.verl_s, self.run_s, self.free_s]
+        columns += [] if self.equal_s is None else [self.equal_s]
+        figures = [f"{seconds:.3f}" for seconds in columns]
+        return " | ".join(
+            [f"{self.lengths}, {drawing}", str(self.ep_size), *figures, f"{self.kept:.0%}", f"{self.plan_s:.1f}"]
+        )
 
-def packed_update(trace: RoutingTrace, name: str, ep_size: int) -> PackedUpdate:
+
+def packed_update(trace: RoutingTrace, name: str, ep_size: int, *, with_routes: bool = False) -> PackedUpdate:
     """Plan and price one batch under the rules."""
     scenario = scenario_of(trace, "gpt-oss-20b", ep_size, LONGEST)
     free = replace(scenario.problem, layout=with_rule(scenario.problem.layout, "verl", "free"))
@@ -56,26 +68,30 @@ def packed_update(trace: RoutingTrace, name: str, ep_size: int) -> PackedUpdate:
     plan_s = time.process_time() - started
     plans |= {"static": make_planner("static").plan(free), "verl": make_planner("moe-rl-unpacked").plan(free)}
     plans["free"] = make_planner("moe-rl").plan(free)
+    if with_routes:
+        plans["equal"] = make_planner("moe-rl").plan(replace(run, layout=replace(run.layout, lengths_alone=False)))
     simulate, _ = pricing_of(scenario, plans)
     result = simulate(scenario.training_step.setting)
     seconds = {f"{each}_s": result.policies[each].step_time_s for each in plans}
     return PackedUpdate(lengths=name, ep_size=ep_size, plan_s=plan_s, **seconds)
 
 
-def updates(ep_sizes: Sequence[int], tokens: int, seeds: Sequence[int], names: Sequence[str]) -> list[PackedUpdate]:
+def updates(
+    ep_sizes: Sequence[int], tokens: int, seeds: Sequence[int], names: Sequence[str], *, with_routes: bool
+) -> list[PackedUpdate]:
     """Return all batches, printed as rows of a table."""
     source = open_trace(DEV_TRACE)
     (recorded,) = source.parts(source.steps[-1])
     assert isinstance(recorded, RoutingTrace)
-    print("| lengths, drawing | EP | `static` | verl's | run | free | kept | plan, CPU s |\n" + "|---" * 8 + "|")
+    of_routes = ["equal counts, routes"] if with_routes else []
+    heads = ["lengths, drawing", "EP", "`static`", "verl's", "run", "free", *of_routes, "kept", "plan, CPU s"]
+    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
     found = []
     for name, seed in product(names, seeds):
         trace = batch_of(recorded, lengths_of(name, tokens, seed), alike=SHARED if name == "agentic" else 1)
         for ep_size in ep_sizes:
-            one = packed_update(trace, name, ep_size)
-            figures = [f"{seconds:.3f}" for seconds in (one.static_s, one.verl_s, one.run_s, one.free_s)]
-            row = [f"{name}, {seed}", str(ep_size), *figures, f"{one.kept:.0%}", f"{one.plan_s:.1f}"]
-            print(f"| {' | '.join(row)} |", flush=True)
+            one = packed_update(trace, name, ep_size, with_routes=with_routes)
+            print(f"| {one.row(seed)} |", flush=True)
             found.append(one)
     return found
 
@@ -88,9 +104,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawings", type=int, default=1, help="seeds, from --seed on")
     parser.add_argument("--lengths", action="append", choices=LONG_TAILED)
+    parser.add_argument("--routes", action="store_true", help="also equal counts with routes at the driver")
     asked = parser.parse_args()
     seeds = range(asked.seed, asked.seed + asked.drawings)
-    found = updates(asked.ep or (8, 16, 32), asked.tokens, seeds, asked.lengths or LONG_TAILED)
+    names = asked.lengths or LONG_TAILED
+    found = updates(asked.ep or (8, 16, 32), asked.tokens, seeds, names, with_routes=asked.routes)
     for name, ep_size in sorted({(one.lengths, one.ep_size) for one in found}):
         kept = [one.kept for one in found if (one.lengths, one.ep_size) == (name, ep_size)]
         print(f"kept, {name}, EP{ep_size}: {np.mean(kept):.0%} on average, {min(kept):.0%} at least")

@@ -149,7 +149,8 @@ def _put_column(batch: Any, micro_batch: Any) -> None:
     from tensordict import TensorDict
     from verl.utils.transferqueue_utils import tq
 
-    column = TensorDict({COLUMN: micro_batch}, batch_size=len(micro_batch))
+    # [S, 1]: TransferQueue may hand a tensor of one dimension back with two.
+    column = TensorDict({COLUMN: micro_batch[:, None]}, batch_size=len(micro_batch))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=column)
     # None: all fields that are there.
     if batch.fields is not None and COLUMN not in batch.fields:
@@ -166,7 +167,8 @@ def micro_batches_of_column(data: Any, budget: int) -> list[list[int]] | None:
     column = data.get(COLUMN, None)
     if column is None:
         return None
-    of_sample = np.asarray(column.cpu().numpy(), np.int64)
+    numbers = column.values() if column.is_nested else column  # v1's are [S, 1], or one row per sample
+    of_sample = np.asarray(numbers.reshape(-1).cpu().numpy(), np.int64)
     tokens = np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64)
     count = int(of_sample.max()) + 1
     tokens_held, members = np.bincount(of_sample, weights=tokens), np.bincount(of_sample)

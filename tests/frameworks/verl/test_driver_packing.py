@@ -277,15 +277,22 @@ def test_v1_reorders_keys_and_puts_micro_batches_beside_their_fields(
             assert 0 < held.min() <= held.max() <= BUDGET
 
 
+@pytest.mark.parametrize("shape", ["[S]", "[S, 1]", "nested"])
 @pytest.mark.parametrize("others", [[], [(True, 2)], [(False, 2)], [(True, 3)]], ids=str)
 def test_workers_take_the_drivers_micro_batches_where_all_ranks_can(
-    others: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+    others: list[tuple[bool, int]], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """v0's column has one dimension, and TransferQueue hands v1's back with two or as rows."""
     from moe_rl.balancing import exchange
     from moe_rl.frameworks.verl.driver import COLUMN, micro_batches_of_column
 
     tokens = [torch.arange(length) for length in (30, 20, 10)]
-    data = {"input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged), COLUMN: torch.tensor([1, 0, 1])}
+    column = torch.tensor([1, 0, 1])
+    if shape == "[S, 1]":
+        column = column[:, None]
+    elif shape == "nested":
+        column = torch.nested.as_nested_tensor([row[None] for row in column], layout=torch.jagged)
+    data = {"input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged), COLUMN: column}
     monkeypatch.setattr(exchange, "gathered", lambda mine: [mine, *others])
     agreed = all(other == (True, 2) for other in others)
     assert micro_batches_of_column(data, 40) == ([[1], [0, 2]] if agreed else None)
