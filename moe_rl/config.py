@@ -67,6 +67,7 @@ class _Model(_Strict):
     hugging_face: list[str] = []
     source: str
     activation: str = "swiglu"
+    attention_sinks: bool = False
     first_moe_layer: Count = SourcedInt(value=0)
 
     def counts(self) -> dict[str, SourcedInt]:
@@ -80,6 +81,7 @@ class _Model(_Strict):
         return MoeModelSpec(
             name=self.name,
             activation=self.activation,
+            attention_sinks=self.attention_sinks,
             moe_layer_ids=tuple(range(first_layer, values["num_layers"])),
             **values,
         )

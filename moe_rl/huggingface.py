@@ -156,6 +156,7 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
         dense_ffn_hidden_size=size("intermediate_size") if has_dense_layers else 0,
         sliding_window=window if windowed else 0,
         num_sliding_window_layers=windowed,
+        attention_sinks=family == "gpt_oss",
         **values,
     )
     linear_note = HYBRID_NOTE if family == HYBRID else LINEAR_NOTE

@@ -76,6 +76,8 @@ class MoeModelSpec:
     """Tokens, its own included, that a token attends to in layers with a window; 0 means that no layer has one."""
     num_sliding_window_layers: int = 0
     """Layers with a sliding window, of the `num_layers`."""
+    attention_sinks: bool = False
+    """True: every head has a learned logit beside its scores (gpt-oss), which many attention kernels do not know."""
     assumed_fields: tuple[str, ...] = ()
     """Fields that hold a stated default because the user gave no value."""
 

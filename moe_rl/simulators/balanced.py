@@ -13,7 +13,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.simulators.base_time import SourceWork, attention_squares, host_seconds
+from moe_rl.simulators.base_time import SourceWork, attends_to_rows, attention_squares, host_seconds
 from moe_rl.simulators.memory import MemoryForecast, forecast_memory, in_flight
 from moe_rl.simulators.movement import once_per_step
 from moe_rl.simulators.pipeline import pipelined
@@ -67,7 +67,7 @@ class BalancedBatch(TrainingRun):
             topology=run.topology,
             setting=run.setting,
             rows=LayerRows(**{item.name: alike(getattr(layer, item.name)) for item in fields(layer)}),
-            work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, model),
+            work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, run),
             sequence_length=sequence_length,
         )
 
@@ -132,6 +132,9 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
     attended = attention_squares(sequence_lengths if one_length is None else np.array([one_length], np.int64), model)
     if one_length is not None:
         attended = lengths * attended / one_length
+    if attends_to_rows(model, setting):
+        # A row of the mean micro-batch, whose tokens are all attended to.
+        attended = lengths * float(one_length or mean * run.topology.slices_per_dp_rank)
     waits = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
 
     def host_s(*, moe_layer: bool) -> float:

@@ -24,6 +24,10 @@ NORM_PASSES = (14.0, 24.0)
 QKV_PASSES = (6.0, 10.0)
 # Backward core attention recomputes the scores: 5 matrix products against forward's 2.
 BACKWARD_ATTENTION_FLOPS = 2.5
+# Rate of core attention over packed rows of a model with sinks, as a share of the rate over single sequences: all pairs
+# of a row are computed, of every sequence with every other. Fitted on gpt-oss-20b's SFT over rows of 32,768 tokens on 8
+# H100 (tests/simulators/data/packed_rows.yaml), where it is the step.
+PACKED_SINK_RATE = 0.0237
 # Bytes per token and vocabulary entry of the loss: bf16 logits and their fp32 copy written and read; assumed.
 LOSS_BYTES = (6.0, 8.0)
 # All-gathers and reduce-scatters of a layer's attention part under sequence parallelism, forward and backward.
@@ -57,28 +61,33 @@ class SourceWork:
         )
         tokens = load.tokens.astype(np.float64)
         if step.setting.sequence_length is not None:
-            return cls.alike(tokens, step.setting.sequence_length, step.model)
+            return cls.alike(tokens, step.setting.sequence_length, step)
         recorded = layout.rank_tokens(lengths).astype(np.float64)
 
         def by_source(per_sequence: Floats) -> Floats:
             cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
             np.add.at(cells, (layout.micro_batch, layout.dp_rank), per_sequence)
+            return by_cell(cells)
+
+        def by_cell(cells: Floats) -> Floats:
             if not load.scaled:
                 return _by_source(cells / topology.slices_per_dp_rank, topology)
             per_token = cells.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
             effective = np.where(recorded > 0, cells / np.maximum(recorded, 1.0), per_token)
             return tokens * _by_source(effective, topology)
 
+        whole_rows = attends_to_rows(step.model, step.setting)
+        attended = by_cell(recorded**2) if whole_rows else by_source(attention_squares(lengths, step.model))
         return cls(
-            tokens=tokens,
-            squares=by_source(lengths.astype(np.float64) ** 2),
-            attention_squares=by_source(attention_squares(lengths, step.model)),
+            tokens=tokens, squares=by_source(lengths.astype(np.float64) ** 2), attention_squares=attended
         )
 
     @classmethod
-    def alike(cls, tokens: Floats, sequence_length: int, model: MoeModelSpec) -> "SourceWork":
-        """Return the work of `tokens` [G, M, P] in sequences of one length."""
-        per_token = attention_squares(np.array([sequence_length], np.int64), model)[0] / sequence_length
+    def alike(cls, tokens: Floats, sequence_length: int, run: TrainingRun) -> "SourceWork":
+        """Return the work of `tokens` [G, M, P] in sequences of one length, or in packed rows of it."""
+        per_token = attention_squares(np.array([sequence_length], np.int64), run.model)[0] / sequence_length
+        if attends_to_rows(run.model, run.setting):
+            per_token = float(sequence_length)
         return cls(tokens=tokens, squares=tokens * sequence_length, attention_squares=tokens * per_token)
 
     @property
@@ -105,6 +114,16 @@ def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats
     share = model.num_sliding_window_layers / model.num_layers
     mean: Floats = (1.0 - share) * full + share * window * (2.0 * lengths - window)
     return mean
+
+
+def attends_to_rows(model: MoeModelSpec, setting: StepSetting) -> bool:
+    """Return whether core attention computes whole packed rows, slowly, instead of each sequence by itself.
+
+    So published runs of gpt-oss behave: its SFT over packed rows of 2,048 tokens on 8 H100 is 1.6 times slower than its
+    layers without packing say, over rows of 32,768 tokens 14 times. FlashAttention does not know sinks, and Transformer
+    Engine takes cuDNN for packed sequences with them.
+    """
+    return model.attention_sinks and setting.packed_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +222,7 @@ def context_parallel_part(
     node_count, in_node = _context_parallel_ranks(hardware, setting)
     node_rate, nic_rate = 1e9 * hardware.nvlink_gb_per_s, 1e9 * hardware.rdma_gb_per_s
     key_value, heads = BF16_BYTES * model.key_value_channels, BF16_BYTES * _exchanged_channels(model)
-    attention_s = core_attention_seconds(model, hardware, backward=backward)
+    attention_s = core_attention_seconds(model, hardware, setting, backward=backward)
     # Backward sends keys and values and gets their gradients; an exchange of heads is repeated for the gradients.
     ring_trips, trips = (2.0, 1.0) if backward else (1.0, 1.0)
     if kind == "a2a":
@@ -293,7 +312,7 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
     )
     handled = model.query_channels + model.key_value_channels
     moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
-    core_s = core_attention_seconds(model, hardware, backward=backward)
+    core_s = core_attention_seconds(model, hardware, setting, backward=backward)
     if backward and "core_attn" in setting.recompute_modules:
         core_s += core_s / BACKWARD_ATTENTION_FLOPS
     return LinearTime(
@@ -302,13 +321,16 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
     )
 
 
-def core_attention_seconds(model: MoeModelSpec, hardware: HardwareSpec, *, backward: bool) -> float:
+def core_attention_seconds(
+    model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool
+) -> float:
     """Return the seconds of core attention per attention square."""
     outputs = model.num_attention_heads * model.kv_channels
     # Half of the n^2 pairs are computed, 2 operations each: n^2 per channel of Q K^T, and of its product with V.
     flops = (model.query_channels + outputs) * (BACKWARD_ATTENTION_FLOPS if backward else 1.0)
     tflops = hardware.attention_backward_tflops if backward else hardware.attention_forward_tflops
-    return flops / (tflops * 1e12)
+    share = PACKED_SINK_RATE if attends_to_rows(model, setting) else 1.0
+    return flops / (tflops * 1e12 * share)
 
 
 def _by_source(per_dp_rank: Floats, topology: ClusterTopology) -> Floats:

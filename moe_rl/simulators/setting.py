@@ -84,6 +84,9 @@ class StepSetting:
     """True: shared experts run beside the all-to-all (`--moe-shared-expert-overlap`)."""
     sequence_length: int | None = None
     """Price attention as if every sequence had this length; None: the batch's own lengths."""
+    packed_sequences: bool = False
+    """True: a micro-batch is one row of sequences without padding. Only models with attention sinks are priced by it,
+    see `base_time.attends_to_rows`."""
     reorder_interval: int = 1
     """Steps that share the cost of moving homes."""
     replica_exposed: float = REPLICA_CONTENTION

@@ -38,7 +38,7 @@ GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "
 SAME_IN_STEP = (
     "pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "cp_comm_type",
     "mtp_num_layers", "use_megatron_fsdp", "optimizer_offload_fraction", "overlap_grad_reduce", "overlap_param_gather",
-    "forward_only", "log_prob_passes", "reorder_interval", "replica_exposed",
+    "forward_only", "log_prob_passes", "reorder_interval", "replica_exposed", "packed_sequences",
 )  # fmt: skip
 
 
@@ -221,6 +221,7 @@ class SimulationOptions(TraceOptions):
     optimizer_offload_fraction: float = 0.0
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    packed_sequences: bool = False
     replica_exposed: float = 0.3  # core.cost.REPLICA_CONTENTION, which loads numpy
     software: Names = []
     known_step: Repeated = []

@@ -22,6 +22,7 @@ from moe_rl.simulators.setting import CP_COMM_TYPES, StepSetting, TrainingRun
 
 H100 = load_cluster("h100")
 DEEPSEEK, QWEN = load_model("deepseek-v3").spec, load_model("qwen3-235b-a22b").spec
+RUN = TrainingRun(model=QWEN, topology=ClusterTopology(hardware=H100, ep_size=8), setting=StepSetting())
 
 settings_of_parts = st.builds(
     StepSetting,
@@ -34,7 +35,7 @@ settings_of_parts = st.builds(
 def seconds(setting: StepSetting, *, length: int, backward: bool = False, model: object = QWEN) -> float:
     """Return what context parallelism adds to one layer for 4,096 local tokens of sequences of that length."""
     part = context_parallel_part(model, H100, setting, backward=backward)  # type: ignore[arg-type]
-    work = SourceWork.alike(np.full((1, 1, 1), 4096.0), length, QWEN)
+    work = SourceWork.alike(np.full((1, 1, 1), 4096.0), length, RUN)
     return float(rank_seconds({"cp": part}, work)["cp"][0, 0, 0])
 
 
@@ -48,7 +49,7 @@ def test_it_costs_no_less_than_nothing_and_nothing_without_it(setting: StepSetti
 def test_a_ring_hides_beside_core_attention_and_gathering_does_not(parts: int, length: int) -> None:
     """What is left of a ring is what attention is too short for: nothing of it for long sequences."""
     ring, gathered = (StepSetting(context_parallel_size=parts, cp_comm_type=kind) for kind in ("p2p", "allgather"))
-    beside = 4096 * length * core_attention_seconds(QWEN, H100, backward=False)
+    beside = 4096 * length * core_attention_seconds(QWEN, H100, StepSetting(), backward=False)
     sent = seconds(gathered, length=length)
     assert seconds(ring, length=length) == pytest.approx(max(0.0, sent - beside), abs=1e-12)
     assert seconds(ring, length=1_000_000) == 0.0 < seconds(gathered, length=1_000_000)
