@@ -97,6 +97,10 @@ _COUNTS: dict[str, Any] = {item.name: _count(item.default) for item in fields(Mo
 ModelFile: type[_Model] = create_model("ModelFile", __base__=_Model, **_COUNTS)
 
 
+# What a network's file says beside its constants: `HardwareSpec.fabric_left_open`.
+LEFT_OPEN = "left_open"
+
+
 class _Cluster(_Strict):
     """The cluster's name and size; `ClusterFile` adds the constants."""
 
@@ -108,15 +112,18 @@ class _Cluster(_Strict):
     fabric: str = INFINIBAND
     """The network between nodes: the constants themselves are InfiniBand's, those of another stand in `fabrics`."""
     fabrics: dict[str, dict[str, SourcedFloat]] = {}
-    """By network, the `FABRIC_CONSTANTS` that differ from InfiniBand's."""
+    """By network, the `FABRIC_CONSTANTS` that differ from InfiniBand's, and `left_open`."""
 
     def hardware(self) -> HardwareSpec:
         """Return the core's type, with the constants of its network."""
         constants: dict[str, Any] = {name: getattr(self, name) for name in _CONSTANTS}
-        constants |= self.fabrics.get(self.fabric, {})
+        of_fabric = dict(self.fabrics.get(self.fabric, {}))
+        left_open = of_fabric.pop(LEFT_OPEN, None)
+        constants |= of_fabric
         return HardwareSpec(
             name=self.name,
             fabric=self.fabric,
+            fabric_left_open=0.0 if left_open is None else left_open.value,
             sources={name: constant.source for name, constant in constants.items()},
             spreads=_spreads(constants),
             **{name: constant.value for name, constant in constants.items()},
@@ -190,7 +197,7 @@ def cluster_file(name: str) -> _Cluster:
     require_known(file.fabric, fabrics, f"{path}: no constants of fabric {file.fabric!r} are known for these GPUs.")
     for fabric, constants in file.fabrics.items():
         for constant in constants:
-            require_known(constant, FABRIC_CONSTANTS, f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.")
+            require_known(constant, (*FABRIC_CONSTANTS, LEFT_OPEN), f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.")
     return file
 
 
@@ -233,7 +240,8 @@ def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str
         spread = {"spread": hardware.spreads[name]} if name in hardware.spreads else {}
         content[name] = {"value": getattr(hardware, name), "source": hardware.sources.get(name), **spread}
     if hardware.fabric != INFINIBAND:
-        content |= {"fabric": hardware.fabric, "fabrics": {hardware.fabric: {}}}
+        left_open = {LEFT_OPEN: {"value": hardware.fabric_left_open, "source": "as before"}}
+        content |= {"fabric": hardware.fabric, "fabrics": {hardware.fabric: left_open}}
     file = checked(content, ClusterFile, where=f"cluster {hardware.name!r}")
     return str(
         yaml.safe_dump(

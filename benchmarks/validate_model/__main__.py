@@ -19,6 +19,7 @@ from benchmarks.validate_model.forecasts import (
     by_class,
     called_pairs,
     pair_figures,
+    pooled,
     with_known_step,
     without_known_step,
 )
@@ -83,17 +84,19 @@ def validate_model(
 
 
 def _print_forecasts(folder: Path, *, as_json: bool) -> None:
-    classes = [
-        figures for way in (without_known_step, with_known_step) for figures in by_class(list(way(folder)))
-    ]  # fmt: skip
+    ways = [list(way(folder)) for way in (without_known_step, with_known_step)]
+    classes = [figures for forecasts in ways for figures in by_class(forecasts)]
+    classes.append(pooled([forecast for forecasts in ways for forecast in forecasts]))
     pairs = pair_figures(list(called_pairs(folder)))
     if as_json:
         rows = [asdict(figures) | {"width_to_error": figures.width_to_error} for figures in classes]
         print_json({"schema": "moe_rl.forecasts/1", "classes": rows, "pairs": [asdict(each) for each in pairs]})
         return
     table = figures_table("runs", "rows", "mean |log|", "80 % holds", "left out", "half width", "/ |log|", gap=2)
+    table.columns[0].no_wrap = False
     for figures in classes:
-        shares = f"{figures.coverage:.0%}", f"{figures.coverage_left_out:.0%}"
+        left_out = "" if figures.coverage_left_out is None else f"{figures.coverage_left_out:.0%}"
+        shares = f"{figures.coverage:.0%}", left_out
         widths = f"{figures.half_width:.3f}", f"{figures.width_to_error:.2f}"
         table.add_row(Text(figures.name), str(figures.count), f"{figures.log_error:.3f}", *shares, *widths)
     console = results()

@@ -5,6 +5,7 @@ one known step of the same cluster and model, and as the ratio of two settings o
 `FOLDS` parts: how wide the interval has to be is measured on the other parts, so coverage says what a new run finds.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
@@ -26,6 +27,9 @@ from moe_rl.simulators.whole_runs import WholeRun
 # Weight of tuned software where a known step decides which runs; see `moe_rl.study.known_steps`.
 TUNED_WEIGHT = 0.25
 LARGE_RATIO = 0.1
+# Coverage of fewer runs is a matter of one run; they are judged together.
+SMALLEST_CLASS = 20
+POOL = "every class below 20 rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +67,8 @@ class ClassFigures:
     """Mean absolute error of the logarithm."""
     coverage: float
     """Share of runs that the shipped interval holds."""
-    coverage_left_out: float
-    """The same with the width that the other parts of the class ask for."""
+    coverage_left_out: float | None
+    """The same with the width that the other parts of the class ask for; None for a class too small to be cut."""
     half_width: float
     """Median, of a logarithm."""
 
@@ -163,12 +167,9 @@ def figures(name: str, forecasts: Sequence[Forecast]) -> ClassFigures:
         count=len(forecasts),
         log_error=float(np.mean([abs(one.error) for one in forecasts])),
         coverage=float(np.mean([one.holds(1.0) for one in forecasts])),
-        coverage_left_out=float(np.mean(held)),
+        coverage_left_out=float(np.mean(held)) if len(forecasts) >= SMALLEST_CLASS else None,
         half_width=float(np.median([one.half_width for one in forecasts])),
     )
-
-
-SMALLEST_CLASS = 20
 
 
 def by_class(forecasts: Sequence[Forecast]) -> list[ClassFigures]:
@@ -178,6 +179,12 @@ def by_class(forecasts: Sequence[Forecast]) -> list[ClassFigures]:
     found = [figures(kind, [one for one in forecasts if one.kind == kind]) for kind in large]
     pooled = [one for one in forecasts if one.kind not in large]
     return [*found, *([figures(", ".join(kind for kind in kinds if kind not in large), pooled)] if pooled else [])]
+
+
+def pooled(forecasts: Sequence[Forecast]) -> ClassFigures:
+    """Return the figures of all classes below `SMALLEST_CLASS` runs, whichever way they were forecast."""
+    counts = Counter(one.kind for one in forecasts)
+    return figures(POOL, [one for one in forecasts if counts[one.kind] < SMALLEST_CLASS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

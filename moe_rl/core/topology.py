@@ -28,7 +28,7 @@ INFINIBAND = "infiniband"
 # flat all-to-all, and the latency of both.
 FABRIC_CONSTANTS = ("rdma_gb_per_s", "flat_rdma_gb_per_s", "inter_node_latency_us")
 # Fields of `HardwareSpec` that are no constants.
-NO_CONSTANT = ("name", "fabric", "sources", "spreads")
+NO_CONSTANT = ("name", "fabric", "fabric_left_open", "sources", "spreads")
 # Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`.
 KNEE = 6.0
 # Fields that a user's cluster file may leave at their defaults.
@@ -42,6 +42,9 @@ class HardwareSpec:
     name: str
     fabric: str = INFINIBAND
     """What joins the nodes: `rdma_gb_per_s`, `flat_rdma_gb_per_s` and `inter_node_latency_us` are this network's."""
+    fabric_left_open: float = 0.0
+    """Standard deviation of the logarithm of a step over this network that no constant explains, beside the
+    software's."""
     ranks_per_node: int
     """GPUs in one NVLink domain that an EP group can fill."""
     gemm_tflops: float
@@ -91,7 +94,7 @@ class HardwareSpec:
         checked_elsewhere = (*NO_CONSTANT, "a2a_mixing", *MAY_BE_ZERO)
         require_positive(self, *(name for name in self.__slots__ if name not in checked_elsewhere), whose=whose)
         require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
-        require_shares(self, "a2a_mixing", whose=whose)
+        require_shares(self, "a2a_mixing", "fabric_left_open", whose=whose)
 
     def assumption(self) -> str | None:
         """Return the sentence that stands beside figures where most constants are assumed; None where few are."""

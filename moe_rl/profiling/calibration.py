@@ -158,7 +158,7 @@ def calibrate(
         )
 
     return CalibrationResult(
-        hardware=_with_sources(fit.constants[0], fit, source),
+        hardware=_with_sources(hardware, fit, source),
         software=_software_with_sources(software, fit, source),
         constants=fit.moved(),
         groups=tuple(group_error(group) for group in sorted({m.group for m in measurements})),
@@ -229,7 +229,7 @@ class _Fit:
         in_cluster = {name: PRIOR_SPREAD for name in names if name in CONSTANTS}
         in_software = {name: PRIOR_SPREAD for name in names if name in SOFTWARE_CONSTANTS}
         prior = Prior(
-            hardware=replace(hardware, spreads=in_cluster),
+            hardware=replace(hardware, spreads=in_cluster, fabric_left_open=0.0),
             software=replace(software, spreads=in_software, cluster_spread=1.0, left_open=noise),
             table=tuple(
                 Knob(name=name, hardware=(name,)) if name in in_cluster else Knob(name=name, software=(name,))
@@ -269,10 +269,14 @@ def _known_step(measurement: Timed, predict: Predict) -> KnownStep:
     return KnownStep(price=price, seconds=measurement.time_ms * 1e-3, name=f"{id(measurement)}")
 
 
-def _with_sources(fitted: HardwareSpec, fit: _Fit, source: str) -> HardwareSpec:
-    before, spreads = fit.component.prior.hardware, fit.spreads(CONSTANTS)
+def _with_sources(before: HardwareSpec, fit: _Fit, source: str) -> HardwareSpec:
+    """Return the fitted constants; what was not fitted keeps the value, source and spread that it had."""
+    spreads = fit.spreads(CONSTANTS)
     return replace(
-        fitted, sources={**before.sources, **dict.fromkeys(spreads, source)}, spreads={**fitted.spreads, **spreads}
+        fit.constants[0],
+        sources={**before.sources, **dict.fromkeys(spreads, source)},
+        spreads={**before.spreads, **spreads},
+        fabric_left_open=before.fabric_left_open,
     )
 
 

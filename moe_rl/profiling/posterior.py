@@ -7,14 +7,14 @@ itself, so that large moves stay right. Where it is open which software runs, bo
 make the measured steps.
 
 A forecast is a mixture of normal distributions of the logarithm of seconds, one for each kind of software: the spread
-of the constants through the simulator's slopes, and what is left to the setting alone (`Software.left_open`).
+of the constants through the simulator's slopes, and what is left to the setting alone (`Prior.left_open`).
 
 K knobs, N figures that are forecast together, for example the steps of several policies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import erf, exp, log, sqrt
+from math import erf, exp, hypot, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,11 @@ class Prior:
     """How likely this kind of software is, before anything was measured."""
     table: tuple[Knob, ...] = KNOBS
     """Knobs of which those with a spread may move."""
+
+    @property
+    def left_open(self) -> float:
+        """Standard deviation of the logarithm of a step that no constant explains: the software's, the network's."""
+        return hypot(self.software.left_open, self.hardware.fabric_left_open)
 
     @property
     def knobs(self) -> tuple[Knob, ...]:
@@ -244,7 +249,7 @@ class Figures:
         """
         normals = []
         for part in self.parts:
-            left_open = part.component.prior.software.left_open if alone is None else alone
+            left_open = part.component.prior.left_open if alone is None else alone
             normals.append((float(part.base[index]), part.spread(beside * part.slopes[index], left_open)))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
@@ -256,7 +261,7 @@ class Figures:
         """
         normals = []
         for part in self.parts:
-            left_open = sqrt(2.0) * part.component.prior.software.left_open if alone is None else alone
+            left_open = sqrt(2.0) * part.component.prior.left_open if alone is None else alone
             spread = part.spread(part.slopes[index] - part.slopes[other], left_open)
             normals.append((float(part.base[index] - part.base[other]), spread))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
@@ -264,7 +269,7 @@ class Figures:
 
 def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:
     """Return knobs, covariance, log-evidence (Laplace), and what is left of every known step."""
-    spreads, alone = prior.spreads, prior.software.left_open
+    spreads, alone = prior.spreads, prior.left_open
     precision = np.diag(spreads**-2.0)
     logs: Floats = np.zeros(len(spreads))
     if not known_steps:

@@ -161,7 +161,7 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
 def surprises(posterior: Posterior) -> list[str]:
     """Return a note for every known step that the likeliest constants leave far off."""
     component = posterior.likeliest
-    alone = component.prior.software.left_open
+    alone = component.prior.left_open
     return [
         f"known step {name}: the constants within their spreads leave it {np.exp(abs(left)):.2f} times "
         f"{'longer' if left > 0 else 'shorter'} than forecast; check its model, batch and fabric."

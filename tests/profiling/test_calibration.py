@@ -119,6 +119,16 @@ def test_one_measurement_is_enough() -> None:
     assert 0.02 < constant.uncertainty < 0.1  # one measurement is taken to be 5 % off
 
 
+def test_what_was_not_fitted_keeps_the_spread_that_it_had() -> None:
+    """So a known step may still move it on the calibrated cluster."""
+    before = replace(HARDWARE, spreads={"gemm_tflops": 0.06, "rdma_gb_per_s": 0.5}, fabric_left_open=0.1)
+    data = taken_on(TRUTH, [measurement(tokens_per_rank=32768)])
+    fitted = calibrate(data, before, ("gemm_tflops",), source="s").hardware
+    assert fitted.spreads["rdma_gb_per_s"] == 0.5
+    assert fitted.spreads["gemm_tflops"] != 0.06
+    assert fitted.fabric_left_open == 0.1
+
+
 def test_an_unknown_constant_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidInputError, match="Did you mean 'gemm_tflops'"):
         calibrate([measurement()] * 3, HARDWARE, ("gem_tflops",), source="s")

@@ -41,6 +41,13 @@ def test_without_a_known_step_the_interval_is_the_priors() -> None:
     assert log(forecast.low) == pytest.approx(-log(forecast.high), rel=1e-3)
 
 
+def test_a_network_leaves_more_open_than_the_software_alone() -> None:
+    over_network = replace(PRIOR, hardware=replace(H100, fabric_left_open=0.2))
+    (forecast,) = Posterior.of([over_network]).forecasts(host_seconds())
+    assert log(forecast.high) == pytest.approx(NORMAL_80 * sqrt(0.3**2 + 0.1**2 + 0.2**2), rel=1e-3)
+    assert load_cluster("h100-efa").fabric_left_open > load_cluster("h100").fabric_left_open == 0.0
+
+
 @given(st.floats(0.3, 3.0))
 def test_one_known_step_moves_a_constant_as_far_as_the_closed_form_says(seconds: float) -> None:
     """Of one linear constant: the share .3^2 / (.3^2 + .1^2) = .9 of the surprise is the constant's."""
