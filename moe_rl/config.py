@@ -197,7 +197,11 @@ def cluster_file(name: str) -> _Cluster:
     require_known(file.fabric, fabrics, f"{path}: no constants of fabric {file.fabric!r} are known for these GPUs.")
     for fabric, constants in file.fabrics.items():
         for constant in constants:
-            require_known(constant, (*FABRIC_CONSTANTS, LEFT_OPEN), f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.")
+            require_known(
+                constant,
+                (*FABRIC_CONSTANTS, LEFT_OPEN),
+                f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.",
+            )
     return file
 
 

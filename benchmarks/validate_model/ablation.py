@@ -30,9 +30,11 @@ from moe_rl.simulators.whole_runs import WholeRun
 
 WORTH = 0.003
 # Sets of single layers, transfers and settings beside the whole runs, by kind.
-SMALL_SETS = ("throughput", "moe_layer", "all_to_all", "memory_peaks")
+SMALL_SETS = ("throughput", "moe_layer", "all_to_all", "memory_peaks", "layer_gains")
 SMALL_CLASSES = {
     "qwen3-235b-long-context": "long 235B",
+    "llep-layer-gains": "spilling",
+    "llep-layer-gains-flat": "spilled rows",
     "megatron-moe-layer-deepseek-mixtral": "one layer",
     "deepep-one-node": "DeepEP",
     "hybridep-all-to-all": "HybridEP",
