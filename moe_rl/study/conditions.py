@@ -98,6 +98,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "load_bytes": int(scenario.batch.load.pairs.nbytes),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
+        "packed_sequences": options.packed_sequences or None,
         **{name: getattr(step, name) for name in OF_STEP},
         "recompute_modules": list(step.recompute_modules),
         **{name: getattr(options, name) or None for name in SHARES},
