@@ -2,8 +2,9 @@
 
     python -m benchmarks.validate_model --constants
 
-Three lists, because three kinds of rows carry them: a vendor's own runs those of every run, other people's runs those
-of a fabric and those of software. A row carries a constant if a tenth more of it moves the row's forecast by `MOVES`.
+Four lists, because four kinds of rows carry them: a vendor's own runs those of every run, other people's runs those of
+a fabric and those of software, and one functional check that of packed rows. A row carries a constant if a tenth more
+of it moves the row's forecast by `MOVES`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +12,20 @@ from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 from benchmarks.validate_model.fit import CONSTANTS, SHIPPED, Fit
 from benchmarks.validate_model.forecasts import user_runs, vendor_runs
 from moe_rl.config import load_cluster, load_software
 from moe_rl.core.software import TYPICAL, SoftwareCosts
 from moe_rl.core.topology import FABRIC_CONSTANTS, HardwareSpec
+from moe_rl.simulators import base_time
+from moe_rl.simulators.balanced import BalancedStep
 from moe_rl.simulators.whole_runs import WholeRun
 
 MORE, MOVES = 1.1, 0.002
 VENDOR, FABRIC, SOFTWARE = "fitted on a vendor's runs", "of fabric efa", "of typical software"
+PACKED = "fitted on one run over packed rows of 32,768 tokens, which is none of these"
 # The fabric whose constants other people's runs determine.
 FABRIC_CLUSTER = "h100-efa"
 
@@ -63,6 +68,15 @@ def carried_constants(folder: Path) -> Iterator[CarriedConstant]:
         if value != getattr(tuned, name):
             carrying = _carrying(users, typical.costs, _with_larger(name))
             yield CarriedConstant(kind=SOFTWARE, name=name, value=value, rows=carrying, of=len(users))
+    rate = base_time.PACKED_SINK_RATE
+    carrying = sum(_moves_by_packed_rate(run, typical.costs) for run in users)
+    yield CarriedConstant(kind=PACKED, name="PACKED_SINK_RATE", value=rate, rows=carrying, of=len(users))
+
+
+def _moves_by_packed_rate(run: WholeRun, costs: SoftwareCosts) -> bool:
+    before = run.predicted(software=costs)
+    with patch.object(base_time, "PACKED_SINK_RATE", MORE * base_time.PACKED_SINK_RATE):
+        return _moves(before, run.predicted(software=costs))
 
 
 def _enlarged(fit: Fit) -> Enlarge:
@@ -86,5 +100,9 @@ def _carrying(runs: Sequence[WholeRun], costs: SoftwareCosts, enlarge: Enlarge) 
     for run in runs:
         hardware = run.batch.topology.hardware
         before, after = run.predicted(hardware, costs), run.predicted(*enlarge(hardware, costs))
-        count += abs(log(after.tokens_per_s_per_gpu / before.tokens_per_s_per_gpu)) >= MOVES
+        count += _moves(before, after)
     return count
+
+
+def _moves(before: BalancedStep, after: BalancedStep) -> bool:
+    return abs(log(after.tokens_per_s_per_gpu / before.tokens_per_s_per_gpu)) >= MOVES

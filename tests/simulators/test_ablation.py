@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.validate_model.ablation import NOTHING, TERMS, Ablation, class_errors
 from benchmarks.validate_model.compare import PUBLISHED
-from benchmarks.validate_model.constants import FABRIC, SOFTWARE, VENDOR, carried_constants
+from benchmarks.validate_model.constants import FABRIC, PACKED, SOFTWARE, VENDOR, carried_constants
 from benchmarks.validate_model.fit import CONSTANTS
 from benchmarks.validate_model.forecasts import user_runs
 from moe_rl.core.software import TYPICAL
@@ -38,6 +38,7 @@ def test_every_fitted_constant_has_rows_that_carry_it() -> None:
     assert [each.name for each in fitted] == list(CONSTANTS)
     assert len(fitted) <= MOST_FITTED
     assert all(each.rows > 0 for each in fitted)
-    assert {each.kind for each in found} == {VENDOR, FABRIC, SOFTWARE}
+    assert {each.kind for each in found} == {VENDOR, FABRIC, SOFTWARE, PACKED}
+    assert all(each.rows > 0 for each in found if each.kind == PACKED)
     host = next(each for each in found if each.name == "host")
     assert host.rows > host.of / 2
