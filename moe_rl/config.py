@@ -98,7 +98,7 @@ ModelFile: type[_Model] = create_model("ModelFile", __base__=_Model, **_COUNTS)
 
 
 # What a network's file says beside its constants: `HardwareSpec.fabric_left_open`.
-LEFT_OPEN = "left_open"
+LEFT_OPEN, NOTHING_LEFT_OPEN = "left_open", SourcedFloat(value=0.0, source="InfiniBand's runs scatter as software does")
 
 
 class _Cluster(_Strict):
@@ -118,12 +118,12 @@ class _Cluster(_Strict):
         """Return the core's type, with the constants of its network."""
         constants: dict[str, Any] = {name: getattr(self, name) for name in _CONSTANTS}
         of_fabric = dict(self.fabrics.get(self.fabric, {}))
-        left_open = of_fabric.pop(LEFT_OPEN, None)
+        left_open = of_fabric.pop(LEFT_OPEN, NOTHING_LEFT_OPEN)
         constants |= of_fabric
         return HardwareSpec(
             name=self.name,
             fabric=self.fabric,
-            fabric_left_open=0.0 if left_open is None else left_open.value,
+            fabric_left_open=left_open.value,
             sources={name: constant.source for name, constant in constants.items()},
             spreads=_spreads(constants),
             **{name: constant.value for name, constant in constants.items()},
