@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn import SEED, seed
 from hypothesis import HealthCheck, settings
 from local_ranks import Launch, run_cases
 
@@ -55,6 +56,12 @@ def pytest_configure() -> None:
         raise pytest.UsageError(
             f"moe_rl is imported from {imported.parent}, not from this checkout: `make test` in {ROOT}."
         )
+    seed()  # before workers and ranks start: all of them draw by it
+
+
+def pytest_report_header() -> str:
+    """Say by which seed tests draw their combinations today."""
+    return f"drawn combinations: {SEED}={seed()}"
 
 
 @pytest.hookimpl(tryfirst=True)

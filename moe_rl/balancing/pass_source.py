@@ -16,10 +16,13 @@ M micro-batches, N rows that this rank holds of one, L MoE layers of the model, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.balancing.loads import RankRows, RouteArray
 from moe_rl.balancing.route_forecast import RouteForecast
@@ -152,12 +155,17 @@ class CountedRows(RowReader):
 class CountingRows(RowReader):
     """Rows that another call on the planning thread counts: what a pass chose that has just ended."""
 
-    def __init__(self, rows: Future[RankRows]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Future[RankRows], own_pairs: Callable[[], NDArray[np.int32]] | None = None) -> None:
+        """`own_pairs` waits for [M, L, E] the pairs of this rank's own rows.
+
+        Without it, of sequences that several ranks hold, a rank is taken to have its share of every expert.
+        """
+        self._rows, self._own_pairs = rows, own_pairs
 
     def read(self) -> RankRows:
         """Return them when that call is done."""
-        return self._rows.result()
+        rows = self._rows.result()
+        return rows if self._own_pairs is None else replace(rows, pairs=self._own_pairs())
 
 
 class ExpectedRows(RowReader):

@@ -330,9 +330,11 @@ class PassCycle(RoutePlanner[Tables]):
         loads = self.routes.record(
             counter, planned.counted, num_begun=gathering.begun, is_update=not running.forward_only
         )
-        if planned.misfit is OBSERVED:  # what the plan would have made of the pass, whose loads are there soon
+        if planned.misfit is OBSERVED and self.routes.counted is not None:
+            # What the plan would have made of the pass, whose loads are there soon.
+            rows = CountingRows(loads, self.routes.counted.own_pairs)
             request = PassRequest(config=self.config, placement=self.placement, forward_only=running.forward_only)
-            outcome = self.run.thread.submit(self.run.planner.outcome, request, planned, CountingRows(loads))
+            outcome = self.run.thread.submit(self.run.planner.outcome, request, planned, rows)
             metrics = replace(metrics, would_be=outcome.result())
         self._home_choice.after_pass(counter.rows, loads, forward_only=running.forward_only)
         return metrics

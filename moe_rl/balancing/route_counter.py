@@ -51,9 +51,11 @@ class _LayerChoices(NamedTuple):
 class CountedPass:
     """The counts of a pass, on the way to the host."""
 
-    def __init__(self, rows: Sequence[SequenceRows], tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors` are, per micro-batch, counts [S, L, E] and sampled ids [U, L, K]."""
-        self._rows, self._copies = rows, HostCopies(tensors)
+    def __init__(
+        self, rows: Sequence[SequenceRows], tensors: Sequence[torch.Tensor], own_counts: Sequence[torch.Tensor]
+    ) -> None:
+        """`tensors` are, per micro-batch, counts [S, L, E] and sampled ids [U, L, K]; `own_counts` are [L, E]."""
+        self._rows, self._copies, self._own_copies = rows, HostCopies(tensors), HostCopies(own_counts)
 
     def micro_batches(self) -> list[MicroBatchRoutes]:
         """Return the routes of every micro-batch when they have arrived."""
@@ -63,6 +65,14 @@ class CountedPass:
             counts_SLE, sampled_ids_ULK = next(arrays), next(arrays)
             micro_batches.append(MicroBatchRoutes(rows=rows, counts_SLE=counts_SLE, sampled_ids_ULK=sampled_ids_ULK))
         return micro_batches
+
+    def own_pairs(self) -> NDArray[np.int32]:
+        """Return [M, L, E] the pairs of this rank's own rows, when they have arrived.
+
+        The counts of `micro_batches` are those of whole sequences, of which tensor-parallel ranks have a part each:
+        with 100 pairs of a sequence here and 60 on the other rank, both ranks get 160 there, and 100 or 60 here.
+        """
+        return np.stack(self._own_copies.arrays())
 
 
 class RouteCounter:
@@ -110,12 +120,14 @@ class RouteCounter:
         micro-batch, for all layers together.
         """
         tensors: list[torch.Tensor] = []
+        own_counts: list[torch.Tensor] = []
         for micro_batch in range(len(self.rows)):
             choices = [self._choices_in(micro_batch, layer) for layer in range(self._num_layers)]
             counts_SLE = torch.stack([of_layer.counts_SE for of_layer in choices], dim=1)
+            own_counts.append(counts_SLE.sum(dim=0, dtype=torch.int32))
             sum_over_ranks(counts_SLE)
             tensors += [counts_SLE, torch.stack([of_layer.sampled_ids_UK for of_layer in choices], dim=1)]
-        return CountedPass(self.rows, tensors)
+        return CountedPass(self.rows, tensors, own_counts)
 
     def _sequences_of(self, micro_batch: int, num_rows: int) -> torch.Tensor | None:
         """Return [N] the sequence of every row; None for a micro-batch beyond those of the pass."""

@@ -16,7 +16,7 @@ from moe_rl.balancing.pass_metrics import OBSERVED, PassMetrics
 from moe_rl.balancing.pass_notices import PassNotices
 from moe_rl.balancing.pass_queue import PreparedPart, PreparedPass
 from moe_rl.balancing.pass_request import PlannedPass, joined
-from moe_rl.balancing.route_counter import RouteCounter
+from moe_rl.balancing.route_counter import CountedPass, RouteCounter
 from moe_rl.balancing.route_forecast import RouteForecast
 
 
@@ -125,7 +125,9 @@ class CountedRoutes(Generic[Tables]):
         self.forecast = RouteForecast(run.route_shape, self._sum_over_grid)
         """Used on the planning thread alone, in the order of the passes."""
         self.loads: Future[RankRows] | None = None
-        """Of the last pass whose routers were counted."""
+        """Of the last pass whose routers were counted; under tensor parallelism by a rank's share of the sequences."""
+        self.counted: CountedPass | None = None
+        """The counts of that pass."""
 
     def record(
         self, counter: RouteCounter, prediction: RankRows | None, *, num_begun: int, is_update: bool
@@ -137,7 +139,7 @@ class CountedRoutes(Generic[Tables]):
             counter.forget_after(num_begun)
             if prediction is not None:
                 prediction = prediction.micro_batches(slice(num_begun))
-        counted = counter.start_fetch(self._run.layers.sum_counts)
+        counted = self.counted = counter.start_fetch(self._run.layers.sum_counts)
         self.loads = self._run.thread.submit(
             lambda: self.forecast.record(counted.micro_batches(), prediction=prediction, is_update=is_update)
         )

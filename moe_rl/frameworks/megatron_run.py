@@ -73,10 +73,16 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     return config
 
 
-def idle_levers(config: BalancerConfig) -> Iterator[str]:
-    """Yield of every lever that is on and cannot act in this process: which, and why."""
+def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay: str | None) -> Iterator[str]:
+    """Yield of every lever that is on and cannot act in this process: which, and why.
+
+    `stated` are the settings that somebody set. Of moves, which are on by themselves, nothing is said where nobody
+    asked for them: where they cannot act is part of the framework's page.
+    """
     if config.pack and not config.observe and POLICIES[config.policy].levers.pack and native_core() is None:
         yield f"pack is on and does nothing, because {why_not_native()}: sequences stay in their micro-batches."
+    if config.reorders and "reorders" in stated and why_homes_stay is not None:
+        yield f"reorders is on and does nothing, because {why_homes_stay}: experts stay where Megatron puts them."
 
 
 def say_once(sentence: str) -> None:
@@ -201,7 +207,7 @@ class MegatronRun:
             balancer = attach(models, optimizer, config)
             if not guarded:
                 balancer.run.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
-            for sentence in idle_levers(config):
+            for sentence in idle_levers(config, settings.given, balancer.run.why_homes_stay):
                 say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
         except InvalidInputError as error:

@@ -1,11 +1,13 @@
 """Cases of test_megatron_loops.py: a Megatron loop whose schedule function is wrapped, and slime's hooks around one."""
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +23,7 @@ from give_up_cases import OfTheUserError, in_the_loss
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rollout_cases import held
+from what_ran_cases import Warnings
 
 from moe_rl.balancing.exchange import PlanExchange
 from moe_rl.balancing.pass_source import PassSource
@@ -416,12 +419,7 @@ def hooked(worker: Any) -> dict[str, Any]:
     version = patch.object(Framework, "version", lambda _: "a checkout")
     with tiny_gpt.parallel(2), patch.dict(sys.modules, modules), version:
         plain = trained(tiny_gpt.build(), get_forward_backward_func)
-        run = tiny_gpt.build()
-        for layer in run.gpt.decoder.layers:
-            layer.mlp.router.routing_replay = RoutingReplay()
-            for step in range(STEPS):
-                for routes in batches(step):
-                    layer.mlp.router.routing_replay.record(routes[:, layer.layer_number - 1].int())
+        run = with_replay_lists(tiny_gpt.build())
         shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
         torch.distributed.broadcast_object_list(shared)
         record = Path(shared[0]) / "slime-recording"
@@ -463,6 +461,53 @@ def hooked(worker: Any) -> dict[str, Any]:
     }
 
 
+def with_replay_lists(run: tiny_gpt.Run) -> tiny_gpt.Run:
+    """The routes of all steps in the routers' own lists, as slime's worker fills them."""
+    for layer in run.gpt.decoder.layers:
+        layer.mlp.router.routing_replay = RoutingReplay()
+        for step in range(STEPS):
+            for routes in batches(step):
+                layer.mlp.router.routing_replay.record(routes[:, layer.layer_number - 1].int())
+    return run
+
+
+def slime_observes() -> dict[str, Any]:
+    """slime's hooks under MOE_RL=observe, beside the run without moe_rl and the one that does it."""
+    variables = {
+        "MOE_RL_REPLICA_SLOTS": "2",
+        "MOE_RL_OBJECTIVE": "imbalance",
+        "MOE_RL_REORDERS": "false",
+        "MOE_RL_STRICT": "1",
+    }
+    found: dict[str, Any] = {}
+    version = patch.object(Framework, "version", lambda _: "a checkout")
+    with tiny_gpt.parallel(2), version:
+        found["plain"] = trained(tiny_gpt.build(), get_forward_backward_func)
+        for policy in ("moe-rl", "observe"):
+            with patch.dict(os.environ, variables | {"MOE_RL": policy}):
+                found[policy] = hooked_run(replace(slime.WORKER, settings=None, run=None, step=None))
+    return found
+
+
+def hooked_run(worker: Any) -> dict[str, Any]:
+    """What slime's loop trains and reports through this worker's hooks."""
+    modules = modules_of("slime")
+    curve, metrics = tiny_gpt.history(), []
+    with patch.dict(sys.modules, modules):
+        run = with_replay_lists(tiny_gpt.build())
+        worker.init(None)
+        schedule = modules["slime.backends.megatron_utils.model"].get_forward_backward_func
+        with patch.object(tiny_gpt, "get_forward_backward_func", schedule):
+            for step in range(STEPS):
+                worker.before_train_step(None, 0, step, run.models, run.optimizer, None)
+                tiny_gpt.update(run, step, batches(step), curve)
+                metrics.append(dict(worker.run.last_metrics))
+                for layer in run.gpt.decoder.layers:
+                    layer.mlp.router.routing_replay.forward_index += MICRO_BATCHES
+        worker.run.detach()
+    return {"curve": curve, "metrics": metrics}
+
+
 def slots_without_nodes() -> dict[str, str]:
     """What a run is told that asks for slots which only an EP group on several nodes fills."""
     said = {}
@@ -474,6 +519,34 @@ def slots_without_nodes() -> dict[str, str]:
             with pytest.raises(InvalidInputError) as raised:
                 MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given)
             said[name] = str(raised.value)
+    return said
+
+
+def levers_that_cannot_act() -> dict[str, list[str]]:
+    """What a run logs of levers that are on and do nothing."""
+    warnings = Warnings()
+    log = logging.getLogger("moe_rl.frameworks")
+    log.addHandler(warnings)
+    no_core = patch.multiple(
+        "moe_rl.frameworks.megatron_run", native_core=lambda: None, why_not_native=lambda: "the core was not built"
+    )
+    cases: dict[str, tuple[dict[str, str], contextlib.AbstractContextManager[Any], bool]] = {
+        "all act": ({"MOE_RL_REORDERS": "true"}, contextlib.nullcontext(), True),
+        "without the core": ({}, no_core, True),
+        "without the core, not asked": ({"MOE_RL_PACK": "false"}, no_core, True),
+        "not guarded": ({"MOE_RL_REORDERS": "true"}, contextlib.nullcontext(), False),
+        "not guarded, not asked": ({}, contextlib.nullcontext(), False),
+    }
+    said = {}
+    with tiny_gpt.parallel(2):
+        for name, (variables, changes, guarded) in cases.items():
+            run, given = tiny_gpt.build(), settings_from_environment({"MOE_RL": "moe-rl", **variables})
+            assert given is not None
+            before = len(warnings.sentences)
+            with changes:
+                MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given, guarded=guarded).detach()
+            said[name] = [line for line in warnings.sentences[before:] if "does nothing" in line]
+    log.removeHandler(warnings)
     return said
 
 

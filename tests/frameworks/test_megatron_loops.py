@@ -98,6 +98,18 @@ def test_slimes_hooks_plan_every_optimizer_step_from_its_replay_lists(package: s
         assert rank["recorded"] == 2 * 4 * 2
 
 
+@loop_case("slime_observes")
+def test_slime_that_is_observed_trains_what_it_trained_and_says_what_balancing_would_do(outcome: list[Any]) -> None:
+    for rank in outcome:
+        observed, balanced = rank["observe"], rank["moe-rl"]
+        assert observed["curve"] == rank["plain"], "to the bit"
+        for would, did in zip(observed["metrics"], balanced["metrics"], strict=True):
+            assert would["moe_rl/would_be_imbalance"] == pytest.approx(did["moe_rl/imbalance"], abs=0.02)
+            assert would["moe_rl/imbalance"] == pytest.approx(did["moe_rl/static_imbalance"], abs=0.02)
+            assert did["moe_rl/imbalance"] < did["moe_rl/static_imbalance"], "nothing is won: the test is blind"
+            assert would["moe_rl/replicas"] == would["moe_rl/pushed_bytes"] == 0
+
+
 @loop_case("a_loss_raises")
 def test_a_loop_whose_loss_raised_saves_and_goes_on(outcome: list[Any]) -> None:
     for rank in outcome:
@@ -152,6 +164,18 @@ def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: lis
     for said in outcome:
         for name in ("resident_slots", "cross_node_slots"):
             assert f"{name} has no effect: all ranks of an EP group are in one node" in said[name]
+
+
+@loop_case("levers_that_cannot_act")
+def test_a_lever_that_was_asked_for_and_cannot_act_says_so_once(outcome: list[Any]) -> None:
+    expected = {
+        "without the core": "pack is on and does nothing, because the core was not built: sequences stay in their",
+        "not guarded": "reorders is on and does nothing, because megatron reads and writes weights where nobody",
+    }
+    for index, said in enumerate(outcome):
+        for name, sentences in said.items():
+            assert len(sentences) == (name in expected and index == 0), (name, "on rank 0, once")
+            assert all(expected[name] in sentence for sentence in sentences), name
 
 
 @loop_case("one_ranks_check_fails")

@@ -181,23 +181,33 @@ class AutoBridge:
         for chunk in model:
             yield from tiny_gpt.gpt_of(chunk).named_parameters()
 
+    def export_adapter_weights(self, model: list[Any], cpu: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.export_hf_weights(model, cpu)
+
+    def save_hf_weights(self, model: list[Any], path: str) -> None:
+        list(self.export_hf_weights(model))
+
     def load_hf_weights(self, model: list[Any], hf_path: str | None = None) -> None:
         list(self.export_hf_weights(model))
 
 
 def named_params_and_buffers(args: Any, model: Any, convert_to_global_name: bool = True) -> Any:
-    """As slime's (backends/megatron_utils/update_weight/common.py)."""
+    """As slime's and miles' (backends/megatron_utils/update_weight/common.py)."""
     return (each for chunk in model for each in chunk.named_parameters())
 
 
 def walkers() -> dict[str, Any]:
     """Stand-ins of the packages that walk parameters, imported as they would be; and one that took a name of theirs."""
     bridge = types.ModuleType("megatron.bridge.models.conversion.auto_bridge")
-    common = types.ModuleType("slime.backends.megatron_utils.update_weight.common")
-    user = types.ModuleType("slime_update")
     vars(bridge)["AutoBridge"] = type("AutoBridge", (AutoBridge,), dict(vars(AutoBridge)))
-    vars(common)["named_params_and_buffers"] = vars(user)["named_params_and_buffers"] = named_params_and_buffers
-    return {module.__name__: module for module in (bridge, common, user)}
+    modules = {bridge.__name__: bridge}
+    for package in ("slime", "miles"):
+        common = types.ModuleType(f"{package}.backends.megatron_utils.update_weight.common")
+        user = types.ModuleType(f"{package}_update")
+        walker = types.FunctionType(named_params_and_buffers.__code__, globals(), argdefs=(True,))
+        vars(common)["named_params_and_buffers"] = vars(user)["named_params_and_buffers"] = walker
+        modules |= {module.__name__: module for module in (common, user)}
+    return modules
 
 
 def outside_canonical() -> dict[str, Any]:
@@ -212,6 +222,7 @@ def doors() -> dict[str, Any]:
     found: dict[str, Any] = {"said": {}, "works": []}
     bridge: Any = sys.modules["megatron.bridge.models.conversion.auto_bridge"]
     slime: Any = sys.modules["slime_update"]
+    miles: Any = sys.modules["miles_update"]
     folder = shared_folder()
     run = with_state()
     balancer = attached(run)
@@ -235,8 +246,11 @@ def doors() -> dict[str, Any]:
         "one_optimizer": lambda: run.optimizer.chained_optimizers[-1].sharded_state_dict(at_home, metadata=how),
         "load_optimizer": lambda: run.optimizer.load_state_dict(of_optimizer),
         "bridge": lambda: list(bridge.AutoBridge().export_hf_weights(run.models, cpu=True)),
+        "bridge_adapters": lambda: list(bridge.AutoBridge().export_adapter_weights(run.models)),
+        "bridge_save": lambda: bridge.AutoBridge().save_hf_weights(run.models, "nowhere"),
         "bridge_load": lambda: bridge.AutoBridge().load_hf_weights(model=run.models),
         "slime": lambda: list(slime.named_params_and_buffers(None, run.models)),
+        "miles": lambda: list(miles.named_params_and_buffers(None, run.models)),
     }
 
     def works() -> list[str]:
@@ -245,6 +259,7 @@ def doors() -> dict[str, Any]:
     found["works"].append(works())
     balancer.reorder(random_placement(balancer, 5))
     found["said"] = {name: refusal(way) for name, way in ways.items()}
+    found["open"] = len(list(run.gpt.named_parameters())), len(list(run.gpt.named_buffers()))
     with balancer.canonical():
         found["works"].append(works())
     with balancer.canonical(weights_only=True):

@@ -40,14 +40,24 @@ class ReplayGRPOTrainer(GRPOTrainer):
         self._generated: list[RoutedSequence] = []
         self.routing = balancer or RoutingReplay(self.accelerator.unwrap_model(self.model))
         """What `begin_pass` and `end_pass` are called on: an `EpBalancer`, or replay alone."""
+        self._pass_ends = 0
+        """TRL's `_step` after the last micro-batch of the pass; a pass is under way while `_step` is below."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; whatever raises, in a loss or in a callback, routers choose by themselves afterwards."""
         try:
             return super().train(*args, **kwargs)
         except BaseException:
-            self.routing.give_up()
+            self._give_up()
             raise
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._give_up()  # after out of memory `auto_find_batch_size` begins anew, inside of `train`
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _give_up(self) -> None:
+        self.routing.give_up()
+        self._pass_ends = 0
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         with record_routing(self.accelerator.unwrap_model(self.model), eos_token_id=self.eos_token_ids) as recorder:
@@ -75,11 +85,12 @@ class ReplayGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
-        count = self.current_gradient_accumulation_steps
-        # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already.
-        if self.model.training and self._step % count == 0:
-            self.routing.give_up()  # after out of memory `auto_find_batch_size` begins anew, inside of `train`
-            coming = [(self._step + step) % self.args.steps_per_generation for step in range(count)]
+        # TRL prepares one micro-batch at a time; those of the optimizer step lie in its buffer already. A run that has
+        # broken off between two of them begins with the second one: its `_step` counts on.
+        if self.model.training and self._step >= self._pass_ends:
+            count = self.current_gradient_accumulation_steps
+            self._pass_ends = self._step - self._step % count + count
+            coming = [step % self.args.steps_per_generation for step in range(self._step, self._pass_ends)]
             routes = [self._buffered_inputs[index][ROUTES] for index in coming]
             self.routing.begin_pass(PassSource.replayed(routes))
         return inputs
@@ -87,7 +98,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does; the pass ends with the last one of an optimizer step."""
         loss = super().training_step(*args, **kwargs)
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        if self._step == self._pass_ends:
             metrics = self.routing.end_pass()
             for name, value in (metrics.as_dict() if metrics is not None else {}).items():
                 self._log_metric(name, value)

@@ -1,16 +1,26 @@
-"""Cases of test_give_up.py: an update of verl's engine whose loss raises on all ranks; the worker saves and goes on."""
+"""Cases of test_give_up.py: an update of verl's engine whose loss raises on all ranks; the worker saves and goes on.
 
+Which exception, at which micro-batch and in what kind of run is drawn anew every day.
+"""
+
+import contextlib
 import functools
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import drawn
 import numpy as np
 import torch
 import verl_on_cpu
 from checkpoint_cases import loading_into_torchs_adam
+from fault_cases import FOLDER, told
+from give_up_cases import FULL, OfTheUserError
+from megatron.core import parallel_state
 from verl_cases import MOVES_ARE_FREE, OF_TEST, final_weights, log_probs, moved
 from verl_on_cpu import batch, engine, impl, loss
 
@@ -20,28 +30,55 @@ from moe_rl.frameworks.verl import attach as adapter
 SEQUENCES, LIMIT, SMALLER = 8, 120, 80
 """Tokens of a micro-batch at most, and in the yardstick: plain verl, whose sums are taken otherwise."""
 BROKEN, AFTER = 2, 3
-
-
-class OfTheUserError(Exception):
-    """What a user's loss raises."""
+NODES_OF_ONE_RANK = {"MOE_RL_RANKS_PER_NODE": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Break:
-    """Where an update breaks off, and what kind of run it is of."""
+class Setting:
+    """What kind of run breaks off."""
 
-    call: int
-    """Of the loss in the update: which one raises, from 0 on."""
-    error: type[BaseException] = OfTheUserError
-    told: dict[str, str] = field(default_factory=dict)
-    """Variables of the balanced run."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables of the balanced run, beside those of every one."""
     build: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def replayed(self) -> bool:
+        return "mode" in self.build
 
-def data_of(step: int, *, limit: int, replayed: bool) -> Any:
+    @property
+    def stages(self) -> int:
+        return int(self.build.get("pipeline_model_parallel_size", 1))
+
+
+SETTINGS = {
+    "everything": Setting(variables=NODES_OF_ONE_RANK),
+    "inside a node": Setting(variables={"MOE_RL_RANKS_PER_NODE": "2"}),
+    "residents": Setting(variables=NODES_OF_ONE_RANK | {"MOE_RL_CROSS_NODE_SLOTS": "0", "MOE_RL_REPLICA_SLOTS": "0"}),
+    "across nodes": Setting(variables=NODES_OF_ONE_RANK | {"MOE_RL_RESIDENT_SLOTS": "0"}),
+    "recomputed": Setting(variables=NODES_OF_ONE_RANK, build={"transformer": FULL}),
+    "replayed": Setting(variables=NODES_OF_ONE_RANK, build={"mode": "R3"}),
+}
+STAGES = Setting(variables=NODES_OF_ONE_RANK, build={"pipeline_model_parallel_size": 2, "num_layers": 4})
+ERRORS: dict[str, type[BaseException]] = {
+    "loss": OfTheUserError,
+    "memory": torch.OutOfMemoryError,
+    "Ctrl-C": KeyboardInterrupt,
+}
+AXES: dict[str, Any] = {"error": tuple(ERRORS), "call": (0, 1, 2), "setting": tuple(SETTINGS)}
+DRAWN = drawn.combinations(AXES, 5, of="verl")
+OF_STAGES = drawn.combinations({"error": tuple(ERRORS), "call": (0, 1)}, 1, of="verl's stages")
+ALONE = drawn.combinations({"setting": tuple(SETTINGS)}, 1, of="verl, one rank alone")
+
+
+def data_of(step: int, *, limit: int, setting: Setting) -> Any:
     sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
-    budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": limit, "enable_routing_replay": replayed}
-    return batch(step, sizes, routes=replayed, **budget)
+    budget = {
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": limit,
+        "enable_routing_replay": setting.replayed,
+        "num_layers": setting.build.get("num_layers", verl_on_cpu.NUM_LAYERS),
+    }
+    return batch(step, sizes, routes=setting.replayed, **budget)
 
 
 def raising_at(call: int, error: type[BaseException]) -> Callable[..., Any]:
@@ -56,81 +93,148 @@ def raising_at(call: int, error: type[BaseException]) -> Callable[..., Any]:
     return raising
 
 
-def run_through(built: Any, broken: Break, folder: str, *, limit: int = LIMIT) -> dict[str, Any]:
-    """Steps of a log-prob pass and an update, one of which breaks off; then verl's own checkpoint, and more steps."""
-    replayed = broken.build.get("mode", "disabled") != "disabled"
-    curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-    found: dict[str, Any] = {"metrics": []}
+@contextlib.contextmanager
+def first_stages_raising_at(call: int, error: type[BaseException]) -> Iterator[None]:
+    """A first stage has no loss: under 1F1B it raises in the step after `call`, when the next stage has its share."""
+    step, calls = impl.MegatronEngineWithLMHead.forward_step, iter(range(1000))
 
-    def step_of(step: int, with_loss: Callable[..., Any]) -> None:
-        data = data_of(step, limit=limit, replayed=replayed)
-        log_probs(built, data)
-        with built.train_mode():
-            output = built.train_batch(data, with_loss)["metrics"]
-        for name, values in curve.items():
-            values.append(float(np.sum(output[name])))
-        run = adapter.run_of(built)
+    def raising(*given: Any, **named: Any) -> Any:
+        if next(calls) == call + 1:
+            raise error("in the user's loss")
+        return step(*given, **named)
+
+    with contextlib.ExitStack() as stack:
+        if not parallel_state.is_pipeline_last_stage():
+            stack.enter_context(patch.object(impl.MegatronEngineWithLMHead, "forward_step", raising))
+        yield
+
+
+class Run:
+    """An engine in steps of a log-prob pass and an update."""
+
+    def __init__(self, built: Any, setting: Setting, *, limit: int = LIMIT) -> None:
+        self.built, self._setting, self._limit = built, setting, limit
+        self.curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        self.metrics: list[dict[str, float]] = []
+
+    def log_probs(self, step: int) -> None:
+        log_probs(self.built, data_of(step, limit=self._limit, setting=self._setting))
+
+    def update(self, step: int, with_loss: Callable[..., Any] = loss) -> None:
+        data = data_of(step, limit=self._limit, setting=self._setting)
+        with self.built.train_mode():
+            output = self.built.train_batch(data, with_loss).get("metrics", {})  # of the last stage
+        for name, values in self.curve.items():
+            values += [float(np.sum(output[name]))] if name in output else []
+        run = adapter.run_of(self.built)
         if run is not None:
-            found["metrics"].append(run.last_metrics)
+            self.metrics.append(run.last_metrics)
 
-    for step in range(BROKEN):
-        step_of(step, loss)
-    before = {name: values.copy() for name, values in curve.items()}
+    def forget(self) -> None:
+        self.curve = {"loss": [], "grad_norm": []}
+
+    def broken_off(self, call: int, error: type[BaseException], folder: str) -> dict[str, Any]:
+        """Steps, one of which breaks off; then verl's own checkpoint and export, and more steps."""
+        found: dict[str, Any] = {}
+        for step in range(BROKEN + 1):
+            self.log_probs(step)
+            if step < BROKEN:
+                self.update(step)
+        try:
+            with first_stages_raising_at(call, error):
+                self.update(BROKEN, raising_at(call, error))
+        except error as caught:
+            found["raised"] = str(caught)
+        found["moved"] = sum(moved(self.built).values())
+        self.built.save_checkpoint(folder, global_step=BROKEN)
+        found["exported"] = len([name for name in final_weights(self.built) if name.startswith("exported")])
+        self.forget()
+        for step in range(BROKEN, BROKEN + AFTER):
+            self.log_probs(step)
+            self.update(step)
+        return found | {"after": self.curve, "metrics": self.metrics}
+
+
+def made(setting: Setting) -> Any:
+    built = engine(**({"mode": "disabled", "ep_size": 2, "lr": 1e-6, "common": 1.0} | setting.build))
+    built.checkpoint_mananager.use_dist_checkpointing = True
+    return built
+
+
+@contextlib.contextmanager
+def balancing(setting: Setting) -> Iterator[None]:
+    variables = {"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | MOVES_ARE_FREE | setting.variables
+    uninstall = adapter.install(impl, settings=settings_from_environment(OF_TEST | variables))
     try:
-        step_of(BROKEN, raising_at(broken.call, broken.error))
-    except broken.error as error:
-        found["raised"] = str(error)
-    found["moved"] = moved(built).get("moved", 0)
-    built.save_checkpoint(folder, global_step=BROKEN)
-    found["exported"] = len([name for name in final_weights(built) if name.startswith("exported")])
-    for values in curve.values():
-        values[:] = []
-    for step in range(BROKEN, BROKEN + AFTER):
-        step_of(step, loss)
-    return {"before": before, "after": {name: values.copy() for name, values in curve.items()}, **found}
+        yield
+    finally:
+        uninstall()
 
 
-def after_a_break(broken: Break, *, checked: bool = True) -> dict[str, Any]:
-    """Plain verl, the balanced run and the yardstick, each after the same error; and a plain run of the checkpoint."""
+def shared_folder() -> Path:
     shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(shared)
-    folder = Path(shared[0])
-    build = {"mode": "disabled", "ep_size": 2, "lr": 1e-6, "common": 1.0} | broken.build
+    return Path(shared[0])
 
-    def made() -> Any:
-        built = engine(**build)
-        built.checkpoint_mananager.use_dist_checkpointing = True
-        return built
 
-    told = {"MOE_RL": "moe-rl", "MOE_RL_PACK": "false", "MOE_RL_RANKS_PER_NODE": "1"} | MOVES_ARE_FREE | broken.told
-    found: dict[str, Any] = {}
+def after_a_break(combination: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+    """Plain verl, the balanced run and the yardstick, each after the same error; and a plain run of the checkpoint."""
+    folder, break_ = shared_folder(), (combination["call"], ERRORS[combination["error"]])
+    found: dict[str, Any] = {"combination": dict(combination)}
     with verl_on_cpu.verl_on_cpu():
-        found["plain"] = run_through(made(), broken, str(folder / "plain"))
-        found["yardstick"] = run_through(made(), broken, str(folder / "yardstick"), limit=SMALLER)
-        uninstall = adapter.install(impl, settings=settings_from_environment(OF_TEST | told))
-        try:
-            found["ours"] = run_through(made(), broken, str(folder / "ours"))
-        finally:
-            uninstall()
-        if checked:
-            found["loaded"] = loaded(made(), broken, str(folder / "ours"))
+        found["plain"] = Run(made(setting), setting).broken_off(*break_, str(folder / "plain"))
+        smaller = Run(made(setting), setting, limit=SMALLER)
+        found["yardstick"] = smaller.broken_off(*break_, str(folder / "yardstick"))
+        with balancing(setting):
+            found["ours"] = Run(made(setting), setting).broken_off(*break_, str(folder / "ours"))
+        found["loaded"] = loaded(setting, str(folder / "ours"))
     return found
 
 
-def loaded(built: Any, broken: Break, folder: str) -> dict[str, list[float]]:
+def loaded(setting: Setting, folder: str) -> dict[str, list[float]]:
     """What plain verl trains from a checkpoint."""
-    replayed = broken.build.get("mode", "disabled") != "disabled"
-    curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-    with built.train_mode():
-        built.train_batch(data_of(0, limit=LIMIT, replayed=replayed), loss)  # Adam has no state before a step
-    with loading_into_torchs_adam(built.optimizer):
-        built.load_checkpoint(folder, del_local_after_load=False)
+    run = Run(made(setting), setting)
+    run.update(0)  # Adam has no state before a step
+    with loading_into_torchs_adam(run.built.optimizer):
+        run.built.load_checkpoint(folder, del_local_after_load=False)
+    run.forget()
     for step in range(BROKEN, BROKEN + AFTER):
-        with built.train_mode():
-            output = built.train_batch(data_of(step, limit=LIMIT, replayed=replayed), loss)["metrics"]
-        for name, values in curve.items():
-            values.append(float(np.sum(output[name])))
-    return curve
+        run.update(step)
+    return run.curve
 
 
-second_loss = functools.partial(after_a_break, Break(call=1))
+def drawn_case(number: int) -> dict[str, Any]:
+    return after_a_break(DRAWN[number], SETTINGS[DRAWN[number]["setting"]])
+
+
+for _number in range(len(DRAWN)):
+    globals()[f"drawn_{_number}"] = functools.partial(drawn_case, _number)
+two_stages = functools.partial(after_a_break, OF_STAGES[0], STAGES)
+
+
+def raises_alone(*, balanced: bool) -> None:
+    """Rank 1's loss raises. It saves at once what it holds, and ends; then the other one waits for it no more."""
+    setting = SETTINGS[ALONE[0]["setting"]]
+    with verl_on_cpu.verl_on_cpu(), balancing(setting) if balanced else contextlib.nullcontext():
+        run = Run(made(setting), setting)
+        for step in (0, 1):
+            run.log_probs(step)
+            if step == 0:
+                run.update(step)
+        if torch.distributed.get_rank() == 0:
+            with told():
+                run.update(1)
+            return
+        try:
+            run.update(1, raising_at(1, OfTheUserError))
+        except OfTheUserError:
+            # Not by a checkpoint, and not with experts at home: both ask the other rank.
+            weights = {name: value.detach() for name, value in run.built.module[0].named_parameters()}
+            attached = adapter.run_of(run.built)
+            homes = attached.balancer.placement.home_rank if attached is not None else None
+            torch.save({"weights": weights, "homes": homes}, Path(os.environ[FOLDER]) / "of_rank_1.pt")
+            raise
+
+
+alone_in_verl = functools.partial(raises_alone, balanced=False)
+alone_balanced = functools.partial(raises_alone, balanced=True)

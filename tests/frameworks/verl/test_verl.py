@@ -109,6 +109,20 @@ def test_updates_are_balanced_by_one_variable(case: str, most: float, source: st
         assert [index for index, known in enumerate(balanced["prepared"]) if not known] == unknown
 
 
+@pytest.mark.multi_rank(world_size=4, case="verl_cases.homes_that_move", launch="verl")
+def test_verl_that_is_observed_trains_what_it_trained_and_says_what_balancing_would_do(outcome: list[Any]) -> None:
+    for rank in outcome:
+        plain, balanced, observed = rank["plain"], rank["balanced"], rank["observed"]
+        assert observed["log_probs"] == plain["log_probs"], "to the bit"
+        assert observed["curve"] == plain["curve"], "to the bit"
+        assert observed["moved"] > 0, "no homes were proposed: the test is blind"
+        for would, did in zip(observed["metrics"], balanced["metrics"], strict=True):
+            assert would["moe_rl/would_be_imbalance"] == pytest.approx(did["moe_rl/imbalance"], abs=0.02)
+            assert would["moe_rl/imbalance"] == pytest.approx(did["moe_rl/static_imbalance"], abs=0.02)
+            for name in ("replicas", "residents", "pushed_bytes", "returned_bytes", "reordered_bytes"):
+                assert would[f"moe_rl/{name}"] == 0
+
+
 @pytest.mark.multi_rank(world_size=4, case="recipe_cases.replayed", launch="recipe")
 def test_verls_recipe_for_router_replay_is_balanced_on_the_stand_ins(outcome: list[Any]) -> None:
     for rank in outcome:
@@ -234,9 +248,11 @@ def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
         "versions": "verl: ranks must have the version of moe_rl in common: rank 1 has 0.1, rank 0 has 0.0.",
         "routes": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
     }
-    for rank in outcome:
+    for index, rank in enumerate(outcome):
         assert rank["metrics"] == [{}]
         assert len(rank["warnings"]) == 1
+        padded = [line for line in rank["padded"] if "source history" in line]
+        assert len(padded) == (index == 0), "said once, on rank 0: tokens are padded, and no routes are replayed"
         assert expected["ep_size"] in rank["warnings"][0]
         for name, sentence in expected.items():
             assert sentence in rank["said"][name], name

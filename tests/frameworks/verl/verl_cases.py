@@ -169,13 +169,15 @@ def rollouts(
     mini_batches: int = MINI_BATCHES,
     reverses: Callable[[int, int], bool] = lambda step, rank: False,
     yardstick: bool = False,
+    observes: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
     """RL steps: a log-prob pass over a rollout, then four updates on parts of it, packed otherwise.
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
     experts of a test weigh what real ones do. Micro-batches are verl's own, so that sums are taken in verl's order.
-    `yardstick`: plain once more, with smaller micro-batches. The driver may reverse a rank's rollout between the two.
+    `yardstick`: plain once more, with smaller micro-batches. `observes`: once more, told to observe. The driver may
+    reverse a rank's rollout between the two.
     """
     given = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | OF_TEST | (told or {}))
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
@@ -228,6 +230,13 @@ def rollouts(
     if yardstick:
         with verl_on_cpu.verl_on_cpu():
             results["yardstick"] = run(engine(**build), limit=80)
+    if observes:
+        observing = settings_from_environment(OF_TEST | (told or {}) | {"MOE_RL": "observe"})
+        assert observing is not None
+        with verl_on_cpu.verl_on_cpu():
+            uninstall = adapter.install(impl, settings=observing)
+            results["observed"] = run(engine(**build))
+            uninstall()
     plain, balanced, *_ = weights
     results["same_names"] = list(plain) == list(balanced)
     results["apart"] = max(float((plain[name] - balanced[name]).abs().max()) for name in plain)
@@ -388,7 +397,7 @@ def packed() -> dict[str, Any]:
 
 
 def homes_that_move() -> dict[str, Any]:
-    return rollouts(told=MOVES_ARE_FREE)
+    return rollouts(told=MOVES_ARE_FREE, observes=True)
 
 
 def without_log_probs() -> dict[str, Any]:
@@ -656,6 +665,7 @@ def refused() -> dict[str, Any]:
         uninstall = adapter.install(impl, settings=settings(strict=False))
         values, metrics = losses(engine(ep_size=1), [batch(0)])
         uninstall()
+        of_first = list(lines)
         uninstall = adapter.install(impl, settings=settings())
         sentence("ep_size", lambda: engine(ep_size=1))
         sentence("dense", lambda: engine(ep_size=1, dense=True, mode="disabled"))
@@ -664,8 +674,10 @@ def refused() -> dict[str, Any]:
         with patch("moe_rl.balancing.common_facts.__version__", f"0.{torch.distributed.get_rank()}"):
             sentence("versions", engine)
         sentence("routes", lambda: losses(engine(), [batch(0, num_layers=5)]))
+        before = len(lines)
+        engine(mode="disabled", use_remove_padding=False)
         uninstall()
-    return {"curve": values, "metrics": metrics, "warnings": lines, "said": said}
+    return {"curve": values, "metrics": metrics, "warnings": of_first, "said": said, "padded": lines[before:]}
 
 
 def contract() -> dict[str, Any]:

@@ -1,0 +1,36 @@
+"""Combinations of a test's axes, drawn anew every day, so that nobody chooses the ones that pass.
+
+A day's are drawn again by `MOE_RL_TEST_SEED=20261127`. The seed is in the environment, so that the ranks of a test
+draw as the test does.
+"""
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+SEED = "MOE_RL_TEST_SEED"
+
+
+def seed() -> int:
+    """Return the seed of this session: the day, as 20261127, if the environment names no other."""
+    return int(os.environ.setdefault(SEED, datetime.now(UTC).strftime("%Y%m%d")))
+
+
+def combinations(axes: Mapping[str, Sequence[Any]], count: int, *, of: str) -> list[dict[str, Any]]:
+    """Return `count` combinations of the axes' values; `of` names the test, so that two of them draw otherwise.
+
+    Every axis is a deck that is dealt to its end before it is shuffled again: of six combinations of an axis of three
+    values, every value is in two.
+    """
+    draw = random.Random(f"{seed()} {of}")
+    dealt = {name: _dealt(values, count, draw) for name, values in axes.items()}
+    return [{name: values[index] for name, values in dealt.items()} for index in range(count)]
+
+
+def _dealt(values: Sequence[Any], count: int, draw: random.Random) -> list[Any]:
+    cards: list[Any] = []
+    while len(cards) < count:
+        cards += draw.sample(list(values), len(values))
+    return cards[:count]
