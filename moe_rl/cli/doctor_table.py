@@ -53,7 +53,9 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         reader = READERS[run.settings.framework]
         lines.append(f"{reader.title}: {', '.join(run.files)}")
         if reader.verdict_only:
-            lines.append(f"traps of a run are not looked for in {reader.title}'s runs; --attach gives the verdict")
+            lines.append(
+                f"few traps are looked for in {reader.title}'s runs (docs/doctor.md); --attach gives the verdict"
+            )
         if run.num_ignored:
             lines.append(f"{run.num_ignored} settings that no check looks at were passed over")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]

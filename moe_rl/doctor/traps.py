@@ -95,8 +95,10 @@ class Trap:
 
     def concerns(self, reader: Reader | None) -> bool:
         """Return whether it is looked for in runs of that reader, or (None) in an installation without a run."""
-        if reader is None or reader.verdict_only:
+        if reader is None:
             return self.of_installation
+        if reader.verdict_only:  # of these runs few keys are read: only what names them is looked for
+            return self.of_installation or reader.name in self.only
         return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 
 

@@ -137,6 +137,8 @@ class RunSettings:
     rollout_eplb: Flag = None
     """Whether the rollout engine places copies of experts (EPLB)."""
     rollout_engine: Word = None
+    weight_sync_pause_s: Real = None
+    """Seconds that the trainer waits between pausing the rollout engines and sending them weights, whatever they do."""
     rollout_log_probs: Flag = None
     rollout_correction: Flag = None
 

@@ -156,6 +156,14 @@ SEEDS = [
     Seed("rollout-places-experts", "verl", (ROLLOUT + "engine_kwargs.sglang.enable_eplb", True), NOTE),
     Seed("vllm-eplb-misplaces-updates", "verl", (ROLLOUT + "engine_kwargs.vllm.enable_eplb", True), ERROR),
     Seed("vllm-eplb-misplaces-updates", "nemo_rl", ("policy.generation.vllm_kwargs.enable_eplb", True), ERROR),
+    Seed(
+        "vllm-eplb-misplaces-updates",
+        "skyrl",
+        ("generator.inference_engine.engine_init_kwargs.enable_eplb", True),
+        ERROR,
+        (("generator.inference_engine.backend", "vllm"),),
+    ),
+    Seed("fixed-pause-before-weight-sync", "areal", ("rollout.pause_grace_period", 1.0), NOTE),
     *option("expert-order-in-export", "enable_expert_placement", True, ERROR),
     Seed("expert-order-in-export", "verl-yaml", ("moe_rl.policy", "relibra"), WARNING),
     Seed(

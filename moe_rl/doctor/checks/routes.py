@@ -128,7 +128,21 @@ def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
 def _of_vllm(case: Case) -> bool:
     """Return whether the setting of EPLB is one of vLLM's, and vLLM is what runs, as far as the files say."""
     eplb, engine = case.settings.rollout_eplb, case.settings.rollout_engine
-    return eplb is not None and "vllm" in eplb.written and (engine is None or engine.value == "vllm")
+    if eplb is None:
+        return False
+    if case.settings.framework == "skyrl":  # whose key names no engine
+        return engine is not None and engine.value == "vllm"
+    return "vllm" in eplb.written and (engine is None or engine.value == "vllm")
+
+
+def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
+    """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not they have paused. Too
+    short, and weights arrive while requests still run: their tokens are of two policies under one version. Too long,
+    and every sync waits for nothing. Weights that wait for the engines' own answer need no such number.
+    """
+    pause = case.settings.weight_sync_pause_s
+    if pause and above(pause, 0):
+        yield Found("{} is waited before every weight sync, whatever the engines do.", pause)
 
 
 def expert_order_in_export(case: Case) -> Iterator[Found]:
