@@ -79,8 +79,8 @@ class PassMetrics:
     reorder_s: float = 0.0
     """Seconds that it took, the wait for where they go included."""
     would_be: PassOutcome | None = None
-    """What the plan would have made of this pass, in a run that is observed; None in others, and where nothing is known
-    of the pass's tokens."""
+    """What the plan would have made of this pass, in a run that is observed; None in others, and where the pass had
+    another number of micro-batches than was announced."""
     memory: MemoryForecast | None = None
     """What was forecast before the pass; None for a forward-only one and where the loads were not known."""
     micro_batches_in_flight: int | None = None

@@ -23,6 +23,7 @@ from moe_rl.balancing.pass_source import (
 )
 from moe_rl.balancing.route_counter import RouteCounter
 from moe_rl.balancing.route_forecast import RouteForecast
+from moe_rl.balancing.sequence_rows import SequenceRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ class PassQueue(Generic[Tables]):
             )
             parts.append(run.thread.submit(task.prepare))
         rows = source.sequences_to_count
+        if rows is None and run.config.observe and source.num_micro_batches:
+            # Nothing is learned from rows that nobody named; they say what the plan would have made of the pass.
+            rows = (SequenceRows.unannounced(),) * source.num_micro_batches
         counter = None if rows is None else RouteCounter(rows, run.route_shape, run.layers.device)
         self.passes.append(
             PreparedPass(parts=parts, homes=homes, source=source, forward_only=forward_only, counter=counter)

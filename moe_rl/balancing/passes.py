@@ -327,16 +327,20 @@ class PassCycle(RoutePlanner[Tables]):
         counter = running.counter
         if counter is None:
             return metrics
-        loads = self.routes.record(
-            counter, planned.counted, num_begun=gathering.begun, is_update=not running.forward_only
-        )
+        if running.is_learned:
+            loads = self.routes.record(
+                counter, planned.counted, num_begun=gathering.begun, is_update=not running.forward_only
+            )
+        else:
+            loads = self.routes.count(counter, num_begun=gathering.begun)
         if planned.misfit is OBSERVED and self.routes.counted is not None:
             # What the plan would have made of the pass, whose loads are there soon.
             rows = CountingRows(loads, self.routes.counted.own_pairs)
             request = PassRequest(config=self.config, placement=self.placement, forward_only=running.forward_only)
             outcome = self.run.thread.submit(self.run.planner.outcome, request, planned, rows)
             metrics = replace(metrics, would_be=outcome.result())
-        self._home_choice.after_pass(counter.rows, loads, forward_only=running.forward_only)
+        if running.is_learned:
+            self._home_choice.after_pass(counter.rows, loads, forward_only=running.forward_only)
         return metrics
 
     def _movable_homes(self, what: str) -> ExpertHomes:

@@ -171,7 +171,7 @@ class RouteForecast:
         self, micro_batches: Sequence[MicroBatchRoutes], *, prediction: RankRows | None = None, is_update: bool
     ) -> RankRows:
         """Take what a pass counted and return its loads; `prediction` is what `predict` said of it."""
-        loads = self._loads_of(micro_batches)
+        loads = self.loads_of(micro_batches)
         if is_update:
             self._record_update(micro_batches, loads, prediction)
         else:
@@ -183,6 +183,15 @@ class RouteForecast:
             if is_update:
                 self._mean_of_update = self._mean
         return loads
+
+    def loads_of(self, micro_batches: Sequence[MicroBatchRoutes]) -> RankRows:
+        """Return the loads of a pass that has run: what its own counts predict of its own rows."""
+        loads, no_drift = [], ExpertDrift.none(*self.shape[:2])
+        for routes in micro_batches:
+            own_routes = RolloutRoutes(sequences=dict(routes.by_sequence()), drift=no_drift)
+            no_mean = self._no_mean(routes.num_rows)
+            loads.append(self._load_of(routes.rows, routes.num_rows, no_mean, [own_routes]))
+        return replace(self._as_rank_rows(loads), known=1.0, source="routes")
 
     def predict(self, micro_batches: Sequence[SequenceRows]) -> RankRows:
         """Return the loads that these micro-batches will have on this rank."""
@@ -239,15 +248,6 @@ class RouteForecast:
     def _rollouts(self) -> list[RolloutRoutes]:
         """Those of which an update may come, the likeliest first."""
         return [self._rollout] if self._previous is None else [self._rollout, self._previous]
-
-    def _loads_of(self, micro_batches: Sequence[MicroBatchRoutes]) -> RankRows:
-        """Return the loads of a pass that has run: what its own counts predict of its own rows."""
-        loads, no_drift = [], ExpertDrift.none(*self.shape[:2])
-        for routes in micro_batches:
-            own_routes = RolloutRoutes(sequences=dict(routes.by_sequence()), drift=no_drift)
-            no_mean = self._no_mean(routes.num_rows)
-            loads.append(self._load_of(routes.rows, routes.num_rows, no_mean, [own_routes]))
-        return replace(self._as_rank_rows(loads), known=1.0, source="routes")
 
     def _load_of(
         self, rows: SequenceRows, num_unannounced: int, mean: MeanMicroBatch, rollouts: Sequence[RolloutRoutes]

@@ -34,6 +34,8 @@ class RunningPass(Generic[Tables]):
     num_micro_batches: int
     """M that were announced."""
     counter: RouteCounter | None
+    is_learned: bool
+    """Whether passes to come are planned from what this one counts."""
 
     @classmethod
     def of(cls, prepared: PreparedPass[Tables], planned: PlannedPass, *, plan_wait_s: float) -> Self:
@@ -49,6 +51,7 @@ class RunningPass(Generic[Tables]):
             plan_wait_s=plan_wait_s,
             num_micro_batches=num_micro_batches,
             counter=prepared.counter,
+            is_learned=prepared.source.sequences_to_count is not None,
         )
 
     @property
@@ -144,6 +147,13 @@ class CountedRoutes(Generic[Tables]):
             lambda: self.forecast.record(counted.micro_batches(), prediction=prediction, is_update=is_update)
         )
         return self.loads
+
+    def count(self, counter: RouteCounter, *, num_begun: int) -> Future[RankRows]:
+        """Return the loads to be of a pass, of which `num_begun` micro-batches came; nothing is kept of it."""
+        if 0 < num_begun < len(counter.rows):
+            counter.forget_after(num_begun)
+        counted = self.counted = counter.start_fetch(self._run.layers.sum_counts)
+        return self._run.thread.submit(lambda: self.forecast.loads_of(counted.micro_batches()))
 
     def _sum_over_grid(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         total: NDArray[np.int64] = np.sum(self._run.planner.exchange.gather_in_grid(counts), axis=(0, 1))

@@ -90,6 +90,30 @@ def raises_alone(*, balanced: bool) -> None:
                 raise
 
 
+def moved_and_alone() -> None:
+    """The same in a run whose experts are elsewhere, of a kind that is drawn: nobody can bring them home alone, so the
+    rank saves what it holds, and where each expert's home is."""
+    folder = Path(os.environ[FOLDER])
+    setting = give_up_cases.SETTINGS[give_up_cases.ALONE[0]["setting"]]
+    with tiny_gpt.parallel(**setting.parallel):
+        run, curve = tiny_gpt.build(**setting.build), tiny_gpt.history()
+        balancer = attach(run.models, run.optimizer, setting.config)
+        balancer.reorder(setting.placement(balancer, 1))
+        balancer.begin_pass(PassSource.replayed(setting.routes(0)))
+        if dist.get_rank() == 0:
+            with told():
+                tiny_gpt.update(run, 0, setting.routes(0), curve)
+            return
+        with give_up_cases.in_the_loss(1, give_up_cases.OfTheUserError):
+            try:
+                tiny_gpt.update(run, 0, setting.routes(0), curve)
+            except give_up_cases.OfTheUserError:
+                balancer.give_up()
+                weights = {name: value.detach() for name, value in run.gpt.named_parameters()}
+                torch.save({"weights": weights, "homes": balancer.placement.home_rank}, folder / "of_rank_1.pt")
+                raise
+
+
 alone_in_megatron = functools.partial(raises_alone, balanced=False)
 alone_balanced = functools.partial(raises_alone, balanced=True)
 

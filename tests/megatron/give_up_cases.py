@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import cross_node_cases
+import drawn
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -48,6 +49,10 @@ class Setting:
     """Whether the plan fills every replica slot."""
 
     @property
+    def num_ranks(self) -> int:
+        return self.parallel["ep_size"] * self.parallel.get("pipeline", 1)
+
+    @property
     def num_layers(self) -> int:
         return int(self.build.get("num_layers", tiny_gpt.NUM_LAYERS))
 
@@ -55,6 +60,7 @@ class Setting:
         return [tiny_gpt.skewed_routes(step, m, num_layers=self.num_layers) for m in range(MICRO_BATCHES)]
 
 
+STAGES = {"ep_size": 2, "pipeline": 2}
 IN_NODE = BalancerConfig(policy="ultraep", objective="imbalance")
 RESIDENTS = BalancerConfig(policy="moe-rl", objective="imbalance", resident_slots=2, ranks_per_node=1, replica_slots=0)
 SETTINGS = {
@@ -68,8 +74,19 @@ SETTINGS = {
         build={"num_layers": cross_node_cases.LAYERS},
         by_hand=True,
     ),
-    "two_stages": Setting(parallel={"ep_size": 2, "pipeline": 2}, config=IN_NODE, build={"num_layers": 4}),
+    "across_nodes_recomputed": Setting(
+        parallel={"ep_size": 4},
+        config=cross_node_cases.CONFIG,
+        build={"num_layers": cross_node_cases.LAYERS} | FULL,
+        by_hand=True,
+    ),
+    "two_stages": Setting(parallel=STAGES, config=IN_NODE, build={"num_layers": 4}),
+    "two_stages_recomputed": Setting(parallel=STAGES, config=IN_NODE, build={"num_layers": 4} | FULL),
+    "two_stages_residents": Setting(
+        parallel=STAGES, config=RESIDENTS, build={"num_layers": 4}, placement=random_residents
+    ),
 }
+ALONE = drawn.combinations({"setting": [name for name in SETTINGS if SETTINGS[name].num_ranks == 2]}, 1, of="alone")
 
 
 # --- where it breaks: on all ranks alike, before one waits for what another will not send -----------------------------

@@ -56,7 +56,9 @@ def test_the_other_rank_gets_an_error_wherever_one_is_killed(
     assert not launch.results
 
 
-@pytest.mark.parametrize("case", ["alone_in_megatron", "alone_balanced"])
+@pytest.mark.parametrize(
+    "case", ["alone_in_megatron", "alone_balanced", pytest.param("moved_and_alone", marks=pytest.mark.slow)]
+)
 def test_a_rank_whose_loss_raises_alone_saves_at_once_and_the_other_ends_with_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,9 @@ def marked(world_size: int, case: str, *more: pytest.MarkDecorator) -> Any:
         marked(2, "residents_everywhere", pytest.mark.slow),
         marked(2, "residents_recomputed_everywhere", pytest.mark.slow),
         marked(4, "across_nodes_everywhere", pytest.mark.slow),
+        marked(4, "across_nodes_recomputed_everywhere", pytest.mark.slow),
+        marked(4, "two_stages_recomputed_everywhere", pytest.mark.slow),
+        marked(4, "two_stages_residents_everywhere", pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_as_megatron_does_wherever_its_code_raised(case: str, outcome: list[Any]) -> None:
