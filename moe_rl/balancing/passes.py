@@ -327,12 +327,7 @@ class PassCycle(RoutePlanner[Tables]):
         counter = running.counter
         if counter is None:
             return metrics
-        if running.is_learned:
-            loads = self.routes.record(
-                counter, planned.counted, num_begun=gathering.begun, is_update=not running.forward_only
-            )
-        else:
-            loads = self.routes.count(counter, num_begun=gathering.begun)
+        loads = self.routes.loads_of(running, counter, planned.counted, num_begun=gathering.begun)
         if planned.misfit is OBSERVED and self.routes.counted is not None:
             # What the plan would have made of the pass, whose loads are there soon.
             rows = CountingRows(loads, self.routes.counted.own_pairs)

@@ -132,6 +132,14 @@ class CountedRoutes(Generic[Tables]):
         self.counted: CountedPass | None = None
         """The counts of that pass."""
 
+    def loads_of(
+        self, running: RunningPass[Tables], counter: RouteCounter, prediction: RankRows | None, *, num_begun: int
+    ) -> Future[RankRows]:
+        """Return the loads to be of a pass that has ended; they are kept if passes to come are planned from them."""
+        if running.is_learned:
+            return self.record(counter, prediction, num_begun=num_begun, is_update=not running.forward_only)
+        return self.count(counter, num_begun=num_begun)
+
     def record(
         self, counter: RouteCounter, prediction: RankRows | None, *, num_begun: int, is_update: bool
     ) -> Future[RankRows]:
