@@ -1,4 +1,4 @@
-"""Train a small GPT of real Megatron-Core on two CPU ranks, plain and balanced: equal losses, less waiting.
+"""Train a small GPT of real Megatron-Core on two CPU ranks, plain, observed and balanced: equal losses, less waiting.
 
     torchrun --standalone --nproc-per-node 2 examples/megatron_cpu.py
 
@@ -8,6 +8,7 @@ Needs the packages of `pip install 'moe-rl[megatron]'`.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from moe_rl.megatron.on_cpu import cpu_megatron
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 WORDS, LENGTH, SEQUENCES = 64, 32, 4
-STEPS, MICRO_BATCHES = 3, 4
+STEPS, MICRO_BATCHES = 5, 4
 
 Routes = list[torch.Tensor]
 """One int64 tensor [rows of this rank, LAYERS, TOP_K] per micro-batch."""
@@ -120,38 +121,53 @@ def forward_backward(model: DistributedDataParallel, step: int, routes: Routes) 
     return sum(float(micro_batch["loss"]) for micro_batch in done) / MICRO_BATCHES
 
 
-def train(balanced: bool) -> list[float]:
-    """Train a few steps; return the losses, and print what balancing changed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What this rank's log says of one optimizer step."""
+
+    loss: float
+    metrics: dict[str, float]
+    """Empty in a plain run."""
+
+
+def train(config: BalancerConfig | None) -> list[Update]:
+    """Train a few steps, without moe_rl if there is no config."""
     model, optimizer, _ = build()
-    balancer = attach([model], optimizer, BalancerConfig(policy="moe-rl", objective="imbalance")) if balanced else None
-    losses = []
+    balancer = attach([model], optimizer, config) if config else None
+    updates = []
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         routes = routes_of(step)
         if balancer is not None:
             balancer.begin_pass(PassSource.replayed(routes))
-        losses.append(forward_backward(model, step, routes))
-        if balancer is not None:
-            metrics = balancer.end_pass().as_dict()
-            if dist.get_rank() == 0:
-                before, after = metrics["moe_rl/static_imbalance"], metrics["moe_rl/imbalance"]
-                print(f"step {step}: busiest rank {before:.3f} -> {after:.3f} of the mean")
+        loss = forward_backward(model, step, routes)
+        metrics = balancer.end_pass().as_dict() if balancer is not None else {}
+        updates.append(Update(loss=loss, metrics=metrics))
         optimizer.step()
-    return losses
+    return updates
 
 
 def main() -> None:
-    """Train twice and compare."""
+    """Train three times and compare."""
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
+    balancing = BalancerConfig(policy="moe-rl", objective="imbalance")
     with cpu_megatron():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-        plain, balanced = train(balanced=False), train(balanced=True)
+        plain, observed, balanced = train(None), train(replace(balancing, observe=True)), train(balancing)
     if dist.get_rank() == 0:
-        for step, (one, other) in enumerate(zip(plain, balanced, strict=True)):
-            print(f"step {step}: loss {one:.6f} plain, {other:.6f} balanced")
-    assert torch.allclose(torch.tensor(plain), torch.tensor(balanced), rtol=1e-5), "the losses differ"
+        print(f"{'':7}{'MOE_RL=observe':28}{'MOE_RL=moe-rl':22}{'loss'}")
+        print(f"{'step':7}{'imbalance':12}{'would be':16}{'imbalance':22}{'plain':12}{'observed':12}{'balanced'}")
+    for step, (before, seen, after) in enumerate(zip(plain, observed, balanced, strict=True)):
+        assert seen.loss == before.loss, "an observed run is the plain one, to the bit"
+        assert abs(after.loss - before.loss) < 1e-5 * before.loss, "the losses differ"
+        if dist.get_rank() == 0:
+            ran, would_be = seen.metrics["moe_rl/imbalance"], seen.metrics["moe_rl/would_be_imbalance"]
+            print(
+                f"{step:<7}{ran:<12.3f}{would_be:<16.3f}{after.metrics['moe_rl/imbalance']:<22.3f}"
+                f"{before.loss:<12.5f}{seen.loss:<12.5f}{after.loss:.5f}"
+            )
     dist.destroy_process_group()
 
 
