@@ -9,6 +9,7 @@ to see the others.
 
 import gc
 import os
+import random
 import sys
 import warnings
 import zlib
@@ -46,6 +47,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"
 CASE_TIMEOUT_S = 240.0
 """Of the start and of every case of several ranks: far above what one takes on a busy machine."""
+FEWEST_DRAWN_FROM = 4
+"""Cases of a test of several ranks below which all run every day."""
 _launches: dict[tuple[Path, int, str, str], Launch] = {}
 
 
@@ -66,11 +69,32 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist."""
+    """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist.
+
+    With `MOE_RL_TEST_CASES=half`, as `make test` sets it, the half of every parametrized test of several ranks runs that
+    the day draws.
+    """
+    if os.environ.get("MOE_RL_TEST_CASES") == "half":
+        left_out = _not_drawn(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: item.get_closest_marker("multi_rank") is None)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _not_drawn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return, of every test of several ranks with at least four cases, the cases that wait for another day."""
+    cases_of_tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _launch_of(item) is not None:
+            cases_of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = []
+    for test, cases in cases_of_tests.items():
+        if len(cases) >= FEWEST_DRAWN_FROM:
+            left_out += random.Random(f"{seed()} {test}").sample(cases, len(cases) // 2)
+    return left_out
 
 
 def _launch_of(item: pytest.Item) -> tuple[Path, int, str, str] | None:
