@@ -71,8 +71,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist.
 
-    With `MOE_RL_TEST_CASES=half`, as `make test` sets it, the half of every parametrized test of several ranks runs that
-    the day draws.
+    With `MOE_RL_TEST_CASES=half`, as `make test` sets it, parametrized tests of several ranks run the half of their
+    cases that the day draws.
     """
     if os.environ.get("MOE_RL_TEST_CASES") == "half":
         left_out = _not_drawn(items)
