@@ -29,6 +29,7 @@ def test_the_example_replays_every_route() -> None:
     assert 0 < same < total, "updates change the routers: without replay some routes differ"
 
 
+@pytest.mark.slow  # one break, drawn every day, is part of the integrations: test_give_up.py
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_after_an_exception_routers_choose_by_themselves_and_training_may_go_on() -> None:
     """Once in a loss, and once in a callback between two micro-batches of an optimizer step."""
