@@ -234,6 +234,8 @@ class ExpertMigration:
     slots_per_rank: int
     expert_bytes: int
     """Bytes of a home as moved: weights alone, or weights and optimizer state."""
+    steps_served: int = 1
+    """Optimizer steps until the policy moves homes again, which share the moves."""
 
     @classmethod
     def between(cls, old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int) -> Self:

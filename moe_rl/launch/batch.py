@@ -33,13 +33,15 @@ class BatchFacts:
     nodes: int | None = None
     """Nodes of the trainer."""
     gpus_per_node: int | None = None
+    trainer_gpus: int | None = None
+    """GPUs of the trainer, where the files say their number in one; else nodes times GPUs of a node."""
     engine_size: int | None = None
     """GPUs of one rollout engine."""
 
     @property
     def gpus(self) -> int | None:
         """GPUs of the trainer."""
-        return None if self.nodes is None or self.gpus_per_node is None else self.nodes * self.gpus_per_node
+        return self.trainer_gpus or _product(self.nodes, self.gpus_per_node)
 
     @property
     def samples(self) -> int | None:

@@ -1,11 +1,11 @@
 """How a reader is written: a table from the framework's keys to fields of `RunSettings`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from moe_rl.launch.batch import BatchKeys, read_batch
+from moe_rl.launch.batch import BatchFacts, BatchKeys, read_batch
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.launch.sources import Entry, RawRun
 
@@ -63,6 +63,8 @@ class Reader:
     """Whether only the verdict is given: nobody has checked which traps its own code avoids."""
     batch: BatchKeys = field(default_factory=dict)
     """Keys that say how large the run's batches are, by what they hold (`moe_rl.launch.batch`)."""
+    trainer_gpus: Callable[[RawRun], int | None] = lambda raw: None
+    """GPUs of the trainer, if the files say them in words of the framework's own and not as nodes of so many."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
     """Sentences on what of the run the reader leaves out."""
 
@@ -111,8 +113,12 @@ class Reader:
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,
-            batch=read_batch(raw, self.batch),
+            batch=self._batch_of(raw),
         )
+
+    def _batch_of(self, raw: RawRun) -> BatchFacts:
+        gpus, batch = self.trainer_gpus(raw), read_batch(raw, self.batch)
+        return batch if gpus is None else replace(batch, trainer_gpus=gpus)
 
 
 def hangs_on(entry: Entry) -> str:

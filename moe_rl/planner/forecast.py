@@ -29,4 +29,5 @@ class ForecastPlanner(EplbPlanner):
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan: placement from `problem.history`, splits from the step's own counts."""
         placement = eplb_placement(problem, self.known(problem), hierarchical=self.hierarchical)
-        return finish_plan(problem, self, placement=placement, replicas=exactly_split(problem, placement))
+        plan = finish_plan(problem, self, placement=placement, replicas=exactly_split(problem, placement))
+        return self.homes_kept(plan)

@@ -31,14 +31,19 @@ OPTIMIZER_PASS_BYTES = 30
 def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
     """Return all bytes that leave a rank in a step: replicas, resident copies and migrated homes.
 
-    Homes migrate once per `reorder_interval` steps: a step has its share.
+    Homes migrate once per interval, of the setting or of the policy: a step has its share.
     """
     replicas = plan.replicas.copies * sum(map(replica_transfers, pricing.passes))
     copies = int(_resident_slots(plan.placement).sum()) * resident_transfers(pricing.passes[0])
     homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum()) * plan.migration.expert_bytes
     expert_bytes = pricing.model.expert_bytes
     moved = replicas + copies - _copies_still_there(plan, pricing)
-    return int(moved * expert_bytes) + homes // pricing.setting.reorder_interval
+    return int(moved * expert_bytes) + homes // _steps_of_homes(plan, pricing)
+
+
+def _steps_of_homes(plan: Plan, pricing: StepPricing) -> int:
+    """Return the steps that share a migration: the interval of the setting, or a longer one that the policy keeps."""
+    return max(pricing.setting.reorder_interval, plan.migration.steps_served)
 
 
 def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
@@ -69,7 +74,7 @@ def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
 def movement_time(plan: Plan, pricing: StepPricing) -> float:
     """Return seconds per step of moves between micro-batches: the busiest rank of the busiest pipeline stage.
 
-    Resident copies move once per step, homes once per `reorder_interval` steps, which share the time. A rank's NIC
+    Resident copies move once per step, homes once per interval, whose steps share the time. A rank's NIC
     carries the copies that cross nodes, NVLink the rest; sending and receiving overlap.
     """
     setting, topology, params = pricing.setting, pricing.topology, pricing.passes[0]
@@ -84,7 +89,7 @@ def movement_time(plan: Plan, pricing: StepPricing) -> float:
         moved_s += reorder_time(in_node, hardware.nvlink_p2p_gb_per_s * 1e9)
         resident_s = resident_time(params, *copies[:, :, start:stop].sum(axis=2))
         # Stages move side by side, a rank only the layers of its own.
-        by_stage.append(moved_s / setting.reorder_interval + resident_s)
+        by_stage.append(moved_s / _steps_of_homes(plan, pricing) + resident_s)
     return max(by_stage)
 
 

@@ -5,12 +5,16 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from cli_runner import moe_rl
 from pages import PAGES, ROOT, blocks, inline_commands, name, words
 
 FOLLOWED = "docs/tutorials/trace.md"
@@ -49,8 +53,30 @@ def commands(page: Path) -> list[str]:
     if name(page) == FOLLOWED:
         return []
     found = [line for block in blocks(page.read_text()) if block.reason is None for line in block.lines]
-    found += inline_commands(page.read_text()) if name(page) == "README.md" else []
+    found += [line for line in inline_commands(page.read_text()) if line not in INLINE_ELSEWHERE and is_whole(line)]
     return [line for line in found if not left_to_make(line)]
+
+
+INLINE_ELSEWHERE = {
+    "moe-rl bench planner --sections speed": "minutes of planning; tests/test_cli_bench.py runs its sections on less",
+    "moe-rl demo --train": "tests/test_cli_train_demo.py",
+    "moe-rl tune run.moetrace --gpus 32": "minutes of search; docs/tune.md has a smaller one",
+    "moe-rl advise metrics.jsonl": "the file is a run's own; tests/countdown makes one",
+}
+"""Commands within sentences that are run, or need what no test has; where or why."""
+FILES = ("run.moetrace", "run.sh", "configs/traces/countdown-grpo.moetrace", "countdown-grpo")
+WITHOUT_FILE = ("clusters", "demo", "models", "policies")
+
+
+def is_whole(line: str) -> bool:
+    """Whether a command within a sentence can be run: others name a command, or an option of one."""
+    arguments = words(line)[1:]
+    reads_a_file = any(file in arguments for file in FILES) and not any(word.isupper() for word in arguments)
+    return (
+        reads_a_file
+        or arguments[0] in WITHOUT_FILE
+        or {"--help", "--help-all", "--framework"} & set(arguments) != set()
+    )
 
 
 PAGES_WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -64,6 +90,32 @@ def test_a_command_that_no_test_runs_has_a_reason(page: Path) -> None:
     for line in commands(page):
         assert words(line)[0] in START, f"{line}: what is this? Say above it why no test runs it."
         assert "..." not in line, line
+
+
+@pytest.fixture(scope="module")
+def options_of() -> Callable[[tuple[str, ...]], set[str]]:
+    """The options of a command by its words, as its help has them."""
+
+    @cache
+    def options(command: tuple[str, ...]) -> set[str]:
+        shown = [moe_rl(*command, flag) for flag in ("--help", "--help-all")]
+        assert shown[0].code == 0, f"{command}: {shown[0].err}"
+        return set(re.findall(r"--?[a-z][a-z0-9-]*", "".join(ran.out for ran in shown)))
+
+    return options
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_command_within_a_sentence_exists_with_its_options(
+    page: Path, options_of: Callable[[tuple[str, ...]], set[str]]
+) -> None:
+    for line in inline_commands(page.read_text()):
+        arguments = words(line)[1:]
+        group = 2 if arguments[0] in ("trace", "replay", "bench") and len(arguments) > 1 else 1
+        command = tuple(word for word in arguments[:group] if not word.startswith("-"))
+        known = options_of(command)
+        for word in arguments[len(command) :]:
+            assert not word.startswith("-") or word in known, f"{line}: {word} is no option of {' '.join(command)}"
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,7 @@ num_return_sequences_in_group: 8
 sequence_length: 4096
 actor_train:
   training_args: {per_device_train_batch_size: 2}
+  device_mapping: list(range(0,32))
   strategy_args: {strategy_name: megatron_train, strategy_config: {expert_model_parallel_size: 8}}
 """
 ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
@@ -135,8 +136,30 @@ ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=
         ("run.yaml", NEMO_RL, {"micro_batch_tokens": 8192, "global_batch_size": 16}),
         # 16 GPUs with EP8 are two groups: half of the 32 prompts of an update, four samples of each.
         ("run.sh", SKYRL, {"micro_batch_tokens": 4096, "global_batch_size": 64, "num_samples": 256}),
-        ("run.yaml", AREAL, {"micro_batch_tokens": 10240, "num_samples": 512, "samples_per_prompt": 8}),
-        ("run.yaml", ROLL, {"micro_batch_tokens": 8192, "num_samples": 512, "samples_per_prompt": 8}),
+        # 4 x 2 x 2 GPUs are the ranks that are simulated: the whole batch.
+        (
+            "run.yaml",
+            AREAL,
+            {
+                "micro_batch_tokens": 10240,
+                "num_samples": 512,
+                "samples_per_prompt": 8,
+                "train_gpus": 16,
+                "global_batch_size": 512,
+            },
+        ),
+        # 32 GPUs are four groups of EP8.
+        (
+            "run.yaml",
+            ROLL,
+            {
+                "micro_batch_tokens": 8192,
+                "num_samples": 512,
+                "samples_per_prompt": 8,
+                "train_gpus": 32,
+                "global_batch_size": 128,
+            },
+        ),
     ],
 )
 def test_the_batch_of_a_run_is_read(tmp_path: Path, name: str, text: str, expected: dict[str, object]) -> None:

@@ -5,6 +5,7 @@ sizes for experts `megatron:(attn:d4p4t2|ffn:d2p4e4)`. Before there was `actor.b
 engines: `sglang:d4+megatron:d1p4e4`.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -30,11 +31,26 @@ def _backend(raw: RawRun) -> Entry | None:
     return last_entry(raw, "actor.backend") or last_entry(raw, "allocation_mode")
 
 
+def _cut(backend: Entry) -> tuple[str, str]:
+    """Return (engine, sizes) of the trainer: of `sglang:d4+megatron:d1p4e4` what stands behind the last plus."""
+    engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
+    return engine, cut
+
+
+def _trainer_gpus(raw: RawRun) -> int | None:
+    """Return the ranks of `d2p4t2`: 16. Experts share them out in another way; None if the sizes are not known."""
+    backend = _backend(raw)
+    if backend is None or backend.missing:
+        return None
+    attention = _cut(backend)[1].partition("|")[0]
+    sizes = [int(size) for _, size in re.findall(r"([dptc])(\d+)", attention)]
+    return math.prod(sizes) if sizes else None
+
+
 def _complete(settings: Known, raw: RawRun) -> Known:
     backend = _backend(raw)
     if backend is not None and not backend.missing:
-        # `sglang:d4+megatron:d1p4e4`: the trainer stands behind the last plus.
-        engine, _, cut = str(backend.value).rpartition("+")[2].partition(":")
+        engine, cut = _cut(backend)
         if engine != "megatron":
             trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"
             settings = {**settings, "trainer": said_by(backend, trainer)}
@@ -63,4 +79,5 @@ READER = Reader(
     option=megatron.option_in(ENGINE),
     complete=_complete,
     verdict_only=True,
+    trainer_gpus=_trainer_gpus,
 )

@@ -3,6 +3,7 @@
 Keys: alibaba/ROLL:roll/configs and examples (8eb27cc); `strategy_config` goes to mcore_adapter's TransformerConfig.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def _of_worker(raw: RawRun) -> RawRun:
     return replace(raw, entries=[replace(entry, key=entry.key.removeprefix(prefix)) for entry in raw.entries])
 
 
+def _trainer_gpus(raw: RawRun) -> int | None:
+    """Return the devices of the worker that trains: of `list(range(0, 16))`, which ROLL evaluates, or of a list."""
+    mapping = last_entry(raw, "device_mapping")
+    if mapping is None or mapping.missing:
+        return None
+    if isinstance(mapping.value, list):
+        return len(mapping.value)
+    span = re.fullmatch(r"list\(range\((?:(\d+), *)?(\d+)\)\)", str(mapping.value).strip())
+    return None if span is None else int(span[2]) - int(span[1] or 0)
+
+
 def _complete(settings: Known, raw: RawRun) -> Known:
     settings = with_model(settings | other_trainer(last_entry(raw, STRATEGY)), raw, "pretrain")
     return with_model(settings, raw, MODEL + "model_name_or_path")
@@ -44,5 +56,6 @@ READER = Reader(
     option=megatron.option_in(CONFIG, CONFIG + "additional_configs."),
     complete=_complete,
     verdict_only=True,
+    trainer_gpus=_trainer_gpus,
     prepare=_of_worker,
 )

@@ -3,7 +3,7 @@
 Algorithm of deepseek-ai/EPLB:eplb.py, written afresh and vectorised over layers. L layers, E experts, P ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -30,6 +30,12 @@ class EplbPlanner(Planner):
 
     hierarchical: bool = False
     """Pack expert groups into nodes first and replicate inside them; needs a router with groups."""
+    reorder_interval: int = 20
+    """Steps from one choice of homes to the next, which share its moves: no trainer moves optimizer states for every
+    step. Homes are taken to fit each of these steps as well as the one after the choice, which is in EPLB's favor."""
+
+    def __post_init__(self) -> None:
+        require(self.reorder_interval >= 1, f"reorder_interval must be at least 1, got {self.reorder_interval}.")
 
     def known(self, problem: PlanProblem) -> StepLoad:
         """Return the loads that the placement is made for; raise where they are not known."""
@@ -43,7 +49,12 @@ class EplbPlanner(Planner):
     def make(self, problem: PlanProblem, may: Levers) -> Plan:
         """Return the plan: homes and copies for `known` loads, every expert's tokens dealt over them equally."""
         placement = eplb_placement(problem, self.known(problem), hierarchical=self.hierarchical)
-        return finish_plan(problem, self, placement=placement, replicas=equally_split(problem, placement))
+        plan = finish_plan(problem, self, placement=placement, replicas=equally_split(problem, placement))
+        return self.homes_kept(plan)
+
+    def homes_kept(self, plan: Plan) -> Plan:
+        """Return the plan whose moves are paid for by all steps of an interval."""
+        return replace(plan, migration=replace(plan.migration, steps_served=self.reorder_interval))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,9 @@ class EplbOraclePlanner(EplbPlanner):
     name: ClassVar[str] = "eplb-oracle"
     summary: ClassVar[str] = "DeepSeek EPLB on this step's loads"
     needs_history: ClassVar[bool] = False
+
+    reorder_interval: int = 1
+    """Homes for the loads of this very step are worth nothing to the next."""
 
     def known(self, problem: PlanProblem) -> StepLoad:
         """Return the step's own loads."""
