@@ -1,6 +1,7 @@
 """`moe-rl rl-step`: the parts of every policy, a picture, and what cannot be asked."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def test_lengths_alone_make_a_step() -> None:
     assert figures["forced_balance"]["update_speedup_vs_static"] > figures["forced_balance"]["speedup_vs_static"] > 1
     same = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", 1, "--json").out)["policies"]
     assert same["forced_balance"]["speedup_vs_static"] == 1
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "title"),
+    [
+        (1.5, r"Perfect balance would make the update 1\.\d\dx and the step of RL 1\.\d\dx as fast"),
+        (1, "Balancing the update brings nothing to this step of RL"),
+    ],
+)
+def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, title: str) -> None:
+    page = tmp_path / "step.html"
+    ran = moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", imbalance, "--html", page)
+    assert re.search(title, " ".join(ran.out.split()))
+    assert re.search(f"<h1>{title}</h1>", page.read_text())
 
 
 def test_a_sweep_prints_a_table_for_every_value() -> None:

@@ -55,6 +55,7 @@ def rl_step(
         return
     for name, point in points.items():
         results().print(_table(name or "part (s)", point))
+        results().print(_headline(point))
     say_notes(notes)
     if plot is not None:
         say(f"wrote {plot}")
@@ -64,14 +65,23 @@ def _page(point: "RlPoint", draw: Callable[[float], Markup], notes: Sequence[str
     from moe_rl.report.faces import PAGE_COLUMNS, printed
     from moe_rl.report.html import render_picture
 
+    table = printed(lambda console: console.print(_table("part (s)", point)), PAGE_COLUMNS)
+    return render_picture("moe_rl rl-step", _headline(point), draw, table, notes=notes)
+
+
+def _headline(point: "RlPoint") -> str:
+    """Return what balancing brings, the title of the page: without a trace, what perfect balance would bring."""
+    from moe_rl.study.rl_passes import FORCED
+
     steps = point.steps
     static, (name, best) = steps["static"], min(steps.items(), key=lambda item: item[1].step_time_s)
     update = static.parts_s["update"] / best.parts_s["update"]
-    table = printed(lambda console: console.print(_table("part (s)", point)), PAGE_COLUMNS)
-    title = (
-        f"{name}: update {update:.2f}x, RL step {static.step_time_s / best.step_time_s:.2f}x against static placement"
-    )
-    return render_picture("moe_rl rl-step", title, draw, table, notes=notes)
+    step = static.step_time_s / best.step_time_s
+    if step <= 1.0:
+        return "Balancing the update brings nothing to this step of RL"
+    if name == FORCED:
+        return f"Perfect balance would make the update {update:.2f}x and the step of RL {step:.2f}x as fast"
+    return f"{name}: update {update:.2f}x, RL step {step:.2f}x against static placement"
 
 
 def _table(title: str, point: "RlPoint") -> Table:

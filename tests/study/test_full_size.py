@@ -65,6 +65,22 @@ def test_one_batch_gives_one_figure_however_it_is_spelled(recording: Path, spell
     assert reports[0].rl_speedup == reports[1].rl_speedup
 
 
+def test_a_point_of_a_sweep_and_a_tuned_setting_have_the_figure_of_a_simulation(recording: Path) -> None:
+    alone = moe_rl.simulate(recording, **ASKED)
+    (point,) = moe_rl.sweep(recording, {"micro_batch_tokens": [8192]}, jobs=1, **ASKED).points
+    assert {name: row.step_time_s for name, row in point.policies.items()} == {
+        row.policy: row.step_time_s for row in alone.policies
+    }
+    layout = {"expert_model_parallel_size": 8, "cluster": "h100", "moe_token_dispatcher_type": "alltoall"}
+    whole = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    same = {**layout, **whole, "micro_batch_tokens": 8192, "recompute_granularity": "full"}
+    simulated = moe_rl.simulate(recording, policy="static", **same)
+    tuned = moe_rl.tune(recording, gpus=8, jobs=1, **same).best
+    # A search prices balanced routing.
+    seconds = float(str(simulated.trace["num_tokens"])) / tuned.tokens_per_s_per_gpu / 8
+    assert seconds == pytest.approx(simulated.yardstick("forced_balance").step_time_s, rel=0.01)
+
+
 def test_the_header_says_what_was_done_to_the_batch(recording: Path) -> None:
     asked = ASKED | {"policy": "static"}
     heads = {
