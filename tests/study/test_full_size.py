@@ -68,9 +68,7 @@ def test_one_batch_gives_one_figure_however_it_is_spelled(recording: Path, spell
 def test_a_point_of_a_sweep_and_a_tuned_setting_have_the_figure_of_a_simulation(recording: Path) -> None:
     alone = moe_rl.simulate(recording, **ASKED)
     (point,) = moe_rl.sweep(recording, {"micro_batch_tokens": [8192]}, jobs=1, **ASKED).points
-    assert {name: row.step_time_s for name, row in point.policies.items()} == {
-        row.policy: row.step_time_s for row in alone.policies
-    }
+    assert dict(point.policies) == {row.policy: row.speedup_vs_static for row in alone.policies}
     layout = {"expert_model_parallel_size": 8, "cluster": "h100", "moe_token_dispatcher_type": "alltoall"}
     whole = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1}
     same = {**layout, **whole, "micro_batch_tokens": 8192, "recompute_granularity": "full"}
@@ -79,6 +77,18 @@ def test_a_point_of_a_sweep_and_a_tuned_setting_have_the_figure_of_a_simulation(
     # A search prices balanced routing.
     seconds = float(str(simulated.trace["num_tokens"])) / tuned.tokens_per_s_per_gpu / 8
     assert seconds == pytest.approx(simulated.yardstick("forced_balance").step_time_s, rel=0.01)
+
+
+def test_eplb_pays_a_twentieth_of_its_moves_by_itself(recording: Path) -> None:
+    asked = {**ASKED, "policy": "static,eplb", "batch": "recorded", "micro_batch_tokens": 320}
+    moved = [
+        moe_rl.simulate(recording, **asked, policy_option=option).policies[1].breakdown_s["reorder"]
+        for option in ([], ["eplb.reorder_interval=1"], ["eplb.reorder_interval=5"])
+    ]
+    # Its copies travel in every step, its homes once in an interval.
+    homes = (moved[1] - moved[2]) / (1 - 1 / 5)
+    assert homes > 0
+    assert moved[0] == pytest.approx(moved[1] - homes * (1 - 1 / 20))
 
 
 def test_the_header_says_what_was_done_to_the_batch(recording: Path) -> None:
