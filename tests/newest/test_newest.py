@@ -37,8 +37,11 @@ def test_of_every_package_that_moves_it_says_what_is_here_and_what_is_pinned(pro
     assert not [line for line in lines if line.endswith("any)")], "constraints.txt pins all of them"
 
 
-def test_its_files_exist(program) -> None:  # type: ignore[no-untyped-def]
+def test_its_files_and_tests_exist(program) -> None:  # type: ignore[no-untyped-def]
     assert all((program.ROOT / path).exists() for path in program.TESTS)
+    for test in program.OF_PINNED_VERSIONS:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (program.ROOT / file).read_text(), test
 
 
 def test_a_name_that_others_miss_is_put_back(tmp_path: Path) -> None:
