@@ -372,26 +372,31 @@ class _Run:
         """Return what the searches find: a portfolio, since none of them sees all that the final price counts.
 
         On the given layout; where packing is priced, on those of drivers who know lengths alone and on the one that is
-        the best to start from before copies and moves are priced; by packing from the best of all these; and, where no
-        copies will level the ranks, by packing around homes that stay.
+        the best to start from before copies and moves are priced; by packing from that one and from the cheapest of
+        all these; and, where no copies will level the ranks, by packing around homes that stay.
         """
         options, cost = self.options, self.problem.micro_batch_cost
         if not options.packs:
             return self._candidates(nothing)
         unpacked = replace(options, packs=False)
         runs, packing = [replace(self, options=unpacked, first=self._searcher(unpacked).ordered())], options
+        near = 0  # of the runs, the one to start from before copies and moves are priced
         if cost is not None and self.problem.prices_layouts:
-            runs += [runs[0]._on(layout) for layout in runs[0]._layouts_to_try(cost)]
+            layouts = runs[0]._layouts_to_try(cost)
+            near = int(layouts[0] is not self.problem.layout)
+            runs += [runs[0]._on(layout) for layout in layouts if layout is not self.problem.layout]
             packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
         by_run = [run._candidates(nothing) for run in runs]
         best_of_run = [self._best_on(run.problem.layout, found) for run, found in zip(runs, by_run, strict=True)]
-        start = runs[int(np.argmin([self._with_moves(best) for best in best_of_run]))]
+        cheapest = int(np.argmin([self._with_moves(best) for best in best_of_run]))
         candidates = [candidate for of_run in by_run for candidate in of_run]
         if self.problem.prices_layouts:
             candidates += [run._dealt(best) for run, best in zip(runs, best_of_run, strict=True)]
-        candidates += replace(start, options=packing)._candidates(nothing)
+        for index in sorted({near, cheapest}):
+            candidates += replace(runs[index], options=packing)._candidates(nothing)
         if options.by_rank and options.reorders:
-            candidates.append(replace(start, options=replace(packing, reorders=False))._packed_around_homes())
+            around_homes = replace(runs[near], options=replace(packing, reorders=False))
+            candidates.append(around_homes._packed_around_homes())
         return candidates
 
     def dealt_by_workers(self, best: Candidate) -> Candidate:
@@ -443,9 +448,9 @@ class _Run:
         return replace(run, first=run._searcher(self.options).ordered())
 
     def _layouts_to_try(self, cost: MicroBatchCost) -> list[BatchLayout]:
-        """Return the layouts of drivers, and the near one that is cheapest with the homes that suit the given one.
+        """Return the near layout that is cheapest with the homes that suit the given one, and those of drivers.
 
-        No layout stands there twice, nor does the given one.
+        Only the first may be the given one; none stands there twice.
         """
         problem = self.problem
         assert problem.sequence_tokens is not None
@@ -455,11 +460,12 @@ class _Run:
         starts = [
             self._candidate(homes[-1], layout, load_of_plan(problem, layout), cross_nodes=False) for layout in near
         ]
-        layouts = [problem.layout]
-        for layout in [min(starts, key=lambda start: start.price).layout, *drivers]:
-            if not any(layout.same_cells(other) for other in layouts):
+        near_layout = min(starts, key=lambda start: start.price).layout
+        layouts = [problem.layout if near_layout.same_cells(problem.layout) else near_layout]
+        for layout in drivers:
+            if not any(layout.same_cells(other) for other in (problem.layout, *layouts)):
                 layouts.append(layout)
-        return layouts[1:]
+        return layouts
 
     def _searcher(self, options: SearchOptions) -> Searcher:
         steps = self.problem.steps_served if self.outlook is None else self.outlook.steps
