@@ -35,10 +35,12 @@ def times_the_yardstick(plain: Curve, other: Curve, yardstick: Curve) -> float:
     """How many times as far from `plain` as `yardstick` the curve `other` is; infinite where it is not a number.
 
     Distances are root mean squares of relative differences over the steps; the worse of loss and gradient norm counts.
+    The yardstick may end before the others do.
     """
     worst = 0.0
     for name in ("loss", "grad_norm"):
-        times = _distance(plain[name], other[name]) / _distance(plain[name], yardstick[name])
+        measure = _distance(plain[name][: len(yardstick[name])], yardstick[name])
+        times = _distance(plain[name], other[name]) / measure
         worst = max(worst, times if times == times else float("inf"))
     return worst
 

@@ -29,7 +29,8 @@ def replayed() -> dict[str, Any]:
     with verl_on_cpu.host_beside_device():
         return verl_cases.rollouts(
             told=verl_cases.MOVES_ARE_FREE,
-            yardstick=True,
+            yardstick=verl_cases.ROLLOUTS,
+            draw=7,
             mode="R3",
             transformer=OPTIONS,
             param_offload=True,

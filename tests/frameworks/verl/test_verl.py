@@ -13,6 +13,8 @@ LIMIT, SIZES = 60, (9, 14, 7, 12, 5, 11)
 
 pytestmark = pytest.mark.framework
 UPDATES, LEARNING_RATE = 8, 1e-6
+SHARE = 1 / 20
+"""Of the distance between plain verl and plain verl with other micro-batches."""
 
 
 def verl_case(case: str) -> pytest.MarkDecorator:
@@ -88,11 +90,12 @@ def four_ranks(case: str, *values: Any) -> Any:
     ],
 )
 def test_updates_are_balanced_by_one_variable(case: str, most: float, source: str, outcome: list[Any]) -> None:
+    assert any(rank["plain"]["curve"]["grad_norm"] for rank in outcome)
     for rank in outcome:
         plain, balanced = rank["plain"], rank["balanced"]
         assert plain["log_probs"] == balanced["log_probs"]
-        assert balanced["curve"]["loss"] == pytest.approx(plain["curve"]["loss"], rel=1e-6)
-        assert balanced["curve"]["grad_norm"] == pytest.approx(plain["curve"]["grad_norm"], rel=1e-6)
+        if plain["curve"]["grad_norm"]:  # of the last pipeline stage, and of the first rank of a tensor-parallel group
+            assert times_the_yardstick(plain["curve"], balanced["curve"], rank["yardstick"]["curve"]) <= SHARE
         assert rank["same_names"]
         assert rank["apart"] <= 2 * UPDATES * LEARNING_RATE, "of an element whose gradient is 0 Adam may turn the sign"
         known = balanced["metrics"][1:] if source == "history" else balanced["metrics"]

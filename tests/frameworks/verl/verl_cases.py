@@ -1,7 +1,9 @@
 """Cases of test_verl.py: verl's real engine, plain and balanced by the adapter."""
 
 import logging
+import os
 import tempfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,8 @@ def every_row_replayed() -> dict[str, Any]:
 
 
 ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
+DRAW = int(os.environ.get("MOE_RL_TEST_DRAW", "0"))
+"""Another one draws other mini-batches in the cases of `rollouts`."""
 OF_TEST = {"MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"}
 LEARNING_RATE = 3e-4
 """At which 11 % of the choices flip until the first rollout's fourth update."""
@@ -168,7 +172,8 @@ def rollouts(
     log_prob_pass: bool = True,
     mini_batches: int = MINI_BATCHES,
     reverses: Callable[[int, int], bool] = lambda step, rank: False,
-    yardstick: bool = False,
+    yardstick: int = 1,
+    draw: int | None = None,
     observes: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
@@ -176,19 +181,23 @@ def rollouts(
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
     experts of a test weigh what real ones do. Micro-batches are verl's own, so that sums are taken in verl's order.
-    `yardstick`: plain once more, with smaller micro-batches. `observes`: once more, told to observe. The driver may
-    reverse a rank's rollout between the two.
+    How sequences are dealt to mini-batches is drawn by what is told and built. `yardstick`: so many rollouts of plain
+    verl once more, with smaller micro-batches. One is enough: what is apart grows from update to update, so that it
+    measures too little rather than too much. `observes`: once more, told to observe. The driver may reverse a rank's
+    rollout between the two.
     """
     given = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | OF_TEST | (told or {}))
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
     weights: list[dict[str, torch.Tensor]] = []
     rank = torch.distributed.get_rank()
+    if draw is None:
+        draw = zlib.crc32(f"{DRAW} {sorted(told or {})} {log_prob_pass} {sorted(build)}".encode()) % 2**31
 
-    def run(built: Any, limit: int = 120) -> dict[str, Any]:
+    def run(built: Any, limit: int = 120, num_rollouts: int = ROLLOUTS) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         metrics, found, flips, sent, prepared = [], [], [], [], []
-        for step in range(ROLLOUTS):
+        for step in range(num_rollouts):
             sizes = tuple(np.random.default_rng(step).integers(20, 60, SEQUENCES).tolist())
             budget = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 400, "enable_routing_replay": replays}
             data = batch(step, sizes, routes=replays, num_layers=num_layers, **budget)
@@ -197,7 +206,7 @@ def rollouts(
                 found += [output["log_probs"].values().double().sum().item()] if output else []
             if reverses(step, rank):
                 data = index_select_tensor_dict(data, list(range(SEQUENCES))[::-1])
-            seed = 7 + built.get_data_parallel_rank()  # the same in every rollout, as verl's worker has it
+            seed = draw + built.get_data_parallel_rank()  # the same in every rollout, as verl's worker has it
             shuffled = {"seed": seed, "dataloader_kwargs": {"shuffle": True}}
             parts = tensordict_utils.make_iterator(data, SEQUENCES // mini_batches, 1, **shuffled)
             for mini in parts:
@@ -229,7 +238,7 @@ def rollouts(
     results = both_ways(run, given=given, **build)
     if yardstick:
         with verl_on_cpu.verl_on_cpu():
-            results["yardstick"] = run(engine(**build), limit=80)
+            results["yardstick"] = run(engine(**build), limit=80, num_rollouts=yardstick)
     if observes:
         observing = settings_from_environment(OF_TEST | (told or {}) | {"MOE_RL": "observe"})
         assert observing is not None
@@ -314,7 +323,7 @@ def as_simulated() -> dict[str, Any]:
 def beside_simulation(told: dict[str, str]) -> dict[str, Any]:
     shared = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
     torch.distributed.broadcast_object_list(shared)
-    ran = rollouts(told=told | {"MOE_RL_RECORD": shared[0]}, mini_batches=1)["balanced"]
+    ran = rollouts(told=told | {"MOE_RL_RECORD": shared[0]}, mini_batches=1, yardstick=0)["balanced"]
     sent = torch.tensor(ran["sent"])
     torch.distributed.all_reduce(sent)
     found = [
@@ -397,7 +406,7 @@ def packed() -> dict[str, Any]:
 
 
 def homes_that_move() -> dict[str, Any]:
-    return rollouts(told=MOVES_ARE_FREE, observes=True)
+    return rollouts(told=MOVES_ARE_FREE, observes=True, draw=7)
 
 
 def without_log_probs() -> dict[str, Any]:
@@ -436,7 +445,7 @@ def expert_tensor_parallel() -> dict[str, Any]:
 
 
 def weights_that_change_fast() -> dict[str, Any]:
-    return rollouts(told=MOVES_ARE_FREE, lr=LEARNING_RATE)
+    return rollouts(told=MOVES_ARE_FREE, yardstick=0, lr=LEARNING_RATE)
 
 
 def tensor_parallel() -> dict[str, Any]:
