@@ -29,7 +29,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
 from moe_rl.simulators.memory import GIB, dense_params
-from moe_rl.simulators.weight_sync import TRANSPORTS, SyncSetting, price_sync
+from moe_rl.simulators.weight_sync import TRANSPORTS, SyncPrice, SyncSetting, SyncTransport, price_sync
 
 Floats = NDArray[np.float64]
 
@@ -111,7 +111,10 @@ class RlStepSetting:
     weight_sync_s: float | None = None
     """Measured; None: the forecast, or the price of `weight_sync_transport`."""
     weight_sync_transport: str = ""
-    """How weights reach engines on other GPUs, one of `weight_sync.TRANSPORTS`; "": the forecast without a name."""
+    """How weights reach the engines, one of `weight_sync.TRANSPORTS`; "": what the fit on 14 published steps left for it,
+    which for DeepSeek-V3 is more than later releases publish (34.7 s apart, where 14 to 15 s are published)."""
+    weight_sync_control_s: float = 0.0
+    """Seconds of pause, drain and metadata beside a transport's own."""
     trainer_ep_size: int = 1
     """Ranks that share out the trainer's experts; some transports take longer the more a trainer holds."""
     offload_s: float | None = None
@@ -121,7 +124,7 @@ class RlStepSetting:
         require_least(
             self, train_gpus=1, rollout_gpus=1, engine_size=1, update_epochs=1, max_running_samples=1,
             samples_per_prompt=1, rollout_imbalance=1, staleness=0, reward_s=0, reference_passes=0, log_prob_passes=0,
-            environment_s=0, draft_tokens=0, framework_share=0,
+            environment_s=0, draft_tokens=0, framework_share=0, weight_sync_control_s=0,
         )  # fmt: skip
         require_positive(self, "rollout_tokens_per_s", "weight_sync_s", "offload_s")
         require(
@@ -130,11 +133,13 @@ class RlStepSetting:
         )
         require_words(self, rollout_precision=PRECISIONS)
         require(
-            not self.weight_sync_transport or not self.colocated,
-            f"weight_sync_transport {self.weight_sync_transport} is between different GPUs: that needs rollout_gpus.",
+            not self.weight_sync_control_s or bool(self.weight_sync_transport),
+            f"weight_sync_control_s {self.weight_sync_control_s:g} is added to a transport's seconds: name "
+            "weight_sync_transport.",
         )
         if self.weight_sync_transport:
             require_words(self, weight_sync_transport=TRANSPORTS.names)
+            self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         require(
             self.staleness == 0 or not self.colocated,
@@ -143,6 +148,17 @@ class RlStepSetting:
         require(
             self.decoding_gpus % self.engine_size == 0,
             f"engine_size {self.engine_size} does not divide the {self.decoding_gpus} rollout GPUs.",
+        )
+
+    def _require_same_gpus(self, transport: SyncTransport) -> None:
+        """Raise for a transport between GPUs of another kind than the setting's."""
+        require(
+            transport.colocated or not self.colocated,
+            f"weight_sync_transport {transport.name} is between different GPUs: that needs rollout_gpus.",
+        )
+        require(
+            self.colocated or not transport.colocated,
+            f"weight_sync_transport {transport.name} is between processes on the same GPUs: leave rollout_gpus out.",
         )
 
     @property
@@ -264,7 +280,7 @@ def _sync_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSe
     if setting.weight_sync_s is not None:
         return setting.weight_sync_s
     if setting.weight_sync_transport:
-        return price_sync(setting.weight_sync_transport, sync_setting(model, setting), hardware).seconds
+        return sync_price(model, hardware, setting).seconds
     weights = BF16_BYTES * all_params(model)
     if not setting.colocated:
         return weights / (FITTED["sender_share"] * hardware.rdma_gb_per_s * 1e9)
@@ -273,8 +289,15 @@ def _sync_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSe
     return weights / (FITTED["gather_share"] * link * 1e9)
 
 
+def sync_price(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> SyncPrice:
+    """Return the seconds of a named transport, line by line."""
+    return price_sync(
+        setting.weight_sync_transport, sync_setting(model, setting), hardware, control_s=setting.weight_sync_control_s
+    )
+
+
 def sync_setting(model: MoeModelSpec, setting: RlStepSetting) -> SyncSetting:
-    """Return the weight sync of a step whose engines have GPUs of their own."""
+    """Return the bytes and GPUs of a step's weight sync."""
     return SyncSetting.of_model(
         model,
         train_gpus=setting.train_gpus,

@@ -49,6 +49,7 @@ class RlStepOptions(LengthOptions):
     framework_share: float | None = None
     weight_sync_seconds: float | None = None
     weight_sync_transport: str = ""
+    weight_sync_control_seconds: float = 0.0
     offload_seconds: float | None = None
 
     def rl_setting(self, train_gpus: int, framework_share: float) -> "RlStepSetting":
@@ -67,6 +68,7 @@ OPTION_OF = {
     "engine_size": "rollout_engine_size", "attention_data_parallel": "rollout_dp_attention",
     "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
+    "weight_sync_control_s": "weight_sync_control_seconds",
     "offload_s": "offload_seconds", "trainer_ep_size": "expert_model_parallel_size",
 }  # fmt: skip
 

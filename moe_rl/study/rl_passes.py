@@ -23,10 +23,10 @@ from moe_rl.report.whole_step import MemoryMisfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult, SimulationResult
-from moe_rl.simulators.rl_step import RlStep, framework_seconds, rl_step, sync_setting
+from moe_rl.simulators.rl_step import RlStep, RlStepSetting, framework_seconds, rl_step, sync_price, sync_setting
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.weight_sync import price_sync
+from moe_rl.simulators.weight_sync import PART_SOURCES, price_sync
 from moe_rl.study.conditions import chosen_by
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
@@ -368,10 +368,11 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
 
 
 def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
-    """Return what a planned weight sync would bring to the step, or that it would bring nothing."""
-    if options.rollout_gpus is None:
-        return []
+    """Return where the seconds of the weight sync come from, and what a planned one would bring to the step."""
     setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
+    lines = [_sync_lines(passes, setting)] if setting.weight_sync_s is None else []
+    if options.rollout_gpus is None:
+        return lines if setting.weight_sync_transport else []
     step = passes.steps(options)["static"]
     seconds = step.parts_s["weight_sync"]
     planned = price_sync("planned", sync_setting(passes.model, setting), passes.hardware)
@@ -380,8 +381,20 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     head = f"the weight sync is {seconds:.2g} s, {share:.0%} of the step; a planned one (moe_rl.sync) is priced "
     head += f"{planned.seconds:.2g} s, {planned.bound_s:.2g} s is the bound: "
     if step.step_time_s / after < WORTH_SAYING:
-        return [f"{head}nothing to gain there."]
-    return [f"{head}{step.step_time_s / after:.2f}x of a step, not yet measured on a GPU."]
+        return [*lines, f"{head}nothing to gain there."]
+    return [*lines, f"{head}{step.step_time_s / after:.2f}x of a step, not yet measured on a GPU."]
+
+
+def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
+    """Return the seconds of every part of a named transport with their sources; what the forecast is without a name."""
+    if not setting.weight_sync_transport:
+        return (
+            "the weight sync is what the fit on whole steps of NeMo-RL 0.5 and 0.6 left for it, one trainer's NIC that "
+            "sends: --weight-sync-transport prices your own path (packed-broadcast is NeMo-RL's since)."
+        )
+    price = sync_price(passes.model, passes.hardware, setting)
+    parts = [f"{name} {seconds:.2g} s ({PART_SOURCES[name]})" for name, seconds in price.parts_s.items() if seconds]
+    return f"the weight sync by {setting.weight_sync_transport}: {'; '.join(parts)}."
 
 
 def _rl_fit_note(passes: TrainingPasses) -> str:

@@ -1,5 +1,7 @@
 """Prices of weight syncs by transport beside published ones, and what imbalance costs while an engine decodes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
 from moe_rl.simulators.rl_step import RlStepSetting, rl_step
-from moe_rl.simulators.weight_sync import SyncSetting, SyncTimeline, timeline_seconds
+from moe_rl.simulators.weight_sync import SyncSetting, SyncTimeline, price_sync, timeline_seconds
 
 H100 = load_cluster("h100")
 MODEL = load_model("qwen3-30b-a3b").spec
@@ -21,8 +23,31 @@ def test_published_syncs_are_met() -> None:
 
 
 def test_published_syncs_that_no_constant_saw_are_met_half_of_the_time() -> None:
-    """The done-line is 80 %; what misses is another transport under the same name, which the page names."""
-    assert within(list(published(HELD_OUT)), 1.5) >= 0.5
+    """The aim is 80 % within 1.5; what misses, the page names."""
+    rows = list(published(HELD_OUT))
+    assert within(rows, 1.5) >= 0.6
+    assert within(rows, 1.25) >= 0.5
+
+
+def test_a_broadcast_over_all_nics_of_a_node_gathers_and_sends_as_fast() -> None:
+    """At 8 NICs of 1 GB/s, 0.54 of it, 8.64 GB take 2 s in and 2 s out; by one NIC alone they take 16."""
+    hardware = replace(H100, rdma_gb_per_s=1.0)
+    setting = SyncSetting(weights_bytes=8.64e9, num_tensors=0, train_gpus=16, engine_gpus=8, engine_size=4)
+    parts = price_sync("packed-broadcast", setting, hardware).parts_s
+    assert (parts["gather"], parts["transfer"]) == pytest.approx((2, 2))
+    assert price_sync("broadcast", setting, hardware).parts_s["transfer"] == pytest.approx(16)
+    # A quarter of the weights by an engine GPU's own NIC.
+    assert price_sync("paired-rdma", setting, hardware).parts_s["transfer"] == pytest.approx(2.16)
+
+
+def test_on_shared_gpus_dense_weights_alone_are_gathered_where_experts_are_local() -> None:
+    sizes = {"weights_bytes": 100e9, "num_tensors": 1000, "train_gpus": 16, "engine_gpus": 16, "engine_size": 8}
+    whole, local = (
+        price_sync(name, SyncSetting(dense_bytes=10e9, **sizes), H100) for name in ("gathered-ipc", "rank-local-ipc")
+    )
+    assert whole.parts_s["gather"] == pytest.approx(10 * local.parts_s["gather"])
+    assert whole.parts_s["loader"] == pytest.approx(8 * local.parts_s["loader"])
+    assert whole.bound_s == local.bound_s == 0
 
 
 def test_the_bound_counts_what_enters_a_node_and_what_leaves_the_trainer() -> None:
@@ -55,8 +80,14 @@ def test_a_step_takes_a_transport_by_name() -> None:
     assert sync_s(weight_sync_transport="planned") < sync_s(weight_sync_transport="reshard") < sync_s()
     with pytest.raises(InvalidInputError, match="Did you mean 'reshard'"):
         sync_s(weight_sync_transport="reshrd")
+    paused = sync_s(weight_sync_transport="planned", weight_sync_control_s=2.0)
+    assert paused == pytest.approx(2.0 + sync_s(weight_sync_transport="planned"))
     with pytest.raises(InvalidInputError, match="needs rollout_gpus"):
         RlStepSetting(train_gpus=16, weight_sync_transport="planned")
+    with pytest.raises(InvalidInputError, match="leave rollout_gpus out"):
+        sync_s(weight_sync_transport="gathered-ipc")
+    with pytest.raises(InvalidInputError, match="name weight_sync_transport"):
+        sync_s(weight_sync_control_s=2.0)
 
 
 def roofline(experts: int, ep: int, tokens: int, expert_mb: float, imbalance: float) -> float:
