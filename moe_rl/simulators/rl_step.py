@@ -111,8 +111,8 @@ class RlStepSetting:
     weight_sync_s: float | None = None
     """Measured; None: the forecast, or the price of `weight_sync_transport`."""
     weight_sync_transport: str = ""
-    """How weights reach the engines, one of `weight_sync.TRANSPORTS`; "": what the fit on 14 published steps left for it,
-    which for DeepSeek-V3 is more than later releases publish (34.7 s apart, where 14 to 15 s are published)."""
+    """How weights reach the engines, one of `weight_sync.TRANSPORTS`; "": what the fit on 14 published steps left for
+    it. For DeepSeek-V3 that is more than later releases publish (34.7 s between different GPUs against 14 to 15)."""
     weight_sync_control_s: float = 0.0
     """Seconds of pause, drain and metadata beside a transport's own."""
     trainer_ep_size: int = 1

@@ -34,7 +34,7 @@ PART_SOURCES = {
     "loader": "30 us of Python per tensor, measured on a CPU core",
     "control": "pause, drain and metadata as --weight-sync-control-seconds says: 0.2 to 5 s are published",
 }
-# Share of a link that a collective over tensors of a model reaches. Fitted on three published broadcasts of three models
+# Share of a link that a collective over a model's tensors reaches. Fitted on three published broadcasts of three models
 # (`Broadcast`); gathers and broadcasts over several NICs are taken to reach the same.
 COLLECTIVE_SHARE = 0.54
 # Steps of a planned sync over the bound: 1.00 to 1.06 in benchmarks/bench_sync.py.
@@ -58,9 +58,7 @@ class SyncSetting:
 
     def __post_init__(self) -> None:
         require_positive(self, "weights_bytes")
-        require_least(
-            self, num_tensors=0, train_gpus=1, engine_gpus=1, engine_size=1, trainer_ep_size=1, dense_bytes=0
-        )
+        require_least(self, num_tensors=0, train_gpus=1, engine_gpus=1, engine_size=1, trainer_ep_size=1, dense_bytes=0)
         require(
             self.engine_gpus % self.engine_size == 0,
             f"engine_size {self.engine_size} does not divide the {self.engine_gpus} engine GPUs.",
@@ -212,7 +210,7 @@ class GatheredIpc:
 
 
 class RankLocalIpc:
-    """Engines take experts from the trainer on their own GPU; dense weights alone are gathered (slime's rank-local path).
+    """Engines take experts from the trainer on their own GPU; dense weights alone are gathered (slime's local path).
 
     Only where trainer and engine place experts alike. Without a constant of its own or a published sync.
     """

@@ -22,6 +22,7 @@ VLLM = (
     "vllm.model_executor.layers.fused_moe.expert_map_manager",
     "vllm.utils.math_utils",
     "vllm.utils.deep_gemm",
+    "vllm.distributed.eplb.eplb_state",
 )
 
 

@@ -3,6 +3,9 @@
 Layers are not built: the loaders' methods run on instances that have the attributes which they read.
 """
 
+import contextlib
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -13,6 +16,8 @@ import torch
 from engine_code import SGLANG, VLLM, engine_modules
 from layout_cases import Expert, Slots, Weights
 
+from moe_rl.frameworks.sglang import weight_loader
+from moe_rl.frameworks.vllm import expert_map
 from moe_rl.sync import EngineLayout
 from moe_rl.sync.expert_parts import ExpertShape
 from moe_rl.sync.versions import SlotVersions
@@ -108,7 +113,23 @@ class SglangSlots(LoadedSlots):
     def change_map(self, engine: EngineLayout) -> None:
         """Take the map that comes with the next weights: SGLang updates its own table in place."""
         super().change_map(engine)
-        self.location.update(self._location(engine), list(range(len(engine.slots))))
+        _sglang()[0].get_global_expert_location_metadata = lambda: self.location
+        weight_loader.load(self, weight_loader.packed((), engine.slots))
+
+    def load(self, layer: int, expert: int, tensors: Expert) -> None:
+        """Load by the loader of `--custom-weight-loader`, from a batch with names inside."""
+        names = [f"layers.{layer}.mlp.experts.{expert}.{name}.weight" for name in NAMES]
+        weight_loader.load(self, weight_loader.packed(zip(names, tensors, strict=True)))
+        self.loads += int((self.local[layer] == expert).sum())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What an SGLang model does with named weights."""
+        for name, tensor in weights:
+            _, layer, _, _, expert, matrix, _ = name.split(".")
+            self.load_named(int(layer), int(expert), matrix, tensor)
+
+    def map_of_routers(self) -> torch.Tensor:
+        return self.location.physical_to_logical_map
 
     @staticmethod
     def _location(engine: EngineLayout) -> Any:
@@ -161,7 +182,7 @@ class SglangSlots(LoadedSlots):
 
 
 class VllmSlots(LoadedSlots):
-    """`RoutedExperts.weight_loader` and `determine_expert_map`; its names are of the map that the sync brings."""
+    """`RoutedExperts.load_weights` and `determine_expert_map`; the sync brings the map of its table of names."""
 
     SHARDS: ClassVar = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -171,9 +192,42 @@ class VllmSlots(LoadedSlots):
         own = index // engine.tp_size
         local, table, _ = maps.determine_expert_map(engine.ep_size, own, engine.slots.shape[1])
         assert local == self.local.shape[1]
-        self.module = experts.RoutedExperts.__new__(experts.RoutedExperts)
+        self.modules = [self._layer(experts, table, number) for number in range(len(self.local))]
+        runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: self.modules), eplb_state=self._routers(engine))
+        self.model_runner = runner
+        expert_map.take_map(runner, engine.slots)
+
+    def change_map(self, engine: EngineLayout) -> None:
+        """Take the map that comes with the next weights."""
+        super().change_map(engine)
+        brought = (expert_map.MAP_NAME, torch.as_tensor(engine.slots))
+        assert expert_map.without_map(self.model_runner, [brought]) == []
+
+    def map_of_routers(self) -> torch.Tensor:
+        return self.model_runner.eplb_state.model_states["model"].physical_to_logical_map
+
+    @staticmethod
+    def _routers(engine: EngineLayout) -> Any:
+        """What routers read: vLLM's state of a model with as many slots, of no map yet."""
+        layers, slots = engine.slots.shape
+        num_experts = int(engine.slots.max()) + 1
+        maps = SimpleNamespace(
+            physical_to_logical_map=torch.full((layers, slots), -1),
+            logical_to_physical_map=torch.full((layers, num_experts, slots), -1),
+            logical_replica_count=torch.zeros(layers, num_experts, dtype=torch.int64),
+        )
+        return SimpleNamespace(model_states={"model": maps})
+
+    def _layer(self, experts: Any, table: Any, number: int) -> Any:
+        engine, index = self.engine, self.index
+        module = experts.RoutedExperts.__new__(experts.RoutedExperts)
         parallel = SimpleNamespace(tp_size=engine.tp_size)
-        vars(self.module).update(
+        vars(module).update(
+            layer_name="mlp.experts",
+            ckpt_gate_proj_name="gate_proj",
+            ckpt_up_proj_name="up_proj",
+            ckpt_down_proj_name="down_proj",
+            lora_base_layer_prefix="",
             quant_config=None,
             quant_method=object(),
             _fused_shared_expert_quantizer=None,
@@ -185,26 +239,32 @@ class VllmSlots(LoadedSlots):
                 tp_shard_with_padding=False,
                 is_act_and_mul=True,
                 tp_rank=index % engine.tp_size,
+                num_experts=engine.slots.shape[1],
                 num_logical_experts=int(engine.slots.max()) + 1,
                 moe_parallel_config=parallel,
             ),
+            w13_weight=self.w13[number],
+            w2_weight=self.w2[number],
         )
+        for parameter in (self.w13[number], self.w2[number]):
+            parameter.weight_loader = module.weight_loader  # type: ignore[attr-defined]
+        return module
 
     def load_named(self, layer: int, expert: int, name: str, tensor: torch.Tensor) -> None:
         shard = self.SHARDS[name]
-        parameter = self.w2[layer] if shard == "w2" else self.w13[layer]
+        parameter, module = self.w2[layer] if shard == "w2" else self.w13[layer], self.modules[layer]
+        if self.engine.whole_tensors:
+            assert list(module.load_weights([(f"{expert}.{name}.weight", tensor)]))
+            return
         for slot in np.flatnonzero(self.engine.slots[layer] == expert).tolist():
-            if self.engine.whole_tensors:
-                self.module.weight_loader(parameter, tensor, "weight", shard, slot)
-                continue
-            here = self.module._map_global_expert_id_to_local_expert_id(slot)
+            here = module._map_global_expert_id_to_local_expert_id(slot)
             if here < 0:
                 continue
             slices = {"expert_data": parameter.data[here], "loaded_weight": tensor, "tp_rank": 0, "load_full": True}
             if shard == "w2":
-                self.module._load_w2(shard_dim=1, **slices)
+                module._load_w2(shard_dim=1, **slices)
             else:
-                self.module._load_w13(shard_dim=0, shard_id=shard, **slices)
+                module._load_w13(shard_dim=0, shard_id=shard, **slices)
 
 
 @cache
@@ -222,7 +282,10 @@ def _sglang() -> list[Any]:
 def _vllm() -> list[Any]:
     # What vLLM asks of the GPU: the CPU has the same type of numbers.
     cpu = SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn, simple_compile_backend="eager")
-    experts, maps, numbers, quantization = engine_modules(VLLM, current_platform=cpu)
+    experts, maps, numbers, quantization, routers = engine_modules(VLLM, current_platform=cpu)
+    experts.logger = logging.getLogger("vllm")
+    routers.PIN_MEMORY = False
+    routers.gpu_sync_allowed = contextlib.nullcontext
     cast = quantization.per_block_cast_to_fp8
     quantization.per_block_cast_to_fp8 = getattr(cast, "_torchdynamo_orig_callable", cast)
     finite = torch.finfo(torch.float8_e4m3fn)

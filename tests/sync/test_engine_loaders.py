@@ -80,18 +80,21 @@ def test_layouts_that_other_syncs_refuse(
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_map_changed_by_the_sync(name: str) -> None:
-    """Two syncs into the same engine ranks, the second with another map of redundant slots and other weights."""
+    """Two syncs into the same engine ranks, the second with another map of redundant slots and other weights: the
+    loader fills the new slots, and routers find them."""
     sizes = TrainerSizes(experts=16, ep=4)
     homes = drawn_homes(np.random.default_rng(2), sizes)
     ranks: dict[int, LoadedSlots] = {}
     for step, seed in ((7, 3), (8, 4)):
-        engine = EngineLayout(slots=drawn_slots(np.random.default_rng(seed), sizes, 4, 1), ep_size=4)
+        slots = drawn_slots(np.random.default_rng(seed), sizes, 4, 1)
+        engine = EngineLayout(slots=slots, ep_size=4, whole_tensors=True)
         problem, shape = problem_of(homes, sizes, (engine,), nodes_apart(sizes.ranks, engine.size, 4))
         for each in problem.engine_ranks():
             if each.rank in ranks:
                 ranks[each.rank].change_map(engine)
             else:
                 ranks[each.rank] = ENGINES[name](shape, engine, each.index)
+            assert ranks[each.rank].map_of_routers().tolist() == engine.slots.tolist()
         drawn = Drawn(sizes=sizes, homes=homes, problem=problem, shape=shape)
         sync(plan_sync(problem, message_bytes=1), drawn, ranks, step=step)
         assert sum(rank.wrong_slots(weights_of(shape, step)) for rank in ranks.values()) == 0

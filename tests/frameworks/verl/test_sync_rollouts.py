@@ -1,0 +1,65 @@
+"""Which rollout engines a planned sync takes in verl, and how their processes take its batches: no verl needed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.sglang.weight_loader import packed
+from moe_rl.frameworks.verl.sync_rollouts import LOADER, check_rollout, load_packed_batches, take_maps
+from moe_rl.frameworks.vllm.expert_map import MAP_NAME
+
+
+def rollout(name: str, *, ep_size: int = 1, quantization: str | None = None, **launch: Any) -> Any:
+    chosen = SimpleNamespace(backend="moe_rl", engine_kwargs={"moe_rl": {"ep_size": ep_size}})
+    return SimpleNamespace(name=name, checkpoint_engine=chosen, engine_kwargs={name: launch}, quantization=quantization)
+
+
+@pytest.mark.parametrize("config", [
+    rollout("vllm", ep_size=8), rollout("vllm", quantization="fp8", moe_backend="triton"), rollout("sglang"),
+    rollout("sglang", ep_size=8, custom_weight_loader=[LOADER]),
+])  # fmt: skip
+def test_engines_that_load_experts_by_name_are_taken(config: Any) -> None:
+    check_rollout(config)
+
+
+@pytest.mark.parametrize(("config", "sentence"), [
+    (rollout("sglang", ep_size=8), "custom_weight_loader"),
+    (rollout("sglang", ep_size=8, quantization="fp8", custom_weight_loader=[LOADER]), "past verl's quantizer"),
+    (rollout("vllm", moe_backend="flashinfer_trtllm"), "moe_backend=flashinfer_trtllm keeps them in an order"),
+    (rollout("sglang", moe_runner_backend="marlin"), "moe_runner_backend=marlin keeps them in an order"),
+    (rollout("vllm", quantization="torchao"), "quantization=torchao keeps experts in a layout"),
+])  # fmt: skip
+def test_engines_that_reshuffle_or_mix_up_experts_are_refused_by_name(config: Any, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        check_rollout(config)
+    config.checkpoint_engine.backend = "nccl"
+    check_rollout(config)
+
+
+def test_verls_loader_in_sglang_takes_our_batches_and_its_own() -> None:
+    calls: list[str] = []
+    module: Any = SimpleNamespace(apply_delta=lambda model, tensors: calls.append("delta"))
+    load_packed_batches(module)
+    model = SimpleNamespace(load_weights=lambda tensors: calls.extend(name for name, _ in tensors))
+    module.apply_delta(model, packed([("norm", torch.ones(2))]))
+    module.apply_delta(model, [("__delta_spec__", torch.ones(1))])
+    assert calls == ["norm", "delta"]
+
+
+def test_verls_worker_in_vllm_takes_the_map_off_the_weights() -> None:
+    class Worker:
+        model_runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: []))
+        loaded: list[str] = []  # noqa: RUF012
+
+        def _update_weights(self, weights: Any, peft_config: Any = None) -> None:
+            self.loaded += [name for name, _ in weights]
+
+    take_maps(SimpleNamespace(vLLMColocateWorkerExtension=Worker))  # type: ignore[arg-type]
+    slots = torch.as_tensor(np.zeros((0, 4), np.int32))
+    Worker()._update_weights([(MAP_NAME, slots), ("norm", torch.ones(2))], peft_config=None)
+    assert Worker.loaded == ["norm"]
+    take_maps(SimpleNamespace(vLLMColocateWorkerExtension=object))  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""A map that comes with the weights: the table of names that it makes, and what is refused. The loader itself is run in
+tests/sync/test_engine_loaders.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.frameworks.vllm.expert_map import MAP_NAME, TableEntry, table_of_map, take_map, without_map
+
+
+def start_table(num_experts: int, num_slots: int) -> list[TableEntry]:
+    """vLLM's of slots p % E, after an entry that is of no expert."""
+    entries = [TableEntry("experts.w13_weight", "experts.gate_up_proj", 0, "w1")]
+    for slot in range(num_slots):
+        for matrix, shard in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+            parameter = "experts.w2_" if shard == "w2" else "experts.w13_"
+            entries.append(TableEntry(parameter, f"experts.{slot % num_experts}.{matrix}.", slot, shard))
+    return entries
+
+
+@pytest.mark.parametrize("row", [[0, 1, 0], [1, 0, 1], [1, 1, 0]])
+def test_every_slot_gets_the_matrices_of_its_expert_once(row: list[int]) -> None:
+    table = table_of_map(start_table(2, 3), np.array(row, np.int32))
+    assert table[0].weight == "experts.gate_up_proj"
+    slots = {(entry.slot, entry.shard): entry for entry in table[1:]}
+    assert len(slots) == len(table) - 1 == 9
+    for (slot, shard), entry in slots.items():
+        assert entry.weight.startswith(f"experts.{row[slot]}.")
+        assert entry.parameter == ("experts.w2_" if shard == "w2" else "experts.w13_")
+
+
+def test_an_expert_that_the_table_does_not_know_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="slot 1 is of expert 2, which vLLM's table of names does not have"):
+        table_of_map(start_table(2, 2), np.array([0, 2], np.int32))
+
+
+class Layer:
+    def __init__(self, slots: int) -> None:
+        self.moe_config = SimpleNamespace(num_experts=slots, num_logical_experts=2)
+
+    def build_expert_params_mapping(self) -> None: ...
+
+    def get_expert_mapping(self) -> list[TableEntry]:
+        return start_table(2, self.moe_config.num_experts)
+
+
+def runner(layers: int, slots: int = 3) -> Any:
+    modules = [object(), *(Layer(slots) for _ in range(layers))]
+    return SimpleNamespace(model=SimpleNamespace(modules=lambda: modules))
+
+
+@pytest.mark.parametrize(("slots", "sentence"), [
+    ([[0, 1, 2]] * 2, "a map of 2 MoE layers, this vLLM worker has 1"),
+    ([[0, 1]], "the sync brings 2 slots, vLLM has 3"),
+    ([[1, 0, 1]], "vLLM runs without enable_eplb"),
+])  # fmt: skip
+def test_a_map_that_the_model_cannot_have_is_refused(slots: list[list[int]], sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        take_map(runner(1), np.array(slots, np.int32))
+
+
+def test_a_map_is_taken_off_the_weights_and_the_second_replaces_the_first() -> None:
+    """Without redundant slots the start map is the only one that routers know."""
+    weights = [("norm", torch.ones(2)), (MAP_NAME, torch.arange(2, dtype=torch.int32)[None])]
+    model = runner(1, slots=2)
+    for _ in range(2):
+        others = without_map(model, weights)
+        assert [name for name, _ in others] == ["norm"]
+        assert len(model.model.modules()[1].get_expert_mapping()) == 1 + 3 * 2
