@@ -4,11 +4,14 @@
     pytest benchmarks/bench_sync.py                 time to plan the smallest, with pytest-benchmark
 
 Homes and engine maps are drawn; no weights move. A step is one atom over one NIC. Seconds are what its bytes take at
-43 GB/s, computed, not measured. `busiest trainer` is its atoms against the least that any assignment gives it; `peak
-experts` is what the fullest of sixteen ranks stages at once.
+43 GB/s, computed, not measured. `CPU ms` is one core's time to plan, the least of three. `with dense` are the seconds
+of experts and of everything else, batch by batch, over the bound of both. `busiest trainer` is its atoms against the
+least that any assignment gives it; `peak experts` is what the fullest of sixteen ranks stages at once, `of bound` its
+share of two buckets of 512 MB and an expert.
 """
 
 import argparse
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -16,6 +19,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.sync.dense import bucket_size, dense_problem
 from moe_rl.sync.layouts import EngineLayout, SyncProblem, TrainerLayout
 from moe_rl.sync.plan import plan_sync
 from moe_rl.sync.rank_plan import RankPlan
@@ -27,11 +31,15 @@ class Model(TypedDict):
     layers: int
     experts: int
     expert_bytes: int
+    dense_bytes: float
+    """Attention, norms, routers, shared experts and embeddings."""
 
 
 RANKS_PER_NODE = 8
 NIC_BYTES_PER_S = 43e9
-WIDTHS = (9, 10, 8, 8, 13, 15, 12)
+WIDTHS = (9, 10, 8, 8, 13, 10, 15, 12, 9)
+# A quarter of verl's default update_weights_bucket_megabytes; a dense batch has as much.
+BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,7 @@ class Case:
     layers: int
     experts: int
     expert_bytes: int
+    dense_bytes: float
     ep_size: int
     pp_size: int = 1
     edp_size: int = 1
@@ -71,6 +80,20 @@ class Case:
             trainer=trainer, engines=engines, node_of=(*trainer_nodes, *engine_nodes), expert_bytes=self.expert_bytes
         )
 
+    def dense_seconds(self, problem: SyncProblem) -> tuple[float, float]:
+        """Return the seconds of dense weights by plan, a batch after the other, and their bound."""
+        size = bucket_size(problem, BUCKET_BYTES)
+        buckets = math.ceil(self.dense_bytes / size)
+        batches, rest = divmod(buckets, problem.trainer.size)
+        steps = 0
+        for count, times in ((problem.trainer.size, batches), (rest, 1)):
+            if count and times:
+                dense = dense_problem(problem, buckets=count, bucket_bytes=size)
+                steps += times * plan_sync(dense, message_bytes=1).num_steps
+        # Every engine node takes in all of it, over its NICs; the trainers send it once.
+        ports = min(RANKS_PER_NODE, problem.size - problem.trainer.size, problem.trainer.size)
+        return steps * size / NIC_BYTES_PER_S, self.dense_bytes / ports / NIC_BYTES_PER_S
+
     def _slots(self, rng: np.random.Generator) -> NDArray[np.int32]:
         rows = []
         for _ in range(self.layers):
@@ -82,9 +105,9 @@ class Case:
         return np.array(rows, np.int32)
 
 
-QWEN3_30B: Model = {"layers": 48, "experts": 128, "expert_bytes": 9437184}
-QWEN3_235B: Model = {"layers": 94, "experts": 128, "expert_bytes": 37748736}
-DEEPSEEK_V3: Model = {"layers": 58, "experts": 256, "expert_bytes": 88080384}
+QWEN3_30B: Model = {"layers": 48, "experts": 128, "expert_bytes": 9437184, "dense_bytes": 3.1e9}
+QWEN3_235B: Model = {"layers": 94, "experts": 128, "expert_bytes": 37748736, "dense_bytes": 16e9}
+DEEPSEEK_V3: Model = {"layers": 58, "experts": 256, "expert_bytes": 88080384, "dense_bytes": 34e9}
 CASES = (
     Case(name="30B EP8 -> 1 node EP8", ep_size=8, engines=1, engine_ep=8, **QWEN3_30B),
     Case(name="30B EP8 PP2 -> 8 x TP2", ep_size=8, pp_size=2, engines=8, engine_ep=1, engine_tp=2, **QWEN3_30B),
@@ -103,15 +126,18 @@ def main() -> None:
     """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    columns = ("ranks", "deliveries", "plan ms", "bound s", "steps / bound", "busiest trainer", "peak experts")
+    columns = (
+        "ranks", "deliveries", "CPU ms", "bound s", "steps / bound", "with dense", "busiest trainer", "peak experts",
+        "of bound",
+    )  # fmt: skip
     print(f"{'case':30s}", *(f"{column:>{width}s}" for column, width in zip(columns, WIDTHS, strict=True)))
     for case in CASES:
         problem = case.problem()
         times = []
         for _ in range(3):
-            begun = time.perf_counter()
+            begun = time.process_time()
             plan = plan_sync(problem)
-            times.append(time.perf_counter() - begun)
+            times.append(time.process_time() - begun)
         trainers = problem.trainer.size
         bound_s = plan.least_steps * problem.atom_bytes / NIC_BYTES_PER_S
         # Atoms leave their trainers once, twins share: no plan that relays makes the busiest send fewer.
@@ -119,14 +145,19 @@ def main() -> None:
         fair = int(np.max(-(-counts // holders.shape[1])))
         sample = RankPlan.of_ranks(plan, range(0, problem.size, max(1, problem.size // 16)))
         peak = max(own.peak_parts() for own in sample.values()) / problem.parts_per_expert
+        dense_s, dense_bound_s = case.dense_seconds(problem)
+        planned_s = plan.num_steps * problem.atom_bytes / NIC_BYTES_PER_S
+        most_staged = (2 * BUCKET_BYTES + case.expert_bytes) / case.expert_bytes
         values = (
             f"{trainers}+{problem.size - trainers}",
             f"{len(plan.deliveries.atom)}",
             f"{1e3 * min(times):.0f}",
             f"{bound_s:.3f}",
             f"{plan.num_steps / plan.least_steps:.3f}",
+            f"{(planned_s + dense_s) / (bound_s + dense_bound_s):.3f}",
             f"{plan.atoms_out[:trainers].max() / fair:.3f}",
             f"{peak:.1f}",
+            f"{peak / most_staged:.2f}",
         )
         print(f"{case.name:30s}", *(f"{value:>{width}s}" for value, width in zip(values, WIDTHS, strict=True)))
 

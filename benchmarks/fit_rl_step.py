@@ -18,7 +18,7 @@ import numpy as np
 from moe_rl.config import load_cluster, load_model
 from moe_rl.simulators import rl_step as model_of_step
 from moe_rl.simulators.rl_step import FITTED, RlStep, RlStepSetting, rl_step
-from moe_rl.simulators.rl_update import trainer_seconds
+from moe_rl.simulators.rl_update import Packing, first_fit, trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 
 IMBALANCE = 1.5
@@ -28,7 +28,7 @@ IMBALANCE = 1.5
 class PublishedStep:
     """A row with its passes priced, so that constants can change."""
 
-    def __init__(self, row: Mapping[str, Any], imbalance: float = IMBALANCE) -> None:
+    def __init__(self, row: Mapping[str, Any], imbalance: float = IMBALANCE, packing: Packing = first_fit) -> None:
         self.row, self.published = row, float(row["published"]["step"])
         self.model, self.hardware = load_model(row["model"]).spec, load_cluster(row["cluster"])
         rng = np.random.default_rng(0)
@@ -44,6 +44,7 @@ class PublishedStep:
             micro_batch_tokens=row["micro_batch_tokens"],
             mini_batches=row["updates"],
             imbalance=imbalance,
+            packing=packing,
         )
         self.responses = np.maximum(lengths - row["prompt"], 1)
 

@@ -1,16 +1,19 @@
-"""What each lever brings to the forecast RL step of published recipes: balance, weight sync, split of GPUs, all of
-them.
+"""What each lever brings to the forecast RL step of published recipes: balance, packing, weight sync, engine map, split
+of GPUs, all of them.
 
     python benchmarks/step_levers.py rl_steps.json
 
 Rows are those of `benchmarks/fit_rl_step.py`. Balance: every rank has the mean rows, the most that balancing can bring.
-Sync: by the plan, between GPUs of their own; colocated engines keep theirs. Reshard: the same, beside a recipe that
-already reshards; the forecast without a transport's name takes one NIC to send, which is slower than what NeMo-RL
-publishes. Split: the best share of the same GPUs for the rollout, an eighth to seven eighths, of asynchronous recipes.
-Simulated, nothing measured.
+Packing: as few micro-batches as no packing goes below, from first-fit with the longest first. Sync: by the plan,
+between GPUs of their own; colocated engines keep theirs. From what: the forecast without a transport's name, NeMo-RL's
+packed broadcast, and its reshard. Map: engines of these recipes cut every expert over their ranks and have no map; the
+column is what a map of their loads brings to an engine of as many GPUs that spreads experts, if its fullest rank has
+1.7 times the mean without one. It is not part of `all`. Split: the best share of the same GPUs for the rollout, an
+eighth to seven eighths, of asynchronous recipes. Simulated, nothing measured.
 """
 
 import argparse
+import contextlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +22,22 @@ from typing import Any
 from benchmarks.fit_rl_step import PublishedStep
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.simulators.rl_step import RlStepSetting, framework_seconds, rl_step
+from moe_rl.simulators.rl_update import fewest_bins
 
 PLANNED = "planned"
+# Rows of an engine's fullest rank over the mean, without a map of its own rollouts.
+ENGINE_IMBALANCE = 1.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levers:
+    """What is done to a recipe."""
+
+    balanced: bool = False
+    packed: bool = False
+    transport: str = ""
+    rollout_imbalance: float = 1.0
+    rollout_map: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +46,13 @@ class Recipe:
 
     step: PublishedStep
     even: PublishedStep
+    packed: PublishedStep
+    """In as few micro-batches as can be."""
+    even_and_packed: PublishedStep
 
-    def seconds(self, *, balanced: bool = False, transport: str = "", rollout_gpus: int | None = None) -> float:
+    def seconds(self, levers: Levers, rollout_gpus: int | None = None) -> float:
         """Return the forecast step with some levers; training scales with the trainer's GPUs."""
-        row, passes = self.step.row, self.even if balanced else self.step
+        row, passes = self.step.row, self._passes(levers)
         own = row["rollout_gpus"]
         gpus = own if rollout_gpus is None else rollout_gpus
         train_gpus = row["train_gpus"] + (0 if own is None else own - gpus)
@@ -42,9 +62,11 @@ class Recipe:
             engine_size=row["engine"],
             staleness=row["staleness"],
             rollout_precision=row.get("rollout_precision", "bf16"),
+            rollout_imbalance=levers.rollout_imbalance,
+            rollout_map=levers.rollout_map,
         )
         if own is not None:
-            setting = replace(setting, weight_sync_transport=transport)
+            setting = replace(setting, weight_sync_transport=levers.transport)
         slower = row["train_gpus"] / train_gpus
         framework = framework_seconds(setting, forward_s=self.step.forward_s, update_s=self.step.update_s)
         return rl_step(
@@ -58,24 +80,49 @@ class Recipe:
             framework_s=slower * framework,
         ).step_time_s
 
-    def best_split(self, *, balanced: bool = False, transport: str = "") -> float:
+    def _passes(self, levers: Levers) -> PublishedStep:
+        if levers.balanced:
+            return self.even_and_packed if levers.packed else self.even
+        return self.packed if levers.packed else self.step
+
+    def best_split(self, levers: Levers) -> float:
         """Return the shortest step over splits of the GPUs, the recipe's own among them."""
-        row, times = self.step.row, [self.seconds(balanced=balanced, transport=transport)]
+        row, times = self.step.row, [self.seconds(levers)]
         if row["rollout_gpus"] is not None and row["staleness"]:
             gpus = row["train_gpus"] + row["rollout_gpus"]
             for eighths in range(1, 8):
                 rollout = gpus * eighths // 8
                 if rollout and rollout % row["engine"] == 0:
-                    try:
-                        times.append(self.seconds(balanced=balanced, transport=transport, rollout_gpus=rollout))
-                    except InvalidInputError:
-                        continue  # the weights do not fit
+                    with contextlib.suppress(InvalidInputError):  # the weights do not fit
+                        times.append(self.seconds(levers, rollout))
         return min(times)
 
 
 def recipe_of(row: dict[str, Any]) -> Recipe:
     """Return the recipe of a row."""
-    return Recipe(step=PublishedStep(row), even=PublishedStep(row, imbalance=1.0))
+    return Recipe(
+        step=PublishedStep(row),
+        even=PublishedStep(row, imbalance=1.0),
+        packed=PublishedStep(row, packing=fewest_bins),
+        even_and_packed=PublishedStep(row, imbalance=1.0, packing=fewest_bins),
+    )
+
+
+def parts(recipe: Recipe) -> dict[str, float]:
+    """Return the step with each lever over the step without it."""
+    now, planned = recipe.seconds(Levers()), recipe.seconds(Levers(transport=PLANNED))
+    spread = Levers(rollout_imbalance=ENGINE_IMBALANCE)
+    mapped = replace(spread, rollout_map=True)
+    return {
+        "balance": recipe.seconds(Levers(balanced=True)) / now,
+        "packing": recipe.seconds(Levers(packed=True)) / now,
+        "sync": planned / now,
+        "broadcast": planned / recipe.seconds(Levers(transport="packed-broadcast")),
+        "reshard": planned / recipe.seconds(Levers(transport="reshard")),
+        "map": recipe.seconds(mapped) / recipe.seconds(spread),
+        "split": recipe.best_split(Levers()) / now,
+        "all": recipe.best_split(Levers(balanced=True, packed=True, transport=PLANNED)) / now,
+    }
 
 
 def main() -> None:
@@ -83,19 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     rows = json.loads(parser.parse_args().rows.read_text())["points"]
-    columns = ("published", "forecast", "balance", "sync", "reshard", "split", "all")
-    print(f"{'recipe':46s}", *(f"{column:>9s}" for column in columns))
+    print(f"{'recipe':46s} published  forecast")
     for row in rows:
         recipe = recipe_of(row)
-        now, planned = recipe.seconds(), recipe.seconds(transport=PLANNED)
-        levers = (
-            recipe.seconds(balanced=True) / now,
-            planned / now,
-            planned / recipe.seconds(transport="reshard"),
-            recipe.best_split() / now,
-            recipe.best_split(balanced=True, transport=PLANNED) / now,
-        )
-        cells = [f"{recipe.step.published:9.1f}", f"{now:9.1f}", *(f"{100 * (lever - 1):8.1f}%" for lever in levers)]
+        cells = [f"{recipe.step.published:9.1f}", f"{recipe.seconds(Levers()):9.1f}"]
+        cells += [f"{name} {100 * (part - 1):.1f}%" for name, part in parts(recipe).items()]
         print(f"{row['name'].removeprefix('NeMo-RL '):46s}", *cells)
 
 

@@ -34,6 +34,19 @@ def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats
     return shares
 
 
+def placed_evenly(shares: Floats, *, ep_size: int) -> Floats:
+    """Return the same shares [E] under a map: each expert, hottest first, on the rank with the least that has room.
+
+    Example: 4, 3, 2, 1 tenths on two ranks: 4 and 1 on the first, 3 and 2 on the second.
+    """
+    ranks: list[list[float]] = [[] for _ in range(ep_size)]
+    room = len(shares) // ep_size
+    for share in sorted(shares.tolist(), reverse=True):
+        open_ranks = [rank for rank in ranks if len(rank) < room]
+        min(open_ranks, key=sum).append(share)
+    return np.array(ranks).ravel()
+
+
 def slowest_rank_s(
     shares: Floats,
     *,

@@ -27,7 +27,7 @@ from moe_rl.core.cost import BF16_BYTES
 from moe_rl.core.errors import require, require_least, require_positive, require_words
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
+from moe_rl.simulators.expert_skew import expert_shares, placed_evenly, slowest_rank_s
 from moe_rl.simulators.memory import GIB, dense_params
 from moe_rl.simulators.weight_sync import TRANSPORTS, SyncPrice, SyncSetting, SyncTransport, price_sync
 
@@ -84,6 +84,8 @@ class RlStepSetting:
     rollout_imbalance: float = 1.0
     """Largest over mean load of an engine's ranks, where experts are spread over them. It costs where products bind;
     engines that cut every expert over their ranks have none."""
+    rollout_map: bool = False
+    """True: the experts behind `rollout_imbalance` are placed on the engine's ranks by a map of their own loads."""
     rollout_tokens_per_s: float | None = None
     """Measured response tokens per second and rollout GPU; None: the forecast."""
     samples_per_prompt: int = 1
@@ -140,6 +142,10 @@ class RlStepSetting:
         if self.weight_sync_transport:
             require_words(self, weight_sync_transport=TRANSPORTS.names)
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
+        require(
+            not self.rollout_map or self.rollout_imbalance > 1,
+            "rollout_map places experts of uneven loads: say how uneven by rollout_imbalance.",
+        )
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         require(
             self.staleness == 0 or not self.colocated,
@@ -421,6 +427,8 @@ class _Engine:
         self.expert_shares: Floats | None = None
         if setting.rollout_imbalance > 1 and size > 1:
             self.expert_shares = expert_shares(model.num_experts, ep_size=size, imbalance=setting.rollout_imbalance)
+            if setting.rollout_map:
+                self.expert_shares = placed_evenly(self.expert_shares, ep_size=size)
         self.bytes_per_s = DECODE_EFFICIENCY * hardware.hbm_gb_per_s * 1e9
         speed = hardware.fp8_speedup if setting.rollout_precision == "fp8" else 1.0
         self.flops_per_s = DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size  # of all its GPUs

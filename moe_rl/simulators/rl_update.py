@@ -1,5 +1,6 @@
 """Forward pass and update of an RL step from lengths alone, with a given imbalance and micro-batches packed to size."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,12 +27,13 @@ def trainer_seconds(
     micro_batch_tokens: int,
     mini_batches: int = 1,
     imbalance: float = 1.0,
+    packing: "Packing | None" = None,
 ) -> tuple[float, float]:
     """Return seconds of one forward pass and of one update over sequences of `lengths` [N], prompts included.
 
     `micro_batch_tokens` is the budget of a data-parallel rank, `mini_batches` the optimizer steps that use every sample
-    once, `imbalance` the rows of the fullest rank over the mean (1.0 is forced balance). Raises `InvalidInputError`
-    where the parallel layout does not fit the GPUs.
+    once, `imbalance` the rows of the fullest rank over the mean (1.0 is forced balance), `packing` how sequences become
+    micro-batches (`first_fit`). Raises `InvalidInputError` where the parallel layout does not fit the GPUs.
     """
     for name, value in (("mini_batches", mini_batches), ("micro_batch_tokens", micro_batch_tokens)):
         require(value >= 1, f"{name} must be at least 1, got {value}.")
@@ -42,7 +44,8 @@ def trainer_seconds(
         require(train_gpus % size == 0, f"{name} = {size} does not divide the {train_gpus} training GPUs.")
     ranks = train_gpus // (slices * stages)
     batches = np.array_split(np.asarray(lengths, np.int64), mini_batches)
-    bins = [first_fit(batch, micro_batch_tokens) for batch in batches if len(batch)]
+    packed = packing or first_fit
+    bins = [packed(batch, micro_batch_tokens) for batch in batches if len(batch)]
     if not bins:
         return 0.0, 0.0
     topology = ClusterTopology(
@@ -62,6 +65,21 @@ def trainer_seconds(
     batch = replace(batch, rows=replace(batch.rows, **uneven))
     forward = replace(batch, setting=replace(setting, forward_only=True)).step(sum(counts)).step_time_s
     return forward, sum(batch.step(count).step_time_s for count in counts)
+
+
+Packing = Callable[[NDArray[np.int64], int], list[int]]
+"""(lengths, token budget) -> tokens of the micro-batches."""
+
+
+def fewest_bins(lengths: NDArray[np.int64], token_budget: int) -> list[int]:
+    """Return equal micro-batches, as few as no packing goes below: the most that packing can bring.
+
+    All tokens need room, and no two sequences over half of the budget share one. Example: 5, 5, 5, 1 tokens under a
+    budget of 8: 3 micro-batches, though 16 tokens have room in 2.
+    """
+    total = int(lengths.sum())
+    count = max(-(-total // token_budget), int((2 * lengths > token_budget).sum()))
+    return [total // count] * count
 
 
 def first_fit(lengths: NDArray[np.int64], token_budget: int) -> list[int]:

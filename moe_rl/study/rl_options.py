@@ -35,6 +35,7 @@ class RlStepOptions(LengthOptions):
     rollout_max_running: int = 256
     rollout_enforce_eager: bool = False
     rollout_imbalance: float = 1.0
+    rollout_map: bool = False
     rollout_tokens_per_s: float | None = None
     samples_per_prompt: int = 1
     draft_tokens: int = 0

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.weight_syncs import FITTED, HELD_OUT, published, within
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.simulators.expert_skew import expert_shares, slowest_rank_s
+from moe_rl.simulators.expert_skew import expert_shares, placed_evenly, slowest_rank_s
 from moe_rl.simulators.rl_step import RlStepSetting, rl_step
 from moe_rl.simulators.weight_sync import SyncSetting, SyncTimeline, price_sync, timeline_seconds
 
@@ -118,6 +118,15 @@ def test_imbalance_costs_where_products_bind(experts: int, ep: int, expert_mb: f
         assert ratio == pytest.approx(1.7 / 1.3, rel=0.02)
     elif tokens * 8 / experts <= 64:
         assert 0.9 <= ratio <= 1.03
+
+
+def test_a_map_places_the_same_experts_more_evenly() -> None:
+    shares = np.array([0.4, 0.3, 0.2, 0.1])
+    assert placed_evenly(shares, ep_size=2).tolist() == [0.4, 0.1, 0.3, 0.2]
+    skewed = expert_shares(128, ep_size=8, imbalance=1.7)
+    mapped = placed_evenly(skewed, ep_size=8)
+    assert sorted(mapped.tolist()) == sorted(skewed.tolist())
+    assert mapped.reshape(8, -1).sum(axis=1).max() * 8 < 1.1
 
 
 def test_an_imbalance_that_ranks_cannot_have_is_refused() -> None:

@@ -17,7 +17,7 @@ from engine_code import SGLANG, VLLM, engine_modules
 from layout_cases import Expert, Slots, Weights
 
 from moe_rl.frameworks.sglang import weight_loader
-from moe_rl.frameworks.vllm import expert_map
+from moe_rl.frameworks.vllm import sync_map
 from moe_rl.sync import EngineLayout
 from moe_rl.sync.expert_parts import ExpertShape
 from moe_rl.sync.versions import SlotVersions
@@ -195,13 +195,13 @@ class VllmSlots(LoadedSlots):
         self.modules = [self._layer(experts, table, number) for number in range(len(self.local))]
         runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: self.modules), eplb_state=self._routers(engine))
         self.model_runner = runner
-        expert_map.take_map(runner, engine.slots)
+        sync_map.take_map(runner, engine.slots)
 
     def change_map(self, engine: EngineLayout) -> None:
         """Take the map that comes with the next weights."""
         super().change_map(engine)
-        brought = (expert_map.MAP_NAME, torch.as_tensor(engine.slots))
-        assert expert_map.without_map(self.model_runner, [brought]) == []
+        brought = (sync_map.MAP_NAME, torch.as_tensor(engine.slots))
+        assert sync_map.without_map(self.model_runner, [brought]) == []
 
     def map_of_routers(self) -> torch.Tensor:
         return self.model_runner.eplb_state.model_states["model"].physical_to_logical_map

@@ -9,7 +9,7 @@ actor_rollout_ref:
 Each engine rank gets the experts in its own slots under the names that the framework's loader knows, and then
 everything else. `expert_map` is a file with [MoE layers, slots], or what `moe-rl plan --export sglang` writes. It is
 read at every sync, so that a map planned from the last rollout's routes comes with the weights: vLLM and SGLang then
-change their own maps in place (`frameworks/vllm/expert_map.py`, `frameworks/sglang/weight_loader.py`). Without it
+change their own maps in place (`frameworks/vllm/sync_map.py`, `frameworks/sglang/weight_loader.py`). Without it
 engines have the map that they start with. Ranks of an engine count expert-parallel index first, then slices of experts.
 
 SGLang with ep_size above 1 loads the batches of all ranks under the names of the first. So names travel inside the
@@ -40,7 +40,7 @@ from moe_rl.frameworks.sglang import weight_loader
 from moe_rl.frameworks.sglang.expert_map import KEY as SGLANG_KEY
 from moe_rl.frameworks.verl.export import ExportedWeights, SplitWeights
 from moe_rl.frameworks.verl.sync_rollouts import BATCHES, NAME, ZIPPED_BY_POSITION, check_rollout
-from moe_rl.frameworks.vllm import expert_map
+from moe_rl.frameworks.vllm import sync_map
 from moe_rl.sync.dense import receive_dense, send_dense
 from moe_rl.sync.errors import SyncError
 from moe_rl.sync.executor import Traffic
@@ -272,7 +272,7 @@ class PlannedCheckpointEngine:
         with self._together() as group:
             inflow = self._inflow(group)
             if self.settings.expert_map and self.rollout == "vllm":
-                yield expert_map.MAP_NAME, torch.as_tensor(np.array(inflow.own.engine.slots))
+                yield sync_map.MAP_NAME, torch.as_tensor(np.array(inflow.own.engine.slots))
             yield from self._experts(group, inflow)
             yield from self._dense(group, inflow)
 

@@ -10,7 +10,7 @@ from typing import Any
 from moe_rl.core.errors import require
 from moe_rl.core.post_import import wrap
 from moe_rl.frameworks.sglang import weight_loader
-from moe_rl.frameworks.vllm import expert_map
+from moe_rl.frameworks.vllm import sync_map
 
 NAME = "moe_rl"
 
@@ -29,7 +29,7 @@ def take_maps(module: ModuleType) -> None:
     """Let vLLM's workers take the map among the weights; `module` is verl's `vllm_rollout.utils`."""
 
     def taken(original: Callable[..., None], self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, expert_map.without_map(self.model_runner, weights), *args, **kwargs)
+        original(self, sync_map.without_map(self.model_runner, weights), *args, **kwargs)
 
     # Releases before 0.8 load elsewhere; a map that comes is then an unknown weight, which vLLM refuses.
     if hasattr(module.vLLMColocateWorkerExtension, "_update_weights"):

@@ -26,7 +26,7 @@ from moe_rl.frameworks.sglang import weight_loader
 from moe_rl.frameworks.verl import attach as adapter
 from moe_rl.frameworks.verl.checkpoint_engine import register
 from moe_rl.frameworks.verl.sync_rollouts import BATCHES
-from moe_rl.frameworks.vllm import expert_map
+from moe_rl.frameworks.vllm import sync_map
 from moe_rl.megatron import Balancer
 
 REPLICAS, EP = 2, 2
@@ -51,7 +51,7 @@ class Adapter:
             self.batches = -self.batches
             return
         async for name, tensor in weights:
-            if name == expert_map.MAP_NAME:
+            if name == sync_map.MAP_NAME:
                 self.map = tensor.numpy()
             else:
                 self.tensors[name] = tensor.clone()

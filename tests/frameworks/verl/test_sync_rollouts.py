@@ -10,7 +10,7 @@ import torch
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.sglang.weight_loader import packed
 from moe_rl.frameworks.verl.sync_rollouts import LOADER, check_rollout, load_packed_batches, take_maps
-from moe_rl.frameworks.vllm.expert_map import MAP_NAME
+from moe_rl.frameworks.vllm.sync_map import MAP_NAME
 
 
 def rollout(name: str, *, ep_size: int = 1, quantization: str | None = None, **launch: Any) -> Any:

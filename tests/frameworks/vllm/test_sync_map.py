@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.frameworks.vllm.expert_map import MAP_NAME, TableEntry, table_of_map, take_map, without_map
+from moe_rl.frameworks.vllm.sync_map import MAP_NAME, TableEntry, table_of_map, take_map, without_map
 
 
 def start_table(num_experts: int, num_slots: int) -> list[TableEntry]:

@@ -1,0 +1,18 @@
+"""What a weight sync reads of a trainer whose parameters are gathered late."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.multi_rank(world_size=4, case="weight_sync_cases.gathers_overlap", launch="standins")
+def test_twins_agree_on_their_experts_only_once_gathers_are_complete(outcome: list[Any]) -> None:
+    """Without the wait each twin has its own shard of the step alone, so that the vote before a sync ends it."""
+    twins = defaultdict(list)
+    for rank in outcome:
+        twins[rank["ep"]].append(rank)
+    assert all(len(ranks) == 2 for ranks in twins.values())
+    for ranks in twins.values():
+        assert len({rank["gathered"] for rank in ranks}) == 1
+        assert len({rank["stale"] for rank in ranks}) == 2
