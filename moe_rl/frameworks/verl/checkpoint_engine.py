@@ -287,7 +287,8 @@ class PlannedCheckpointEngine:
             for _ in range(-(-inflow.most_experts() // per_batch)):
                 yield _on_device(weight_loader.packed(islice(tensors, TENSORS_PER_EXPERT * per_batch))), False
             require(next(tensors, None) is None, "an engine rank received more experts than its slots hold.")
-            batch, size = [], 0
+            batch: list[tuple[str, torch.Tensor]] = []
+            size = 0
             for name, tensor in self._dense(group, inflow):
                 if batch and size + tensor.nbytes > self.batch_bytes:
                     yield _on_device(weight_loader.packed(batch)), False
