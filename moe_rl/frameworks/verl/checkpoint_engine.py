@@ -113,6 +113,11 @@ class TrainerFacts:
             names={str(layer): templates for layer, templates in names.items()},
         )
 
+    def hidden_layers(self) -> list[int]:
+        """Return [L] the hidden layer that each MoE layer is, by the names of its experts."""
+        names = [self.names[str(layer)][0] for layer in range(len(self.names))]
+        return [int(EXPERT_LAYER.findall(name)[0]) for name in names]
+
     def layout(self) -> TrainerLayout:
         """Return the layout."""
         return TrainerLayout(
@@ -252,10 +257,10 @@ class PlannedCheckpointEngine:
         with self._together() as group:
             reader = MegatronExpertReader(split.balancer)
             layout, shape = reader.trainer_layout(), reader.shape(1)
+            facts = TrainerFacts.of(layout, shape, split.names)
             if self.rank == 0:
-                facts = TrainerFacts.of(layout, shape, split.names)
                 group.store.set("trainer", json.dumps(_as_dict(facts)))
-            plan = self._plan(layout, shape.expert_bytes)
+            plan = self._plan(facts)
             for _ in sync_experts(group, plan, reader.side(plan.problem), step=self.step, traffic=self.traffic):
                 pass
             experts_sent = self.traffic.sent_bytes
@@ -300,7 +305,7 @@ class PlannedCheckpointEngine:
     def _inflow(self, group: SyncGroup) -> "_Inflow":
         """Return the plan, and this rank's place in it."""
         facts = TrainerFacts(**json.loads(group.fetch("trainer", of=0)))
-        plan = self._plan(facts.layout(), facts.shape(1).expert_bytes)
+        plan = self._plan(facts)
         own = next(engine_rank for engine_rank in plan.problem.engine_ranks() if engine_rank.rank == self.rank)
         return _Inflow(facts=facts, plan=plan, own=own)
 
@@ -331,9 +336,9 @@ class PlannedCheckpointEngine:
             assert self.versions is not None
             self.versions.wrote(parts.layer, parts.expert, self.step)
 
-    def _plan(self, layout: TrainerLayout, expert_bytes: int) -> SyncPlan:
+    def _plan(self, facts: TrainerFacts) -> SyncPlan:
         """Return the plan, the same on every rank."""
-        settings = self.settings
+        settings, layout, expert_bytes = self.settings, facts.layout(), facts.shape(1).expert_bytes
         per_replica = (len(self.node_of) - self.trainers) // settings.num_replicas
         tp_size = settings.tp_size or per_replica // settings.ep_size
         require(
@@ -343,16 +348,16 @@ class PlannedCheckpointEngine:
         )
         engines = tuple(
             EngineLayout(
-                slots=self._slots(replica, layout), ep_size=settings.ep_size, tp_size=tp_size, whole_tensors=True
+                slots=self._slots(replica, facts), ep_size=settings.ep_size, tp_size=tp_size, whole_tensors=True
             )
             for replica in range(settings.num_replicas)
         )
         problem = SyncProblem(trainer=layout, engines=engines, node_of=tuple(self.node_of), expert_bytes=expert_bytes)
         return plan_sync(problem)
 
-    def _slots(self, replica: int, layout: TrainerLayout) -> NDArray[np.int32]:
+    def _slots(self, replica: int, facts: TrainerFacts) -> NDArray[np.int32]:
         """Return [L, W] the map of a replica."""
-        num_layers, num_experts = layout.home_rank.shape
+        num_layers, num_experts = len(facts.home_rank), len(facts.home_rank[0])
         if not self.settings.expert_map:
             row = np.arange(num_experts + self.settings.redundant_experts, dtype=np.int32) % num_experts
             return np.tile(row, (num_layers, 1))
@@ -361,8 +366,12 @@ class PlannedCheckpointEngine:
         if path.suffix != ".json":
             return np.asarray(np.load(path), np.int32)
         rows = np.asarray(json.loads(path.read_text())[SGLANG_KEY], np.int32)
-        # SGLang's map has a row per hidden layer, and MoE layers are the last.
-        return rows[len(rows) - num_layers :]
+        hidden = facts.hidden_layers()
+        require(
+            len(rows) > max(hidden),
+            f"engine_kwargs.moe_rl.expert_map: {path} has {len(rows)} layers, and layer {max(hidden)} has experts.",
+        )
+        return rows[hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,9 +393,9 @@ class _Inflow:
     def hidden_slots(self) -> NDArray[np.int32]:
         """Return [hidden layers, W]: the map with rows for dense layers, which nothing reads."""
         slots = self.own.engine.slots
-        hidden = [int(EXPERT_LAYER.findall(templates[0])[0]) for templates in self.facts.names.values()]
+        hidden = self.facts.hidden_layers()
         rows = np.tile(np.arange(slots.shape[1], dtype=np.int32) % (int(slots.max()) + 1), (max(hidden) + 1, 1))
-        rows[hidden] = slots[[int(layer) for layer in self.facts.names]]
+        rows[hidden] = slots
         return rows
 
 

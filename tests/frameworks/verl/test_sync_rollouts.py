@@ -1,5 +1,7 @@
 """Which rollout engines a planned sync takes in verl, and how their processes take its batches: no verl needed."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.sglang.weight_loader import packed
+from moe_rl.frameworks.verl.checkpoint_engine import PlannedCheckpointEngine, TrainerFacts
 from moe_rl.frameworks.verl.sync_rollouts import LOADER, check_rollout, load_packed_batches, take_maps
 from moe_rl.frameworks.vllm.sync_map import MAP_NAME
 
@@ -63,3 +66,19 @@ def test_verls_worker_in_vllm_takes_the_map_off_the_weights() -> None:
     Worker()._update_weights([(MAP_NAME, slots), ("norm", torch.ones(2))], peft_config=None)
     assert Worker.loaded == ["norm"]
     take_maps(SimpleNamespace(vLLMColocateWorkerExtension=object))  # type: ignore[arg-type]
+
+
+def test_a_map_of_sglang_has_rows_for_dense_layers(tmp_path: Path) -> None:
+    """Layers 1 and 3 of four have experts; what stands in the rows of the others is not read."""
+    engine = PlannedCheckpointEngine(bucket_size=64, expert_map=f"{tmp_path}/map{{replica}}.json")
+    names = {str(layer): [f"model.layers.{2 * layer + 1}.mlp.experts.{{expert}}.gate_proj.weight"] for layer in (0, 1)}
+    facts = TrainerFacts(
+        home_rank=[[0, 0], [0, 0]], stage_of_layer=[0, 0], ranks=[[[[0]]]], hidden_size=2, ffn_size=2, dtype="float32",
+        names=names,
+    )  # fmt: skip
+    path = tmp_path / "map1.json"
+    path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0], [9, 9], [0, 1]]}))
+    assert engine._slots(1, facts).tolist() == [[1, 0], [0, 1]]
+    path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0]]}))
+    with pytest.raises(InvalidInputError, match="has 2 layers, and layer 3 has experts"):
+        engine._slots(1, facts)
