@@ -39,16 +39,15 @@ class Adapter:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.map: np.ndarray | None = None
-        self.batches = 0
+        self.last_flags: list[bool] = []
+        """Of every batch, whether it is the last; none where weights come by name."""
 
     async def update_weights(self, weights: AsyncIterator[Any], **how: Any) -> None:
-        self.batches = 0
+        self.last_flags = []
         if how["wire_format"] == BATCHES:
             for batch, is_last in weights:
-                assert not self.batches < 0
-                self.batches = -self.batches - 1 if is_last else self.batches + 1
+                self.last_flags.append(is_last)
                 weight_loader.load(self, batch)
-            self.batches = -self.batches
             return
         async for name, tensor in weights:
             if name == sync_map.MAP_NAME:
@@ -174,7 +173,7 @@ def run(maps: bool = True, rollout_name: str = "vllm", **build: Any) -> dict[str
                 for expert in set(row.tolist()):
                     prefix = f"model.layers.{layer}.mlp.experts.{expert}."
                     names += [name for name in right if name.startswith(prefix)]
-            found["batches"].append(rollout.batches)
+            found["batches"].append(rollout.last_flags)
             found["other_maps"].append(not np.array_equal(slots, rollout.map) if maps else rollout.map is not None)
             found["missing"].append(len(set(names) ^ set(rollout.tensors)))
             found["wrong"].append(sum(not torch.equal(rollout.tensors[name], right[name]) for name in names))
