@@ -84,7 +84,9 @@ def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_doe
 @pytest.mark.lengthy
 def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=3)
-    same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", "relibra.temperature=0.1")
+    # EPLB's own interval of 20 steps stands back behind one that is stated.
+    parameters = "relibra.temperature=0.1,eplb.reorder_interval=1"
+    same = ("--ep", 4, "--policy", "static,eplb,relibra", "--policy-option", parameters)
     every, third = (simulated(tmp_path, path, *same, "--reorder-interval", interval) for interval in (1, 3))
     assert every["setting"]["eplb_history"] == "previous step (1)"
     assert every["setting"]["steps_served"] == 1

@@ -42,8 +42,9 @@ def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
 
 
 def _steps_of_homes(plan: Plan, pricing: StepPricing) -> int:
-    """Return the steps that share a migration: the interval of the setting, or a longer one that the policy keeps."""
-    return max(pricing.setting.reorder_interval, plan.migration.steps_served)
+    """Return the steps that share a migration: the interval of the setting if it states one, else the policy's own."""
+    stated = pricing.setting.reorder_interval
+    return stated if stated > 1 else plan.migration.steps_served
 
 
 def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
