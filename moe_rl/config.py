@@ -332,6 +332,24 @@ def load_model(name: str) -> LoadedModel:
     return _loaded(file, file.source)
 
 
+def listed_model(
+    name: str, *, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, overrides: Mapping[str, int]
+) -> LoadedModel | None:
+    """Return the model of `configs/models` that a trace names; None if it names none, or one of another shape.
+
+    Example: a trace of "gpt-oss-20b" with 24 MoE layers of 32 experts, top-4, is of that model; one with 6 layers is
+    not.
+    """
+    file = _models_by_name().get(name.lower())
+    if file is None:
+        return None
+    model = override_model(_loaded(file, f"{file.source}; the trace names it"), overrides)
+    spec = model.spec
+    # A trace that numbers its layers 0, 1, ... may count MoE layers alone.
+    same_layers = moe_layer_ids in (spec.moe_layer_ids, tuple(range(spec.num_moe_layers)))
+    return model if same_layers and (num_experts, top_k) == (spec.num_experts, spec.top_k) else None
+
+
 def model_from_trace(
     *, name: str, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, overrides: Mapping[str, int]
 ) -> LoadedModel:

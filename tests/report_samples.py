@@ -17,6 +17,7 @@ SETTING: dict[str, object] = {
     "model": "gpt-oss-20b",
     "cluster": "h100",
     "ep_size": 16,
+    "num_gpus": 16,
     "ranks_per_node": 8,
     "num_micro_batches": 3,
     "tokens_per_rank": 8192.0,

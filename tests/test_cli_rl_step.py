@@ -54,6 +54,7 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
         (("--log-prob-passes", 1), "a step of RL has its own passes"),
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 describes a step without a trace"),
+        (("--train-gpus", 32), "--train-gpus 32 describes a step without a trace: with one, give --gpus 32."),
         (("--sweep", "ep=4,8"), "must read NAME=VALUE,VALUE with an option of the RL step"),
         (("--mini-batches", 0), "--mini-batches must be at least 1"),
     ],
@@ -88,6 +89,17 @@ def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, ti
     ran = moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", imbalance, "--html", page)
     assert re.search(title, " ".join(ran.out.split()))
     assert re.search(f"<h1>{title}</h1>", page.read_text())
+
+
+def test_micro_batches_have_simulates_size_and_gpus_are_the_trainers_unless_options_say_otherwise() -> None:
+    described = [*FROM_LENGTHS[:4], *FROM_LENGTHS[6:12], "--json"]
+    figures = [
+        json.loads(moe_rl("rl-step", *described, *more).out)["policies"]
+        for more in (("--gpus", 32), ("--train-gpus", 32, "--micro-batch-tokens", 8192))
+    ]
+    assert figures[0] == figures[1]
+    ran = moe_rl("rl-step", *described, "--gpus", 32, "--train-gpus", 16)
+    assert "--train-gpus 16 and --gpus 32 differ" in ran.err
 
 
 def test_a_sweep_prints_a_table_for_every_value() -> None:

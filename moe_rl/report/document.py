@@ -20,7 +20,7 @@ def document(report: ReportData) -> dict[str, object]:
         "command": report.command,
         "trace": dict(report.trace),
         "setting": dict(report.setting),
-        "notes": [*report.cautions, *report.notes],
+        "notes": [*report.all_cautions, *report.notes],
         "policies": {
             row.policy: row.as_json() | _engine(report, row) | _loads(report, row) | _memory(report, row)
             for row in report.policies

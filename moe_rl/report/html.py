@@ -98,7 +98,7 @@ def render_notebook(report: ReportData) -> str:
             headline=headline(report),
             limits=limits(report),
             table=policy_rows(report, chosen_columns(report)),
-            cautions=report.cautions,
+            cautions=report.all_cautions,
             notes=report.notes,
             bars=standalone(time["drawing"]) if time else None,
             parts=time["parts"] if time else (),

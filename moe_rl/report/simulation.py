@@ -26,7 +26,7 @@ PARTS = ("static+pack", UNPACKED)
 TRACE_KEYS = ("name", "num_sequences", "num_tokens", "num_moe_layers", "num_experts", "top_k", "provenance")
 SETTING_KEYS = (
     "model", "cluster", "ep_size", "ranks_per_node", "num_micro_batches", "tokens_per_rank", "sequence_length",
-    "slots", "objective", "dispatcher", "recompute", "scaled",
+    "slots", "objective", "dispatcher", "recompute", "scaled", "num_gpus",
 )  # fmt: skip
 
 
@@ -122,6 +122,8 @@ class ReportData:
     """A whole step of RL, as far as it is known; None: the report is of another pass, or of loads without samples."""
     misfit: MemoryMisfit | None = None
     """Set where the best policy's peak exceeds the GPU's memory."""
+    model_caution: str = ""
+    """Says that sizes of the model are assumed, which moves every time; stands above the numbers."""
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()
@@ -138,6 +140,11 @@ class ReportData:
         require(len(names) > 0, "a report needs at least one policy.")
         require(len(set(names)) == len(names), f"a policy appears twice: {', '.join(names)}.")
         require(set(names) <= set(self.loads), "a report needs the loads of every policy.")
+
+    @property
+    def all_cautions(self) -> tuple[str, ...]:
+        """The model's caution, if there is one, and the others."""
+        return (*filter(None, [self.model_caution]), *self.cautions)
 
     @property
     def scaled(self) -> bool:

@@ -15,7 +15,7 @@ from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
 from moe_rl.report.tables import figures_table
-from moe_rl.report.units import batch_words, counted, format_count, parallelism, sequences_of
+from moe_rl.report.units import GIB, batch_words, counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
 # A setting has no slots of these kinds unless it says so.
@@ -47,6 +47,8 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
     width = min(console.width, MAX_WIDTH)
     for line in setting_lines(report):
         console.print(Text(line, style="dim"), width=width)
+    if report.model_caution:
+        console.print(Text(printable(report.model_caution), style="yellow"), width=width)
     with _wide_enough(console, table := policy_table(report, names)):
         console.print(table)
     sentences = _sentences(report)
@@ -115,8 +117,9 @@ def setting_lines(report: ReportData) -> list[str]:
         f"{trace['num_moe_layers']} MoE layers, {trace['num_experts']} experts, top-{trace['top_k']}",
         f"routing {trace['provenance']}",
     ]
+    assumed = ", model assumed from the trace," if report.model_caution else ""
     where = [
-        f"{setting['model']} on {setting['cluster']}",
+        f"{setting['model']}{assumed} on {counted(setting['num_gpus'], 'GPU', 'GPUs')} of {setting['cluster']}",
         f"{parallelism(setting)} ({setting['ranks_per_node']} ranks per node)",
         f"{counted(setting['num_micro_batches'], 'micro-batch', 'micro-batches')} of {per_rank} tokens per rank",
     ]
@@ -126,6 +129,9 @@ def setting_lines(report: ReportData) -> list[str]:
         how.append(f"objective {setting['objective']}")
     if report.timed:
         how += [f"dispatcher {setting['dispatcher']}", f"recompute {setting['recompute']}"]
+    memory = report.memory.get(report.best.policy)
+    if report.timed and memory is not None and memory.fits:
+        how.append(f"fits: {memory.peak_bytes / GIB:.1f} of {memory.hbm_bytes / GIB:.1f} GiB")
     if report.phi is not None:
         how.append(f"phi {report.phi:.2f}")
     if report.scaled:

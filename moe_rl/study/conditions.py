@@ -87,6 +87,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
+        "num_gpus": topology.num_ranks * options.pipeline_model_parallel_size,
         "num_ep_groups": topology.num_ep_groups,
         "visits": _visits(scenario, result) if timed else None,
         "slots": problem.replica_slots,
@@ -204,6 +205,17 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     capacity = plans[MOE_RL].capacity if MOE_RL in plans else None
     sentences += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
     return [*sentences, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
+
+
+def model_caution(scenario: Scenario) -> str:
+    """Return the warning that sizes of the model are assumed; empty if they are not, or were asked for."""
+    options, name = scenario.options, scenario.source.model
+    if not scenario.model.spec.assumed_fields or "model" in options.model_fields_set or not options.in_seconds:
+        return ""
+    reason = "The trace names no model"
+    if name:
+        reason = f"The trace names {encodable(name)}, which is not in moe-rl models, or there with another shape"
+    return f"{reason}: hidden sizes, heads and vocabulary are assumed. Give --model."
 
 
 def cautions(

@@ -179,6 +179,7 @@ class SimulationOptions(TraceOptions):
     vocab_size: int | None = None
 
     cluster: str = "h100"
+    gpus: int | None = None
     expert_model_parallel_size: int = 8  # A node of H100s.
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1

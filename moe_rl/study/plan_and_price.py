@@ -29,7 +29,16 @@ from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.simulators.timeline import chrome_json, step_timeline
 from moe_rl.study.batch import Batch, counts_of
-from moe_rl.study.conditions import MOE_RL, break_even, cautions, notes, setting_facts, software_note, trace_facts
+from moe_rl.study.conditions import (
+    MOE_RL,
+    break_even,
+    cautions,
+    model_caution,
+    notes,
+    setting_facts,
+    software_note,
+    trace_facts,
+)
 from moe_rl.study.intervals import intervals_of
 from moe_rl.study.scenario import Progress, Scenario, Simulate
 from moe_rl.version import __version__
@@ -141,6 +150,7 @@ def predict(
         bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
+        model_caution=model_caution(scenario),
         cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
         notes=tuple(
             dict.fromkeys(

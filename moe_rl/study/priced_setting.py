@@ -1,12 +1,11 @@
-"""The setting that `tune` picks, priced once more as `simulate` prices it: every layer, the whole batch of an EP group.
+"""The setting that `tune` picks, priced once more as `simulate` prices it: every layer, the whole batch, all GPUs.
 
 `tune` compares shapes on a sample of layers and scales a balanced step. What it prints of the setting in front is
 `simulate`'s own figure, and `command` is the line that prints it again.
 
-Example: EP16 on 32 GPUs without a pipeline is two EP groups. One of them is simulated, with half of the batch.
+Example: EP16 on 32 GPUs without a pipeline is two EP groups: `moe-rl simulate run.moetrace --gpus 32 --ep 16 ...`.
 """
 
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
 from moe_rl.report.tuning import ShapeLevers, TunedSetting
-from moe_rl.study.options import DRAWN, RECORDED, SHOWN, SimulationOptions
+from moe_rl.study.options import RECORDED, SHOWN, SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Scenario, state_scenario
@@ -48,15 +47,16 @@ def options_of(row: TunedSetting) -> dict[str, Any]:
 
 
 def simulated_options(row: TunedSetting, options: TuneOptions, *, num_tokens: int, batch: str) -> TuneOptions:
-    """Return the options with which `simulate` prices the setting on its share of a batch of `num_tokens`."""
-    group = math.lcm(row.expert_ranks, row.slices) * row.pipeline_model_parallel_size
-    share = min(1.0, group / options.gpus)
-    is_recorded = batch == RECORDED and share == 1.0
+    """Return the options with which `simulate` prices the setting on all GPUs, on a batch of `num_tokens`.
+
+    Fewer EP groups would share out the optimizer's state over fewer GPUs: the peak would be another one.
+    """
     changed = {
         **options_of(row),
-        "batch": RECORDED if is_recorded else DRAWN,
-        "global_batch_tokens": None if is_recorded else max(1, round(num_tokens * share)),
+        "batch": batch,
+        "global_batch_tokens": None if batch == RECORDED else num_tokens,
         "global_batch_size": None,
+        "gpus": options.gpus,
         "num_ep_groups": None,
         "num_nodes": None,
         "resident_slots": 0,

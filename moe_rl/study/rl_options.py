@@ -77,7 +77,6 @@ OPTION_OF = {
 class KnownStepOptions(RlStepOptions):
     """The setting of a step that was measured, where it is not the command's own: a row in the user's words."""
 
-    gpus: int | None = None
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     imbalance: float = 1.0

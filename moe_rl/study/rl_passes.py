@@ -30,7 +30,7 @@ from moe_rl.simulators.weight_sync import PART_SOURCES, price_sync
 from moe_rl.study.conditions import chosen_by
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
-from moe_rl.study.lengths import drawn_lengths, needed
+from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, needed
 from moe_rl.study.options import SCALED, SHOWN, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes
@@ -176,7 +176,8 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
         value, flag = getattr(options, name), SHOWN[name].flags[0]
-        require(value is None, f"{flag} {value} describes a step without a trace: leave it out.")
+        instead = f"with one, give --gpus {value}" if name == "train_gpus" else "leave it out"
+        require(value is None, f"{flag} {value} describes a step without a trace: {instead}.")
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
     require(
@@ -321,7 +322,13 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
 
 
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
-    gpus, budget = needed(options, "train_gpus"), needed(options, "micro_batch_tokens")
+    gpus = needed(options, "train_gpus" if options.gpus is None else "gpus")
+    require(
+        options.train_gpus in (None, gpus), f"--train-gpus {options.train_gpus} and --gpus {gpus} differ: give one."
+    )
+    # As a simulation of a trace cuts it where nothing is said.
+    slices = options.tensor_model_parallel_size * options.context_parallel_size
+    budget = options.micro_batch_tokens or FULL_SIZE_TOKENS * slices
     lengths = drawn_lengths(options)
     model, hardware = named_model(options, "a step of RL"), load_cluster(options.cluster)
     setting = options.step_setting()

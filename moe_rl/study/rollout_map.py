@@ -148,7 +148,7 @@ class _Rollouts:
             return decode_batches
 
         notes = [] if planned is not scored else ["one prompt group: scored on what it was planned on."]
-        if options.model == FROM_TRACE:
+        if options.model == FROM_TRACE and spec.assumed_fields:
             notes.append(
                 f"{spec.num_layers} hidden layers, as many as the trace names: name the --model where there are more."
             )

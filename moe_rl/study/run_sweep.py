@@ -17,7 +17,7 @@ from moe_rl.study.executors import Executor
 from moe_rl.study.options import AUTO, SHOWN, SimulationOptions, TraceOptions
 from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
-from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of
+from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of, with_groups_of_gpus
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
@@ -128,7 +128,7 @@ def _check(trace: TraceLike, options: SimulationOptions) -> None:
     for name in KINDS:
         if getattr(options, name) == AUTO:
             deciding_policy(options, model.spec, name)
-    topology_of(options, load_cluster(options.cluster), (), num_experts=source.num_experts)
+    topology_of(with_groups_of_gpus(options), load_cluster(options.cluster), (), num_experts=source.num_experts)
 
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:

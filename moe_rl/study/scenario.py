@@ -11,7 +11,15 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from moe_rl.config import LoadedModel, cluster_num_nodes, load_cluster, load_model, model_from_trace, override_model
+from moe_rl.config import (
+    LoadedModel,
+    cluster_num_nodes,
+    listed_model,
+    load_cluster,
+    load_model,
+    model_from_trace,
+    override_model,
+)
 from moe_rl.core.cost import LayerCostParams
 from moe_rl.core.draw import DrawnSequences, StepPart
 from moe_rl.core.errors import require
@@ -144,6 +152,7 @@ def state_scenario(
     """
     check_policies(options)
     check_population(options)
+    options = with_groups_of_gpus(options)
     hardware = load_cluster(options.cluster)
     progress("reading the trace", 0, 1)
     source, model = open_trace_of_model(trace, options, model)
@@ -313,15 +322,22 @@ def open_trace_of_model(
     """Return the trace and the model that it is of; raise where `known`, or the options, name another."""
     named = known or (None if options.model == FROM_TRACE else _named(options))
     source = open_for_model(trace, options, named)
-    model = named or model_from_trace(
-        name=source.model,
-        moe_layer_ids=source.moe_layer_ids,
-        num_experts=source.num_experts,
-        top_k=source.top_k,
-        overrides=options.model_overrides(),
-    )
+    model = named or _model_of_trace(source, options)
     _check_model_fits(model, source)
     return source, model
+
+
+def _model_of_trace(source: TraceSource, options: SimulationOptions) -> LoadedModel:
+    """Return the model that the trace names; if it is not listed, one of the trace's shape with assumed widths."""
+    shape: dict[str, Any] = {
+        "moe_layer_ids": source.moe_layer_ids,
+        "num_experts": source.num_experts,
+        "top_k": source.top_k,
+        "overrides": options.model_overrides(),
+    }
+    asked_for = "model" in options.model_fields_set
+    listed = None if asked_for else listed_model(source.model, **shape)
+    return listed or model_from_trace(name=source.model, **shape)
 
 
 def named_model(options: SimulationOptions, of: str) -> MoeModelSpec:
@@ -374,6 +390,36 @@ def check_policies(options: SimulationOptions) -> None:
     for option in options.policy_option:
         options.policy_parameters(option.partition(".")[0])
     require(len(set(options.policy)) == len(options.policy), f"--policy names a policy twice: {options.policy}.")
+
+
+def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
+    """Return the options with as many EP groups as `--gpus` hold; raise where that is no whole number.
+
+    Example: `--gpus 32 --ep 8` with two pipeline stages are two EP groups of 16 GPUs.
+    """
+    if options.gpus is None:
+        return options
+    sizes = {
+        "EP": options.expert_model_parallel_size,
+        "expert TP": options.expert_tensor_parallel_size or 1,
+        "PP": options.pipeline_model_parallel_size,
+    }
+    gpus_of_group = math.prod(sizes.values())
+    groups, rest = divmod(options.gpus, gpus_of_group)
+    degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
+    require(
+        groups >= 1 and rest == 0,
+        f"--gpus {options.gpus} is no multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
+    )
+    require(
+        options.num_ep_groups in (None, groups),
+        f"--gpus {options.gpus} makes {groups} EP groups, --num-ep-groups says {options.num_ep_groups}: give one.",
+    )
+    require(
+        options.ep_group_tokens is None or groups == 1,
+        f"--ep-group-tokens describes one EP group: leave --gpus at {gpus_of_group}.",
+    )
+    return options.model_copy(update={"num_ep_groups": groups})
 
 
 def topology_of(

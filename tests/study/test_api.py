@@ -19,6 +19,7 @@ import moe_rl
 import moe_rl.study
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.report.html import render_html
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"num_experts": 8, "ep_group_tokens": 200, "expert_model_parallel_size": 4}
@@ -49,6 +50,68 @@ def figures(report: Any) -> dict[str, Any]:
     """What the report says of every policy, the planner's own time apart."""
     policies = report.as_json()["policies"]
     return {name: {k: v for k, v in one.items() if k != "plan_time_s"} for name, one in policies.items()}
+
+
+# --- the model of a trace ------------------------------------------------------------------------------------
+
+
+def of_model(name: str, *, layers: int = 16) -> RoutingTrace:
+    """Routes of OLMoE's shape, 64 experts and top-8, under a name."""
+    chosen = np.argsort(np.random.default_rng(0).random((40, layers, 64)), axis=2)[..., :8].astype(np.uint8)
+    return RoutingTrace.from_sequences([chosen], num_experts=64, model=name)
+
+
+def test_a_listed_model_that_the_trace_names_is_simulated_without_being_named_again() -> None:
+    options: dict[str, Any] = {"ep_group_tokens": 200, "expert_model_parallel_size": 4, "policy": ["static"]}
+    named = moe_rl.simulate(of_model("OLMoE"), **options)
+    assert figures(named) == figures(moe_rl.simulate(of_model("OLMoE"), model="olmoe", **options))
+    assert not named.model_caution
+
+
+@pytest.mark.parametrize("trace", [of_model("mine"), of_model("olmoe", layers=2), of_model("")])
+def test_a_model_that_is_assumed_is_announced_above_the_table_and_everywhere(trace: RoutingTrace) -> None:
+    options: dict[str, Any] = {"ep_group_tokens": 200, "expert_model_parallel_size": 4, "policy": ["static"]}
+    report = moe_rl.simulate(trace, **options)
+    above, _, _ = str(report).partition("policy")
+    assert "model assumed from the trace, on" in above
+    assert above.count("are assumed. Give --model.") == 1
+    assert report.model_caution in report.as_json()["notes"]
+    assert report.model_caution in report._repr_html_()
+    assert report.model_caution in render_html(report)
+    chosen = moe_rl.simulate(trace, model="from-trace", **options)
+    assert not chosen.model_caution
+    assert figures(chosen) == figures(report)
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------
+
+
+def test_gpus_set_the_number_of_ep_groups_and_stand_in_the_header(path: Path) -> None:
+    options: dict[str, Any] = {"num_experts": 8, "expert_model_parallel_size": 4, "policy": ["static"]}
+    report = moe_rl.simulate(path, gpus=8, micro_batch_tokens=200, **options)
+    assert report.setting["num_ep_groups"] == 2
+    assert "on 8 GPUs of h100, 2 EP groups of EP4" in str(report)
+    assert figures(report) == figures(moe_rl.simulate(path, num_ep_groups=2, micro_batch_tokens=200, **options))
+    staged = moe_rl.simulate(path, gpus=8, pipeline_model_parallel_size=2, micro_batch_tokens=200, **options)
+    assert (staged.setting["num_ep_groups"], staged.setting["num_gpus"]) == (1, 8)
+    memory = report.memory["static"]
+    assert f"fits: {memory.peak_bytes / 2**30:.1f} of {memory.hbm_bytes / 2**30:.1f} GiB" in " ".join(
+        str(report).split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"gpus": 6}, r"--gpus 6 is no multiple of 4, the GPUs of one EP group \(EP 4\)\."),
+        ({"gpus": 2}, "--gpus 2 is no multiple of 4"),
+        ({"gpus": 8, "num_ep_groups": 1}, "--gpus 8 makes 2 EP groups, --num-ep-groups says 1: give one."),
+        ({"gpus": 8, "ep_group_tokens": 200}, "--ep-group-tokens describes one EP group: leave --gpus at 4."),
+    ],
+)
+def test_gpus_that_fill_no_ep_groups_are_refused(path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        moe_rl.simulate(path, num_experts=8, expert_model_parallel_size=4, **options)
 
 
 # --- one report ---------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
 from moe_rl.simulators.coactivation import coactivation
 from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
 from moe_rl.study.options import SimulationOptions
+from moe_rl.study.plan_and_price import make_plans, pricing_of
+from moe_rl.study.priced_setting import command_of, simulated_options
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import state_scenario
 from moe_rl.study.search_layouts import OF_EVERY_SIZE, TunedBatch, next_shapes
@@ -134,6 +136,22 @@ def test_the_setting_in_front_has_simulates_own_figures(with_routes: Tuned) -> N
     assert policies["static"]["tokens_per_s"] / gpus == pytest.approx(best.speeds["static"], rel=1e-9)
     fastest = policies["static" if best.lever == "static" else "moe-rl"]["tokens_per_s"] / gpus
     assert fastest == pytest.approx(best.fastest, rel=1e-9 if best.lever != "packing" else 0.01)
+
+
+@pytest.mark.lengthy
+@needs_core
+def test_the_setting_in_front_is_simulated_on_all_gpus_with_the_peak_of_the_search(with_routes: Tuned) -> None:
+    """One of two EP groups alone would hold all of the optimizer's state that the two share out."""
+    row = next(row for row in with_routes.settings if row.expert_model_parallel_size == 8)
+    options = TuneOptions(gpus=16, micro_batch_tokens=8192)
+    stated = simulated_options(row, options, num_tokens=with_routes.num_tokens, batch="drawn")
+    shape = ShapeLevers(setting=row, engine=None, resident_slots=0, speeds={"static": 1.0})
+    assert "--gpus 16" in command_of("countdown-grpo", stated, shape)
+    scenario = state_scenario("countdown-grpo", stated.model_copy(update={"policy": ["static"]}), lambda *_: None)
+    assert scenario.topology.num_ranks == 16
+    simulate, _ = pricing_of(scenario, make_plans(scenario, ["static"], lambda *_: None))
+    memory = simulate(scenario.training_step.setting).forced_balance.memory
+    assert memory.peak_bytes / 2**30 == pytest.approx(row.peak_gib, rel=0.05)
 
 
 def test_a_batch_is_drawn_as_simulate_draws_it() -> None:
