@@ -95,10 +95,12 @@ def _table(title: str, point: "RlPoint") -> Table:
     for part in static.parts_s:
         table.add_row(part.replace("_", " "), *(f"{step.parts_s[part]:.{places}f}" for step in steps.values()))
     table.add_row("step (s)", *(f"{step.step_time_s:.{places}f}" for step in steps.values()))
-    table.add_row("80 % of steps", *("-".join(f"{end:.3g}" for end in interval.step_time_s) for interval in intervals))
+    table.add_row(
+        "80 % interval (s)", *("-".join(f"{end:.3g}" for end in interval.step_time_s) for interval in intervals)
+    )
     table.add_row("step vs static", *(f"{static.step_time_s / step.step_time_s:.3f}x" for step in steps.values()))
     table.add_row(
-        "80 % of these", *("-".join(f"{end:.3f}" for end in interval.speedup) + "x" for interval in intervals)
+        "80 % interval", *("-".join(f"{end:.3f}" for end in interval.speedup) + "x" for interval in intervals)
     )
     update = static.parts_s["update"]
     table.add_row("update vs static", *(f"{update / step.parts_s['update']:.3f}x" for step in steps.values()))

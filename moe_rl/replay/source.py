@@ -10,11 +10,13 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay.imported import ImportedTrace, import_trace, picked_layers
 from moe_rl.replay.importers import IMPORTERS, ImportOptions
 from moe_rl.replay.importers.json_files import json_head
+from moe_rl.replay.importers.payloads import SAVE_ARRAYS
 from moe_rl.replay.importers.records import RecordedSequence, require_of_use
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.traces import NATIVE_FORMAT, TraceReader, TraceSource
 
 # Options that `import_trace` applies to the rows of any foreign format.
+PICKLED = (".pkl", ".pickle")  # Never unpickled: such a file may run code.
 OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 
 
@@ -57,7 +59,8 @@ def _recognize(path: Path, stated_format: str | None) -> str:
             f"{path} holds answers without routes: start vLLM or SGLang with --enable-return-routed-experts.",
         )
         names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
-        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {names}.")
+        hint = f" {SAVE_ARRAYS}" if path.suffix in PICKLED else ""
+        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {names}.{hint}")
     # A guess between two formats would read one of them wrong without a word.
     require(len(matches) == 1, f"{path} could be {' or '.join(matches)}: name the format with --format.")
     return matches[0]

@@ -266,8 +266,8 @@ class Tuned:
         ]
         if self.num_alike > 1:
             sentences.append(
-                f"{self.num_alike} settings are not told apart from the fastest: the 80 % interval of their ratio "
-                f"holds 1. Of those within {ALIKE:.0%} the one with fewest kinds of parallelism is first."
+                f"{self.num_alike} settings are equal within the error: the 80 % interval of their ratio to the "
+                f"fastest holds 1. Of those within {ALIKE:.0%} the one with fewest kinds of parallelism is first."
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
@@ -278,9 +278,10 @@ class Tuned:
                     f"{name} takes {more:.1%} of the best step more."
                 )
             elif row is not best:
+                behind = f"is probably {longer:.1%} slower, which is" if longer >= ALIKE else "is equal"
                 sentences.append(
-                    f"EP{ep} is not told apart ({row.name}, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU) with a peak "
-                    f"of {row.peak_gib:.1f} GiB."
+                    f"EP{ep} {behind} within the error of the forecast: {row.name}, {row.tokens_per_s_per_gpu:,.0f} "
+                    f"tokens/s/GPU, peak {row.peak_gib:.1f} GiB."
                 )
         return sentences
 
@@ -289,8 +290,12 @@ class Tuned:
         if not self.levers:
             return []
         best, *others = self.levers
-        added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "nothing"
-        said = [f"With these routes: {best.name}: {best.fastest:,.0f} tokens/s/GPU; over static {added}."]
+        added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "no lever helps"
+        gain = best.fastest / best.speeds["static"] - 1.0
+        said = [
+            f"With these routes: {best.name}: {best.fastest:,.0f} tokens/s/GPU, {gain:.1%} more than static placement "
+            f"({added})."
+        ]
         if best.command:
             said.append(f"The same figures: {best.command}")
         for other in others:
@@ -344,7 +349,7 @@ class Tuned:
         return document
 
     def __str__(self) -> str:
-        head = "  tokens/s/GPU  80 % of these  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
+        head = "  tokens/s/GPU  80 % interval  peak GiB  micro-batches  recompute  dispatcher  layout; what limits it"
         rows = [
             f"{row.tokens_per_s_per_gpu:14,.0f}  {_ends(row.tokens_per_s_interval):>13}  {row.peak_gib:8.1f}  "
             f"{row.num_micro_batches:4} x "

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 # Slots that can be chosen, in this order.
 KINDS = {"resident_slots": "resident slot", "cross_node_slots": "cross-node slot"}
 LEAST_GAIN = 0.005  # Share of the step that a slot has to save: with other seeds a step differs by .003.
-SPARE_MEMORY = 0.044  # Share of a GPU's memory that stays free: the mean error of forecast peaks (docs/simulator.md).
+# Share of a GPU's memory that stays free: above the largest error of forecast peaks of whole runs (docs/simulator.md).
+SPARE_MEMORY = 0.044
 
 
 def open_scenario(

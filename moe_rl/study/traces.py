@@ -1,12 +1,13 @@
 """Traces wherever they are: a path, a trace that is open already, or one in memory."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, bundled_traces, load_model
 from moe_rl.core.errors import InvalidInputError, require
@@ -22,11 +23,11 @@ from moe_rl.study.options import TraceOptions, merge_options
 IN_MEMORY = "memory"
 SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)  # Formats that hold the number of experts.
 
-TraceLike = str | Path | TraceSource | Trace
+TraceLike = str | Path | TraceSource | Trace | Sequence[NDArray[np.integer]]
 
 
 def open_trace(trace: TraceLike, **options: Any) -> TraceSource:
-    """Open a trace directory, a file of any known format, or a `RoutingTrace` in memory.
+    """Open a trace directory, a file of any known format, a `RoutingTrace`, or a list of arrays [tokens, layers, topk].
 
     `options` are those of `moe-rl trace info` in Python spelling: `format`, `num_experts`, `moe_router_topk`, ...
     Raises `InvalidInputError` where nothing is there, no format fits, or the contents are wrong.
@@ -41,11 +42,16 @@ def open_trace(trace: TraceLike, **options: Any) -> TraceSource:
 
 def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel | None) -> TraceSource:
     """Open the trace; a foreign format is told the shape of the model, which it may not hold itself."""
+    if _are_arrays(trace):
+        trace = _trace_of_arrays(trace, options, model)
     if isinstance(trace, RoutingTrace | SequenceCounts):
         trace = TraceInMemory.take(trace)
     if not isinstance(trace, str | Path):
         if not isinstance(trace, TraceSource):
-            raise InvalidInputError(f"a trace is a path, an open trace or a RoutingTrace, got {type(trace).__name__}.")
+            raise InvalidInputError(
+                "a trace is a path, an open trace, a RoutingTrace or a list of arrays [tokens, layers, topk], got "
+                f"{type(trace).__name__}."
+            )
         require(
             options.format in (None, trace.format), f"{trace.path} is open as {trace.format}, not {options.format}."
         )
@@ -64,6 +70,34 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
             f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
             f"top-{spec.top_k}.)"
         ) from error
+
+
+def _are_arrays(trace: object) -> TypeGuard[Sequence[NDArray[np.integer]]]:
+    is_list = isinstance(trace, list | tuple) and len(trace) > 0
+    return is_list and all(isinstance(item, np.ndarray) for item in trace)  # type: ignore[attr-defined]
+
+
+def _trace_of_arrays(
+    arrays: Sequence[NDArray[np.integer]], options: TraceOptions, model: LoadedModel | None
+) -> RoutingTrace:
+    """Return the trace of one array [tokens, layers, topk] per sequence.
+
+    Example: `[np.array([[[0, 3]], [[1, 3]]])]` with 4 experts is one sequence of two tokens in one layer, top-2.
+    """
+    num_experts = options.num_experts or (None if model is None else model.spec.num_experts)
+    require(num_experts is not None, "a list of arrays does not say how many experts there are: give num_experts.")
+    shapes = {array.shape[1:] for array in arrays}
+    require(
+        len(shapes) == 1 and len(next(iter(shapes))) == 2,
+        "arrays of a trace are [tokens, layers, topk] with the same layers and topk, got shapes "
+        f"{', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
+    )
+    return RoutingTrace.from_sequences(
+        arrays,
+        num_experts=int(num_experts or 0),
+        moe_layer_ids=options.moe_layer_ids,
+        provenance=options.provenance or "unknown",
+    )
 
 
 def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace:
@@ -132,6 +166,10 @@ def digest_of(trace: TraceLike) -> str:
     if isinstance(trace, TraceInMemory):
         trace = trace.trace
     digest = hashlib.sha256()
+    if _are_arrays(trace):
+        for array in trace:
+            digest.update(f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}\n".encode())
+        return digest.hexdigest()
     if isinstance(trace, RoutingTrace | SequenceCounts):
         for item in fields(trace):
             value = getattr(trace, item.name)

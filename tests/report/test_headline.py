@@ -19,7 +19,7 @@ def test_the_headline_names_the_fastest_policy_with_its_gain() -> None:
     assert said.title == ("ultraep makes this update 1.43x as fast as static placement.")
     assert "ultraep reaches 86% of the speed of perfectly balanced routing." in said.details
     assert "2.20 times the mean load" in said.details[0]
-    assert "would save 40.0% of the step" in said.details[0]
+    assert "would save 40.0% of the update" in said.details[0]
 
 
 def test_the_headline_says_what_balancing_and_packing_bring() -> None:
@@ -62,7 +62,7 @@ def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> 
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
     said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))
     assert said.lines == (
-        "A step of RL is 1.06x to 1.08x as fast with moe-rl: 6.5% less time, 25 of 384 GPU hours a day. It spends "
+        "An RL step is 1.06x to 1.08x as fast with moe-rl: 6.5% less time, 25 of 384 GPU hours a day. It spends "
         "most on rollout 50%, update 40%, weight sync 10%.",
         "moe-rl makes this update 1.31x to 1.36x as fast as static placement.",
     )
@@ -84,10 +84,10 @@ def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
     waiting = rl_gain(beside=True, speedup=1.0)
     assert waiting.waits_for_rollout
     assert headline(report(*policies, rl=waiting)).title == (
-        "This step waits for the rollout: balancing the update brings nothing to it."
+        "This RL step waits for the rollout: balancing the update brings nothing to it."
     )
     little = headline(report(*policies, rl=rl_gain(speedup=1.003))).title
-    assert little.startswith("Balancing the update brings 0.3% of a step of RL, which spends most on rollout 50%")
+    assert little.startswith("Balancing the update brings 0.3% of an RL step, which spends most on rollout 50%")
 
 
 def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
@@ -96,8 +96,8 @@ def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     misfit = MemoryMisfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
-        "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the step takes 31% "
-        "longer, moe-rl makes the update 1.17x as fast as static placement and a step of RL 1.05x.",
+        "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the update takes 31% "
+        "longer, moe-rl makes the update 1.17x as fast as static placement and an RL step 1.05x.",
         "moe-rl makes this update 1.33x as fast as static placement.",
     )
     lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
@@ -113,7 +113,7 @@ def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
 def test_a_balanced_step_is_called_balanced() -> None:
     static, eplb = prediction("static", 6.05, load=1.01), prediction("eplb", 6.04, load=1.0)
     said = headline(report(static, eplb))
-    assert said.title == "There is little to win: imbalance costs 0.8% of this step."
+    assert said.title == "There is little to win: imbalance costs 0.8% of this update."
 
 
 def test_static_may_be_the_best_policy() -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def test_a_model_that_is_assumed_is_announced_above_the_table_and_everywhere(tra
     chosen = moe_rl.simulate(trace, model="from-trace", **options)
     assert not chosen.model_caution
     assert figures(chosen) == figures(report)
+
+
+# --- arrays of a program ------------------------------------------------------------------------------------
+
+
+def test_a_list_of_arrays_is_a_trace() -> None:
+    arrays = [routes(40, seed=index) for index in range(12)]
+    options: dict[str, Any] = {**SMALL, "policy": ["static"]}
+    assert figures(moe_rl.simulate(arrays, **options)) == figures(moe_rl.simulate(in_memory(), **options))
+    assert moe_rl.open_trace(arrays, num_experts=8).num_tokens == 480
+    with pytest.raises(InvalidInputError, match="give num_experts"):
+        moe_rl.open_trace(arrays)
+    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\] with the same layers and topk"):
+        moe_rl.open_trace([arrays[0][:, 0]], num_experts=8)
+
+
+@pytest.mark.parametrize("name", ["routes.pkl", "routes.npy"])
+def test_pickled_arrays_are_refused_with_the_line_that_saves_them(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith(".npy"):
+        np.save(path, np.array([{}], dtype=object))
+    else:
+        path.write_bytes(pickle.dumps([routes(4)]))
+    with pytest.raises(InvalidInputError, match=r'np\.savez\("routes\.npz", \*arrays\)'):
+        moe_rl.open_trace(path, num_experts=8)
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
@@ -318,7 +344,7 @@ def test_paths_and_numbers_of_numpy_are_taken_as_options(path: Path) -> None:
 @pytest.mark.parametrize("trace", [None, 5, ["a.npz"]])
 def test_what_is_not_a_trace_is_refused(trace: Any) -> None:
     for call in (moe_rl.simulate, moe_rl.open_trace):
-        with pytest.raises(InvalidInputError, match="a trace is a path, an open trace or a RoutingTrace, got"):
+        with pytest.raises(InvalidInputError, match="a path, an open trace, a RoutingTrace or a list of arrays"):
             call(trace)
 
 

@@ -137,7 +137,7 @@ def test_tune_takes_a_step_of_a_setting_that_is_named_and_prints_intervals(tmp_p
     assert any("1 known step" in note for note in document["notes"])
     best = document["settings"][0]
     assert best["tokens_per_s_interval"][0] < best["tokens_per_s_per_gpu"] < best["tokens_per_s_interval"][1]
-    assert "80 % of these" in ran.out
+    assert "80 % interval" in ran.out
 
 
 def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied(tmp_path: Path, trace: Path) -> None:

@@ -16,6 +16,9 @@ WIRE_DTYPES = ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")
 # What every base64 text of .npy bytes starts with.
 NPY_BASE64_START = "k05VTVBZ"
 
+# What to do with objects that are not unpickled: a file may run code of its writer.
+SAVE_ARRAYS = 'Write arrays [tokens, layers, topk] with np.savez("routes.npz", *arrays).'
+
 
 def from_base64(text: object) -> bytes:
     """Return the decoded bytes of a base64 string."""
@@ -63,7 +66,8 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
         shape, order, dtype = formats[version](file)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise InvalidInputError("the payload is not a .npy file, or its header is damaged.") from error
-    require(dtype.kind in "iuf", f"the .npy file holds {dtype}, not numbers.")
+    hint = f" {SAVE_ARRAYS}" if dtype.kind == "O" else ""
+    require(dtype.kind in "iuf", f"the .npy file holds {dtype}, not numbers.{hint}")
     size = len(data) - file.tell()
     require(
         min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == size,
