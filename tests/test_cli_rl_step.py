@@ -92,7 +92,7 @@ def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, ti
 
 
 def test_micro_batches_have_simulates_size_and_gpus_are_the_trainers_unless_options_say_otherwise() -> None:
-    described = [*FROM_LENGTHS[:4], *FROM_LENGTHS[6:12], "--json"]
+    described = [*FROM_LENGTHS[:4], *FROM_LENGTHS[6:12], *FROM_LENGTHS[14:], "--json"]
     figures = [
         json.loads(moe_rl("rl-step", *described, *more).out)["policies"]
         for more in (("--gpus", 32), ("--train-gpus", 32, "--micro-batch-tokens", 8192))

@@ -73,8 +73,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
 
 
 def _are_arrays(trace: object) -> TypeGuard[Sequence[NDArray[np.integer]]]:
-    is_list = isinstance(trace, list | tuple) and len(trace) > 0
-    return is_list and all(isinstance(item, np.ndarray) for item in trace)  # type: ignore[attr-defined]
+    return isinstance(trace, list | tuple) and len(trace) > 0 and all(isinstance(item, np.ndarray) for item in trace)
 
 
 def _trace_of_arrays(
@@ -176,7 +175,7 @@ def digest_of(trace: TraceLike) -> str:
             content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
-    path = located_trace(trace) if isinstance(trace, str | Path) else trace.path
+    path = trace.path if isinstance(trace, TraceSource) else located_trace(str(trace))
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
