@@ -7,20 +7,25 @@ actor_rollout_ref:
       engine_kwargs: {moe_rl: {ep_size: 8, expert_map: maps/replica{replica}.npy}}
 
 Each engine rank gets the experts in its own slots under the names that the framework's loader knows, and then
-everything else. `expert_map` [MoE layers, slots] is read at every sync, so that a map may change with the weights;
-without it engines have the map that they start with. Ranks of an engine count expert-parallel index first, then slices
-of experts.
+everything else. `expert_map` is a file with [MoE layers, slots], or what `moe-rl plan --export sglang` writes. It is
+read at every sync, so that a map planned from the last rollout's routes comes with the weights: vLLM and SGLang then
+change their own maps in place (`frameworks/vllm/sync_map.py`, `frameworks/sglang/weight_loader.py`). Without it
+engines have the map that they start with. Ranks of an engine count expert-parallel index first, then slices of experts.
 
-SGLang is refused with ep_size above 1: verl gathers the batches of its ranks and loads all of them under the names of
-the first, so that every rank would write other experts than its own.
+SGLang with ep_size above 1 loads the batches of all ranks under the names of the first. So names travel inside the
+batches, by the way of verl's delta engine, and need its loader:
+
+    rollout.engine_kwargs.sglang.custom_weight_loader: [verl.workers.rollout.sglang_rollout.delta_loader.apply_delta]
 """
 
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,52 +36,41 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.post_import import wrap
+from moe_rl.frameworks.sglang import weight_loader
+from moe_rl.frameworks.sglang.expert_map import KEY as SGLANG_KEY
 from moe_rl.frameworks.verl.export import ExportedWeights, SplitWeights
+from moe_rl.frameworks.verl.sync_rollouts import BATCHES, NAME, ZIPPED_BY_POSITION, check_rollout
+from moe_rl.frameworks.vllm import sync_map
 from moe_rl.sync.dense import receive_dense, send_dense
 from moe_rl.sync.errors import SyncError
 from moe_rl.sync.executor import Traffic
 from moe_rl.sync.expert_parts import ExpertShape
-from moe_rl.sync.layouts import EngineLayout, SyncProblem, TrainerLayout
+from moe_rl.sync.layouts import EngineLayout, EngineRank, SyncProblem, TrainerLayout
 from moe_rl.sync.plan import SyncPlan, plan_sync
 from moe_rl.sync.rank_plan import Parts
 from moe_rl.sync.ranks import Address, SyncGroup
 from moe_rl.sync.session import EngineSide, sync_experts
 from moe_rl.sync.versions import SlotVersions
 
-NAME = "moe_rl"
+TENSORS_PER_EXPERT = 3  # gate, up, down
+EXPERT_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def register(module: ModuleType) -> None:
     """Enter the engine into verl's registry; `module` is `verl.checkpoint_engine.base`.
 
-    A rollout worker then refuses an engine that cannot take experts by name, before any weight travels.
+    A rollout worker then refuses an engine that cannot take experts by name, before any weight travels, and packs names
+    into the batches for one that would mix them up.
     """
     module.CheckpointEngineRegistry.register(NAME)(PlannedCheckpointEngine)
 
     def checked(made: Callable[..., None], self: Any, rollout_config: Any, *args: Any, **kwargs: Any) -> None:
         check_rollout(rollout_config)
         made(self, rollout_config, *args, **kwargs)
+        if isinstance(self.checkpoint_engine, PlannedCheckpointEngine):
+            self.checkpoint_engine.serve(rollout_config.name)
 
     wrap(module.CheckpointEngineWorker, "__init__", checked)
-
-
-# Rollout engines into which verl loads the batches of all ranks under the first rank's names
-# (verl/workers/rollout/sglang_rollout, sglang.srt.weight_sync.utils.update_weights).
-ZIPPED_BY_POSITION = ("sglang",)
-
-
-def check_rollout(rollout_config: Any) -> None:
-    """Raise for a rollout engine that would load a rank's experts under another rank's names."""
-    chosen = rollout_config.checkpoint_engine
-    if chosen.backend != NAME or rollout_config.name not in ZIPPED_BY_POSITION:
-        return
-    ep_size = chosen.engine_kwargs.get(NAME, {}).get("ep_size", 1)
-    require(
-        ep_size == 1,
-        f"checkpoint_engine.backend=moe_rl with rollout.name={rollout_config.name} and ep_size={ep_size}: verl loads "
-        "the batches of an engine's ranks under the names of the first, so each rank would get the experts of another. "
-        "Leave engine_kwargs.moe_rl.ep_size out (every rank then gets all experts), or use vllm.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,7 @@ class EngineSettings:
     redundant_experts: int = 0
     """Slots beside one per expert, of an engine without `expert_map`."""
     expert_map: str = ""
-    """File with [MoE layers, slots], {replica} in its name is the replica's number."""
+    """File (.npy or SGLang's .json) with [MoE layers, slots], {replica} in its name is the replica's number."""
     num_replicas: int = 1
 
 
@@ -118,6 +112,11 @@ class TrainerFacts:
             dtype=str(shape.dtype).removeprefix("torch."),
             names={str(layer): templates for layer, templates in names.items()},
         )
+
+    def hidden_layers(self) -> list[int]:
+        """Return [L] the hidden layer that each MoE layer is, by the names of its experts."""
+        names = [self.names[str(layer)][0] for layer in range(len(self.names))]
+        return [int(EXPERT_LAYER.findall(name)[0]) for name in names]
 
     def layout(self) -> TrainerLayout:
         """Return the layout."""
@@ -159,6 +158,13 @@ class PlannedCheckpointEngine:
         self.versions: SlotVersions | None = None
         self.traffic = Traffic()
         self.step = 0
+        self.rollout = ""
+
+    def serve(self, rollout: str) -> None:
+        """Take the name of the engine beside which this rank is, which decides how weights are handed over."""
+        self.rollout = rollout
+        if rollout in ZIPPED_BY_POSITION and self.settings.ep_size > 1:
+            self.wire_format = BATCHES
 
     # --- what verl's manager calls, on every rank -------------------------------------------------------------------
 
@@ -216,10 +222,14 @@ class PlannedCheckpointEngine:
         split: SplitWeights = weights.split()
         return await asyncio.to_thread(self._send, split)
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the experts of this rank's slots, then all other weights."""
+    def receive_weights(self, global_steps: int | None = None) -> Any:
+        """Return the weights of this rank in the wire format: tensors by name, or (batch, is it the last?)."""
         self.step = global_steps or 0
-        tensors = self._receive()
+        return self._batches() if self.wire_format == BATCHES else self._tensors()
+
+    async def _tensors(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the experts of this rank's slots, then all other weights."""
+        tensors = self._received()
         while True:
             pair = await asyncio.to_thread(next, tensors, None)
             if pair is None:
@@ -247,10 +257,10 @@ class PlannedCheckpointEngine:
         with self._together() as group:
             reader = MegatronExpertReader(split.balancer)
             layout, shape = reader.trainer_layout(), reader.shape(1)
+            facts = TrainerFacts.of(layout, shape, split.names)
             if self.rank == 0:
-                facts = TrainerFacts.of(layout, shape, split.names)
                 group.store.set("trainer", json.dumps(_as_dict(facts)))
-            plan = self._plan(layout, shape.expert_bytes)
+            plan = self._plan(facts)
             for _ in sync_experts(group, plan, reader.side(plan.problem), step=self.step, traffic=self.traffic):
                 pass
             experts_sent = self.traffic.sent_bytes
@@ -263,24 +273,58 @@ class PlannedCheckpointEngine:
             "moe_rl_sync/dense_bytes_sent": float(self.traffic.sent_bytes - experts_sent),
         }
 
-    def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._together() as group:
-            facts = TrainerFacts(**json.loads(group.fetch("trainer", of=0)))
-            plan = self._plan(facts.layout(), facts.shape(1).expert_bytes)
-            own = next(each for each in plan.problem.engine_ranks() if each.rank == self.rank)
-            local = own.engine.local_slots(own.index)
-            if self.versions is None or not np.array_equal(self.versions.local_slots, local):
-                self.versions = SlotVersions(local)
-            ready: list[tuple[Parts, torch.Tensor]] = []
-            side = EngineSide(write=lambda parts, body: ready.append((parts, body)), current_slots=lambda: local)
-            rounds = sync_experts(group, plan, side, step=self.step, traffic=self.traffic)
-            name_tensors = _Namer(facts, facts.shape(plan.problem.parts_per_expert))
-            for _ in rounds:
-                yield from self._handed_over(ready, name_tensors)
+            inflow = self._inflow(group)
+            if self.settings.expert_map and self.rollout == "vllm":
+                yield sync_map.MAP_NAME, torch.as_tensor(np.array(inflow.own.engine.slots))
+            yield from self._experts(group, inflow)
+            yield from self._dense(group, inflow)
+
+    def _batches(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+        """Yield as many batches as the other ranks of the engine do: experts by number, then dense tensors by bytes."""
+        with self._together() as group:
+            inflow = self._inflow(group)
+            slots = inflow.hidden_slots() if self.settings.expert_map else None
+            per_batch = max(1, self.batch_bytes // inflow.plan.problem.expert_bytes)
+            tensors = self._experts(group, inflow)
+            yield _on_device(weight_loader.packed((), slots)), False
+            for _ in range(-(-inflow.most_experts() // per_batch)):
+                yield _on_device(weight_loader.packed(islice(tensors, TENSORS_PER_EXPERT * per_batch))), False
+            require(next(tensors, None) is None, "an engine rank received more experts than its slots hold.")
+            batch: list[tuple[str, torch.Tensor]] = []
+            size = 0
+            for name, tensor in self._dense(group, inflow):
+                if batch and size + tensor.nbytes > self.batch_bytes:
+                    yield _on_device(weight_loader.packed(batch)), False
+                    batch, size = [], 0
+                batch.append((name, tensor))
+                size += tensor.nbytes
+            yield _on_device(weight_loader.packed(batch)), True
+
+    def _inflow(self, group: SyncGroup) -> "_Inflow":
+        """Return the plan, and this rank's place in it."""
+        facts = TrainerFacts(**json.loads(group.fetch("trainer", of=0)))
+        plan = self._plan(facts)
+        own = next(engine_rank for engine_rank in plan.problem.engine_ranks() if engine_rank.rank == self.rank)
+        return _Inflow(facts=facts, plan=plan, own=own)
+
+    def _experts(self, group: SyncGroup, inflow: "_Inflow") -> Iterator[tuple[str, torch.Tensor]]:
+        plan, local = inflow.plan, inflow.own.engine.local_slots(inflow.own.index)
+        if self.versions is None or not np.array_equal(self.versions.local_slots, local):
+            self.versions = SlotVersions(local)
+        ready: list[tuple[Parts, torch.Tensor]] = []
+        side = EngineSide(write=lambda parts, body: ready.append((parts, body)), current_slots=lambda: local)
+        rounds = sync_experts(group, plan, side, step=self.step, traffic=self.traffic)
+        name_tensors = _Namer(inflow.facts, inflow.facts.shape(plan.problem.parts_per_expert))
+        for _ in rounds:
             yield from self._handed_over(ready, name_tensors)
-            yield from receive_dense(
-                group, plan.problem, step=self.step, batch_bytes=self.batch_bytes, traffic=self.traffic
-            )
+        yield from self._handed_over(ready, name_tensors)
+
+    def _dense(self, group: SyncGroup, inflow: "_Inflow") -> Iterator[tuple[str, torch.Tensor]]:
+        return receive_dense(
+            group, inflow.plan.problem, step=self.step, batch_bytes=self.batch_bytes, traffic=self.traffic
+        )
 
     def _handed_over(
         self, ready: list[tuple[Parts, torch.Tensor]], tensors_of: "_Namer"
@@ -292,9 +336,9 @@ class PlannedCheckpointEngine:
             assert self.versions is not None
             self.versions.wrote(parts.layer, parts.expert, self.step)
 
-    def _plan(self, layout: TrainerLayout, expert_bytes: int) -> SyncPlan:
+    def _plan(self, facts: TrainerFacts) -> SyncPlan:
         """Return the plan, the same on every rank."""
-        settings = self.settings
+        settings, layout, expert_bytes = self.settings, facts.layout(), facts.shape(1).expert_bytes
         per_replica = (len(self.node_of) - self.trainers) // settings.num_replicas
         tp_size = settings.tp_size or per_replica // settings.ep_size
         require(
@@ -304,22 +348,62 @@ class PlannedCheckpointEngine:
         )
         engines = tuple(
             EngineLayout(
-                slots=self._slots(replica, layout), ep_size=settings.ep_size, tp_size=tp_size, whole_tensors=True
+                slots=self._slots(replica, facts), ep_size=settings.ep_size, tp_size=tp_size, whole_tensors=True
             )
             for replica in range(settings.num_replicas)
         )
         problem = SyncProblem(trainer=layout, engines=engines, node_of=tuple(self.node_of), expert_bytes=expert_bytes)
         return plan_sync(problem)
 
-    def _slots(self, replica: int, layout: TrainerLayout) -> NDArray[np.int32]:
+    def _slots(self, replica: int, facts: TrainerFacts) -> NDArray[np.int32]:
         """Return [L, W] the map of a replica."""
-        num_layers, num_experts = layout.home_rank.shape
+        num_layers, num_experts = len(facts.home_rank), len(facts.home_rank[0])
         if not self.settings.expert_map:
             row = np.arange(num_experts + self.settings.redundant_experts, dtype=np.int32) % num_experts
             return np.tile(row, (num_layers, 1))
         path = Path(self.settings.expert_map.format(replica=replica))
         require(path.is_file(), f"engine_kwargs.moe_rl.expert_map: there is no file {path}.")
-        return np.asarray(np.load(path), np.int32)
+        if path.suffix != ".json":
+            return np.asarray(np.load(path), np.int32)
+        rows = np.asarray(json.loads(path.read_text())[SGLANG_KEY], np.int32)
+        hidden = facts.hidden_layers()
+        require(
+            len(rows) > max(hidden),
+            f"engine_kwargs.moe_rl.expert_map: {path} has {len(rows)} layers, and layer {max(hidden)} has experts.",
+        )
+        return rows[hidden]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inflow:
+    """What an engine rank knows once the trainer has told its layout."""
+
+    facts: TrainerFacts
+    plan: SyncPlan
+    own: EngineRank
+
+    def most_experts(self) -> int:
+        """Return the most different experts, over all layers, that a rank of this engine has in its slots."""
+        engine = self.own.engine
+        most = 0
+        for index in range(0, engine.size, engine.tp_size):
+            most = max(most, sum(len(np.unique(row)) for row in engine.local_slots(index)))
+        return most
+
+    def hidden_slots(self) -> NDArray[np.int32]:
+        """Return [hidden layers, W]: the map with rows for dense layers, which nothing reads."""
+        slots = self.own.engine.slots
+        hidden = self.facts.hidden_layers()
+        rows = np.tile(np.arange(slots.shape[1], dtype=np.int32) % (int(slots.max()) + 1), (max(hidden) + 1, 1))
+        rows[hidden] = slots
+        return rows
+
+
+def _on_device(batch: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Move a batch to the GPU that this rank shares with its engine, if there is one: a handle reaches it there."""
+    if not torch.cuda.is_available():
+        return batch
+    return [(name, tensor.cuda()) for name, tensor in batch]
 
 
 class _Namer:

@@ -70,12 +70,28 @@ def _register_checkpoint_engine(base: ModuleType) -> None:
     register(base)
 
 
+def _load_packed_batches(delta_loader: ModuleType) -> None:
+    """Take batches of a planned sync in SGLang's processes."""
+    from moe_rl.frameworks.verl.sync_rollouts import load_packed_batches
+
+    load_packed_batches(delta_loader)
+
+
+def _take_maps(vllm_utils: ModuleType) -> None:
+    """Take the expert map of a planned sync in vLLM's processes."""
+    from moe_rl.frameworks.verl.sync_rollouts import take_maps
+
+    take_maps(vllm_utils)
+
+
 try:
     _settings = settings_from_environment()
 except InvalidInputError as error:
     sys.stderr.write(f"moe_rl: {error}\n")
     raise SystemExit(2) from error
 when_imported("verl.checkpoint_engine.base", _register_checkpoint_engine)
+when_imported("verl.workers.rollout.sglang_rollout.delta_loader", _load_packed_batches)
+when_imported("verl.workers.rollout.vllm_rollout.utils", _take_maps)
 when_imported("verl.trainer.ppo.core_algos", _register_policy_losses)
 when_imported("verl.workers.config.actor", _check_settings)
 when_imported("verl.trainer.ppo.rollout_corr_helper", _offer_rollout_correction)

@@ -22,8 +22,11 @@ from verl_cases import settings
 from verl_on_cpu import NUM_EXPERTS, NUM_LAYERS, batch, engine, impl, loss
 
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.frameworks.sglang import weight_loader
 from moe_rl.frameworks.verl import attach as adapter
 from moe_rl.frameworks.verl.checkpoint_engine import register
+from moe_rl.frameworks.verl.sync_rollouts import BATCHES
+from moe_rl.frameworks.vllm import sync_map
 from moe_rl.megatron import Balancer
 
 REPLICAS, EP = 2, 2
@@ -31,17 +34,30 @@ KWARGS = {"ep_size": EP, "tp_size": 1, "num_replicas": REPLICAS, "silence_s": 12
 
 
 class Adapter:
-    """What verl's worker hands the weights to: keeps what comes, by name, as vLLM's loader of this rank would."""
+    """What verl's worker hands the weights to: keeps what comes, by name, as the loader of this rank would."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.count = 0
+        self.map: np.ndarray | None = None
+        self.last_flags: list[bool] = []
+        """Of every batch, whether it is the last; none where weights come by name."""
 
     async def update_weights(self, weights: AsyncIterator[Any], **how: Any) -> None:
-        assert how["wire_format"] == "named_tensors"
+        self.last_flags = []
+        if how["wire_format"] == BATCHES:
+            for batch, is_last in weights:
+                self.last_flags.append(is_last)
+                weight_loader.load(self, batch)
+            return
         async for name, tensor in weights:
-            self.tensors[name] = tensor.clone()
-            self.count += 1
+            if name == sync_map.MAP_NAME:
+                self.map = tensor.numpy()
+            else:
+                self.tensors[name] = tensor.clone()
+
+    def load_weights(self, weights: Any) -> None:
+        """SGLang's model, which a batch is unpacked into."""
+        self.tensors.update((name, tensor.clone()) for name, tensor in weights)
 
 
 def drawn_map(seed: int) -> np.ndarray:
@@ -115,9 +131,10 @@ def planned(built: Any, engines: list[Any], rollout: Adapter, step: int) -> dict
     return metrics
 
 
-def run(maps: bool = True, **build: Any) -> dict[str, Any]:
+def run(maps: bool = True, rollout_name: str = "vllm", **build: Any) -> dict[str, Any]:
     """Two syncs; before each the model trains and experts move, and in the second engines have another map."""
     found: dict[str, Any] = {"wrong": [], "missing": [], "logits": [], "moved": [], "moved_for_it": [], "metrics": []}
+    found |= {"batches": [], "other_maps": []}
     register(__import__("verl.checkpoint_engine.base", fromlist=["base"]))
     rank = dist.get_rank()
     folders = [tempfile.mkdtemp() if rank == 0 else ""]
@@ -131,6 +148,7 @@ def run(maps: bool = True, **build: Any) -> dict[str, Any]:
         new = CheckpointEngineRegistry.new
         trainer = new("moe_rl", bucket_size=4096, is_master=rank == 0, node=f"trainers {rank // 2}", **kwargs)
         server = new("moe_rl", bucket_size=4096, node=f"engines {rank // 2}", **kwargs)
+        server.serve(rollout_name)
         rollout = Adapter()
         for step in (1, 2):
             with built.train_mode():
@@ -155,6 +173,8 @@ def run(maps: bool = True, **build: Any) -> dict[str, Any]:
                 for expert in set(row.tolist()):
                     prefix = f"model.layers.{layer}.mlp.experts.{expert}."
                     names += [name for name in right if name.startswith(prefix)]
+            found["batches"].append(rollout.last_flags)
+            found["other_maps"].append(not np.array_equal(slots, rollout.map) if maps else rollout.map is not None)
             found["missing"].append(len(set(names) ^ set(rollout.tensors)))
             found["wrong"].append(sum(not torch.equal(rollout.tensors[name], right[name]) for name in names))
             every: list[Any] = [None] * dist.get_world_size()
@@ -178,4 +198,5 @@ def homes_that_moved() -> dict[str, Any]:
 
 
 def expert_tensor_parallel() -> dict[str, Any]:
-    return run(ep_size=2, tensor_model_parallel_size=2, expert_tensor=2, maps=False)
+    """With SGLang, whose batches are paired by position."""
+    return run(ep_size=2, tensor_model_parallel_size=2, expert_tensor=2, maps=False, rollout_name="sglang")

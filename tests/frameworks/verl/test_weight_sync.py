@@ -20,6 +20,11 @@ def test_engines_hold_what_verls_own_engine_brings(case: str, outcome: list[Any]
         assert rank["missing"] == [0, 0]
         assert min(rank["moved"]) > 0
         assert rank["moved_for_it"] == [0, 0]
+        assert rank["other_maps"] == [False, False]
+        # SGLang pairs batches by position: ranks of an engine hand over as many.
+        assert rank["batches"] == outcome[0]["batches"]
+        for flags in rank["batches"]:
+            assert flags == [False] * (len(flags) - 1) + [True] * (case == "expert_tensor_parallel")
     for rank in outcome[:2]:
         assert rank["logits"] == [True, True]
     # Experts leave their trainers evenly: twins share, and relays do the rest.
