@@ -53,7 +53,9 @@ class SourcedFloat(_Strict):
 
 
 def _bare_value(value: object) -> object:
-    return value if isinstance(value, dict) else {"value": value}
+    if isinstance(value, dict):
+        return value
+    return {"value": value}
 
 
 # A bare number takes the source of its file.
@@ -183,12 +185,17 @@ def load_cluster(name: str) -> HardwareSpec:
 def cluster_num_nodes(name: str) -> int | None:
     """Return how many nodes that cluster has; None where its file does not say."""
     size = cluster_file(name).num_nodes
-    return None if size is None else size.value
+    if size is None:
+        return None
+    return size.value
 
 
 def cluster_file(name: str) -> _Cluster:
     """Return the file of a cluster, with the constants of the one that it is `like`."""
-    path = Path(name) if _is_path(name) else CONFIGS / "clusters" / f"{name.lower()}.yaml"
+    if _is_path(name):
+        path = Path(name)
+    else:
+        path = CONFIGS / "clusters" / f"{name.lower()}.yaml"
     if not _is_path(name) and not path.is_file():
         raise InvalidInputError(f"unknown cluster {name!r}.{nearest_name(name.lower(), cluster_names())}")
     file = checked(_cluster_content(path), ClusterFile, where=str(path))
@@ -241,7 +248,10 @@ def cluster_yaml(hardware: HardwareSpec, *, num_nodes: int | None = None) -> str
     if num_nodes is not None:
         content["num_nodes"] = {"value": num_nodes, "source": "as before"}
     for name in _CONSTANTS:
-        spread = {"spread": hardware.spreads[name]} if name in hardware.spreads else {}
+        if name in hardware.spreads:
+            spread = {"spread": hardware.spreads[name]}
+        else:
+            spread = {}
         content[name] = {"value": getattr(hardware, name), "source": hardware.sources.get(name), **spread}
     if hardware.fabric != INFINIBAND:
         left_open = {LEFT_OPEN: {"value": hardware.fabric_left_open, "source": "as before"}}
@@ -274,7 +284,10 @@ def software_names() -> list[str]:
 
 def load_software(name: str) -> Software:
     """Return the software of that name, or of that YAML file, which may be `like` a named one."""
-    path = Path(name) if _is_path(name) else CONFIGS / "software" / f"{name.lower()}.yaml"
+    if _is_path(name):
+        path = Path(name)
+    else:
+        path = CONFIGS / "software" / f"{name.lower()}.yaml"
     if not _is_path(name) and not path.is_file():
         raise InvalidInputError(f"unknown software {name!r}.{nearest_name(name.lower(), software_names())}")
     content = _software_content(path)
@@ -294,7 +307,10 @@ def software_yaml(software: Software) -> str:
     """Return the YAML that `load_software` reads back as `software`, each of whose costs must have a source."""
     content: dict[str, Any] = {"name": software.name}
     for name in _COSTS:
-        spread = {"spread": software.spreads[name]} if name in software.spreads else {}
+        if name in software.spreads:
+            spread = {"spread": software.spreads[name]}
+        else:
+            spread = {}
         content[name] = {"value": getattr(software.costs, name), "source": software.sources.get(name), **spread}
     for name in ("cluster_spread", "left_open"):
         content[name] = {"value": getattr(software, name), "source": "as before"}

@@ -66,7 +66,8 @@ def _after_dense(config: Config, num_layers: int) -> list[int]:
 def _interval(config: Config, num_layers: int) -> list[int]:
     first_layer, every = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_interval", 1))
     last_layer = int(config.get("moe_layer_end_index", -1))
-    last_layer = num_layers - 1 if last_layer == -1 else last_layer
+    if last_layer == -1:
+        last_layer = num_layers - 1
     return [layer for layer in range(num_layers) if first_layer <= layer <= last_layer and (layer + 1) % every == 0]
 
 
@@ -124,28 +125,44 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     moe_layers = FAMILIES[family](config, values["num_layers"])
     heads, latent = values["num_attention_heads"], size("kv_lora_rank")
     # Latent attention caches a low-rank product of keys and values, and beside it one rotary key for all heads.
-    rotary = size("qk_rope_head_dim") if latent else 0
+    rotary = 0
+    if latent:
+        rotary = size("qk_rope_head_dim")
     has_dense_layers = len(moe_layers) < values["num_layers"]
-    linear = _linear_layers(config, values["num_layers"]) if family in LINEAR_FAMILIES else 0
+    if family in LINEAR_FAMILIES:
+        linear = _linear_layers(config, values["num_layers"])
+    else:
+        linear = 0
     if family == HYBRID:
         pattern = str(config.get("hybrid_override_pattern", ""))
         has_experts = len(moe_layers) > 0
         require(has_experts, f"{path}: hybrid_override_pattern {pattern!r} has no mixer with experts behind it.")
         # A block of the pattern is a mixer or an MLP: together they are what other families count as one layer.
         values["num_layers"], linear = pattern.count("M") + pattern.count("*"), pattern.count("M")
-    sparse = size("index_topk") if family == "deepseek_v32" else 0
-    everywhere = values["num_layers"] if sparse else 0
+    sparse = 0
+    if family == "deepseek_v32":
+        sparse = size("index_topk")
+    everywhere = 0
+    if sparse:
+        everywhere = values["num_layers"]
     windowed = linear or everywhere or _sliding_window_layers(config, family, values["num_layers"])
-    window = LINEAR_WINDOW if linear else sparse or size("sliding_window")
+    if linear:
+        window = LINEAR_WINDOW
+    else:
+        window = sparse or size("sliding_window")
     groups, expert_width = size("n_group") or 1, values["moe_ffn_hidden_size"]
+    if latent:
+        # Training expands latent attention's keys and values for every head.
+        query_groups, query_width, value_width = heads, size("q_lora_rank"), size("v_head_dim")
+    else:
+        query_groups, query_width, value_width = size("num_key_value_heads") or heads, 0, size("head_dim")
     spec = MoeModelSpec(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or family),
         moe_layer_ids=tuple(moe_layers),
-        # Training expands latent attention's keys and values for every head.
-        num_query_groups=heads if latent else size("num_key_value_heads") or heads,
-        kv_channels=size("v_head_dim" if latent else "head_dim") or values["hidden_size"] // heads,
+        num_query_groups=query_groups,
+        kv_channels=value_width or values["hidden_size"] // heads,
         latent_rotary_width=rotary,
-        latent_query_width=size("q_lora_rank") if latent else 0,
+        latent_query_width=query_width,
         latent_cache_width=latent + rotary,
         activation={"gpt_oss": "swiglu_oai", HYBRID: "relu2"}.get(family, "swiglu"),
         num_expert_groups=groups,
@@ -159,7 +176,10 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
         attention_sinks=family == "gpt_oss",
         **values,
     )
-    linear_note = HYBRID_NOTE if family == HYBRID else LINEAR_NOTE
+    if family == HYBRID:
+        linear_note = HYBRID_NOTE
+    else:
+        linear_note = LINEAR_NOTE
     return spec, (linear_note,) * bool(linear) + (SPARSE_NOTE,) * bool(sparse)
 
 
@@ -178,7 +198,9 @@ def _sliding_window_layers(config: Config, family: str, num_layers: int) -> int:
         return 0
     kinds = config.get("layer_types")
     if kinds is None:
-        return num_layers if family in ALWAYS_WINDOWED else 0
+        if family not in ALWAYS_WINDOWED:
+            return 0
+        return num_layers
     return list(kinds[:num_layers]).count("sliding_attention")
 
 

@@ -72,7 +72,9 @@ def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable
         return f"{spelled(key)} is missing."
     message = detail["msg"].removeprefix("Value error, ").rstrip(".")
     if detail["type"] == "value_error" and not key:
-        return message if message.endswith("?") else f"{message}."
+        if message.endswith("?"):
+            return message
+        return f"{message}."
     if detail["type"] == "value_error":
         return f"{spelled(key)}: {message} (got {detail['input']!r})."
     return f"{spelled(key)} must be {wanted(detail)}, got {detail['input']!r}."

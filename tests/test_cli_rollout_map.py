@@ -10,7 +10,7 @@ from cli_runner import EXPERTS, LAYERS, moe_rl, routes, snapshot
 
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, read_expert_map
-from moe_rl.rollout_engines.base import Shape
+from moe_rl.rollout_engines.base import RunShape
 from moe_rl.study import SimulationOptions, merge_options
 from moe_rl.study.rollout_map import plan_rollout_map
 from moe_rl.study.traces import TraceInMemory
@@ -38,7 +38,7 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
     best = {name: min(s["imbalance"] for s in of["choices"].values()) for name, of in document["maps"].items()}
     assert 1 <= best["moe-rl"] < best["start"]
     assert document["maps"]["moe-rl"]["twins"] == 0
-    shape = Shape(num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), num_experts=EXPERTS, ep_size=4)
+    shape = RunShape(num_layers=LAYERS, moe_layer_ids=tuple(range(LAYERS)), num_experts=EXPERTS, ep_size=4)
     found, read = read_expert_map(out, shape)
     assert found.name == engine
     assert read.slots_per_rank == EXPERTS // 4 + slots

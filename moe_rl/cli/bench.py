@@ -63,7 +63,10 @@ def planner(
         return
     benchmark = _benchmark("bench_planner")
     all_sections = benchmark.ALL_SECTIONS
-    names = [section.strip() for section in sections.split(",")] if sections else list(all_sections)
+    if sections:
+        names = [section.strip() for section in sections.split(",")]
+    else:
+        names = list(all_sections)
     for section in names:
         require_known(section, all_sections, f"--sections: {section!r} is unknown.")
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
@@ -116,7 +119,10 @@ def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
 
     # An interpreted kernel cannot be recorded.
     compiled = not is_interpreted() and importlib.util.find_spec("triton") is not None
-    model = _benchmark("kernels.prediction").load_model() if compiled else None
+    if compiled:
+        model = _benchmark("kernels.prediction").load_model()
+    else:
+        model = None
     document: dict[str, object] = _benchmark("operators.run").run(
         selection, device=device, budget_s=budget_s, command=command_line(), tell=say, predict=model and model.predict
     )

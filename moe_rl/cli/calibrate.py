@@ -76,7 +76,9 @@ def _source(result: CalibrationResult, name: str, rows: Sequence[object], files:
     """Return what a constant was moved by, how far off that leaves it, and where it started."""
     item = next(item for item in result.constants if item.name == name)
     error = result.mean_error("held_out")
-    held_out = "" if error is None else f", {error:.1%} on held-out groups"
+    held_out = ""
+    if error is not None:
+        held_out = f", {error:.1%} on held-out groups"
     return (
         f"moe-rl calibrate: moved by {len(rows)} measurements of {', '.join(path.name for path in files)}; mean error "
         f"{result.mean_error('in_sample'):.1%}{held_out}; standard deviation {item.uncertainty:.1%}; started from "

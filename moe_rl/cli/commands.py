@@ -51,7 +51,9 @@ class _Commands(WholeLines):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name; None where there is none."""
-        return command_named(cmd_name) if cmd_name in COMMANDS else None
+        if cmd_name not in COMMANDS:
+            return None
+        return command_named(cmd_name)
 
     def line_of(self, ctx: Any, name: str) -> str:
         """Return a command's line in the help without importing the command."""

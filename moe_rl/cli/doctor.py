@@ -32,7 +32,10 @@ def doctor(
     if framework is not None and not files:
         print_adapter(framework, as_json=as_json)
         return
-    run = interpret(read_run(files), framework) if files else None
+    if files:
+        run = interpret(read_run(files), framework)
+    else:
+        run = None
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     steps = attach_steps(diagnosis)
     if as_json:

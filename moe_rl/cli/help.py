@@ -37,7 +37,9 @@ class WholeLines(TyperGroup):
     def line_of(self, ctx: Any, name: str) -> str:
         """Return a command's line in the help."""
         command = self.get_command(ctx, name)
-        return command.get_short_help_str(limit=200) if command else ""
+        if not command:
+            return ""
+        return command.get_short_help_str(limit=200)
 
 
 def plain_app(**settings: Any) -> typer.Typer:
@@ -64,7 +66,9 @@ class TwoLevelCommand(TyperCommand):
                 continue
             param.help = with_names(param.help or "")  # here alone: the registries behind some names load numpy
             if record := param.get_help_record(ctx):
-                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                kind = "Options"
+                if param.param_type_name == "argument":
+                    kind = "Arguments"
                 panels.setdefault(panel or kind, []).append(record)
         for name, records in panels.items():
             with formatter.section(name):
@@ -96,7 +100,9 @@ def _worded(parameter: inspect.Parameter, of_command: Mapping[str, Any]) -> insp
         words |= {"help": texts} if isinstance(texts, str) else texts
     if not words or get_origin(parameter.annotation) is Annotated:
         return parameter
-    kind: Any = typer.Argument if words.pop("argument", False) else typer.Option
+    kind: Any = typer.Option
+    if words.pop("argument", False):
+        kind = typer.Argument
     flags = words.pop("flags", [f"--{parameter.name.replace('_', '-')}"])
     words["rich_help_panel"] = words.pop("panel", None)
     words["show_default"] = parameter.default not in (parameter.empty, None, "")
@@ -164,4 +170,6 @@ def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
 def _near(name: str, names: Sequence[str]) -> str:
     """Return the known name closest to `name` as a question; "" where none is close."""
     close = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    if not close:
+        return ""
+    return f" Did you mean {close[0]!r}?"

@@ -28,7 +28,10 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
         parameters_of_command = [
             p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"
         ]
-        of_a_run = [LAUNCH, _help_all(schema)] if issubclass(schema, SimulationOptions) else []
+        if issubclass(schema, SimulationOptions):
+            of_a_run = [LAUNCH, _help_all(schema)]
+        else:
+            of_a_run = []
         fields = sorted(schema.model_fields.items(), key=lambda item: SHOWN[item[0]].panel != COMMON)
         added = [_parameter(SHOWN[name], field) for name, field in fields]
 
@@ -37,7 +40,10 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             values.pop("help_all", None)
             settings = {name: values.pop(name) for name in schema.model_fields}
             typed = {name for name, value in settings.items() if value is not None}
-            below = _launched(launch, schema) if launch and issubclass(schema, SimulationOptions) else {}
+            if launch and issubclass(schema, SimulationOptions):
+                below = _launched(launch, schema)
+            else:
+                below = {}
             below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
             try:
                 options = merge_options(schema, settings, config, below=below)
@@ -99,7 +105,10 @@ def _parameter(shown_flag: Shown, field: FieldInfo) -> inspect.Parameter:
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
         kind = list[str] if shown_flag.repeated else str
-    default = ",".join(field.default) if isinstance(field.default, list) else field.default
+    if isinstance(field.default, list):
+        default = ",".join(field.default)
+    else:
+        default = field.default
     is_told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown_flag.help
     info = typer.Option(
         flag,

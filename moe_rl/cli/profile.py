@@ -56,7 +56,10 @@ def profile(
             tokens_per_rank=int(tokens_per_rank or 0),
             group=group or spec.name,
         )
-    prediction = read_prediction(predicted, str(policy_name)) if predicted is not None else None
+    if predicted is not None:
+        prediction = read_prediction(predicted, str(policy_name))
+    else:
+        prediction = None
     with progress_bar() as advance:
         runs = read_recordings(traces, advance)
         advance("attributing", 0, 1)

@@ -53,7 +53,10 @@ def _categories(profiled: AttributedStep) -> Table:
         ("idle", [of_rank.idle_s for of_rank in busy]),
         ("first to last kernel", [of_rank.span_s for of_rank in busy]),
     ]
-    steps = f", {profiled.steps} steps" if profiled.steps > 1 else ""
+    if profiled.steps > 1:
+        steps = f", {profiled.steps} steps"
+    else:
+        steps = ""
     return _by_rank(profiled, f"by rank{steps}", [rows, kinds, spans if busy else []])
 
 
@@ -100,7 +103,10 @@ def _comparison(profiled: AttributedStep, prediction: PredictedStep) -> Table:
     unit, write = _written(value for row in profiled.compared for value in (row.predicted_s, row.measured_s))
     table = figures_table(f"{unit} of a step, {prediction.policy}", "predicted", "measured", "error", gap=2)
     for row in profiled.compared:
-        error = "" if row.relative_error is None or not row.predicted_s else f"{row.relative_error:+.1%}"
+        if row.relative_error is None or not row.predicted_s:
+            error = ""
+        else:
+            error = f"{row.relative_error:+.1%}"
         table.add_row(_words(row.part), write(row.predicted_s), write(row.measured_s), error)
     return table
 

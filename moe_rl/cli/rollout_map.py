@@ -28,7 +28,7 @@ def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: P
         origin = rollout_map.as_json() | {"trace_sha256": digest_of(trace), "command": command_line()}
     files = {out: content, provenance: (json.dumps(origin, indent=1) + "\n").encode()}
     _deliver(rollout_map, [*rollout_map.notes, *warnings], files, json_path)
-    for line in engine.told(rollout_map.expert_map, out):
+    for line in engine.start_lines(rollout_map.expert_map, out):
         say(line)
 
 

@@ -45,7 +45,10 @@ def simulate_trace(
         options.require_times("--trace-out draws times")
     if sensitivity:
         options.require_times("--sensitivity ranks times")
-    names = tuple(name.strip().replace("-", "_") for name in columns.split(",")) if columns is not None else ()
+    if columns is not None:
+        names = tuple(name.strip().replace("-", "_") for name in columns.split(","))
+    else:
+        names = ()
     check_columns(names)
     check_outputs({"--json": json_path, "--html": html, "--trace-out": trace_out}, inputs=(trace,))
     files: dict[Path, bytes] = {}
@@ -126,7 +129,8 @@ def plan(
     out = out or Path(f"{trace.stem}.plan.npz")
     require(json_path is None, "--json goes with --export: a plan is a file of its own.")
     options = options.of_one_policy()
-    options = options.for_static_buffers() if capacity else options
+    if capacity:
+        options = options.for_static_buffers()
     require(out.suffix == ".npz", f"--out {out} must end in .npz.")
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:

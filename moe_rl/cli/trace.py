@@ -180,4 +180,6 @@ def _written(name: str, value: object) -> str:
         return listed(value) or "nothing"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value) or "unknown"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value) or "unknown"

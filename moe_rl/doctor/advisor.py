@@ -47,7 +47,10 @@ class AdviceRule:
             values = _numbers(records[half:], metric)
             if not values:
                 continue
-            value = max(values) if self.largest else fmean(values)
+            if self.largest:
+                value = max(values)
+            else:
+                value = fmean(values)
             if self.relative:
                 # The median, since a jump in the first half would hide one of today.
                 start = _numbers(records[:half], metric)
@@ -59,7 +62,9 @@ class AdviceRule:
 
     def speaks(self, value: float) -> bool:
         """Return whether a value is beyond the bound."""
-        return value > self.bound if self.above else value < self.bound
+        if self.above:
+            return value > self.bound
+        return value < self.bound
 
 
 RULES: Registry[AdviceRule] = Registry(
@@ -131,7 +136,9 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
     if len(records) < LEAST_STEPS:
         return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
     if len(logged) < 2:
-        only = f"those of {logged[0]} alone" if logged else "none"
+        only = "none"
+        if logged:
+            only = f"those of {logged[0]} alone"
         return DangerVerdict(
             in_danger=None,
             reason=f"signs of two kinds must agree ({', '.join(kinds)}), and {only} can be read from what is logged.",

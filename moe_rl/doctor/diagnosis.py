@@ -96,9 +96,16 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
     An environment without Megatron does not train, so nothing is said about it.
     """
     # People ask on a laptop about a run on a cluster: what is missing here says nothing of it.
-    own_environment = environment if environment is not None and environment.trains else None
-    settings = run.settings if run is not None else RunSettings()
-    reader = READERS[settings.framework] if run is not None else None
+    own_environment = None
+    if environment is not None and environment.trains:
+        own_environment = environment
+    if run is not None:
+        settings = run.settings
+    else:
+        settings = RunSettings()
+    reader = None
+    if run is not None:
+        reader = READERS[settings.framework]
     trains_by_rl = reader is not None and reader.trains_by_rl
     case = Case(settings=settings, environment=own_environment, attach=attach, trains_by_rl=trains_by_rl)
     looked_for = [trap for trap in TRAPS if trap.concerns(reader)]

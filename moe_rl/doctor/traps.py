@@ -27,7 +27,9 @@ class Case:
     def replays(self) -> Setting[str] | None:
         """The setting that switches routing replay on."""
         replay = self.settings.replay
-        return replay if replay and replay.value != "off" else None
+        if not (replay and replay.value != "off"):
+            return None
+        return replay
 
     @property
     def learns(self) -> bool:
@@ -38,7 +40,9 @@ class Case:
     def flex_backend(self) -> Setting[str] | None:
         """The setting that names the backend of the flex dispatcher; None with another dispatcher."""
         dispatcher = self.settings.moe_token_dispatcher_type
-        return self.settings.moe_flex_dispatcher_backend if dispatcher and dispatcher.value == "flex" else None
+        if not (dispatcher and dispatcher.value == "flex"):
+            return None
+        return self.settings.moe_flex_dispatcher_backend
 
     @property
     def router_recompute(self) -> Setting[str] | None:

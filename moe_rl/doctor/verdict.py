@@ -57,7 +57,10 @@ def attach_verdict(run: ReadRun) -> AttachVerdict:
 def _of_another_trainer(trainer: Setting[str]) -> Iterator[str]:
     """Yield that the run does not train with Megatron, and what there is for the trainer that it names."""
     sentence = TRAINERS.get(trainer.value.lower())
-    title = trainer.value if sentence is None else sentence["title"]
+    if sentence is None:
+        title = trainer.value
+    else:
+        title = sentence["title"]
     yield f"the policy trains with {title} ({trainer}), and attach balances Megatron."
     if sentence is not None:
         yield sentence["advice"]
@@ -113,7 +116,9 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
     settled |= any(
         option not in run.undecided and not holds(value_of(option), wanted) for option, wanted in rule.when.items()
     )
-    return [] if settled else [option for option in (*rule.when, rule.option) if option in run.undecided]
+    if settled:
+        return []
+    return [option for option in (*rule.when, rule.option) if option in run.undecided]
 
 
 def _conditions(run: ReadRun) -> Iterator[str]:

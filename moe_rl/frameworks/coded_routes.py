@@ -93,20 +93,20 @@ def _sglang_tokenizer(module: ModuleType) -> None:
 
 
 def _texts(routes: Sequence[Any] | None) -> list[Any] | None:
-    return (
-        None
-        if routes is None
-        else [
-            to_text(routes_of_sample) if hasattr(routes_of_sample, "numpy") else routes_of_sample
-            for routes_of_sample in routes
-        ]
-    )
+    if routes is None:
+        return None
+    return [
+        to_text(routes_of_sample) if hasattr(routes_of_sample, "numpy") else routes_of_sample
+        for routes_of_sample in routes
+    ]
 
 
 def _sglang_client(module: ModuleType) -> None:
     def extracted(original: Any, data: Any) -> Any:
         value = data["meta_info"].get("routed_experts")
-        return from_text(value, np.int32).ravel() if is_coded(value) else original(data)
+        if is_coded(value):
+            return from_text(value, np.int32).ravel()
+        return original(data)
 
     wrap(module, "extract_routed_experts_from_meta_info", extracted)
 
@@ -117,7 +117,9 @@ def _slime_client(module: ModuleType) -> None:
     def decoded(original: Any, meta_info: Any, keys: Any) -> Any:
         names = (keys,) if isinstance(keys, str) else keys
         value = next((meta_info[key] for key in names if key in meta_info), None)
-        return torch.from_numpy(from_text(value, np.int32).ravel()) if is_coded(value) else original(meta_info, keys)
+        if is_coded(value):
+            return torch.from_numpy(from_text(value, np.int32).ravel())
+        return original(meta_info, keys)
 
     wrap(module, "decode_int32_meta_array", decoded)
 
@@ -193,7 +195,9 @@ class CodedRankRows:
         import torch
 
         ids = torch.from_numpy(np.asarray(self))
-        return ids.pin_memory().to("cuda", non_blocking=True) if torch.cuda.is_available() else ids
+        if torch.cuda.is_available():
+            return ids.pin_memory().to("cuda", non_blocking=True)
+        return ids
 
 
 def _slime_actor(module: ModuleType) -> None:
@@ -250,7 +254,9 @@ def _verl(module: ModuleType) -> None:
     key = "routed_experts"
 
     def sent(original: Any, self: Any) -> Any:
-        routes = self.batch.get(key, None) if self.batch is not None else None
+        routes = None
+        if self.batch is not None:
+            routes = self.batch.get(key, None)
         if routes is None:
             return original(self)
         # A copy without the routes: __getstate__ must not change the batch that is sent.
@@ -269,7 +275,10 @@ def _verl(module: ModuleType) -> None:
             routes, shape, offsets, dtype = coded_columns
             rows = torch.from_numpy(plain(routes.data, np.int32)).to(dtype)
             nested = offsets is not None
-            rebuilt = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(shape)
+            if nested:
+                rebuilt = torch.nested.nested_tensor_from_jagged(rows, offsets)
+            else:
+                rebuilt = rows.reshape(shape)
             self.batch[key] = rebuilt
 
     wrap(module.DataProto, "__getstate__", sent)
@@ -280,9 +289,9 @@ def _nemo_rl(module: ModuleType) -> None:
     import torch
 
     def decoded(original: Any, payload: Any, dtype: Any) -> Any:
-        return (
-            torch.from_numpy(from_text(payload, np.int32)).to(dtype) if is_coded(payload) else original(payload, dtype)
-        )
+        if is_coded(payload):
+            return torch.from_numpy(from_text(payload, np.int32)).to(dtype)
+        return original(payload, dtype)
 
     wrap(module, "encode_routed_experts", lambda original, routes: to_text(routes.detach().cpu().numpy()))
     wrap(module, "decode_routed_experts", decoded)
@@ -295,7 +304,9 @@ def _skyrl(module: Any) -> None:
 
     def decoded(original: Any, payload: Any) -> Any:
         data = payload.get("data") if isinstance(payload, dict) else None
-        return from_text(data, payload["dtype"]) if is_coded(data) else original(payload)
+        if is_coded(data):
+            return from_text(data, payload["dtype"])
+        return original(payload)
 
     wrap(module, "pack_routed_experts", packed)
     wrap(module, "decode_packed_routed_experts", decoded)
@@ -331,7 +342,9 @@ class _Coder:
     @staticmethod
     def _expand(routes: Any) -> bytes:
         there = routes.data.startswith(MAGIC)
-        return plain(routes.data, routes.dtype).tobytes() if there else routes.data
+        if there:
+            return plain(routes.data, routes.dtype).tobytes()
+        return routes.data
 
 
 def _prime_rl(module: ModuleType) -> None:

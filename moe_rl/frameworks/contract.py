@@ -45,7 +45,10 @@ class Symbol:
             value = self.value()
         except InvalidInputError as error:
             return str(error)
-        has = tuple(inspect.signature(value).parameters) if self.parameters else ()
+        if self.parameters:
+            has = tuple(inspect.signature(value).parameters)
+        else:
+            has = ()
         # Parameters that a release adds at the end change nothing for a caller by name or by position.
         if has[: len(self.parameters)] == self.parameters:
             return ""

@@ -180,7 +180,9 @@ class EpLayers(RunLayers[EpTables]):
         routes: list[torch.Tensor] = []
         if self._replay:
             routes = [torch.from_numpy(of_batch).to(self.device) for of_batch in tables.routes]
-        num_planned = 0 if planned.misfit else planned.local_plan.replicas.num_micro_batches
+        num_planned = 0
+        if not planned.misfit:
+            num_planned = planned.local_plan.replicas.num_micro_batches
         self._traffic = SlotTraffic()
         slots = tables.slots.to(self.device)
         for layer in self._layers:

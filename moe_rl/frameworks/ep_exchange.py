@@ -131,7 +131,9 @@ class _Replicated(torch.autograd.Function):
         ctx.autocast = torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device)
         ctx.save_for_backward(slots, rows, *homes)
         replicas = exchange.push(homes)
-        return compute(rows, slots, replicas) if len(rows) else torch.zeros_like(rows)
+        if len(rows):
+            return compute(rows, slots, replicas)
+        return torch.zeros_like(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -52,7 +52,9 @@ class LayerRun:
             return None
         self.recomputing = self.clock.recomputing
         self.micro_batch = self.clock.micro_batch(self.index)
-        return self.targets[self.micro_batch] if self.planned else None
+        if not self.planned:
+            return None
+        return self.targets[self.micro_batch]
 
     @property
     def planned(self) -> bool:
@@ -80,7 +82,9 @@ class LayerRun:
     @property
     def exchange(self) -> ReplicaExchange | None:
         """The copies of the run of the layer that is under way; None without."""
-        return self.exchanges[self.micro_batch] if self.planned else None
+        if not self.planned:
+            return None
+        return self.exchanges[self.micro_batch]
 
     def slots(self, ids: torch.Tensor, num_experts: int, num_homes: int) -> torch.Tensor:
         """Return [T, K] the slot of every pair of `ids` [T, K], and count which rank it goes to.
@@ -91,7 +95,10 @@ class LayerRun:
         exchange = self.exchange
         slots, per_rank = ids, num_homes
         if exchange is not None or self.homes is not None:
-            home = torch.arange(num_experts, device=ids.device) if self.homes is None else self.homes
+            if self.homes is None:
+                home = torch.arange(num_experts, device=ids.device)
+            else:
+                home = self.homes
             if exchange is None:
                 slots = home[ids]
             else:

@@ -156,7 +156,10 @@ class MegatronRun:
         if settings.record is not None:
             self.record(settings.record)
         if settings.check or settings.telemetry:
-            per_node = balancer.config.ranks_per_node if balancer is not None else settings.balancer.ranks_per_node
+            if balancer is not None:
+                per_node = balancer.config.ranks_per_node
+            else:
+                per_node = settings.balancer.ranks_per_node
             self._watch = RouterWatch(
                 chunks, check=settings.check, telemetry=settings.telemetry, ranks_per_node=per_node
             )

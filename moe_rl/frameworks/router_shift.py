@@ -60,7 +60,9 @@ class RouterShiftRun:
     @property
     def num_bytes(self) -> int:
         """Bytes that the store of this rollout holds."""
-        return 0 if self._store is None else self._store.num_bytes
+        if self._store is None:
+            return 0
+        return self._store.num_bytes
 
     def keys(self, sequences: Sequence[Any], *, forward_only: bool) -> list[Tensor]:
         """Return the keys of the tokens of these sequences, given by their token ids; a forward-only pass makes them.

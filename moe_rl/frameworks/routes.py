@@ -29,7 +29,9 @@ def of_moe_layers(routes: Any, model: MoeModelSpec) -> NDArray[np.signedinteger]
     )
     # Rows of dense layers hold zeros or what memory held before: counted, they would be a hot expert 0.
     ids = signed(ids)
-    return ids if layers == model.num_moe_layers else ids[..., list(model.moe_layer_ids), :]
+    if layers == model.num_moe_layers:
+        return ids
+    return ids[..., list(model.moe_layer_ids), :]
 
 
 def signed(ids: NDArray[Any]) -> NDArray[np.signedinteger]:
@@ -37,7 +39,9 @@ def signed(ids: NDArray[Any]) -> NDArray[np.signedinteger]:
 
     65,536 rows of 48 layers and 8 choices are 201 MB in int64.
     """
-    return ids if np.issubdtype(ids.dtype, np.signedinteger) else ids.astype(np.int32)
+    if np.issubdtype(ids.dtype, np.signedinteger):
+        return ids
+    return ids.astype(np.int32)
 
 
 def with_missing_last_rows(routes: Any, num_rows: int) -> NDArray[np.signedinteger]:

@@ -47,7 +47,10 @@ def gdpo_advantages(
     normalized = torch.stack(
         [group_normalized_advantages(column, group_ids, epsilon=epsilon) for column in columns], dim=1
     )
-    total = normalized.sum(dim=1) if weights is None else normalized @ weights.to(normalized)
+    if weights is None:
+        total = normalized.sum(dim=1)
+    else:
+        total = normalized @ weights.to(normalized)
     return _whitened(total, _lengths(lengths, group_ids)).to(working_dtype(rewards))
 
 

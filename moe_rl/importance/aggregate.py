@@ -100,15 +100,23 @@ def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTota
     if mode.startswith("token"):
         loss = values.sum()
         if mode == "token-mean":
-            tokens = valid.counts.sum() if totals is None else totals.batch_num_tokens
+            if totals is None:
+                tokens = valid.counts.sum()
+            else:
+                tokens = totals.batch_num_tokens
             return _over(loss, tokens, scale)
-        return loss if scale == 1.0 else loss * scale
+        if scale == 1.0:
+            return loss
+        return loss * scale
     per_sequence = layout.local_sum(values)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / valid.counts.clamp(min=1.0)
     if mode == "seq-mean-token-sum-norm":
         scale /= _loss_scale(values, layout, totals)
-    sequences = valid.counts.count_nonzero() if totals is None else totals.global_batch_size
+    if totals is None:
+        sequences = valid.counts.count_nonzero()
+    else:
+        sequences = totals.global_batch_size
     return _over(per_sequence.sum(), sequences, scale)
 
 
@@ -116,7 +124,9 @@ def _over(loss: Tensor, count: Tensor | float, scale: float) -> Tensor:
     """Return scale * loss / count, of nothing at all 0."""
     if isinstance(count, Tensor):
         mean = loss / (count + 1e-30)  # exactly the count, from 1 on
-        return mean if scale == 1.0 else mean * scale
+        if scale == 1.0:
+            return mean
+        return mean * scale
     # One multiplication of the loss: numbers of the host are divided on the host.
     return loss * (scale / max(count, 1.0))
 

@@ -115,11 +115,15 @@ def known_context_parallel(context: ContextParallel | None) -> ContextParallel:
         for name, ready, ranks in _SPLITTERS:
             # Looked up and never imported: without Megatron and verl this costs two lookups.
             module = sys.modules.get(name)
-            size = getattr(module, ranks)() if module is not None and getattr(module, ready)() else 1
+            size = 1
+            if module is not None and getattr(module, ready)():
+                size = getattr(module, ranks)()
             if size > 1:
                 raise InvalidInputError(
                     f"sequences are split over {size} context-parallel ranks: pass context_parallel "
                     "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank "
                     f"(split by {name})."
                 )
-    return _WHOLE if context is None else context
+    if context is None:
+        return _WHOLE
+    return context

@@ -43,7 +43,9 @@ def kl_estimate(
         gradient = 0.5 * x.square()
         # Straight-through: the value of one, the gradient of the other.
         value = gradient + (value - gradient).detach()
-    return value if importance_ratio is None else importance_ratio * value
+    if importance_ratio is None:
+        return value
+    return importance_ratio * value
 
 
 @torch.no_grad()
@@ -80,7 +82,9 @@ def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, pe
         common = ((ids.unsqueeze(2) == other_experts.unsqueeze(1)).any(dim=2) & routed).sum(dim=1)
         count = routed.sum(dim=1)
         agreement[:, layer] = torch.where(count > 0, common / count.clamp(min=1), agreement[:, layer])
-    return agreement if per_layer else agreement.mean(dim=1)
+    if per_layer:
+        return agreement
+    return agreement.mean(dim=1)
 
 
 @torch.no_grad()

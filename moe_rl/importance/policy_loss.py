@@ -250,7 +250,9 @@ def _clean_gamma(gamma: Tensor, usable: Tensor, layout: SequenceLayout, center: 
 
 def _weighted(rule: Objective, loss: Tensor, batch: ObjectiveBatch, use: RouterShiftUse) -> Tensor:
     """Multiply detached weights into the loss: the rollout correction's, and gamma where it acts after the clip."""
-    gamma = batch.router_shift_ratio if batch.router_shift_order == "after-clip" else None
+    gamma = None
+    if batch.router_shift_order == "after-clip":
+        gamma = batch.router_shift_ratio
     if gamma is not None and use.sign_power == "inside":
         # 0 to the power of -1 would be infinite.
         gamma = gamma.clamp(min=math.exp(-SAFETY_BOUND)).pow(batch.advantages.sign())  # A = 0: gamma^0 = 1
@@ -276,7 +278,10 @@ def _metrics(terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, los
     }
     if batch.router_shift_ratio is not None:
         marks["router_corr/gamma_mean"] = batch.router_shift_ratio
-    silent = zero if terms.zero_gradient is None else (terms.zero_gradient * negative).sum()
+    if terms.zero_gradient is None:
+        silent = zero
+    else:
+        silent = (terms.zero_gradient * negative).sum()
     sums = [zero if mark is None else (mark * keep).sum() for mark in marks.values()]
     counts = torch.stack([*sums, keep.sum(), (response_mask != 0).sum().to(keep.dtype), negative.sum(), silent])
     *sums, tokens, num_asked, negatives, silent = batch.valid.layout.context.sum(counts).unbind()

@@ -43,7 +43,9 @@ def bounded(weights: Tensor, mode: BoundMode, lower: float, upper: float) -> Ten
     """Return weights as they are (`none`), cut to [lower, upper] (`truncate`, `clip`), or 0 outside (`mask`)."""
     if mode == "mask":
         return torch.where((weights >= lower) & (weights <= upper), weights, torch.zeros_like(weights))
-    return weights if mode == "none" else weights.clamp(min=lower, max=upper)
+    if mode == "none":
+        return weights
+    return weights.clamp(min=lower, max=upper)
 
 
 @torch.no_grad()
@@ -91,6 +93,8 @@ def _lower_bound(mode: str, lower: float | None, upper: float) -> float:
     require(upper > 0, f"upper must be > 0, got {upper}.")
     if lower is None:
         # [1/2, 2] is symmetric in the log-ratio; truncation bounds from above alone, since small weights harm nobody.
-        return 1.0 / upper if mode == "clip" else 0.0
+        if mode != "clip":
+            return 0.0
+        return 1.0 / upper
     require(0 <= lower <= upper, f"expected 0 <= lower <= upper, got lower {lower} and upper {upper}.")
     return lower

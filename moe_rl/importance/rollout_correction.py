@@ -124,8 +124,13 @@ def _weights(
     Fractions are from the raw weights, spread and ESS from the applied ones.
     """
     lower, upper = parse_is_threshold(config.rollout_is_threshold)
-    of_sequence = layout.sum(log_ratio) if config.rollout_is == "sequence" else None
-    levelled = log_ratio if of_sequence is None else layout.expand(of_sequence, log_ratio)
+    of_sequence = None
+    if config.rollout_is == "sequence":
+        of_sequence = layout.sum(log_ratio)
+    if of_sequence is None:
+        levelled = log_ratio
+    else:
+        levelled = layout.expand(of_sequence, log_ratio)
     raw = bounded_exp(levelled) * mask
     # A plain number truncates from above (TIS); a band zeroes what is outside (IcePop).
     weights = bounded(raw, "truncate" if lower is None else "mask", lower or 0.0, upper)

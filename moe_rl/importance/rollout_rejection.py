@@ -102,7 +102,10 @@ def _option_metrics(
     dtype = statistic.dtype
     count = layout.count(mask, dtype)
     valid = count > 0
-    sequences = layout.mean(statistic * mask, mask) if per_sequence is None else per_sequence
+    if per_sequence is None:
+        sequences = layout.mean(statistic * mask, mask)
+    else:
+        sequences = per_sequence
     rows = sequence_metrics(sequences, valid, bounded=sequences, lower=band.lower, upper=band.upper)
     rows["seq_masked_fraction"] = mean_of(_any_rejected(in_band & mask, mask, layout).to(dtype), valid)
     # The std is that of the statistic cut to its band; k2, k3 and binary_kl end at 0 below.

@@ -146,7 +146,10 @@ class RouterShiftAccumulator:
         """Add one layer from what the old pass stored and the new router's logits [T, E], rounded alike."""
         new = stored.rounded(router_log_probs(logits, stored.expert_ids, score_function=score_function))
         floored = stored.floored(new)
-        self._floored = floored if self._floored is None else self._floored + floored
+        if self._floored is None:
+            self._floored = floored
+        else:
+            self._floored = self._floored + floored
         self.add_layer(new, stored.log_probs, valid=stored.valid, layer=layer)
 
     def finish(
@@ -160,7 +163,10 @@ class RouterShiftAccumulator:
         sums the [2, T] partial sums over pipeline stages. A NaN log-probability on a routed token gives a NaN gamma,
         which `policy_loss` masks and counts.
         """
-        sums = self._sums if sum_over_ranks is None else sum_over_ranks(self._sums)
+        if sum_over_ranks is None:
+            sums = self._sums
+        else:
+            sums = sum_over_ranks(self._sums)
         return shift_of(sums, self._layers, floor=floor, noise=noise, floored=self._floored)
 
     def _check_layer(self, new: Tensor, old: Tensor, valid: Tensor | None) -> None:
@@ -184,12 +190,18 @@ def layer_sums(new: Tensor, old: Tensor, valid: Tensor | None) -> Tensor:
     for start in range(0, new.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
         # The same grid on both sides: rounding only one reads as a shift of 0.0038 (`BFLOAT16_NOISE`).
-        new_log_probs = new[rows].to(old.dtype) if old.dtype in _LOW_PRECISION else new[rows]
+        if old.dtype in _LOW_PRECISION:
+            new_log_probs = new[rows].to(old.dtype)
+        else:
+            new_log_probs = new[rows]
         delta = new_log_probs.float().clamp(min=LOG_PROB_FLOOR).sub_(old[rows].float().clamp(min=LOG_PROB_FLOOR)).abs_()
         if valid is None:
             sums[1, rows] = float(delta.shape[1])
         else:
-            mask = valid[rows] if valid.ndim == 2 else valid[rows].unsqueeze(1).expand_as(delta)
+            if valid.ndim == 2:
+                mask = valid[rows]
+            else:
+                mask = valid[rows].unsqueeze(1).expand_as(delta)
             delta = delta.masked_fill_(~mask, 0.0)
             sums[1, rows] = mask.sum(dim=1).float()
         sums[0, rows] = delta.sum(dim=1)

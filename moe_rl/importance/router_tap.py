@@ -162,7 +162,10 @@ class RouterStore:
         missing = self.num_tokens + 1 - (0 if stored is None else len(stored.words))
         if stored is None or missing:  # at first, and where another pass of the same rollout brings more tokens
             padding = packed.words.new_full((missing, ids.shape[1]), packed.no_route)
-            words = padding if stored is None else torch.cat([stored.words, padding])
+            if stored is None:
+                words = padding
+            else:
+                words = torch.cat([stored.words, padding])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
         self.require_keys(keys, "tap.rows names")
         stored.words[keys + 1] = packed.words
@@ -410,7 +413,9 @@ class RouterTap:
     @property
     def rows(self) -> Tensor | None:
         """int64 [R] keys of the rows of the next forward, -1 for padding: set it before each. A forward uses it up."""
-        return None if self._forward is None else self._forward.keys
+        if self._forward is None:
+            return None
+        return self._forward.keys
 
     @rows.setter
     def rows(self, keys: Tensor | None) -> None:
@@ -481,7 +486,8 @@ class RouterTap:
         if where.agreement is None:
             where.agreement = torch.zeros(0, device=logits.device)
         missing = store.num_tokens - len(where.agreement)
-        where.agreement = nn.functional.pad(where.agreement, (0, missing)) if missing else where.agreement
+        if missing:
+            where.agreement = nn.functional.pad(where.agreement, (0, missing))
         own_choice = logits.topk(ids.shape[1], dim=1).indices
         share = router_agreement(ids[:, None], own_choice[:, None]) / len(self)
         where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
@@ -549,7 +555,10 @@ class RouterTap:
             keys = forward.keys.reshape(-1)
             input_ids = _input_ids(args, kwargs, keys.numel())
             if input_ids is not None:
-                in_order = input_ids.transpose(0, 1) if sequence_first and input_ids.ndim == 2 else input_ids
+                if sequence_first and input_ids.ndim == 2:
+                    in_order = input_ids.transpose(0, 1)
+                else:
+                    in_order = input_ids
                 store.note_tokens(keys.to(input_ids.device), in_order.detach().reshape(-1))
             pass_on(number, keys)
 
@@ -588,7 +597,9 @@ class RouterTap:
             return keys
         megatron: Any = sys.modules.get("megatron.core.parallel_state")
         split = megatron is not None and megatron.model_parallel_is_initialized()
-        parts = megatron.get_tensor_model_parallel_world_size() if split else 1
+        parts = 1
+        if split:
+            parts = megatron.get_tensor_model_parallel_world_size()
         require(
             keys.shape[0] == parts * num_rows,
             f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
@@ -656,7 +667,9 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
     Without torch._dynamo, whose import takes a second, nothing is compiled.
     """
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.disable(hook)
+    return hook
 
 
 _NO_ROWS = (

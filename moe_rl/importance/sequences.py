@@ -106,7 +106,9 @@ class SequenceLayout:
 
     def reduced(self, values: Tensor, mask: Tensor, how: str) -> Tensor:
         """The `sum`, `mean` or `max` of each sequence, [N]. Masked tokens must hold 0."""
-        return self.sum(values) if how == "sum" else (self.mean if how == "mean" else self.max)(values, mask)
+        if how == "sum":
+            return self.sum(values)
+        return (self.mean if how == "mean" else self.max)(values, mask)
 
     def expand(self, per_sequence: Tensor, like: Tensor) -> Tensor:
         """Give each token its sequence's value: [N] to the shape of `like`."""

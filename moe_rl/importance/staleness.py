@@ -84,7 +84,10 @@ def _filtered(
     metric = divergence
     if metric is None:
         # With x for log pi and 0 for the reference k3 is AReaL's exp(-x) - 1 + x.
-        metric = x if by_ratio else kl_estimate(x, torch.zeros_like(x), estimator)
+        if by_ratio:
+            metric = x
+        else:
+            metric = kl_estimate(x, torch.zeros_like(x), estimator)
     raw = x.exp()  # x is clamped: at most exp(20) = 4.9e8
     if by_sequence:
         if by_ratio:

@@ -112,7 +112,10 @@ def usable_tokens(
     lost = {what: torch.stack([(where & valid).sum(), number]) for what, where in bad.items()}
     if non_finite == "raise":
         # One collective and one wait for all inputs, and only where a bad token must raise.
-        counts = torch.stack([counts_lost[0] for counts_lost in lost.values()]).float() if lost else torch.zeros(0)
+        if lost:
+            counts = torch.stack([counts_lost[0] for counts_lost in lost.values()]).float()
+        else:
+            counts = torch.zeros(0)
         for what, count in zip(lost, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
         return valid, lost

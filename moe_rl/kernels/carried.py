@@ -107,11 +107,11 @@ class Archive:
     @cached_property
     def codes_of_tiles(self) -> dict[str, set[str]]:
         """Digests of all that a specialized tile may launch: with a table or without, with biases, added or written."""
-        found: dict[str, set[str]] = {}
+        digests: dict[str, set[str]] = {}
         for kernel in self.kernels.values():
             for tile in kernel.tiles:
-                found.setdefault(tile, set()).add(kernel.code)
-        return found
+                digests.setdefault(tile, set()).add(kernel.code)
+        return digests
 
 
 def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
@@ -201,21 +201,21 @@ def sources_digest() -> str:
 
     Code that is carried is that of these kernels alone, so that nobody who changes one runs the code of before.
     """
-    here = Path(__file__).parent
-    found = [digest_of_kernels(file.read_text(encoding="utf-8")) for file in sorted(here.rglob("*.py"))]
-    return hashlib.sha256("".join(found).encode()).hexdigest()[:16]
+    folder = Path(__file__).parent
+    digests = [digest_of_kernels(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
 
 
 def digest_of_kernels(source: str) -> str:
     """Return a digest of a module's compiled functions and of the constants beside them; nothing if it has none."""
     if ".jit" not in source:
         return ""
-    kept = []
+    texts = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list):
             if ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
-            kept.append(ast.unparse(node))
+            texts.append(ast.unparse(node))
         elif isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node):
-            kept.append(ast.unparse(node))
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16] if kept else ""
+            texts.append(ast.unparse(node))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] if texts else ""

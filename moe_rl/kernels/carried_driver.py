@@ -95,10 +95,10 @@ class Driver:
         132 SMs hold 66 clusters of two where no GPC has an odd number of them and nobody else uses the GPU. Programs of
         a persistent grid that do not fit would wait for the others to end: right, but a tile per SM is then faster.
         """
-        function, found = self.function(archive, kernel, device), ctypes.c_int()
+        function, count = self.function(archive, kernel, device), ctypes.c_int()
         config = launch_config(kernel, (1, 1, 1), 0)
-        self.call("cuOccupancyMaxActiveClusters", ctypes.byref(found), function, ctypes.byref(config))
-        return found.value
+        self.call("cuOccupancyMaxActiveClusters", ctypes.byref(count), function, ctypes.byref(config))
+        return count.value
 
 
 def launch_config(kernel: CarriedKernel, grid: tuple[int, int, int], stream: int) -> LaunchConfig:

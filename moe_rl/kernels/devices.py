@@ -30,9 +30,9 @@ def has_gluon() -> bool:
     return (int(version[0]), int(version[1])) >= (3, 9)
 
 
-def require_capability(name: str, found: tuple[int, int], needed: tuple[int, int]) -> None:
+def require_capability(name: str, actual: tuple[int, int], needed: tuple[int, int]) -> None:
     """Refuse GPUs before `needed`; the interpreter has none to refuse."""
-    if (0, 0) < found < needed:
+    if (0, 0) < actual < needed:
         raise UnsupportedGpuError(
-            f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {found[0]}.{found[1]}."
+            f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {actual[0]}.{actual[1]}."
         )

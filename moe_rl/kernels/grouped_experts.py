@@ -76,9 +76,9 @@ class GroupedExperts:
 
         """
         self._check(x, row_probs, fc1, fc2)
-        this = _Pass.begin(self, len(x), m_offsets, fc1=fc1, fc2=fc2, main_grads=main_grads)
+        run = _Pass.begin(self, len(x), m_offsets, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
-        out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, this)
+        out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, run)
         return out
 
     def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:
@@ -239,35 +239,35 @@ class _ExpertMlp(torch.autograd.Function):
         w2: torch.Tensor | None,
         bias: torch.Tensor | None,
         fc2_bias: torch.Tensor | None,
-        this: _Pass,
+        run: _Pass,
     ) -> torch.Tensor:
-        ctx.wants = [bool(this.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
+        ctx.wants = [bool(run.main_grads) or ctx.needs_input_grad[index] for index in (2, 3)]
         # Codes along tokens are the same now and in backward, and half as large as x.
-        keeps_codes = ctx.wants[0] and this.experts.recipe.both_at_once
-        rows, kept = this.both(x) if keeps_codes else (this.operand(x), (x, None))
-        h = this.times(rows, this.fc1, x.dtype)
-        ctx.save_for_backward(*kept, h, probs, bias, fc2_bias)
-        ctx.this, ctx.keeps_codes = this, keeps_codes
-        return this.down(h, probs, bias, fc2_bias)
+        keeps_codes = ctx.wants[0] and run.experts.recipe.both_at_once
+        rows, saved = run.both(x) if keeps_codes else (run.operand(x), (x, None))
+        h = run.times(rows, run.fc1, x.dtype)
+        ctx.save_for_backward(*saved, h, probs, bias, fc2_bias)
+        ctx.this, ctx.keeps_codes = run, keeps_codes
+        return run.down(h, probs, bias, fc2_bias)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, x_scale, h, probs, bias, fc2_bias = ctx.saved_tensors
-        this: _Pass = ctx.this
+        run: _Pass = ctx.this
         grad_y = grad_y.contiguous()
-        rows, columns = this.both(grad_y) if ctx.wants[1] else (this.operand(grad_y), None)
-        made = this.through_activation(this.dgrad(rows, this.fc2, h.dtype), h, probs, bias)
+        rows, columns = run.both(grad_y) if ctx.wants[1] else (run.operand(grad_y), None)
+        gradients = run.through_activation(run.dgrad(rows, run.fc2, h.dtype), h, probs, bias)
         dw1 = dw2 = None
         if columns is not None:
-            dw2 = this.weight_gradient(1, columns, made.act, h.dtype)
-        grad_probs, grad_fc2_bias = made.probs, None
+            dw2 = run.weight_gradient(1, columns, gradients.act, h.dtype)
+        grad_probs, grad_fc2_bias = gradients.probs, None
         if fc2_bias is not None:
-            grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, this.m_offsets, **this.own)
+            grad_fc2_bias, more = expert_bias_backward(grad_y, fc2_bias, probs, run.m_offsets, **run.own)
             grad_fc2_bias = grad_fc2_bias.to(fc2_bias.dtype)
             grad_probs = grad_probs if grad_probs is None or more is None else grad_probs + more
         if ctx.wants[0]:
-            kept = (x, x_scale) if ctx.keeps_codes else this.columns(x)
-            dw1 = this.weight_gradient(0, made.columns, kept, h.dtype)
-        grad_x = this.dgrad(made.rows, this.fc1, h.dtype) if ctx.needs_input_grad[0] else None
-        for_bias = None if bias is None or made.bias is None else made.bias.to(bias.dtype)
+            saved = (x, x_scale) if ctx.keeps_codes else run.columns(x)
+            dw1 = run.weight_gradient(0, gradients.columns, saved, h.dtype)
+        grad_x = run.dgrad(gradients.rows, run.fc1, h.dtype) if ctx.needs_input_grad[0] else None
+        for_bias = None if bias is None or gradients.bias is None else gradients.bias.to(bias.dtype)
         return grad_x, grad_probs, dw1, dw2, for_bias, grad_fc2_bias, None

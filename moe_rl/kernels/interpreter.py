@@ -88,12 +88,12 @@ def _bool_mask(mask: Any) -> Any:
     return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
 
 
-def _create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-    return _ORIGINAL["create_masked_load"](self, ptrs, _bool_mask(mask), *rest, **named)
+def _create_masked_load(self: Any, ptrs: Any, mask: Any, *arguments: Any, **named: Any) -> Any:
+    return _ORIGINAL["create_masked_load"](self, ptrs, _bool_mask(mask), *arguments, **named)
 
 
-def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-    return _ORIGINAL["create_masked_store"](self, ptrs, value, _bool_mask(mask), *rest, **named)
+def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *arguments: Any, **named: Any) -> Any:
+    return _ORIGINAL["create_masked_store"](self, ptrs, value, _bool_mask(mask), *arguments, **named)
 
 
 def _create_exp2(self: Any, arg: Any) -> Any:

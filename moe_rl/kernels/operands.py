@@ -11,9 +11,9 @@ from moe_rl.core.errors import require
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def require_same_device(name: str, rows: torch.Tensor, **others: torch.Tensor | None) -> None:
+def require_same_device(name: str, rows: torch.Tensor, **operands: torch.Tensor | None) -> None:
     """Refuse operands that are not where the rows are: a kernel would read addresses of another device."""
-    for other, tensor in others.items():
+    for other, tensor in operands.items():
         if tensor is not None:
             require(tensor.device == rows.device, f"{name}: {other} is on {tensor.device}, the rows on {rows.device}.")
 
@@ -36,7 +36,7 @@ def require_form(
     fits = tensor.dim() == len(shape) and all(
         isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
     )
-    kind = "floating" if dtypes == FLOATING else " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+    kind = "floating" if dtypes == FLOATING else " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     require(
         fits and tensor.dtype in dtypes,
         f"{what} must be {kind} [{', '.join(map(str, shape))}], got {tensor.dtype} {tuple(tensor.shape)}.",

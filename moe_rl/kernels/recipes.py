@@ -101,10 +101,10 @@ def prepare(
         # Both copies in one launch over all matrices, where one launch per matrix and copy would take G x 2.
         codes = empty_weight_codes(weights, transpose=transpose)
         quantize_weights(weights, codes, rounding=recipe.rounding, backend=backend)
-        turned = [each.transposed for each in codes if each.transposed is not None]
+        transposed_codes = [weight_codes.transposed for weight_codes in codes if weight_codes.transposed is not None]
         return ExpertMatrix(
-            weights=ExpertWeights.of_parts([each.plain for each in codes]),
-            transposed=ExpertWeights.of_parts(turned) if turned else None,
+            weights=ExpertWeights.of_parts([weight_codes.plain for weight_codes in codes]),
+            transposed=ExpertWeights.of_parts(transposed_codes) if transposed_codes else None,
         )
 
     def quantized(matrix: torch.Tensor) -> QuantizedTensor:
@@ -166,14 +166,14 @@ def compare_rollout_weights(
     require(recipe.weight_block_shape is not None, f"compare_rollout_weights: recipe {recipe.name} has no codes.")
     block_shape = recipe.weight_block_shape or (BLOCK, BLOCK)
     require_form("compare_rollout_weights: codes", codes, tuple(master.shape), (FP8_DTYPE,))
-    ours = quantize(master, block_shape, rounding=recipe.rounding, backend=backend)
-    require_form("compare_rollout_weights: scales", scale, tuple(ours.scale.shape), (ours.scale.dtype,))
-    theirs = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
-    differs = ours.data.view(torch.uint8) != codes.view(torch.uint8)
+    requantized = quantize(master, block_shape, rounding=recipe.rounding, backend=backend)
+    require_form("compare_rollout_weights: scales", scale, tuple(requantized.scale.shape), (requantized.scale.dtype,))
+    engine_weights = QuantizedTensor(data=codes, scale=scale, block_shape=block_shape)
+    differs = requantized.data.view(torch.uint8) != codes.view(torch.uint8)
     bits = torch.int32 if scale.dtype == torch.float32 else torch.uint8
-    scales_differ = ours.scale.view(bits) != scale.view(bits)
+    scales_differ = requantized.scale.view(bits) != scale.view(bits)
     largest = float(master.abs().max()) if master.numel() else 0.0
-    values = (ours.dequantize() - theirs.dequantize()).abs()
+    values = (requantized.dequantize() - engine_weights.dequantize()).abs()
     return WeightComparison(
         num_codes=differs.numel(),
         different_codes=int(differs.sum()),

@@ -108,18 +108,18 @@ class Operator:
         def register(shapes: Shapes) -> Shapes:
             def launch(*arguments: Any) -> Any:
                 *operands, backend = arguments
-                first = operands[0][0] if isinstance(operands[0], list) else operands[0]
-                launcher = self.resolve(backend, first.device.type)
+                operand = operands[0][0] if isinstance(operands[0], list) else operands[0]
+                launcher = self.resolve(backend, operand.device.type)
                 return launcher(*(operands if packed is None else packed(*operands)))
 
             types = schema or torch.library.infer_schema(shapes, mutates_args=mutates)
-            made: Any = torch.library.custom_op(
+            operator: Any = torch.library.custom_op(
                 f"moe_rl::{name or self.name}", launch, mutates_args=mutates, schema=types
             )
-            made.register_fake(shapes)
+            operator.register_fake(shapes)
             if backward is not None:
-                made.register_autograd(backward, setup_context=keep)
-            return made  # type: ignore[no-any-return]  # called like the function
+                operator.register_autograd(backward, setup_context=keep)
+            return operator  # type: ignore[no-any-return]  # called like the function
 
         return register
 
@@ -176,8 +176,8 @@ def _load(backend: KernelBackend, operator: Operator) -> Launcher:
 
 def operators() -> Iterator[Operator]:
     """Yield every operator of every folder of kernels that has an `op` module, by folder name."""
-    here = [str(Path(__file__).parent)]
-    for folder in sorted(entry.name for entry in pkgutil.iter_modules(here) if entry.ispkg):
+    folders = [str(Path(__file__).parent)]
+    for folder in sorted(entry.name for entry in pkgutil.iter_modules(folders) if entry.ispkg):
         module = importlib.import_module(f"moe_rl.kernels.{folder}.op")
         # A name may stand for an operator twice, as the variable of a loop does.
         yield from {value.name: value for value in vars(module).values() if isinstance(value, Operator)}.values()

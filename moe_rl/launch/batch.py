@@ -65,7 +65,9 @@ class BatchFacts:
 
 
 def _product(factor: int | None, other: int | None) -> int | None:
-    return factor * other if factor and other else None
+    if not (factor and other):
+        return None
+    return factor * other
 
 
 def read_batch(raw: RawRun, keys: BatchKeys) -> BatchFacts:
@@ -87,4 +89,6 @@ def _number(value: object) -> int | None:
     if isinstance(value, bool) or str(value).lower() in ("true", "false"):
         return int(str(value).lower() == "true")
     text = str(value).replace("_", "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    if not (text.isascii() and text.isdigit()):
+        return None
+    return int(text)

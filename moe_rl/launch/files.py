@@ -109,7 +109,10 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
         )
     # A model file of slime's sets arrays and starts nothing.
     partial = not _num_settings(best.words) and not loose
-    words = _words_of_variables(shell) if partial else best.words + loose
+    if partial:
+        words = _words_of_variables(shell)
+    else:
+        words = best.words + loose
     require(
         _num_settings(words) > 0,
         f"{script} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
@@ -151,6 +154,9 @@ def _variables(entry: Entry) -> dict[str, Text]:
             document = json.loads(text)
         except json.JSONDecodeError:
             return {}
-        variables = document.get("env_vars", document) if isinstance(document, dict) else {}
+        if isinstance(document, dict):
+            variables = document.get("env_vars", document)
+        else:
+            variables = {}
         return {name: Text(text=str(value), where=entry.where) for name, value in dict(variables).items()}
     return {}

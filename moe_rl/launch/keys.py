@@ -128,22 +128,32 @@ def hangs_on(entry: Entry) -> str:
 
 def _as_it_is(option: str | None) -> Rule | None:
     """Return the rule of an option of Megatron that no field holds."""
-    return None if option is None or option in KINDS else Rule(option)
+    if option is None or option in KINDS:
+        return None
+    return Rule(option)
 
 
 def when(condition: bool, value: object) -> object:
     """Return `value` where the condition holds, else nothing."""
-    return value if condition else None
+    if not condition:
+        return None
+    return value
 
 
 def named_modules(value: object) -> object:
     """Return the names in a list, or in a text with commas between them; None where it names nothing."""
-    listed = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    if isinstance(value, list):
+        listed = value
+    else:
+        listed = str(value).strip("[]").split(",")
     return [str(name).strip(" '\"") for name in listed] or None
 
 
 def _largest(value: object) -> object:
-    values = value if isinstance(value, list) else str(value).split()
+    if isinstance(value, list):
+        values = value
+    else:
+        values = str(value).split()
     return max(float(item) for item in values)
 
 
@@ -177,8 +187,13 @@ def rules_of(facts: Mapping[str, Any]) -> Keys:
 
 
 def _rule(stated: Any) -> Rule:
-    fields = {"sets": stated} if isinstance(stated, str) else dict(stated)
-    field, meaning = fields.pop("sets"), MEANINGS[fields.pop("as")] if "as" in fields else None
+    if isinstance(stated, str):
+        fields = {"sets": stated}
+    else:
+        fields = dict(stated)
+    field, meaning = fields.pop("sets"), None
+    if "as" in fields:
+        meaning = MEANINGS[fields.pop("as")]
     if "if_on" in fields:
         value = fields.pop("if_on")
         return Rule(field, lambda on: when(is_on(on), value))
@@ -196,7 +211,9 @@ def last_entry(raw: RawRun, key: str) -> Entry | None:
 def last_value(raw: RawRun, key: str) -> object:
     """Return the value that counts for a key; None where no file sets it or it is not known."""
     entry = last_entry(raw, key)
-    return entry.value if entry is not None and not entry.missing else None
+    if not (entry is not None and not entry.missing):
+        return None
+    return entry.value
 
 
 def with_model(settings: Known, raw: RawRun, key: str) -> Known:

@@ -45,7 +45,10 @@ def model_words(path: Path, text: str, run: RawRun) -> list[Text]:
         return []
     named = MODEL.search(text)
     roots = [folder / "scripts" / "models" for folder in path.resolve().parents]
-    candidates = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]] if named else []
+    if named:
+        candidates = [folder / f"{named[1]}.py" for folder in [path.parent, *roots]]
+    else:
+        candidates = []
     for target in candidates:
         # A model's file may start from one of the same name in another folder, never from itself.
         if target.is_file() and target != path:
@@ -60,7 +63,10 @@ def _tree(path: Path, text: str) -> ast.Module:
     try:
         return syntax_tree(text)
     except SyntaxError as error:
-        place = f"{path}:{error.lineno}" if error.lineno else str(path)
+        if error.lineno:
+            place = f"{path}:{error.lineno}"
+        else:
+            place = str(path)
         raise InvalidInputError(f"{place} is not Python: {error.msg}.") from error
 
 
@@ -125,7 +131,8 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
         try:
             literal = ast.literal_eval(value)
             # A tuple is what an entry has where a flag's words stand.
-            literal = list(literal) if isinstance(literal, tuple) else literal
+            if isinstance(literal, tuple):
+                literal = list(literal)
             yield Entry(key=key, value=literal, written=key, where=where)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             yield Entry(key=key, value=None, written=key, where=where, missing=(f"`{ast.unparse(value)[:60]}`",))
@@ -166,13 +173,21 @@ def _formatted(node: ast.AST, constants: Mapping[str, object]) -> object:
 def _branch(node: ast.AST, constants: Mapping[str, object]) -> list[ast.AST] | None:
     """Return what of an `if` or `match` runs; None where that is not decided, or the node is neither."""
     if isinstance(node, ast.If | ast.IfExp) and (decided := _decided(node.test, constants)) is not None:
-        statements = node.body if decided else node.orelse
-        return [*statements] if isinstance(statements, list) else [statements]
+        if decided:
+            statements = node.body
+        else:
+            statements = node.orelse
+        if isinstance(statements, list):
+            return [*statements]
+        return [statements]
     if isinstance(node, ast.Match) and isinstance(node.subject, ast.Attribute):
         if (subject := f".{node.subject.attr}") not in constants:
             return None
         for case in node.cases:
-            value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else None
+            if isinstance(case.pattern, ast.MatchValue):
+                value = case.pattern.value
+            else:
+                value = None
             same = isinstance(value, ast.Constant) and value.value == constants[subject]
             if same or (isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None):
                 return [*case.body]

@@ -34,7 +34,9 @@ class Setting(Generic[T]):
 
     def __str__(self) -> str:
         """Return e.g. "`--moe-router-fusion` (run.sh:12)"."""
-        return f"`{self.written}` ({self.where.short()})" if self.where else self.written
+        if self.where:
+            return f"`{self.written}` ({self.where.short()})"
+        return self.written
 
 
 Flag = Setting[bool] | None
@@ -156,7 +158,9 @@ class RunSettings:
     def value_of(self, name: str) -> object:
         """Return the value of an option under Megatron's name; None where it is not set."""
         setting = self.option(name)
-        return None if setting is None else setting.value
+        if setting is None:
+            return None
+        return setting.value
 
 
 OPEN = ("framework", "options")
@@ -192,9 +196,17 @@ def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None 
     `meaning` turns the framework's value into the field's. An option that no field holds is taken as YAML says it.
     """
     if name not in KINDS:
-        value = " ".join(entry.value) if isinstance(entry.value, tuple) else entry.value
-        value = True if entry.value == () else value_of_word(value) if isinstance(value, str) else value
-        return None if value is None else said_by(entry, value)
+        if isinstance(entry.value, tuple):
+            value = " ".join(entry.value)
+        else:
+            value = entry.value
+        if entry.value == ():
+            value = True
+        elif isinstance(value, str):
+            value = value_of_word(value)
+        if value is None:
+            return None
+        return said_by(entry, value)
     value = _plain(entry.value, KINDS[name] if meaning is None else None)
     if value is None:
         return None
@@ -203,7 +215,9 @@ def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None 
     except (ValueError, TypeError, SyntaxError, LookupError, ArithmeticError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name], "a word or list")
         raise InvalidInputError(f"{entry.where}: {entry.written} must be {wanted}, got {value!r}.") from None
-    return None if converted is None else said_by(entry, converted)
+    if converted is None:
+        return None
+    return said_by(entry, converted)
 
 
 def _plain(value: object, kind: type | None) -> object:
@@ -214,8 +228,10 @@ def _plain(value: object, kind: type | None) -> object:
         # `--flag 1 2` for one number: the first, as argparse would refuse the second.
         if kind in (bool, int, float):
             value = value[0]
+        elif kind is list or get_args(kind):
+            value = list(value)
         else:
-            value = list(value) if kind is list or get_args(kind) else " ".join(value)
+            value = " ".join(value)
     if isinstance(value, str) and value.strip() in ("None", "null", "~", ""):
         return None
     return value
@@ -233,7 +249,10 @@ def _converted(value: object, kind: Any) -> object:
     if get_args(kind) == (int,):
         return layer_pattern(value)
     if get_args(kind) == (str,):
-        listed = value_of_word(value) if isinstance(value, str) and value.startswith("[") else value
+        if isinstance(value, str) and value.startswith("["):
+            listed = value_of_word(value)
+        else:
+            listed = value
         return [str(text) for text in (listed if isinstance(listed, list) else [listed])]
     # True is 1 in Python, and never a size.
     if isinstance(value, bool):
@@ -265,9 +284,14 @@ def layer_pattern(value: object) -> list[int]:
     """Return `--moe-layer-freq` as a list: a number, a list, or an expression such as `([0]*3+[1]*58)*1`."""
     # A flag's words: `--moe-layer-freq ([0]*3 + [1]*58)` unquoted comes in three.
     pieces = isinstance(value, list) and value and isinstance(value[0], str)
-    text = "".join(map(str, value)) if pieces and isinstance(value, list) else str(value)
+    if pieces and isinstance(value, list):
+        text = "".join(map(str, value))
+    else:
+        text = str(value)
     result = value_of(syntax_tree(text, expression=True).body, {})
-    layers: list[int] = result if isinstance(result, list) else [result]
+    layers: list[int] = [result]
+    if isinstance(result, list):
+        layers = result
     if not all(type(layer) is int for layer in layers):
         raise ValueError(value)
     return layers

@@ -16,12 +16,16 @@ class Where:
 
     def __str__(self) -> str:
         """Return e.g. "scripts/run.sh:12"."""
-        return f"{self.path}:{self.line}" if self.line else self.path
+        if self.line:
+            return f"{self.path}:{self.line}"
+        return self.path
 
     def short(self) -> str:
         """Return e.g. "run.sh:12"."""
         name = PurePath(self.path).name
-        return f"{name}:{self.line}" if self.line else name
+        if self.line:
+            return f"{name}:{self.line}"
+        return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

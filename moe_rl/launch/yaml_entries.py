@@ -72,7 +72,8 @@ def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
         )
     # A file overrides those that it names, wherever in it `defaults` stands.
     for name in _file_names(named[0] if named else None):
-        target = Path(os.path.normpath(path.parent / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+        file_name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        target = Path(os.path.normpath(path.parent / file_name))
         if target.is_file():
             read_yaml_file(target, read_text(target), run, depth + 1)
         else:
@@ -82,7 +83,10 @@ def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
 
 def _file_names(defaults: object) -> list[str]:
     """Return the files of a `defaults:` value: a path (NeMo-RL), or the plain names of Hydra's list."""
-    listed = defaults if isinstance(defaults, list) else [defaults]
+    if isinstance(defaults, list):
+        listed = defaults
+    else:
+        listed = [defaults]
     return [item for item in listed if isinstance(item, str) and item != "_self_"]
 
 
@@ -109,7 +113,9 @@ def _resolved(entry: Entry, entry_by_key: Mapping[str, Entry], depth: int) -> En
             missing += (match.group(),)
         else:
             text = text.replace(match.group(), str(value[0]))
-    return replace(entry, value=text, missing=missing or (() if "${" not in text else (text,)))
+    if not missing and "${" in text:
+        missing = (text,)
+    return replace(entry, value=text, missing=missing)
 
 
 def _target(expression: str, entry_by_key: Mapping[str, Entry], depth: int) -> tuple[object] | None:
@@ -121,10 +127,18 @@ def _target(expression: str, entry_by_key: Mapping[str, Entry], depth: int) -> t
     # `oc.env` without a default is the machine's to say; with one, a clean machine has it unset.
     if resolver in ("oc.env", "oc.select") and "," in argument:
         key, default = (piece.strip() for piece in argument.split(",", 1))
-        target = _target(key, entry_by_key, depth + 1) if resolver == "oc.select" else None
+        if resolver == "oc.select":
+            target = _target(key, entry_by_key, depth + 1)
+        else:
+            target = None
         return target or (value_of_word(default),)
-    key = argument.strip() if resolver == "oc.select" else expression.strip()
+    if resolver == "oc.select":
+        key = argument.strip()
+    else:
+        key = expression.strip()
     if key not in entry_by_key:
         return None
     resolved = _resolved(entry_by_key[key], entry_by_key, depth + 1)
-    return None if resolved.missing else (resolved.value,)
+    if resolved.missing:
+        return None
+    return (resolved.value,)

@@ -53,21 +53,21 @@ class PassParts:
 
     num_micro_batches: int
     device: torch.device
-    made: list[PassTables]
+    ready: list[PassTables]
     later: list[LaterTables[PassTables]]
     copied: dict[int, Any] = field(default_factory=dict)
     """Part -> event behind its copy to the device: whichever stream asks first copies, others read it too."""
 
     def of(self, micro_batch: int) -> tuple[PassTables, int]:
         """Return the tables, on the device, that a micro-batch of the pass is in, and which of theirs it is."""
-        for index in range(len(self.made) + len(self.later)):
-            if index == len(self.made):
-                self.made.append(self.later.pop(0).wait())
-            part = self.made[index]
+        for index in range(len(self.ready) + len(self.later)):
+            if index == len(self.ready):
+                self.ready.append(self.later.pop(0).wait())
+            part = self.ready[index]
             # One copy for all micro-batches of the part: a copy per layer would be thousands of small ones.
             streams = streams_of(self.device)
             if part.slots.terms.device != self.device:
-                part = self.made[index] = replace(part, slots=part.slots.to(self.device))
+                part = self.ready[index] = replace(part, slots=part.slots.to(self.device))
                 self.copied[index] = streams.record()
             elif index in self.copied:
                 streams.wait(self.copied[index])
@@ -137,13 +137,13 @@ class LayerPlans:
     transport: Transport
     residents: ResidentCopies
     of_chunk: Sequence["LayerPlans"] = ()
-    made: dict[int, LayerPlan | None] = field(default_factory=dict)
+    plans: dict[int, LayerPlan | None] = field(default_factory=dict)
 
     def plan(self, micro_batch: int) -> LayerPlan | None:
         """Return what the layer does in a micro-batch; None, also beyond the pass, is home slots alone."""
-        if micro_batch not in self.made:
-            self.made[micro_batch] = self._make(micro_batch)
-        return self.made[micro_batch]
+        if micro_batch not in self.plans:
+            self.plans[micro_batch] = self._make(micro_batch)
+        return self.plans[micro_batch]
 
     def begin(self, micro_batch: int, *, recomputing: bool) -> LayerPlan | None:
         """Return the plan of a run of the layer that starts now, its push under way, and the next layer's too.
@@ -172,22 +172,22 @@ class LayerPlans:
             return output
         return call_in_backward(start, output)
 
-    def _prefetch(self, micro_batch: int, others: Sequence["LayerPlans"]) -> None:
+    def _prefetch(self, micro_batch: int, layers: Sequence["LayerPlans"]) -> None:
         """Start the cross-node push of the nearest of the other layers that has one; its half of the rows is free."""
-        nearest = self._across(micro_batch, others)
+        nearest = self._across(micro_batch, layers)
         if nearest is not None:
-            plan = others[nearest].plan(micro_batch)
+            plan = layers[nearest].plan(micro_batch)
             if plan is not None:
                 cell = plan.replicated.cell
                 self.transport.start_push(cell, 1 + cell.half, plan.replicated.experts)
 
-    def _across(self, micro_batch: int, others: Sequence["LayerPlans"]) -> int | None:
+    def _across(self, micro_batch: int, layers: Sequence["LayerPlans"]) -> int | None:
         if micro_batch >= self.tables.num_micro_batches:
             return None
         part, index = self.tables.of(micro_batch)
         if not part.cells.any_across:
             return None
-        return part.cells.neighbor_across(index, [other.state.layer for other in others])
+        return part.cells.neighbor_across(index, [plans.state.layer for plans in layers])
 
     @property
     def state(self) -> LayerState:

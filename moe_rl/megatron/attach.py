@@ -159,11 +159,10 @@ def _states(
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
         waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
         chunks_begun.add(id(chunk))
-        waiting = (
-            [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
-            if waits_for_all
-            else [layer.experts]
-        )
+        if waits_for_all:
+            waiting = [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
+        else:
+            waiting = [layer.experts]
         state = LayerState(
             layer=model.moe_layer_ids.index(layer.layer_number - 1),
             experts=view,

@@ -85,11 +85,11 @@ class ReplicatedExperts:
 
     def start_return(self) -> list[GradientReturn]:
         """Start to bring home what this micro-batch brings home."""
-        found = [self.transport.start_return(self.cell, self.experts)]
+        returns = [self.transport.start_return(self.cell, self.experts)]
         if self.residents is not None:
             resident = self.residents.end_micro_batch(self.cell.key[0])
-            found += [] if resident is None else [resident]
-        return found
+            returns += [] if resident is None else [resident]
+        return returns
 
     def finish_return(self) -> None:
         """Add what is on its way to the homes' main gradients."""
@@ -104,15 +104,15 @@ class ReplicatedExperts:
 
     def _hosted(self, num_slots: int) -> list[tuple[int, ReplicaBuffers, int]]:
         """Return (slot, buffers, row) of every copy on this rank, ascending by slot; none where rows go home alone."""
-        slot, found = self.experts.num_local_experts, []
+        slot, copies = self.experts.num_local_experts, []
         if num_slots == slot:
             return []
         if self.residents is not None:
             buffers = self.residents.transport.buffers
-            found += [(slot + row, buffers, row) for row in self.residents.hosted_slots]
+            copies += [(slot + row, buffers, row) for row in self.residents.hosted_slots]
             slot += buffers.num_slots
         buffers = self.transport.buffers
-        return found + [(slot + each, buffers, self.row(each)) for each in self._hosted_slots]
+        return copies + [(slot + host_slot, buffers, self.row(host_slot)) for host_slot in self._hosted_slots]
 
     def enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the transformer layer's input so that replicas' gradients may stay on their way until its gradient."""
@@ -131,8 +131,8 @@ class ReplicatedExperts:
         weights = iter(passed)
         by_slot: list[Weights | None] = [None] * len(rows_per_slot)
         for slot in range(self.experts.num_local_experts):
-            own = self.experts.parameters_of(slot)
-            by_slot[slot] = [next(weights) if parameter.requires_grad else parameter for parameter in own]
+            parameters = self.experts.parameters_of(slot)
+            by_slot[slot] = [next(weights) if parameter.requires_grad else parameter for parameter in parameters]
         for slot, buffers, _ in hosted:
             by_slot[slot] = [next(weights) for _ in buffers.shapes]
         gradients: list[Gradients | None] = [None] * len(rows_per_slot)
@@ -152,7 +152,7 @@ class ReplicatedExperts:
         """Parameters of all homes that train now, slot by slot: with LoRA the adapters, none under a frozen model."""
         slots = [self.experts.parameters_of(slot) for slot in range(self.experts.num_local_experts)]
         foreseen = self.transport.buffers.trained
-        unforeseen = any(p.requires_grad and not known for p, known in zip(slots[0], foreseen, strict=True))
+        unforeseen = any(p.requires_grad and not trains for p, trains in zip(slots[0], foreseen, strict=True))
         require(
             not unforeseen, "parameters of experts that were frozen at attach train now: detach() and attach again."
         )
@@ -226,8 +226,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         exchange: ReplicatedExperts = ctx.exchange
-        row_gradient, *rest = gradients
-        home_gradients, produced = rest[: ctx.num_home], iter(rest[ctx.num_home :])
+        row_gradient, *others_gradients = gradients
+        home_gradients, produced = others_gradients[: ctx.num_home], iter(others_gradients[ctx.num_home :])
         if not home_gradients:  # frozen, so every rank's are
             exchange.note_use()
             return None, None, None, row_gradient

@@ -97,7 +97,9 @@ class ExpertOptimizerState:
         places = [place for place in (master, main) if place.untyped_storage().data_ptr() != own_storage]
         if master is main:
             places = places[:1]
-        return [*states, [place.detach().view(-1) for place in places]] if places else states
+        if places:
+            return [*states, [place.detach().view(-1) for place in places]]
+        return states
 
     def _owner(self, parameter: torch.nn.Parameter) -> tuple[DistributedOptimizer, Any]:
         for optimizer in self._optimizers:
@@ -138,7 +140,9 @@ class MegatronExperts:
                 for parameter in state.experts.parameters_of(slot):
                     nonzero += [gradient.ne(0).any() for gradient in _gradients_of(parameter)]
         # One wait of the host for all of them.
-        return bool(torch.stack(nonzero).any()) if nonzero else False
+        if not nonzero:
+            return False
+        return bool(torch.stack(nonzero).any())
 
     def _note_step(self, *_: Any) -> None:
         for state in self._states:

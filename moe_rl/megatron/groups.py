@@ -110,7 +110,9 @@ def check_groups(ep_size: int) -> None:
 
 def _device() -> torch.device:
     current: Any = torch.cuda.current_device()
-    return current if isinstance(current, torch.device) else torch.device("cuda", current)
+    if isinstance(current, torch.device):
+        return current
+    return torch.device("cuda", current)
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:

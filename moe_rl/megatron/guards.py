@@ -89,12 +89,15 @@ def _guard_walker(walker: Walker, module: ModuleType) -> None:
     if holder is None or not hasattr(holder, name):
         return
 
-    def guarded(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        chunks = given[walker.model] if len(given) > walker.model else named.get("model", named.get("megatron_model"))
+    def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(args) > walker.model:
+            chunks = args[walker.model]
+        else:
+            chunks = kwargs.get("model", kwargs.get("megatron_model"))
         if not walker.returns_iterator:
             require_home(chunks, walker.does)
-            return function(*given, **named)
-        return _checked_at_first(lambda: require_home(chunks, walker.does), lambda: function(*given, **named))
+            return function(*args, **kwargs)
+        return _checked_at_first(lambda: require_home(chunks, walker.does), lambda: function(*args, **kwargs))
 
     original = getattr(holder, name)
     wrap(holder, name, guarded)
@@ -121,10 +124,10 @@ class NameGuards:
                 self._hooks += _hooks_of(layer, module)
         self._undo: list[Callable[[], None]] = []
         optimizers = [optimizer, *getattr(optimizer, "chained_optimizers", [])]
-        for one in {id(each): each for each in optimizers if each is not None}.values():
+        for part in {id(candidate): candidate for candidate in optimizers if candidate is not None}.values():
             for does, names in {"saved": OPTIMIZER_READS, "loaded": OPTIMIZER_WRITES}.items():
-                for name in (each for each in names if hasattr(one, each)):
-                    self._undo.append(wrap(one, name, _asking(state_is_home, does)))
+                for name in (candidate for candidate in names if hasattr(part, candidate)):
+                    self._undo.append(wrap(part, name, _asking(state_is_home, does)))
 
     def remove(self) -> None:
         """Take the guards off."""
@@ -143,11 +146,11 @@ def _hooks_of(layer: ElasticMoELayer, module: torch.nn.Module) -> list[Any]:
 
 
 def _asking(state_is_home: Callable[[], bool], does: str) -> Callable[..., Any]:
-    def asking(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def asking(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         require(
             state_is_home(),
             f"the optimizer's state of experts is not where Megatron puts it, so nothing can be {does}: {HINT}",
         )
-        return function(*given, **named)
+        return function(*args, **kwargs)
 
     return asking

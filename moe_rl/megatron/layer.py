@@ -111,12 +111,16 @@ class LayerState:
     @property
     def buffer_rows(self) -> int | None:
         """Rows of the experts' buffer in the run that is under way; None: as many as come."""
-        return None if self.micro_batch == OUTSIDE else self.capacity_rows
+        if self.micro_batch == OUTSIDE:
+            return None
+        return self.capacity_rows
 
     @property
     def replica_table(self) -> SlotTable | None:
         """How the run that is under way uses replica slots; None where it uses home slots alone."""
-        return None if self.current is None else self.current.table
+        if self.current is None:
+            return None
+        return self.current.table
 
 
 class ElasticMoELayer(MoELayer):
@@ -330,8 +334,8 @@ def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatc
     config.num_moe_experts = dispatcher.ep_size * num_slots
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp, groups.tp_ep = dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group
-    first = dispatcher.ep_group.rank() * num_slots
-    over_slots = type(dispatcher)(num_slots, list(range(first, first + num_slots)), config=config, pg_collection=groups)
+    start = dispatcher.ep_group.rank() * num_slots
+    over_slots = type(dispatcher)(num_slots, list(range(start, start + num_slots)), config=config, pg_collection=groups)
     flex.over_slots(over_slots)
     if layer.shared_expert_overlap:
         over_slots.set_shared_experts(layer.shared_experts)

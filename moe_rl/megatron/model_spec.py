@@ -85,4 +85,6 @@ def built_as(part: Any, old: type, new: type, **parameters: Any) -> Any:
 
 def submodules_of(part: Any) -> Any:
     """Return the submodules of a part of a layer spec; None where it has none."""
-    return part.keywords.get("submodules") if isinstance(part, partial) else getattr(part, "submodules", None)
+    if isinstance(part, partial):
+        return part.keywords.get("submodules")
+    return getattr(part, "submodules", None)

@@ -23,9 +23,9 @@ class ReplicaBuffers:
     """[R + 2C, W] weights in the experts' dtype and [R + 2C, V] fp32 gradients of the V elements that train."""
 
     def __init__(self, layers: Sequence[Experts], *, replica_slots: int, cross_node_slots: int) -> None:
-        first = layers[0].parameters_of(0)
-        self.shapes = [parameter.shape for parameter in first]
-        self.trained = _trained(first)
+        sample = layers[0].parameters_of(0)
+        self.shapes = [parameter.shape for parameter in sample]
+        self.trained = _trained(sample)
         """Which of an expert's parameters train; of the others nothing comes home."""
         self.replica_slots, self.cross_node_slots = replica_slots, cross_node_slots
         dtypes = {p.dtype for experts in layers for p in experts.parameters_of(0)}
@@ -42,7 +42,7 @@ class ReplicaBuffers:
         self._trained_sizes = [shape.numel() for shape in trained_shapes]
         self.gradient_numel = sum(self._trained_sizes)
         """V; 0 where experts are frozen, with LoRA the elements of the adapters."""
-        self._dtype, self._device = dtypes.pop(), first[0].device
+        self._dtype, self._device = dtypes.pop(), sample[0].device
         self.held: list[tuple[int, int] | None] = [None] * BANKS
         """Per bank the (micro-batch, layer) whose weights it holds; the same on every rank of the EP group."""
         self.streams = streams_of(self._device)
@@ -75,11 +75,15 @@ class ReplicaBuffers:
 
     def row(self, host_slot: int, half: int) -> int:
         """Return the row of replica slot `host_slot` (0 .. R + C - 1) of a layer that uses this half."""
-        return host_slot if host_slot < self.replica_slots else host_slot + half * self.cross_node_slots
+        if host_slot < self.replica_slots:
+            return host_slot
+        return host_slot + half * self.cross_node_slots
 
     def bank(self, host_slot: int, half: int) -> int:
         """Return the bank that this row belongs to."""
-        return IN_NODE if host_slot < self.replica_slots else 1 + half
+        if host_slot < self.replica_slots:
+            return IN_NODE
+        return 1 + half
 
     def forget(self) -> None:
         """Say that no bank holds anyone's weights."""
@@ -114,9 +118,9 @@ class ReplicaBuffers:
 
     def staging_capacity(self, *, hosted: int, across: bool) -> int:
         """Return how many messages `staging` holds on a rank that hosts this many replicas of the layer."""
-        own = self.replica_slots + across * self.cross_node_slots
+        own_slots = self.replica_slots + across * self.cross_node_slots
         rows = self.replica_slots + 2 * self.cross_node_slots  # also while the memory is given back
-        return own + (rows - hosted) * (self.gradient_numel // self.message_numel)
+        return own_slots + (rows - hosted) * (self.gradient_numel // self.message_numel)
 
     def staging(self, hosted_rows: Collection[int], *, half: int, across: bool) -> list[torch.Tensor]:
         """Return fp32 scratch tensors of `message_numel` elements for gradients that come home.

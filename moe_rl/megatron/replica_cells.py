@@ -129,10 +129,10 @@ class ReplicaCells:
         host_slot -= first_slot
         wrong = np.flatnonzero((host_slot < 0) | (host_rank == home_rank))
         if len(wrong):
-            one = int(wrong[0])
+            at = int(wrong[0])
             raise InvalidInputError(
-                f"plan: the replica of expert {expert[one]} in slot {physical_id[one]} (micro-batch "
-                f"{cell[one] // num_layers}, layer {cell[one] % num_layers}) is not in a replica slot of another rank."
+                f"plan: the replica of expert {expert[at]} in slot {physical_id[at]} (micro-batch "
+                f"{cell[at] // num_layers}, layer {cell[at] % num_layers}) is not in a replica slot of another rank."
             )
         # By home first, so that the ordinal of a copy among those of its home is its place after the first of them.
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))
@@ -141,9 +141,9 @@ class ReplicaCells:
         ranks = placement.ep_size
         hosted = np.bincount(cell * ranks + host_rank, minlength=num_cells * ranks)
         at_home = cell * ranks + home_rank
-        across = host_slot >= buffers.replica_slots
+        is_cross_node = host_slot >= buffers.replica_slots
         filled = np.zeros((num_cells, 2), np.bool_)
-        filled[cell, across.astype(np.int64)] = True
+        filled[cell, is_cross_node.astype(np.int64)] = True
         capacity = np.array(
             [
                 [buffers.staging_capacity(hosted=count, across=bool(used)) for count in range(buffers.num_slots + 1)]
@@ -157,12 +157,12 @@ class ReplicaCells:
         np.maximum.at(
             rounds, cell, (ordinal * buffers.messages + buffers.messages - 1) // np.maximum(home_capacity, 1) + 1
         )
-        mine = (home_rank == rank) | (host_rank == rank)
-        copies = np.stack([home_rank, home_slot, host_rank, host_slot, ordinal, home_capacity], axis=1)[mine]
+        is_local = (home_rank == rank) | (host_rank == rank)
+        copies = np.stack([home_rank, home_slot, host_rank, host_slot, ordinal, home_capacity], axis=1)[is_local]
         return cls(
             num_micro_batches=num_micro_batches,
             num_layers=num_layers,
-            start=np.searchsorted(cell[mine], np.arange(num_cells + 1)),
+            start=np.searchsorted(cell[is_local], np.arange(num_cells + 1)),
             copies=copies,
             filled=filled,
             any_across=bool(filled[:, 1].any()),
@@ -176,14 +176,14 @@ class ReplicaCells:
         index = micro_batch * self.num_layers + layer
         if not self.anywhere[index]:
             return None
-        in_node, across = self.filled[index]
+        in_node, cross_node = self.filled[index]
         half = int(self.half[index])
         rows = self.copies[self.start[index] : self.start[index + 1]].tolist()
         names = ("home_rank", "home_slot", "host_rank", "host_slot", "ordinal", "home_capacity")
         return ReplicaCell(
             key=(micro_batch, layer),
             half=half,
-            banks=(*([IN_NODE] if in_node else []), *([1 + half] if across else [])),
+            banks=(*([IN_NODE] if in_node else []), *([1 + half] if cross_node else [])),
             copies=tuple(ReplicaCopy(**dict(zip(names, row, strict=True))) for row in rows),
             rounds=int(self.rounds[index]),
         )
@@ -196,13 +196,13 @@ class ReplicaCells:
         return None
 
 
-def _halves(across: NDArray[np.bool_], chunks: Sequence[Sequence[int]]) -> Ints:
-    """Return [M, L] 0 or 1: layers of a chunk with cross-node replicas (`across` [M, L]) use the halves in turn.
+def _halves(is_cross_node: NDArray[np.bool_], chunks: Sequence[Sequence[int]]) -> Ints:
+    """Return [M, L] 0 or 1: layers of a chunk with cross-node replicas (`is_cross_node` [M, L]) use the halves in turn.
 
     Layers 0 .. 4 of which 1, 2 and 4 have some: 0, 0, 1, 1, 0. While layer 1 computes from half 0, layer 2's weights
     arrive in half 1. The layers between do not count, or 2 and 4 would share a half and wait for each other.
     """
-    halves = np.zeros(across.shape, np.int64)
+    halves = np.zeros(is_cross_node.shape, np.int64)
     for layers in chunks:
-        halves[:, layers] = np.maximum(np.cumsum(across[:, layers], axis=1) - 1, 0) % 2
+        halves[:, layers] = np.maximum(np.cumsum(is_cross_node[:, layers], axis=1) - 1, 0) % 2
     return halves

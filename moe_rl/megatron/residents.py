@@ -66,7 +66,9 @@ class LayerResidents:
             return None
         # Before the last micro-batch gradients gather at the copy: one return per step, not one per micro-batch.
         self.owed = micro_batch != self.last_micro_batch
-        return None if self.owed else self.transport.start_return(self.cell, self.experts)
+        if self.owed:
+            return None
+        return self.transport.start_return(self.cell, self.experts)
 
 
 class ResidentCopies:
@@ -169,4 +171,6 @@ class ResidentCopies:
             homes = sorted({copy.home_slot for copy in copies if copy.home_rank == layer.transport.rank})
             parameters = [parameter for slot in homes for parameter in layer.experts.parameters_of(slot)]
             checksums += [p.view(WORDS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
-        return torch.stack(checksums) if checksums else torch.zeros(0, device=self._groups.device)
+        if checksums:
+            return torch.stack(checksums)
+        return torch.zeros(0, device=self._groups.device)

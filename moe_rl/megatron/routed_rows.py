@@ -98,7 +98,10 @@ def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> 
     needs sequences of one length, and else that one sequence follows the other.
     """
     pieces = [zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
-    positions = np.stack(pieces, axis=1).ravel() if side_by_side else np.concatenate([np.zeros(0, np.int64), *pieces])
+    if side_by_side:
+        positions = np.stack(pieces, axis=1).ravel()
+    else:
+        positions = np.concatenate([np.zeros(0, np.int64), *pieces])
     batch = len(pieces) if side_by_side else 1
     require(
         len(positions) % (where.tp_size * batch) == 0,
@@ -162,4 +165,6 @@ def _ids(routes: Routes, *, dimensions: int) -> Ints:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)

@@ -103,7 +103,9 @@ class MegatronLayers(RunLayers[PassTables]):
     ) -> None:
         """Give every layer its plans; see `RunLayers.activate`."""
         if planned.misfit is None:
-            parts = PassParts(num_micro_batches=num_micro_batches, device=self.device, made=[tables], later=list(later))
+            parts = PassParts(
+                num_micro_batches=num_micro_batches, device=self.device, ready=[tables], later=list(later)
+            )
             activate(parts, self.states, transport=self._transport, residents=self._residents)
             self._residents.begin_pass(self.placement(), num_micro_batches=num_micro_batches)
         else:
@@ -166,11 +168,11 @@ class MegatronLayers(RunLayers[PassTables]):
     @property
     def data_parallel_place(self) -> DataParallelPlace:
         """Of this rank; the first of its tensor- and context-parallel ranks speaks."""
-        inside = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
+        rank_inside = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
         return DataParallelPlace(
             dp_rank=parallel_state.get_data_parallel_rank(),
             stage=parallel_state.get_pipeline_model_parallel_rank(),
-            speaks=inside == 0,
+            speaks=rank_inside == 0,
         )
 
     def _of_all_stages(self, table: NDArray[np.int32], own_layers: list[int]) -> NDArray[np.int32]:
@@ -251,11 +253,11 @@ class StaticRows:
 
     def _require_within(self, planned: PlannedPass) -> None:
         """Raise where the buffer of a pass is larger than Megatron's fixed factor lets it be."""
-        rows, held, allowed = planned.most_rows, planned.tokens, self.fixed_factor or 0.0
-        if planned.misfit or rows is None or held is None:
+        rows, tokens, allowed = planned.most_rows, planned.tokens, self.fixed_factor or 0.0
+        if planned.misfit or rows is None or tokens is None:
             return
         most = Capacity(
-            rows=rows[None], worst_rows=rows[None], tokens=held[None],
+            rows=rows[None], worst_rows=rows[None], tokens=tokens[None],
             top_k=self._model.top_k, risk=0.0, unknown_share=0.0,
         )  # fmt: skip
         sentence = f"this pass needs moe_expert_rank_capacity_factor {most.static_factor:.4f} on EP group"

@@ -135,4 +135,6 @@ def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlac
 
 
 def _parameters(planner: Any) -> dict[str, int | float | str | bool]:
-    return asdict(planner) if is_dataclass(planner) and not isinstance(planner, type) else {}
+    if is_dataclass(planner) and not isinstance(planner, type):
+        return asdict(planner)
+    return {}

@@ -18,7 +18,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner.objective import TIME, Objective, objective_of
+from moe_rl.planner.objective import TIME, PlanObjective, objective_of
 
 OURS = "ours"
 """Of `domain_balance`: replicas inside a domain are planned here, and run anywhere."""
@@ -67,7 +67,7 @@ class PlanProblem:
     model: MoeModelSpec
     topology: ClusterTopology
     cost: LayerCostParams
-    objective: Objective = TIME
+    objective: PlanObjective = TIME
     replica_slots: int = 1
     """R, foreign experts that each rank may hold for a micro-batch, from its own node."""
     cross_node_slots: int = 0

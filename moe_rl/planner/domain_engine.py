@@ -86,9 +86,9 @@ class DomainEngine:
         Assumed of an exact engine: as many as a rank holds already, resident copies and copies across nodes included.
         """
         homes_per_rank = problem.topology.experts_per_rank(problem.model.num_experts)
-        return (
-            homes_per_rank + problem.resident_slots + problem.cross_node_slots if self.exact else problem.replica_slots
-        )
+        if self.exact:
+            return homes_per_rank + problem.resident_slots + problem.cross_node_slots
+        return problem.replica_slots
 
     def searched(self, problem: PlanProblem) -> PlanProblem:
         """Return the problem of the searches over homes: copies in the domain are the engine's, so they are free."""

@@ -55,7 +55,10 @@ def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers)
         return "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0, or the plan may make none"
     if not problem.objective.in_seconds:
         return "no copy lowers the busiest rank"
-    seconds_of_copy = replicate_time(problem.cost, ONE) if in_node else prefetch_time(problem.cost, ONE)
+    if in_node:
+        seconds_of_copy = replicate_time(problem.cost, ONE)
+    else:
+        seconds_of_copy = prefetch_time(problem.cost, ONE)
     return (
         f"a copy costs {1e6 * float(seconds_of_copy[0]):.0f} us and all together save at most "
         f"{1e6 * _largest_excess_s(rows, problem):.0f} us of a layer; objective='imbalance' ignores cost"

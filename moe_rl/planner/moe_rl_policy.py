@@ -24,7 +24,7 @@ from moe_rl.planner.assemble import finish_plan
 from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
-from moe_rl.planner.objective import Objective
+from moe_rl.planner.objective import PlanObjective
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.packing import best_start, packed_on_their_ranks, starts_for_routes
 from moe_rl.planner.predict import cell_seconds
@@ -67,7 +67,7 @@ class Candidate:
     replicas: ReplicaPlan
     cell_cost: NDArray[np.float64]
     """[G, M, L] seconds, or rows of the busiest rank."""
-    objective: Objective
+    objective: PlanObjective
     most_rows: int
     """Of the fullest rank in all cells that were planned."""
 
@@ -79,7 +79,9 @@ class Candidate:
     @property
     def price(self) -> float:
         """What candidates are compared by: the whole step where it is known."""
-        return self.cost if self.step_s is None else self.step_s
+        if self.step_s is None:
+            return self.cost
+        return self.step_s
 
     @property
     def cost(self) -> float:
@@ -315,7 +317,10 @@ class _Run:
         bare = level = self._candidate(self.start, problem.layout, problem.load, cross_nodes=False)
         if best is not nothing:
             level = self._candidate(best.home, best.layout, best.load, best.residents, cross_nodes=False)
-        final = nothing if alone else self._candidate(best.home, best.layout, best.load, best.residents, final=True)
+        if alone:
+            final = nothing
+        else:
+            final = self._candidate(best.home, best.layout, best.load, best.residents, final=True)
         final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
         return min(bare, replace(level, across_save=0.0), final, key=self._with_moves)
 
@@ -362,7 +367,10 @@ class _Run:
             else rank_load(plan, under.load).max(axis=3).astype(np.float64)
         )
         layout_cost = problem.micro_batch_cost if candidate.step_s is not None else None
-        step_s = None if layout_cost is None else layout_cost.step_s(cost, candidate.layout, problem.topology)
+        if layout_cost is None:
+            step_s = None
+        else:
+            step_s = layout_cost.step_s(cost, candidate.layout, problem.topology)
         return replace(candidate, replicas=replicas, cell_cost=cost, step_s=step_s)
 
     def _with_moves(self, candidate: Candidate) -> float:
@@ -633,7 +641,9 @@ class _Run:
             residents = self._residents_in_force()
         priced = problem.objective.in_seconds
         cross_nodes &= self._crosses
-        every = max(1, load.num_micro_batches // JUDGED) if cross_nodes and priced and not final else 1
+        every = 1
+        if cross_nodes and priced and not final:
+            every = max(1, load.num_micro_batches // JUDGED)
         copies = self.core.replicate(
             (load if priced else replace(load, routes=None)).native(self.core, problem.topology),
             home=home,

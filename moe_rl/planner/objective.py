@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from moe_rl.core.registry import Registry
 
 
-class Objective(ABC):
+class PlanObjective(ABC):
     """What is minimized. Axes: G EP groups, M micro-batches, L MoE layers."""
 
     name: ClassVar[str]
@@ -63,7 +63,7 @@ class Objective(ABC):
         return costs_L
 
 
-class Time(Objective):
+class Time(PlanObjective):
     """Seconds of the step's MoE layers."""
 
     name = "time"
@@ -75,7 +75,7 @@ class Time(Objective):
         return float(seconds_G.max(initial=0.0))
 
 
-class Imbalance(Objective):
+class Imbalance(PlanObjective):
     """Rows of the busiest rank, which says how even a plan is and nothing about its price."""
 
     name = "imbalance"
@@ -88,12 +88,14 @@ class Imbalance(Objective):
 
 TIME = Time()
 IMBALANCE = Imbalance()
-OBJECTIVES: Registry[Objective] = Registry("objective", [TIME, IMBALANCE], group="moe_rl.plan_objectives")
+OBJECTIVES: Registry[PlanObjective] = Registry("objective", [TIME, IMBALANCE], group="moe_rl.plan_objectives")
 
 
-def objective_of(objective: Objective | str) -> Objective:
+def objective_of(objective: PlanObjective | str) -> PlanObjective:
     """Return an objective, or the one of that name: settings and plan files have names.
 
     Raises `InvalidInputError` for an unknown name, with the nearest known one.
     """
-    return OBJECTIVES[objective] if isinstance(objective, str) else objective
+    if isinstance(objective, str):
+        return OBJECTIVES[objective]
+    return objective

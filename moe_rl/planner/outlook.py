@@ -78,7 +78,10 @@ class Outlook:
 
         def saved(after: NDArray[np.float64]) -> NDArray[np.float64]:
             gain = (judged[0] - after).sum(axis=0)
-            error = np.sqrt(len(gain) * gain.var(axis=0, ddof=1)) if len(gain) > 1 else np.abs(gain).sum(axis=0)
+            if len(gain) > 1:
+                error = np.sqrt(len(gain) * gain.var(axis=0, ddof=1))
+            else:
+                error = np.abs(gain).sum(axis=0)
             sure: NDArray[np.float64] = gain.sum(axis=0) - CHANCE * error
             return sure * self.judged_weight
 

@@ -93,7 +93,9 @@ class Searcher:
 
     def ordered(self) -> SearchState:
         """Return `given` with the homes that suit its layout, where homes may move."""
-        return self.reorder(self.given(), turn=0) if self.options.reorders else self.given()
+        if self.options.reorders:
+            return self.reorder(self.given(), turn=0)
+        return self.given()
 
     def run(self, state: SearchState, *, reorders: bool) -> SearchState:
         """Return homes and places after `rounds` turns of packing, each cooler than the last, and of reordering."""
@@ -222,7 +224,10 @@ class Searcher:
         bins = topology.ep_size if self.options.by_rank else topology.num_nodes
         tokens = problem.sequence_tokens.astype(np.int64)
         tokens_of_places = layout.rank_tokens(tokens)
-        budget = layout.token_budget if layout.token_budget is not None else int(tokens_of_places.max(initial=0))
+        if layout.token_budget is not None:
+            budget = layout.token_budget
+        else:
+            budget = int(tokens_of_places.max(initial=0))
         bin_of = state.home // (topology.ep_size // bins)
         bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
@@ -327,7 +332,9 @@ class Searcher:
         for cell in range(num_cells):
             pairs[cell] = problem.sequence_load[batch == cell].sum(axis=0, dtype=np.int32)
         tokens = np.bincount(batch, weights=problem.sequence_tokens, minlength=num_cells).astype(np.int64)
-        return self._scaled(pairs, tokens) if load.scaled else (pairs, tokens)
+        if load.scaled:
+            return self._scaled(pairs, tokens)
+        return (pairs, tokens)
 
     def _scaled(
         self, pairs: NDArray[np.int32], tokens: NDArray[np.int64]

@@ -61,8 +61,12 @@ class AttributedWork:
         # Megatron permutes rows inside its dispatcher, the cost model prices permutation with the expert GEMM: of a
         # dispatch or combine only kernels that move data between ranks are the all-to-all.
         if self.category in ("dispatch", "combine"):
-            return ALL_TO_ALL if self.is_communication else EXPERT_GEMM
-        return self.category if self.category in _OWN_PARTS else OUTSIDE_EXPERTS
+            if self.is_communication:
+                return ALL_TO_ALL
+            return EXPERT_GEMM
+        if self.category in _OWN_PARTS:
+            return self.category
+        return OUTSIDE_EXPERTS
 
 
 # ("dispatch" or "combine", call).
@@ -112,8 +116,12 @@ def attribute(run: ProfiledRun) -> list[AttributedWork]:
     attributed = []
     for work in run.work:
         kernel = classify_kernel(work.name)
-        by_name = kernel if kernel in _NAMED_BY_KERNEL else "other"
-        where = nesting.innermost(work.launch_thread, work.launch_us) if work.launch_thread else None
+        by_name = "other"
+        if kernel in _NAMED_BY_KERNEL:
+            by_name = kernel
+        where = None
+        if work.launch_thread:
+            where = nesting.innermost(work.launch_thread, work.launch_us)
         category, call = (by_name, None) if where is None else where
         attributed.append(AttributedWork(work=work, category=category, kernel_class=kernel, call=call))
     return attributed
@@ -138,7 +146,9 @@ def all_to_all_seconds(attributed: Sequence[AttributedWork]) -> dict[AllToAll, f
     """Return the time of every dispatch and combine that a range marks, waiting included."""
 
     def key(item: AttributedWork) -> AllToAll | None:
-        return (item.category, item.call) if item.call is not None and item.cost_part == ALL_TO_ALL else None
+        if not (item.call is not None and item.cost_part == ALL_TO_ALL):
+            return None
+        return (item.category, item.call)
 
     return _seconds_by(attributed, key)
 

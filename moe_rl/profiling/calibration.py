@@ -84,11 +84,9 @@ class CalibrationResult:
         weighted_errors = [
             (error, group.num_measurements) for group in self.groups if (error := getattr(group, figure)) is not None
         ]
-        return (
-            sum(error * count for error, count in weighted_errors) / sum(count for _, count in weighted_errors)
-            if weighted_errors
-            else None
-        )
+        if not weighted_errors:
+            return None
+        return sum(error * count for error, count in weighted_errors) / sum(count for _, count in weighted_errors)
 
 
 class Timed(Protocol):
@@ -170,12 +168,20 @@ def _seen(measurements: Sequence[Timed], hardware: HardwareSpec, software: Softw
     seen = []
     before = np.log([predict(m, hardware, software.costs) for m in measurements])
     for name in (*CONSTANTS, *SOFTWARE_CONSTANTS):
-        holder: HardwareSpec | SoftwareCosts = hardware if name in CONSTANTS else software.costs
+        holder: HardwareSpec | SoftwareCosts = software.costs
+        if name in CONSTANTS:
+            holder = hardware
         if not getattr(holder, name):
             continue
         moved = replace(holder, **{name: 2.0 * getattr(holder, name)})
-        cluster = moved if isinstance(moved, HardwareSpec) else hardware
-        costs = moved if isinstance(moved, SoftwareCosts) else software.costs
+        if isinstance(moved, HardwareSpec):
+            cluster = moved
+        else:
+            cluster = hardware
+        if isinstance(moved, SoftwareCosts):
+            costs = moved
+        else:
+            costs = software.costs
         after = np.log([predict(m, cluster, costs) for m in measurements])
         if float(np.abs(after - before).max()) >= MIN_SENSITIVITY:
             seen.append(name)
@@ -204,7 +210,10 @@ class _Fit:
         left = np.array(list(first_fit.left.values()))
         # So few measurements say little of their scatter: as many as constants are met whatever it is.
         freedom = len(known_steps) - len(names)
-        noise = float(np.sqrt(np.sum(left**2) / freedom)) if freedom >= LEAST_FREEDOM else NOISE
+        if freedom >= LEAST_FREEDOM:
+            noise = float(np.sqrt(np.sum(left**2) / freedom))
+        else:
+            noise = NOISE
         noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
         fit = cls(names=names, component=cls._with_noise(known_steps, hardware, software, names, noise))
         far = [
@@ -249,8 +258,12 @@ class _Fit:
         spreads = np.expm1(np.sqrt(np.diag(self.component.covariance))).tolist()
         constants = []
         for name, spread in zip(self.names, spreads, strict=True):
-            old: object = before.hardware if name in CONSTANTS else before.software.costs
-            new: object = hardware if name in CONSTANTS else costs
+            old: object = before.software.costs
+            if name in CONSTANTS:
+                old = before.hardware
+            new: object = costs
+            if name in CONSTANTS:
+                new = hardware
             value = getattr(old, name), getattr(new, name)
             constants.append(FittedConstant(name=name, before=value[0], after=value[1], uncertainty=spread))
         return tuple(constants)

@@ -21,7 +21,10 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
     operators, each with its own time. The rank is the one that torch.distributed wrote, else `unless_recorded`.
     """
     document = _read_json(path)
-    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if isinstance(document, dict):
+        events = document.get("traceEvents")
+    else:
+        events = document
     if not isinstance(events, list):
         raise InvalidInputError(f"{path} is not a Chrome trace: it has no list of traceEvents.")
     complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
@@ -51,13 +54,20 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
 
 def _object(holder: object, name: str) -> dict[str, Any]:
     """Return the JSON object of that name, {} where there is none."""
-    value = holder.get(name) if isinstance(holder, dict) else None
-    return value if isinstance(value, dict) else {}
+    value = None
+    if isinstance(holder, dict):
+        value = holder.get(name)
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _read_json(path: Path) -> Any:
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
+        if path.suffix == ".gz":
+            opener = gzip.open
+        else:
+            opener = open
         with opener(path, "rt", encoding="utf-8") as file:
             return json.load(file)
     except FileNotFoundError:
@@ -92,7 +102,10 @@ def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> t
         arguments = _object(event, "args")
         # A launch before the recording began has no event: the kernel then counts by its name.
         link = arguments.get("correlation")
-        launch = launches.get(link) if isinstance(link, int) else None
+        if isinstance(link, int):
+            launch = launches.get(link)
+        else:
+            launch = None
         work.append(_work(event, float(event.get("dur", 0)), launch, arguments.get("stream", event.get("tid"))))
     return tuple(work)
 

@@ -28,7 +28,9 @@ class ComparedPart:
     @property
     def relative_error(self) -> float | None:
         """predicted / measured - 1; None where nothing was measured."""
-        return self.predicted_s / self.measured_s - 1.0 if self.measured_s > 0 else None
+        if self.measured_s <= 0:
+            return None
+        return self.predicted_s / self.measured_s - 1.0
 
 
 def measured_parts(per_rank: Sequence[Sequence[AttributedWork]], waiting: WaitSplit | None) -> dict[str, float]:
@@ -68,7 +70,9 @@ def compare(
         part = PART_OF_PREDICTION.get(name)
         if part is not None and seconds > 0:
             # A recording of 4 of 32 micro-batches holds an eighth of the layers' work and the whole optimizer.
-            scale = 1.0 if part in ONCE_PER_STEP else share_of_step
+            scale = 1.0
+            if part not in ONCE_PER_STEP:
+                scale = share_of_step
             predicted[part] = predicted.get(part, 0.0) + scale * seconds
     measured = {part: seconds for part, seconds in measured_s.items() if seconds > 0}
     if not attention_marked:

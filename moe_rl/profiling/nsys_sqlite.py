@@ -43,7 +43,10 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
             named = {f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName": "s.value"}
             named |= {f"{table} w": f"'{name}'" for table, name in COPIES.items() if table in tables}
             work = [item for table, name in named.items() for item in _work(database, table, name, linked=linked)]
-            ranges = tuple(_ranges(database)) if "NVTX_EVENTS" in tables else ()
+            if "NVTX_EVENTS" in tables:
+                ranges = tuple(_ranges(database))
+            else:
+                ranges = ()
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
     require(bool(work), f"{path} holds no CUDA kernels.")

@@ -202,7 +202,10 @@ class Posterior:
             key=lambda log_and_knob: -abs(log(log_and_knob[0])),
         )
         largest = ", ".join(f"{knob.name} x{factor:.2f}" for factor, knob in moved[:MOVED] if abs(log(factor)) >= NUDGE)
-        weight = f" ({component.weight:.0%})" if len(self.components) > 1 else ""
+        if len(self.components) > 1:
+            weight = f" ({component.weight:.0%})"
+        else:
+            weight = ""
         return (
             f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
             f"{'; moved most: ' if largest else ', as shipped'}{largest}."

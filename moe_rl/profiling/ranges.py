@@ -99,7 +99,9 @@ def range(
 
 def named(name: str) -> AbstractContextManager[None]:
     """Mark the enclosed work as `moe_rl/<name>`, inside the range of a category: an attribution passes over it."""
-    return _open(f"moe_rl/{name}") if _sinks else nullcontext()
+    if _sinks:
+        return _open(f"moe_rl/{name}")
+    return nullcontext()
 
 
 @contextmanager

@@ -63,7 +63,10 @@ def derive_measurements(
         else:
             remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
     refused = _why_no_transfers(len(per_rank), waiting, shape)
-    measured = {} if waiting is None or refused else waiting.transfers_s
+    if waiting is None or refused:
+        measured = {}
+    else:
+        measured = waiting.transfers_s
     for phase in PHASES if measured else ():
         transfers = [seconds for (_, call), seconds in measured.items() if call.phase == phase]
         if transfers:

@@ -49,7 +49,9 @@ class WaitSplit:
     @property
     def expert_imbalance(self) -> float | None:
         """Sum over calls of the slowest rank's expert time / the same sum of the mean; None without expert work."""
-        return self.slowest_experts_s / self._mean_experts_s if self._mean_experts_s > 0 else None
+        if self._mean_experts_s <= 0:
+            return None
+        return self.slowest_experts_s / self._mean_experts_s
 
     @property
     def _mean_experts_s(self) -> float:

@@ -56,7 +56,7 @@ class _Call:
 _Rows = dict[str, NDArray[Any]]
 
 
-class RoutingRecorder:
+class TransformersRecorder:
     """Records while its `with` block runs, and then returns sequences or a trace. `record_routing` makes it.
 
     A forward call on an empty key-value cache, or without one, starts a batch of new sequences; a call that continues
@@ -247,7 +247,7 @@ def record_routing(
     router_logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
     read_output: ReadOutput | None = None,
-) -> RoutingRecorder:
+) -> TransformersRecorder:
     """Return a context manager that records which experts `model` routes every token to.
 
     `router_logprobs` also keeps the log-probability of each routed expert (float16). For a router that scores with a
@@ -259,8 +259,11 @@ def record_routing(
     """
     if eos_token_id is None:
         eos_token_id = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    return RoutingRecorder(
+    if eos_token_id is None:
+        ends = []
+    else:
+        ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    return TransformersRecorder(
         model,
         router_logprobs=router_logprobs,
         eos_token_ids=frozenset(ends),

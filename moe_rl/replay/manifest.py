@@ -198,4 +198,6 @@ def _sentence(error: ValidationError) -> str:
     detail = error.errors()[0]
     place = ".".join(str(key) for key in detail["loc"])
     message = detail["msg"].removeprefix("Value error, ").rstrip(".")
-    return f"{place}: {message}" if place else message
+    if place:
+        return f"{place}: {message}"
+    return message

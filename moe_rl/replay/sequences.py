@@ -87,7 +87,9 @@ def _joined(parts: Sequence[Trace], name: str) -> Any:
     """Return one column of all parts, or None where they do not have it."""
     columns = [getattr(part, name) for part in parts]
     # All parts have a column or none has it (`_facts`).
-    return None if columns[0] is None else np.concatenate(columns)
+    if columns[0] is None:
+        return None
+    return np.concatenate(columns)
 
 
 def _sequence_bytes(trace: Trace) -> NDArray[np.int64]:

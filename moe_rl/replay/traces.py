@@ -213,7 +213,9 @@ def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:
         return part
     if counts_only:
         return count_sequences(part)
-    return replace(part, policy_version=None, router_logprobs=None) if routes_only else part
+    if routes_only:
+        return replace(part, policy_version=None, router_logprobs=None)
+    return part
 
 
 def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:

@@ -210,7 +210,9 @@ class TraceWriter:
 
 def _number(name: str) -> int:
     match = SHARD_NAME.fullmatch(name)
-    return int(match.group(1)) if match else -1
+    if match:
+        return int(match.group(1))
+    return -1
 
 
 def _foreign_entry(directory: Path) -> str | None:

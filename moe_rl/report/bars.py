@@ -38,6 +38,11 @@ class Bar:
     yardstick: bool = False
     """True sets the bar apart from those of policies."""
 
+    @property
+    def length(self) -> float:
+        """Where it ends, before negative parts are laid over its end."""
+        return _length(self.parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
@@ -52,33 +57,26 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
 
     Parts that are negative (time that overlap hides) are hatched over the end of the bar.
     """
-    parts = [prediction.breakdown_s or {} for prediction in predictions]
-    unit, size = time_unit([max(sum(max(seconds, 0.0) for seconds in part.values()) for part in parts)])
-    places = decimals(max(sum(part.values()) for part in parts) / size, 3)
-    bars = [
-        Bar(
-            name=prediction.policy,
-            parts={name: seconds / size for name, seconds in part.items()},
-            end=f"{sum(part.values()) / size:.{places}f}",
-            yardstick=index >= num_policies,
-        )
-        for index, (prediction, part) in enumerate(zip(predictions, parts, strict=True))
-    ]
+    breakdowns = [prediction.breakdown_s or {} for prediction in predictions]
+    unit, size = time_unit([max(map(_length, breakdowns))])
+    totals = [sum(breakdown.values()) for breakdown in breakdowns]
+    places = decimals(max(totals) / size, 3)
+    bars = []
+    for index, (prediction, breakdown, total) in enumerate(zip(predictions, breakdowns, totals, strict=True)):
+        parts, end = _scaled(breakdown, size), f"{total / size:.{places}f}"
+        bars.append(Bar(name=prediction.policy, parts=parts, end=end, yardstick=index >= num_policies))
     return stacked(bars, label="Where the time of a step goes, one bar per policy", axis="time of a step", unit=unit)
 
 
 def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> Markup:
     """Draw the peak of every policy's fullest rank against the GPU's memory."""
-    bars = [
-        Bar(
-            name=name,
-            parts={part: size / GIB for part, size in forecast.parts_bytes.items()},
-            end=f"{forecast.peak_bytes / GIB:.1f}" + ("" if forecast.fits else " does not fit"),
-            alarm=not forecast.fits,
-            yardstick=index >= num_policies,
-        )
-        for index, (name, forecast) in enumerate(memory.items())
-    ]
+    bars = []
+    for index, (name, forecast) in enumerate(memory.items()):
+        peak = f"{forecast.peak_bytes / GIB:.1f}"
+        if not forecast.fits:
+            peak += " does not fit"
+        parts = _scaled(forecast.parts_bytes, GIB)
+        bars.append(Bar(name=name, parts=parts, end=peak, alarm=not forecast.fits, yardstick=index >= num_policies))
     hbm = max(forecast.hbm_bytes for forecast in memory.values()) / GIB
     return stacked(
         bars,
@@ -91,14 +89,11 @@ def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> M
 
 def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, LoadBounds]) -> Markup:
     """Draw the load of every policy's busiest rank above the mean, split by the bound that explains it."""
-    bars = [
-        Bar(
-            name=prediction.policy,
-            parts={part: 100.0 * excess for part, excess in bounds[prediction.policy].excess(prediction).items()},
-            end=f"{100.0 * (prediction.imbalance - 1.0):.1f}",
-        )
-        for prediction in predictions
-    ]
+    bars = []
+    for prediction in predictions:
+        excess = bounds[prediction.policy].excess(prediction)
+        end = f"{100.0 * (prediction.imbalance - 1.0):.1f}"
+        bars.append(Bar(name=prediction.policy, parts=_scaled(excess, 0.01), end=end))
     return stacked(
         bars,
         label="Load of the busiest rank above the mean, split by what keeps it there",
@@ -109,25 +104,35 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
 
 def rl_bars(steps: Mapping[str, RlStep], width: float = WIDTH) -> Markup:
     """Draw who works when in a step of RL: a bar per policy, and one of the trainer's GPUs where they are apart."""
-    unit, size = time_unit([step.step_time_s for step in steps.values()])
-    places = decimals(max(step.step_time_s for step in steps.values()) / size, 3)
+    step_times_s = [step.step_time_s for step in steps.values()]
+    unit, size = time_unit(step_times_s)
+    places = decimals(max(step_times_s) / size, 3)
     bars = []
     for name, step in steps.items():
         lanes = {name: dict(step.parts_s)}
         if step.beside:
             # Whoever is done first waits for the other, and both for the new weights.
             sync = step.parts_s["weight_sync"]
-            apart = {name: ("rollout", "reward"), "its trainer": TRAINING_PARTS}
-            lanes = {who: {part: step.parts_s[part] for part in parts} for who, parts in apart.items()}
-            for lane in lanes.values():
-                lane |= {"idle": step.step_time_s - sync - sum(lane.values()), "weight_sync": sync}
+            lanes = {}
+            for who, parts in {name: ("rollout", "reward"), "its trainer": TRAINING_PARTS}.items():
+                busy = {part: step.parts_s[part] for part in parts}
+                idle_s = step.step_time_s - sync - sum(busy.values())
+                lanes[who] = {**busy, "idle": idle_s, "weight_sync": sync}
         end = f"{step.step_time_s / size:.{places}f}"
-        bars += [
-            Bar(name=who, parts={part: s / size for part, s in lane.items()}, end=end) for who, lane in lanes.items()
-        ]
+        for who, lane in lanes.items():
+            bars.append(Bar(name=who, parts=_scaled(lane, size), end=end))
     return stacked(
         bars, label="Who works when in a step of RL", axis="one step of RL", unit=unit, legend=True, width=width
     )
+
+
+def _scaled(parts: Mapping[str, float], size: float) -> dict[str, float]:
+    """Return the parts in units of `size`."""
+    return {name: value / size for name, value in parts.items()}
+
+
+def _length(parts: Mapping[str, float]) -> float:
+    return sum(value for value in parts.values() if value > 0.0)
 
 
 def part_name(part: str) -> str:
@@ -150,16 +155,20 @@ def stacked(
     """Draw the bars over a common axis; `right` is the room behind them. A page writes the legend itself."""
     above = TOP + 16 * (limit is not None)
     # One gap sets the yardsticks apart; bars of yardsticks alone need none.
-    num_apart = any(bar.yardstick for bar in bars) and not all(bar.yardstick for bar in bars)
+    num_apart = len({bar.yardstick for bar in bars}) == 2
     height = above + len(bars) * (BAR + GAP) + APART * num_apart + BOTTOM
     svg = Svg(height=height, label=label, width=width)
-    longest = max(sum(max(value, 0.0) for value in bar.parts.values()) for bar in bars)
+    longest = max(bar.length for bar in bars)
     # 80 GiB beside bars of 20 would squeeze them into a quarter of the width.
     beyond = limit is not None and limit.at > FAR * longest > 0.0
     reach = max(longest, limit.at if limit and not beyond else 0.0, 1e-12)
-    right = WORDS_RIGHT if any(bar.alarm for bar in bars) else right
+    if any(bar.alarm for bar in bars):
+        right = WORDS_RIGHT
     scale = (width - LEFT - right) / reach
-    line = LEFT + limit.at * scale if limit and not beyond else -1.0
+    if limit and not beyond:
+        line = LEFT + limit.at * scale
+    else:
+        line = -1.0
     for mark in ticks(reach, at_most=6):
         # Ticks go on to the first one beyond the longest bar.
         if mark <= reach * 1.001:
@@ -172,7 +181,9 @@ def stacked(
         y = above + index * (BAR + GAP) + APART * (num_apart and bar.yardstick)
         svg.text(LEFT - 8, y + BAR / 2 + 4, bar.name, anchor="end", css="tick" if bar.yardstick else "name")
         end = _draw(svg, bar, y=float(y), scale=scale, unit=unit)
-        x = line + 6 if end <= line < end + 42 else end + 6  # the line would cross the text
+        x = end + 6
+        if end <= line < end + 42:  # the line would cross the text
+            x = line + 6
         svg.text(x, y + BAR / 2 + 4, bar.end, css="alarm" if bar.alarm else "tick")
     if limit is not None and beyond:
         svg.text(
@@ -183,8 +194,11 @@ def stacked(
             css="limit-name",
         )
     elif limit is not None:
+        anchor = "start"
+        if line > width / 2:
+            anchor = "end"
         svg.line(line, above - 6, line, height - BOTTOM, "limit")
-        svg.text(line, above - 9, limit.name, anchor="end" if line > width / 2 else "start", css="limit-name")
+        svg.text(line, above - 9, limit.name, anchor=anchor, css="limit-name")
     if legend:
 
         def sample(name: str, x: float, y: float) -> None:
@@ -203,7 +217,9 @@ def _draw(svg: Svg, bar: Bar, *, y: float, scale: float, unit: str) -> float:
         width = abs(value) * scale
         if not width:
             continue
-        start, fill = (x, part_color(part)) if value > 0 else (x - width, "url(#hid)")
+        start, fill = x, part_color(part)
+        if value < 0:
+            start, fill = x - width, "url(#hid)"
         tip = f"{bar.name}: {part_name(part)} {value:.4g} {unit}"
         svg.raw(
             f'<rect x="{start:.2f}" y="{y:.1f}" width="{width:.2f}" height="{BAR}" fill="{fill}">'

@@ -43,7 +43,9 @@ class Column:
     def text(self, prediction: StepPrediction) -> str:
         """Return the figure as text; empty where it was not computed."""
         value = self.value(prediction)
-        return "" if value is None else self.write(value)
+        if value is None:
+            return ""
+        return self.write(value)
 
 
 def columns(report: ReportData) -> list[Column]:
@@ -57,7 +59,9 @@ def columns(report: ReportData) -> list[Column]:
             continue
         unit, write = _form(words["form"], max(filled))
         first_line, second = (line.format(unit=unit) for line in words["heading"])
-        mark = "*" if report.scaled and words.get("scaled") else ""
+        mark = ""
+        if report.scaled and words.get("scaled"):
+            mark = "*"
         heading = f"{first_line}{mark}\n{second}"
         columns_of_report.append(
             Column(field=name, heading=heading, meaning=words["meaning"], write=write, value=value)
@@ -72,7 +76,14 @@ def _value(report: ReportData, name: str) -> Callable[[StepPrediction], Figure |
     if not name.endswith("_bound"):
         return lambda row: getattr(row, name)
     bound = name.removesuffix("_bound")
-    return lambda row: getattr(report.bounds[row.policy], bound) if row.policy in report.bounds else None
+
+    def value_of_bound(row: StepPrediction) -> Figure | None:
+        if row.policy not in report.bounds:
+            return None
+        value: Figure | None = getattr(report.bounds[row.policy], bound)
+        return value
+
+    return value_of_bound
 
 
 def _form(form: str, largest: Figure) -> tuple[str, Callable[[Figure], str]]:
@@ -94,11 +105,16 @@ def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column
     """Return the columns of these names, in this order, or ("all",) of them; without names those that matter most."""
     check_columns(names)
     column_by_field = {column.field: column for column in columns(report)}
-    timed = DEFAULT_WITHOUT_ENGINE if report.best_engine is None else DEFAULT_TIMED
+    if report.best_engine is None:
+        timed = DEFAULT_WITHOUT_ENGINE
+    else:
+        timed = DEFAULT_TIMED
     wanted = tuple(names) or (timed if report.timed else DEFAULT_LOADS)
     if not names and "step_time_interval_s" in column_by_field:
         # A terminal of 80 columns has room for six figures.
-        dropped = "moved_bytes" if report.best_engine is None else "fraction_of_forced_balance"
+        dropped = "fraction_of_forced_balance"
+        if report.best_engine is None:
+            dropped = "moved_bytes"
         wanted = tuple(name for name in wanted if name != dropped)
     return [
         column_by_field[name] for name in (column_by_field if wanted == (ALL,) else wanted) if name in column_by_field

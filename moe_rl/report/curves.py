@@ -105,7 +105,9 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     def x_of(x: float) -> float:
         start, end, value = (math.log(v) if axes.log_x else v for v in (leftmost, rightmost, x))
         # A single x stands in the middle.
-        share = (value - start) / (end - start) if end > start else 0.5
+        share = 0.5
+        if end > start:
+            share = (value - start) / (end - start)
         return box.left + box.inset + (box.width - 2 * box.inset) * share
 
     def y_of(y: float) -> float:
@@ -117,7 +119,10 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     for mark in marks:
         svg.line(box.left, y_of(mark), right, y_of(mark), "axis" if y_of(mark) == bottom else "grid")
         if numbers:
-            text = f"{mark:.0e}" if axes.log else f"{mark:.{decimals}f}"
+            if axes.log:
+                text = f"{mark:.0e}"
+            else:
+                text = f"{mark:.{decimals}f}"
             svg.text(box.left - 7, y_of(mark) + 4, text, anchor="end", css="tick")
     if marks[0] > low:
         svg.line(box.left, bottom, right, bottom, "axis")
@@ -163,7 +168,10 @@ def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
 
 def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[Point] | None = None) -> None:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ";stroke-dasharray:5 4" if line.dashed else ""
+    if line.dashed:
+        dash = ";stroke-dasharray:5 4"
+    else:
+        dash = ""
     svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{path}"/>')
     if line.marker is not None and len(places) <= MARKED_POINTS:
         shape = MARKERS[line.marker]
@@ -184,6 +192,8 @@ def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[flo
         start, end = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         marks = [10.0**power for power in range(start, max(end, start + 1) + 1)]
     else:
-        start_at = min(1.0, *values) if axes.from_one else 0.0
+        start_at = 0.0
+        if axes.from_one:
+            start_at = min(1.0, *values)
         marks = [start_at + tick for tick in ticks(max(max(values) - start_at, 0.02), at_most=5)]
     return marks[0], marks[-1], marks

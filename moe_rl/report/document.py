@@ -28,9 +28,12 @@ def document(report: ReportData) -> dict[str, object]:
     }
     if report.yardsticks:
         figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
-    figures |= {"speedups": list(report.speedups)} if report.speedups else {}
-    figures |= {} if report.rl is None else {"rl_speedup": report.rl.speedup, "rl_step": report.rl.as_json()}
-    figures |= {} if report.misfit is None else {"misfit": report.misfit.as_json()}
+    if report.speedups:
+        figures["speedups"] = list(report.speedups)
+    if report.rl is not None:
+        figures |= {"rl_speedup": report.rl.speedup, "rl_step": report.rl.as_json()}
+    if report.misfit is not None:
+        figures["misfit"] = report.misfit.as_json()
     if report.balancing_alone is not None:
         figures["balancing_alone"] = report.balancing_alone.as_json()
     if report.sensitivity:
@@ -45,16 +48,20 @@ def document(report: ReportData) -> dict[str, object]:
 
 def _engine(report: ReportData, prediction: StepPrediction) -> dict[str, object]:
     speedup = report.speedup_vs_best_engine(prediction)
-    return {} if speedup is None else {"vs_best_engine": speedup}
+    if speedup is None:
+        return {}
+    return {"vs_best_engine": speedup}
 
 
 def _loads(report: ReportData, prediction: StepPrediction) -> dict[str, object]:
     loads, bounds = report.loads[prediction.policy], report.bounds.get(prediction.policy)
-    curves = {
+    curves: dict[str, object] = {
         "imbalance_by_micro_batch": _rounded(loads.imbalance_by_micro_batch),
         "imbalance_by_layer": _rounded(loads.imbalance_by_layer),
     }
-    return curves | ({} if bounds is None else {"bounds": bounds.as_json()})
+    if bounds is not None:
+        curves["bounds"] = bounds.as_json()
+    return curves
 
 
 def _memory(report: ReportData, prediction: StepPrediction) -> dict[str, object]:

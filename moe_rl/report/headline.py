@@ -65,7 +65,10 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
         tokens = round(float(str(report.setting["tokens_per_rank"])))
         title = f"{title[:-1]} (loads scaled to {tokens:,} tokens per rank)."
     # A saving below 0.1 % would print as "0.0%".
-    saved = WORDS["saved"].format(waiting=waiting) if waiting is not None and waiting >= 0.001 else ""
+    if waiting is not None and waiting >= 0.001:
+        saved = WORDS["saved"].format(waiting=waiting)
+    else:
+        saved = ""
     details = [WORDS["busiest"].format(static=static, saved=saved)]
     if gain - 1.0 >= LITTLE:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
@@ -90,10 +93,15 @@ def _misfit(report: ReportData, best: StepPrediction) -> list[str]:
     remedy = misfit.remedy
     if remedy is None:
         return [sentence, WORDS["no_remedy"]]
-    longer = f"takes {remedy.slower:.0%} longer" if remedy.slower >= 0 else f"takes {-remedy.slower:.0%} less time"
+    if remedy.slower >= 0:
+        longer = f"takes {remedy.slower:.0%} longer"
+    else:
+        longer = f"takes {-remedy.slower:.0%} less time"
     if remedy.gpu_factor > 1:
         longer += f" on {remedy.gpu_factor} times the GPUs"
-    rl_step = "" if remedy.rl_speedup is None else WORDS["remedy_rl"].format(gain=remedy.rl_speedup)
+    rl_step = ""
+    if remedy.rl_speedup is not None:
+        rl_step = WORDS["remedy_rl"].format(gain=remedy.rl_speedup)
     return [f"{sentence} {WORDS['remedy'].format(remedy=remedy, cost=longer, best=best, rl_step=rl_step)}"]
 
 
@@ -108,7 +116,10 @@ def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
     if rl.brings_little:
         return [WORDS["rl_little"].format(rl=rl, limit=limit)]
     low, high = f"{rl.low:.2f}x", f"{rl.high:.2f}x"
-    gains = low if low == high else f"{low} to {high}"
+    if low == high:
+        gains = low
+    else:
+        gains = f"{low} to {high}"
     return [WORDS["rl_step"].format(best=best, rl=rl, gains=gains, limit=limit)]
 
 
@@ -117,7 +128,10 @@ def _shares(report: ReportData, what: str, figure: str) -> str:
 
     `figure` is the attribute of a policy that is compared: lower is better.
     """
-    alone = () if report.balancing_alone is None else (report.balancing_alone,)
+    if report.balancing_alone is None:
+        alone = ()
+    else:
+        alone = (report.balancing_alone,)
     figures = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
     static, unpacked, all_levers = (figures.get(name) for name in ("static", UNPACKED, WHOLE))
     if report.best.policy != WHOLE or not (static and unpacked and all_levers):
@@ -132,7 +146,10 @@ def _of_forced(best: StepPrediction) -> list[str]:
     if reached is None:
         return []
     # From 100.5 % on the rounded share reads as more than perfect balance, which needs an explanation.
-    beyond = WORDS["beyond"] if reached >= 1.005 else ""
+    if reached >= 1.005:
+        beyond = WORDS["beyond"]
+    else:
+        beyond = ""
     return [WORDS["reached"].format(best=best, reached=reached, beyond=beyond)]
 
 
@@ -150,12 +167,16 @@ def _price(best: StepPrediction) -> list[str]:
         sentences.append(f"{best.replicas_per_plan:.1f} expert copies per layer and micro-batch")
     if best.moved_bytes:
         sentences.append(f"{format_bytes(best.moved_bytes)} of experts moved per step")
-    return [f"Cost: {' and '.join(sentences)}."] if sentences else []
+    if not sentences:
+        return []
+    return [f"Cost: {' and '.join(sentences)}."]
 
 
 def _balance_only(report: ReportData, static: StepPrediction) -> Headline:
     best, shares = report.best, ""
-    recovered = 1.0 - (best.imbalance - 1.0) / (static.imbalance - 1.0) if static.imbalance > 1.0 else 0.0
+    recovered = 0.0
+    if static.imbalance > 1.0:
+        recovered = 1.0 - (best.imbalance - 1.0) / (static.imbalance - 1.0)
     if len(report.policies) == 1:
         kind = "nothing_compared"
     elif static.imbalance - 1.0 < LITTLE:

@@ -85,14 +85,19 @@ def _verdict(seconds: Mapping[str, float], cause: str) -> str:
     if sum(waits.values()) < LITTLE_TIME * sum(seconds.values()):
         return "kernel"
     largest = max(waits, key=lambda name: waits[name])
-    return cause if largest == "routing" else largest
+    if largest == "routing":
+        return cause
+    return largest
 
 
 def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: Mapping[str, float]) -> Iterator[str]:
     """Yield the verdict in a short sentence, and its consequence."""
     reason = ""
     if verdict in WORDS["reasons"]:
-        floor = "" if bounds.node is None else WORDS["reasons"]["node_floor"].format(bounds=bounds)
+        if bounds.node is None:
+            floor = ""
+        else:
+            floor = WORDS["reasons"]["node_floor"].format(bounds=bounds)
         reason = WORDS["reasons"][verdict].format(best=best, bounds=bounds, floor=floor)
     spent = {"kernel": "kernels", "packing": "packing", "plan": "plan"}.get(verdict, "routing")
     facts = {

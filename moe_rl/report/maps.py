@@ -110,7 +110,10 @@ class MapKind:
         for layer in _whole_ticks(layers, at_most=8):
             y = above + (layer + 0.5) * cell_height + 4
             svg.text(left - 6, y, self.layer_ids[layer], anchor="end", css="tick")
-        edges = range(self.every, columns, self.every) if self.every else range(0)
+        if self.every:
+            edges = range(self.every, columns, self.every)
+        else:
+            edges = range(0)
         for edge in edges:
             svg.line(left + edge * width / columns, above - 4, left + edge * width / columns, bottom + 4, "node")
         caption = self.across + (" (dashed: node boundary)" if len(edges) else "")

@@ -79,7 +79,10 @@ class LoadBounds:
 
         Where instances cross nodes, nodes are charged with no more than they hold under the plan's own split.
         """
-        nodes = prediction.node_imbalance if self.node is None else self.node
+        if self.node is None:
+            nodes = prediction.node_imbalance
+        else:
+            nodes = self.node
         # The bounds are nested: a bound of every plan with these homes is a bound of this plan's instances, too.
         floor = max(1.0, min(nodes, self.placement))
         reached = max(floor, self.placement)
@@ -154,7 +157,9 @@ class ReportData:
     @property
     def rl_speedup(self) -> float | None:
         """Of the best policy over static placement in a whole step of RL; None where it is not known."""
-        return None if self.rl is None else self.rl.speedup
+        if self.rl is None:
+            return None
+        return self.rl.speedup
 
     @property
     def timed(self) -> bool:
@@ -197,20 +202,26 @@ class ReportData:
 
     def _figure(self, prediction: StepPrediction) -> float:
         """Return the figure that ranks policies, the lower the better: step time, or imbalance without times."""
-        return prediction.step_time_s or 0.0 if self.timed else prediction.imbalance
+        if self.timed:
+            return prediction.step_time_s or 0.0
+        return prediction.imbalance
 
     @property
     def layer_ids(self) -> list[int]:
         """[L] decoder layers of the MoE layers; counted from 0 where the trace does not say."""
         layer_ids = self.trace.get("moe_layer_ids")
         layers = len(self.loads[self.policies[0].policy].imbalance_by_layer)
-        return [int(layer) for layer in layer_ids] if isinstance(layer_ids, list | tuple) else list(range(layers))
+        if isinstance(layer_ids, list | tuple):
+            return [int(layer) for layer in layer_ids]
+        return list(range(layers))
 
     @property
     def before_and_after(self) -> tuple[StepPrediction, ...]:
         """The first policy and the best one; the first and the second where the first is the best."""
         baseline, best = self.policies[0], self.best
-        return self.policies[:2] if baseline is best else (baseline, best)
+        if baseline is best:
+            return self.policies[:2]
+        return (baseline, best)
 
     def yardstick(self, name: str) -> StepPrediction | None:
         """Return the yardstick of that name, if it was computed."""

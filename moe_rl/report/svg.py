@@ -37,7 +37,9 @@ class Svg:
         self, x: float, y: float, content: object, *, anchor: str = "start", css: str = "", turn: bool = False
     ) -> None:
         """Add text at its baseline; `turn` rotates it upwards."""
-        turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turn else ""
+        turned = ""
+        if turn:
+            turned = f' transform="rotate(-90 {x:.1f} {y:.1f})"'
         style = f' class="{css}"' if css else ""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}{turned}>{escape(content)}</text>'

@@ -57,7 +57,10 @@ class SweepData:
     @property
     def answer(self) -> tuple[SweptPoint, str]:
         """The point with the best figure of all, and the policy that has it."""
-        most = max if self.metric == "speedup_vs_static" else min
+        if self.metric == "speedup_vs_static":
+            most = max
+        else:
+            most = min
         pairs = ((point, name) for point in self.points for name in self.policies if name in point.policies)
         return most(pairs, key=lambda pair: pair[0].policies[pair[1]])
 
@@ -87,8 +90,14 @@ def axis_name(parameter: str) -> str:
 def text_of(value: Value) -> str:
     """Return a swept value for people."""
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+        if value:
+            return "yes"
+        return "no"
+    if value is None:
+        return "none"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 def describe(point: Mapping[str, Value]) -> str:

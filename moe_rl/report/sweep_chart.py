@@ -41,7 +41,9 @@ class _Panel:
 def draw_sweep(sweep: SweepData, kind: str = "svg") -> bytes:
     """Return the picture as svg, png or pdf; the last two need the extra `plot`. The same sweep gives the same SVG."""
     drawing = standalone(sweep_panels(sweep)).encode()
-    return drawing if kind == "svg" else _renderer(kind)(drawing)
+    if kind == "svg":
+        return drawing
+    return _renderer(kind)(drawing)
 
 
 def check_picture(kind: str) -> None:
@@ -58,7 +60,10 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
             f"a .{kind} needs CairoSVG (pip install 'moe-rl[plot]') and the system library cairo: {error}. "
             "A .svg needs neither."
         ) from error
-    convert = cairosvg.svg2png if kind == "png" else cairosvg.svg2pdf
+    if kind == "png":
+        convert = cairosvg.svg2png
+    else:
+        convert = cairosvg.svg2pdf
     return lambda drawing: bytes(convert(bytestring=drawing, scale=PNG_SCALE if kind == "png" else 1.0))
 
 
@@ -100,7 +105,9 @@ def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, leg
         lines, axes = _lines(sweep, panel, named, letters=int(2 * width / LETTER / len(panel.points)))
         plot(svg, lines, axes, box, numbers=index == 0)
         legend.update({name: line for name, line in lines.items() if name not in legend})
-    ratio = " (×)" if sweep.metric == "speedup_vs_static" else ""
+    ratio = ""
+    if sweep.metric == "speedup_vs_static":
+        ratio = " (×)"
     svg.text(16, top + PANEL_HEIGHT / 2, METRICS[sweep.metric] + ratio, anchor="middle", css="label", turn=True)
     bottom = top + PANEL_HEIGHT + BELOW
     svg.text((LEFT + svg.width - RIGHT) / 2, bottom - 12, named, anchor="middle", css="label")
@@ -111,7 +118,10 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
     """Return the lines of a panel and its axes; words at the x axis have at most so many letters."""
     values = [point.point[panel.parameter] for point in panel.points]
     ordered = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    places = [float(value or 0) for value in values] if ordered else [float(index) for index in range(len(values))]
+    if ordered:
+        places = [float(value or 0) for value in values]
+    else:
+        places = [float(index) for index in range(len(values))]
     colors, markers = policy_colors(sweep.policies), list(MARKERS)
     lines = {}
     if sweep.metric == "speedup_vs_static":
@@ -186,7 +196,9 @@ def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
     """Return a value in at most so many letters, but at least five."""
     text, room = text_of(value), max(letters, 5)
     # The end of a path says most.
-    return text if len(text) <= room else "..." + text[3 - room :]
+    if len(text) <= room:
+        return text
+    return "..." + text[3 - room :]
 
 
 def _limits(sweep: SweepData) -> tuple[float, float]:
@@ -210,6 +222,11 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
     }
     parts = [sentence for name, sentence in sentences.items() if name in setting]
-    simulated = "Simulated from recorded loads, scaled" if setting.get("scaled") else "Simulated from recorded loads"
-    left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"] if drawn < len(sweep.points) else []
+    simulated = "Simulated from recorded loads"
+    if setting.get("scaled"):
+        simulated = "Simulated from recorded loads, scaled"
+    if drawn < len(sweep.points):
+        left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"]
+    else:
+        left_out = []
     return [sweep.what, "; ".join([simulated, *parts, *left_out])]

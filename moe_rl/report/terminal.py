@@ -31,7 +31,9 @@ def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
     table.columns[0].vertical = "bottom"
     best = report.best.policy
     for index, prediction in enumerate(report.policies):
-        style = "bold green" if prediction.policy == best != "static" else ""
+        style = ""
+        if prediction.policy == best != "static":
+            style = "bold green"
         cells = (column.text(prediction) for column in columns)
         table.add_row(Text(prediction.policy), *cells, style=style, end_section=index == len(report.policies) - 1)
     for prediction in report.yardsticks:
@@ -53,12 +55,19 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
         console.print(table)
     sentences = _sentences(report)
     always = len(headline(report).lines) + len(report.cautions)
-    printed = sentences if explain else _that_fit(sentences, console, width, always=always)
+    if explain:
+        printed = sentences
+    else:
+        printed = _that_fit(sentences, console, width, always=always)
     for sentence in printed:
         console.print(sentence, width=width)
     hidden = len(columns(report)) - len(chosen_columns(report, names))
-    left = [f"{len(sentences) - len(printed)} more sentences: --explain"] if len(printed) < len(sentences) else []
-    left += [f"{hidden} more columns: --columns all"] if hidden else []
+    if len(printed) < len(sentences):
+        left = [f"{len(sentences) - len(printed)} more sentences: --explain"]
+    else:
+        left = []
+    if hidden:
+        left.append(f"{hidden} more columns: --columns all")
     if left and not explain:
         console.print(Text("; ".join([*left, "all of it: --html"]), style="dim"), width=width)
 
@@ -78,7 +87,10 @@ def _wide_enough(console: Console, table: Table) -> Iterator[None]:
 def _sentences(report: ReportData) -> list[Text]:
     """Return every sentence of the report, what matters most first."""
     sentences, limited = headline(report), limits(report)
-    limiting = limited.sentences if limited else ()
+    if limited:
+        limiting = limited.sentences
+    else:
+        limiting = ()
     explained = (
         *ranking_sentences(report),
         *sentences.details[:1],
@@ -141,15 +153,24 @@ def setting_lines(report: ReportData) -> list[str]:
 
 def _number(values: Mapping[str, object], key: str) -> float:
     value = values.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    if not isinstance(value, int | float):
+        return 0.0
+    return float(value)
 
 
 def print_sweep(sweep: SweepData, console: Console) -> None:
     """Print one line per point: what was swept, how uneven static placement is, and the metric of every policy."""
-    swept = [*map(short_name, sweep.values), "max/mean", *(["phi"] if sweep.points[0].phi is not None else [])]
-    yardsticks = ["forced_balance"] if any("forced_balance" in point.yardsticks for point in sweep.points) else []
+    swept = [*map(short_name, sweep.values), "max/mean"]
+    if sweep.points[0].phi is not None:
+        swept.append("phi")
+    if any("forced_balance" in point.yardsticks for point in sweep.points):
+        yardsticks = ["forced_balance"]
+    else:
+        yardsticks = []
     table = figures_table(*swept, *sweep.policies, *(name.replace("_", " ") for name in yardsticks))
-    form = "{:.3f}x" if sweep.metric == "speedup_vs_static" else "{:.3f}"
+    form = "{:.3f}"
+    if sweep.metric == "speedup_vs_static":
+        form = "{:.3f}x"
     for point in sweep.points:
         cells = [Text(text_of(value)) for value in point.point.values()]
         cells.append(Text(f"{point.imbalance_static:.3f}"))
@@ -157,8 +178,11 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
             cells.append(Text(f"{point.phi:.2f}"))
         best = _best(sweep, point)
         for name in sweep.policies:
-            value = point.policies.get(name)
-            cells.append(Text("" if value is None else form.format(value), style="bold green" if name == best else ""))
+            style = "bold green" if name == best else ""
+            if name in point.policies:
+                cells.append(Text(form.format(point.policies[name]), style=style))
+            else:
+                cells.append(Text("", style=style))
         cells += [Text(form.format(point.yardsticks[name]), style="dim") for name in yardsticks]
         table.add_row(*cells)
     console.print(Text(f"{METRICS[sweep.metric].capitalize()}, simulated: {sweep.what}", style="bold"))
@@ -167,5 +191,8 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
 
 def _best(sweep: SweepData, point: SweptPoint) -> str:
     figures = {name: value for name, value in point.policies.items() if name in sweep.policies}
-    extreme = max if sweep.metric == "speedup_vs_static" else min
+    if sweep.metric == "speedup_vs_static":
+        extreme = max
+    else:
+        extreme = min
     return extreme(figures, key=lambda name: figures[name], default="")

@@ -21,7 +21,7 @@ ALIKE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ParallelLayout:
     """How the GPUs are shared out."""
 
     expert_model_parallel_size: int
@@ -59,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TunedSetting(Shape):
+class TunedSetting(ParallelLayout):
     """One setting of a shape, priced."""
 
     micro_batch_tokens: int
@@ -127,7 +127,7 @@ class ShapeLevers:
 
     @property
     def name(self) -> str:
-        """Shape, dispatcher, engine and levers of the fastest combination."""
+        """Layout, dispatcher, engine and levers of the fastest combination."""
         named = [name for name in self.speeds if name in self._added()]
         words = [name.replace("engine", self.engine or "") for name in named if name != "static"]
         if "resident copies" in words:
@@ -152,7 +152,9 @@ class ShapeLevers:
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:,.0f}-{interval[1]:,.0f}"
+    if interval is None:
+        return ""
+    return f"{interval[0]:,.0f}-{interval[1]:,.0f}"
 
 
 SIZES = (
@@ -179,7 +181,10 @@ def _others(row: TunedSetting) -> dict[str, object]:
     if row.dispatcher != "alltoall":
         dispatch = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
     # p2p is Megatron's default.
-    exchange = {} if row.cp_comm_type in (None, "p2p") else {"cp_comm_type": row.cp_comm_type}
+    if row.cp_comm_type in (None, "p2p"):
+        exchange = {}
+    else:
+        exchange = {"cp_comm_type": row.cp_comm_type}
     return RECOMPUTE[row.recompute] | dispatch | exchange
 
 
@@ -188,7 +193,9 @@ def _megatron(row: TunedSetting) -> str:
     if row.num_virtual_stages > 1:
         named["num_virtual_stages_per_pipeline_rank"] = row.num_virtual_stages
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in named.items()]
-    return " ".join([*flags, *(["--sequence-parallel"] if row.tensor_model_parallel_size > 1 else [])])
+    if row.tensor_model_parallel_size > 1:
+        flags.append("--sequence-parallel")
+    return " ".join(flags)
 
 
 def _slime(row: TunedSetting) -> str:
@@ -203,7 +210,10 @@ def _verl(row: TunedSetting) -> str:
         sizes["virtual_pipeline_model_parallel_size"] = row.num_virtual_stages
     lines = [f"{actor}.megatron.{name}={value}" for name, value in sizes.items()]
     for name, value in _others(row).items():
-        written = f"[{value}]" if name == "recompute_modules" else value
+        if name == "recompute_modules":
+            written = f"[{value}]"
+        else:
+            written = value
         lines.append(f"+{actor}.megatron.override_transformer_config.{name}={written}")
     per_gpu = row.micro_batch_tokens // row.context_parallel_size
     return " ".join([*lines, f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"])
@@ -248,7 +258,9 @@ class Tuned:
     @property
     def best(self) -> TunedSetting:
         """The setting of the fastest combination with levers; without routes the simplest of the fastest settings."""
-        return self.levers[0].setting if self.levers else self.settings[0]
+        if self.levers:
+            return self.levers[0].setting
+        return self.settings[0]
 
     def first_of(self, key: str) -> dict[Any, TunedSetting]:
         """Return the first setting for every value of a field."""
@@ -357,13 +369,18 @@ class Tuned:
             f"{row.name}; {row.limits}"
             for row in self.settings[:BEST]
         ]
-        levers = ["", self.table_of_levers()] if self.levers else []
+        if self.levers:
+            levers = ["", self.table_of_levers()]
+        else:
+            levers = []
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join([*self._title(), head, *rows, *levers, "", *self.sentences(), *notes])
 
     def _title(self) -> list[str]:
         """Return the line above the table: what was tuned, on which batch."""
-        return [f"{self.model} on {self.gpus} GPUs of {self.cluster}, {self.batch}"] if self.batch else []
+        if not self.batch:
+            return []
+        return [f"{self.model} on {self.gpus} GPUs of {self.cluster}, {self.batch}"]
 
     def picture(self, width: float = 640) -> Markup:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory; the best has a

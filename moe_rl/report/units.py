@@ -17,7 +17,9 @@ def format_time(seconds: float) -> str:
 def time_unit(seconds: Iterable[float]) -> tuple[str, float]:
     """Return (unit, size in seconds) in which all of the values read well."""
     longest = max(seconds, default=1.0)
-    return ("s", 1.0) if longest >= 1.0 else ("ms", 1e-3)
+    if longest >= 1.0:
+        return ("s", 1.0)
+    return ("ms", 1e-3)
 
 
 def format_count(value: float) -> str:
@@ -26,7 +28,9 @@ def format_count(value: float) -> str:
         # 9,999 is written out, 10,000 becomes 10k; from a million on all are short.
         if value >= 10 * size or (size > 1e3 and value >= size):
             return f"{value / size:.3g}{unit}"
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def byte_unit(count: float) -> tuple[str, float]:
@@ -38,7 +42,9 @@ def byte_unit(count: float) -> tuple[str, float]:
 def format_bytes(count: float) -> str:
     """Return e.g. "0", "310 MB" or "1.2 GB"."""
     unit, size = byte_unit(count)
-    return f"{count / size:.3g} {unit}" if count else "0"
+    if not count:
+        return "0"
+    return f"{count / size:.3g} {unit}"
 
 
 def decimals(largest: float, count: int) -> int:
@@ -56,7 +62,10 @@ def counted(count: object, singular: str, several: str) -> str:
 def sequences_of(setting: Mapping[str, object]) -> str:
     """Return how long a setting's sequences are: what attention follows, and the plain mean where it is another."""
     length, mean = (format_count(round(float(str(setting.get(f"sequence_length{end}") or 0)))) for end in ("", "_mean"))
-    plain = "" if mean in ("0", length) else f" (weighted by tokens; plain mean {mean})"
+    if mean in ("0", length):
+        plain = ""
+    else:
+        plain = f" (weighted by tokens; plain mean {mean})"
     return f"sequences of {length} tokens{plain}"
 
 
@@ -80,7 +89,10 @@ def parallelism(setting: Mapping[str, object]) -> str:
     groups = setting.get("num_ep_groups", 1)
     parts = setting.get("expert_tensor_parallel_size") or 1
     name = f"EP{int(str(setting['ep_size'])) // int(str(parts))}" + (f" x ETP{parts}" if parts != 1 else "")
-    expert = name if groups == 1 else f"{groups} EP groups of {name}"
+    if groups == 1:
+        expert = name
+    else:
+        expert = f"{groups} EP groups of {name}"
     sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
     degrees = {name: setting.get(key, 1) for name, key in sizes.items()}
     return ", ".join([expert, *(f"{name}{size}" for name, size in degrees.items() if size != 1)])

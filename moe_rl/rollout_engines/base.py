@@ -41,10 +41,10 @@ class RolloutEngine:
     """Its default first."""
     document: Callable[[ExpertMap], Document]
     """Returns what it loads; raises `InvalidInputError` for a map that it would take and break on."""
-    rows: Callable[[Document, "Shape"], dict[int, list[int]] | None]
+    rows: Callable[[Document, "RunShape"], dict[int, list[int]] | None]
     """Returns the slots of every MoE layer in a document of this engine, by hidden layer; None where it is of another.
     Raises where it is damaged."""
-    told: Callable[[ExpertMap, Path], tuple[str, ...]]
+    start_lines: Callable[[ExpertMap, Path], tuple[str, ...]]
     """Lines that say how to start the engine with the file."""
 
 
@@ -52,7 +52,7 @@ ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", part="expe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class RunShape:
     """What a file does not say of the model and the run that it is for."""
 
     num_layers: int

@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.expert_map import ExpertMap
-from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, Document, RolloutEngine, Shape
+from moe_rl.rollout_engines.base import ROLLOUT_ENGINES, Document, RolloutEngine, RunShape
 
 
 def encoded_map(engine: RolloutEngine, expert_map: ExpertMap) -> bytes:
@@ -20,7 +20,7 @@ def encoded_map(engine: RolloutEngine, expert_map: ExpertMap) -> bytes:
     return (json.dumps(engine.document(expert_map)) + "\n").encode()
 
 
-def read_expert_map(path: Path | str, shape: Shape) -> tuple[RolloutEngine, ExpertMap]:
+def read_expert_map(path: Path | str, shape: RunShape) -> tuple[RolloutEngine, ExpertMap]:
     """Return the engine that the file is for, by its content, and its map of `shape`, checked.
 
     Raises `InvalidInputError` for a file that is missing, damaged, of no engine or of another model, and for a map that
@@ -38,7 +38,7 @@ def read_expert_map(path: Path | str, shape: Shape) -> tuple[RolloutEngine, Expe
     raise InvalidInputError(f"{path} is of no known engine: {', '.join(ROLLOUT_ENGINES.names)}.")
 
 
-def _checked(rows: dict[int, list[int]], shape: Shape) -> ExpertMap:
+def _checked(rows: dict[int, list[int]], shape: RunShape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
     require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have as many.")
     # `true` is an int to Python, and 3.0 is what a careless script writes.

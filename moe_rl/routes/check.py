@@ -60,14 +60,19 @@ def _check(
     routes = routes.astype(np.int64)
     routes = routes[:expected] if len(routes) == expected + 1 else routes
     if not routes.size:
-        return Verdict() if expected < 1 else Verdict(fault=Fault.TRUNCATED, share=1.0)
+        if expected < 1:
+            return Verdict()
+        return Verdict(fault=Fault.TRUNCATED, share=1.0)
     if versions is not None and sequence.policy_version is not None:
         # First: routes of another policy may fit in every other respect.
         stale = ~np.isin(sequence.policy_version[: len(routes)], np.asarray(versions))
         if stale.any():
             return Verdict.on_rows(Fault.POLICY_VERSION, stale)
     evidence = _evidence(sequence, routes, expected, other_sequences, num_experts)
-    compared = WITHOUT_REFERENCE if evidence.reference is None else WITH_REFERENCE
+    if evidence.reference is None:
+        compared = WITHOUT_REFERENCE
+    else:
+        compared = WITH_REFERENCE
     for question in (*IMPOSSIBLE, *compared, zero_weights):
         verdict = question(evidence)
         if verdict is not None:
@@ -82,13 +87,19 @@ def _evidence(
     other_sequences: Sequence[CheckedSequence],
     num_experts: int,
 ) -> Evidence:
-    reference = None if sequence.reference is None else np.asarray(sequence.reference)[:expected].astype(np.int64)
+    if sequence.reference is None:
+        reference = None
+    else:
+        reference = np.asarray(sequence.reference)[:expected].astype(np.int64)
     require(
         reference is None or (len(reference) == expected and reference.shape[1:] == routes.shape[1:]),
         f"the reference must be [{expected}, {routes.shape[1]}, {routes.shape[2]}], "
         f"got {None if reference is None else list(reference.shape)}.",
     )
-    weights = None if sequence.combine_weights is None else np.asarray(sequence.combine_weights)
+    if sequence.combine_weights is None:
+        weights = None
+    else:
+        weights = np.asarray(sequence.combine_weights)
     require(
         weights is None or weights.shape[1:] == routes.shape[1:],
         f"combine weights must be [T, {routes.shape[1]}, {routes.shape[2]}], as the routes are.",

@@ -123,7 +123,9 @@ class Chunk:
             book = self.body[begin : begin + int(sizes[layer])].tobytes()
             require(zlib.crc32(book) == self.tables.crc[layer, -1], self._fault(layer, "the codebook"))
             self.books[layer] = book
-        return CODES.of(book, self.tables.shape) if book else None
+        if not book:
+            return None
+        return CODES.of(book, self.tables.shape)
 
     def _fault(self, layer: int, what: str) -> str:
         return f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match."
@@ -268,7 +270,9 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     books = int(tables.book_size.sum(dtype=np.int64))
     start = books + np.cumsum(size.ravel()).reshape(size.shape) - size
     blocks_end = books + int(size.sum())
-    column = None if tables.weight_size is None else tables.weight_size.sum(dtype=np.int64)
+    column = None
+    if tables.weight_size is not None:
+        column = tables.weight_size.sum(dtype=np.int64)
     require(blocks_end + int(column or 0) == body, f"{where} is corrupt: its blocks do not fill its body.")
     end = begin + stored + body
     chunk_body = data[begin + stored : end]

@@ -23,7 +23,10 @@ class CodedRoutes:
     ndim = 3
 
     def __init__(self, data: Bytes, key: int = 0) -> None:
-        self.data = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
+        if not isinstance(data, np.ndarray):
+            self.data = np.frombuffer(data, np.uint8)
+        else:
+            self.data = data
         self._reader, self._key = RoutesReader(self.data), key
         self.num_experts = self._reader.num_experts
         self.shape = (self._reader.length(key), len(self._reader.layer_ids), self._reader.top_k)
@@ -71,10 +74,14 @@ class CodedRoutes:
                     ids[in_window] = self._reader.ids(self._key, slice(start, start + ROWS_AT_ONCE))[
                         wanted[in_window] - start
                     ]
-        return ids[(*[slice(None)] * (ids.ndim - 2), *axes)] if axes else ids
+        if axes:
+            return ids[(*[slice(None)] * (ids.ndim - 2), *axes)]
+        return ids
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return self[:] if dtype is None else self[:].astype(dtype)
+        if dtype is None:
+            return self[:]
+        return self[:].astype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CodedRoutes, (self.data, self._key)  # Ray shares the bytes of arrays between processes

@@ -96,7 +96,10 @@ def inserted_or_lost_rows(evidence: Evidence) -> Verdict | None:
         return None
     sets = evidence.sets[alignment.begin : alignment.begin + len(alignment.lags)]
     twice = (sets[1:] == sets[:-1]).all(axis=(1, 2)).sum()
-    fault = Fault.ROWS_TWICE if 2 * twice >= -changes.sum() else Fault.DRAFT_TOKENS
+    if 2 * twice >= -changes.sum():
+        fault = Fault.ROWS_TWICE
+    else:
+        fault = Fault.DRAFT_TOKENS
     return Verdict.on_rows(fault, evidence.foreign, agreement=evidence.mean)
 
 
@@ -143,7 +146,9 @@ def _one_lag(evidence: Evidence) -> int | None:
     # Rows that are like several tokens have several places: ask which of them their neighbors have.
     alignment = evidence.alignment
     lag, rows = _most_frequent(alignment.lags)
-    return lag if lag and rows >= MOST * len(alignment.lags) and alignment.explained.mean() >= MOST else None
+    if not (lag and rows >= MOST * len(alignment.lags) and alignment.explained.mean() >= MOST):
+        return None
+    return lag
 
 
 def _most_frequent(values: NDArray[np.int64]) -> tuple[int, int]:

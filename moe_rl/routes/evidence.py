@@ -132,7 +132,9 @@ class Evidence:
     @cached_property
     def mean(self) -> float | None:
         """Mean share of the reference's experts; None without reference."""
-        return None if self.reference is None or not self.both else float(self.agreed.mean())
+        if self.reference is None or not self.both:
+            return None
+        return float(self.agreed.mean())
 
     @property
     def clean(self) -> float:
@@ -157,7 +159,10 @@ class Evidence:
         Neighboring tokens of a layer may have most experts in common, so a layer far below the median is wrong, too.
         """
         is_own = ~self.foreign
-        rows = is_own if is_own.sum() >= JUDGED_ROWS else np.ones(self.both, np.bool_)
+        if is_own.sum() >= JUDGED_ROWS:
+            rows = is_own
+        else:
+            rows = np.ones(self.both, np.bool_)
         agreed = self.agreed[rows]
         flipped = (agreed < 1 - 1e-9).sum(axis=0)
         by_layer = agreed.mean(axis=0)

@@ -38,7 +38,9 @@ def empty_cells(evidence: Evidence) -> Verdict | None:
     if not empty.any() or (evidence.top_k > 1 and 2 * empty.sum() < one_id.sum()):
         return None
     rows = np.asarray(np.all(empty, axis=1))
-    return Verdict.on_rows(Fault.EMPTY_ROWS, rows) if rows.any() else Verdict.on_cells(Fault.EMPTY_ROWS, empty)
+    if rows.any():
+        return Verdict.on_rows(Fault.EMPTY_ROWS, rows)
+    return Verdict.on_cells(Fault.EMPTY_ROWS, empty)
 
 
 def padding(evidence: Evidence) -> Verdict | None:
@@ -55,7 +57,9 @@ def padding(evidence: Evidence) -> Verdict | None:
         filled[: evidence.both] &= evidence.foreign
     elif num_layers * log2(comb(num_experts, top_k)) < CHANCE_BITS:
         filled &= np.append(filled[1:], False) | np.append(False, filled[:-1])
-    return Verdict.on_rows(Fault.PADDING, filled) if filled.any() else None
+    if not filled.any():
+        return None
+    return Verdict.on_rows(Fault.PADDING, filled)
 
 
 def missing_choice(evidence: Evidence) -> Verdict | None:
@@ -119,7 +123,9 @@ def rank_local_ids(evidence: Evidence) -> Verdict | None:
     if reference is None:
         low = highest < evidence.num_experts // 2 and routes.size > 64
         low &= len(np.unique(routes)) >= evidence.num_experts // 16 + 2  # not one placeholder
-        return Verdict(fault=Fault.RANK_LOCAL_IDS, share=1.0) if low and _names_twice(evidence).any() else None
+        if not (low and _names_twice(evidence).any()):
+            return None
+        return Verdict(fault=Fault.RANK_LOCAL_IDS, share=1.0)
     if evidence.both == 0 or evidence.mean is None or evidence.mean >= AGREES or int(reference.max()) <= highest:
         return None
     for ranks in _divisors(evidence.num_experts):
@@ -144,12 +150,16 @@ def _names_twice(evidence: Evidence) -> NDArray[np.bool_]:
 def expert_twice(evidence: Evidence) -> Verdict | None:
     """A set names an expert twice: no router does."""
     twice = _names_twice(evidence)
-    return Verdict.on_cells(Fault.EXPERT_TWICE, twice) if twice.any() else None
+    if not twice.any():
+        return None
+    return Verdict.on_cells(Fault.EXPERT_TWICE, twice)
 
 
 def constant_layer(evidence: Evidence) -> Verdict | None:
     """A layer holds one set in all rows."""
-    bits = log2(comb(evidence.num_experts, evidence.top_k)) if evidence.top_k <= evidence.num_experts else 0.0
+    bits = 0.0
+    if evidence.top_k <= evidence.num_experts:
+        bits = log2(comb(evidence.num_experts, evidence.top_k))
     if evidence.num_rows < REPEATED_ROWS or bits < CONSTANT_BITS:
         return None
     constant = (evidence.sets == evidence.sets[:1]).all(axis=(0, 2))
@@ -201,12 +211,16 @@ def too_many_rows(evidence: Evidence) -> Verdict | None:
     if repeats.sum() >= rows - expected - 1:
         return Verdict(fault=Fault.ROWS_TWICE, row=int(np.argmax(repeats)) + 1, share=share)
     block = repeated_block(evidence)
-    return Verdict(fault=Fault.DRAFT_TOKENS, share=share) if block is None else block
+    if block is None:
+        return Verdict(fault=Fault.DRAFT_TOKENS, share=share)
+    return block
 
 
 def too_few_rows(evidence: Evidence) -> Verdict | None:
     """Fewer rows than tokens."""
-    return cut_off(evidence) if evidence.num_rows < evidence.expected else None
+    if evidence.num_rows >= evidence.expected:
+        return None
+    return cut_off(evidence)
 
 
 def cut_off(evidence: Evidence) -> Verdict:
@@ -226,7 +240,9 @@ def repeated_block(evidence: Evidence) -> Verdict | None:
         lags[row] = row - place_of.get(key, row)
         place_of[key] = row
     at_fault = _steady(lags)
-    return Verdict.on_rows(Fault.TURN_TWICE, at_fault) if at_fault.any() else None
+    if not at_fault.any():
+        return None
+    return Verdict.on_rows(Fault.TURN_TWICE, at_fault)
 
 
 def block_of_another(evidence: Evidence) -> Verdict | None:
@@ -239,13 +255,19 @@ def block_of_another(evidence: Evidence) -> Verdict | None:
         lags = np.array([row - place_of.get(key, row) for row, key in enumerate(keys)], np.int64)
         at_fault = _steady(lags)
         if at_fault.any():
-            fault = Fault.STALE_PREFIX if at_fault[:2].any() and not at_fault.all() else Fault.OTHER_SEQUENCE
+            if at_fault[:2].any() and not at_fault.all():
+                fault = Fault.STALE_PREFIX
+            else:
+                fault = Fault.OTHER_SEQUENCE
             return Verdict.on_rows(fault, at_fault)
     return None
 
 
 def _row_keys(sets: NDArray[np.int64]) -> list[bytes]:
-    narrow = sets.astype(np.int16) if sets.size and sets.min() >= -(1 << 15) and sets.max() < 1 << 15 else sets
+    if sets.size and sets.min() >= -(1 << 15) and sets.max() < 1 << 15:
+        narrow = sets.astype(np.int16)
+    else:
+        narrow = sets
     return [row.tobytes() for row in narrow]
 
 
@@ -291,7 +313,9 @@ def zero_weights(evidence: Evidence) -> Verdict | None:
     # As a negation: NaN compares false and is caught too.
     positive = evidence.weights[: evidence.num_rows] > 0
     without = np.asarray(np.any(~positive & used, axis=2))
-    return Verdict.on_cells(Fault.ZERO_WEIGHTS, without) if without.any() else None
+    if not without.any():
+        return None
+    return Verdict.on_cells(Fault.ZERO_WEIGHTS, without)
 
 
 def first_repeated(values: NDArray[np.int64]) -> int | None:

@@ -50,7 +50,10 @@ def replay_metrics(
             filler = (ids == (np.arange(ids.shape[2]) if fault is Fault.PADDING else ids[..., :1])).all(axis=(1, 2))
             routes, own_routes = routes[~filler], own_routes[~filler]
             margin = None if margin is None else margin[~filler]
-            combine_weights = None if combine_weights is None else combine_weights[~filler]
+            if combine_weights is None:
+                combine_weights = None
+            else:
+                combine_weights = combine_weights[~filler]
             verdict = judged()
     in_place = agreement(routes, own_routes).mean(axis=1)
     margins = np.zeros(len(routes))
@@ -93,4 +96,6 @@ def nodes_per_token(routes: NDArray[np.integer], node: NDArray[np.integer], own_
     visited = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
     # Sorted, the first of equal nodes is the one visit.
     is_new = np.diff(visited, axis=2, prepend=-1) > 0
-    return float((is_new & (visited != own_node)).sum(axis=2).mean()) if len(routes) else 0.0
+    if not len(routes):
+        return 0.0
+    return float((is_new & (visited != own_node)).sum(axis=2).mean())

@@ -57,7 +57,9 @@ class RoutesReader:
         says whether it is whole.
         """
         unfinished = Path(f"{path}{PART}")
-        hint = f"; its writer was stopped: open {unfinished} with salvage=True" if unfinished.is_file() else ""
+        hint = ""
+        if unfinished.is_file():
+            hint = f"; its writer was stopped: open {unfinished} with salvage=True"
         require(Path(path).is_file(), f"{path} is not a file of routes{hint}.")
         require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
         with Path(path).open("rb") as file:
@@ -128,7 +130,10 @@ class RoutesReader:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Return [n, l, K] ids (u8, or u16 above 256 experts) of some rows and layers (their places among the L)."""
-        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        if isinstance(layers, slice):
+            picked = range(len(self.layer_ids))[layers]
+        else:
+            picked = layers
         begin, end = _bounds(rows, self.length(key))
         if out is None:
             out = np.zeros((end - begin, len(picked), self.top_k), route_dtype(self.num_experts))
@@ -143,7 +148,10 @@ class RoutesReader:
 
         Raises `InvalidInputError` if the stream was written without them.
         """
-        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        if isinstance(layers, slice):
+            picked = range(len(self.layer_ids))[layers]
+        else:
+            picked = layers
         begin, end = _bounds(rows, self.length(key))
         out = np.zeros((end - begin, len(picked), self.top_k), np.float32)
         self._check_map()
@@ -207,7 +215,9 @@ class RoutesReader:
         gaps = self._chunks[extent.chunk].tables.gaps["first"]
         rows = np.arange(extent.start_row, extent.start_row + extent.rows)
         gap = np.searchsorted(gaps, rows, side="right") - 1
-        return np.asarray((gap < 0) | (ends[gap] <= rows)) if len(gaps) else np.ones(extent.rows, np.bool_)
+        if len(gaps):
+            return np.asarray((gap < 0) | (ends[gap] <= rows))
+        return np.ones(extent.rows, np.bool_)
 
     def _decode(self, extent: _Extent, layers: Sequence[int], out: NDArray[Any]) -> None:
         chunk = self._chunks[extent.chunk]

@@ -61,7 +61,10 @@ class SetShape:
 def _core_shape(num_experts: int, top_k: int) -> Any:
     shape = SetShape(num_experts=num_experts, top_k=top_k)
     fields = index_fields(shape.total)
-    index = (0, 0, 1) if fields is None else (fields.low_bits, fields.radix, fields.group)
+    if fields is None:
+        index = (0, 0, 1)
+    else:
+        index = (fields.low_bits, fields.radix, fields.group)
     return core_of_routes().RouteShape(num_experts, top_k, *index, shape.index_bits)
 
 

@@ -62,7 +62,9 @@ def slime_rows(
     else:
         rows = [span for spans in sequences for span in _zigzag(spans, rank, 1)]
         rows = _padded_to(rows, _padded(_count(rows), multiple))
-    return _share(rows, rank.tp_rank, rank.tp_size) if rank.sequence_parallel else rows
+    if rank.sequence_parallel:
+        return _share(rows, rank.tp_rank, rank.tp_size)
+    return rows
 
 
 def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = False) -> list[Span]:
@@ -81,7 +83,9 @@ def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = Fa
         rows = _share([span for spans in sequences for span in spans], rank.cp_rank, rank.cp_size)
     else:
         rows = [span for spans in sequences for span in _zigzag(spans, rank, align)]
-    return _share(rows, rank.tp_rank, rank.tp_size) if rank.sequence_parallel else rows
+    if rank.sequence_parallel:
+        return _share(rows, rank.tp_rank, rank.tp_size)
+    return rows
 
 
 def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int = 0, vp_size: int = 1) -> range:
@@ -135,7 +139,9 @@ def _padded(rows: int, multiple: int) -> int:
 
 def _padded_to(spans: list[Span], rows: int) -> list[Span]:
     missing = rows - _count(spans)
-    return [*spans, _filler(missing)] if missing else spans
+    if missing:
+        return [*spans, _filler(missing)]
+    return spans
 
 
 def _share(spans: Sequence[Span], part: int, parts: int) -> list[Span]:
@@ -155,7 +161,10 @@ def _zigzag(spans: list[Span], rank: RankOfModel, align: int) -> list[Span]:
     if rank.cp_size == 1:
         return spans
     pieces = 2 * rank.cp_size
-    size = _padded(_count(spans), max(align, pieces)) // pieces if align > 1 else -(-_count(spans) // pieces)
+    if align > 1:
+        size = _padded(_count(spans), max(align, pieces)) // pieces
+    else:
+        size = -(-_count(spans) // pieces)
     # Attention is causal: piece 0 is the cheapest and piece 2 CP - 1 the dearest, so each rank gets one of both ends.
     spans = _padded_to(spans, size * pieces)
     return _share(spans, rank.cp_rank, pieces) + _share(spans, pieces - 1 - rank.cp_rank, pieces)

@@ -24,9 +24,13 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.fault is None:
-            return "ok" if self.agreement is None else f"ok, {self.agreement:.1%} of the reference's choices"
+            if self.agreement is None:
+                return "ok"
+            return f"ok, {self.agreement:.1%} of the reference's choices"
         place = f"row {self.row}" + ("" if self.layer is None else f", layer {self.layer}")
-        thread = f" (as in {THREADS[self.fault]})" if self.fault in THREADS else ""
+        thread = ""
+        if self.fault in THREADS:
+            thread = f" (as in {THREADS[self.fault]})"
         return f"{self.fault}: from {place} on, {self.share:.0%}{thread}"
 
     @classmethod

@@ -96,7 +96,10 @@ class RoutesWriter:
             rows.ndim == 3 and rows.shape[1:] == expected,
             f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
         )
-        has_route = np.ones(len(rows), np.bool_) if valid is None else np.asarray(valid, np.bool_)
+        if valid is None:
+            has_route = np.ones(len(rows), np.bool_)
+        else:
+            has_route = np.asarray(valid, np.bool_)
         require(has_route.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(has_route.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         weights = self._weights(rows, combine_weights)
@@ -130,7 +133,10 @@ class RoutesWriter:
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         valid, versions = columns["valid"], columns["versions"]
         # One entry per run: a rollout changes its policy a few times, not with every token.
-        starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)) if len(versions) else np.zeros(0, int)
+        if len(versions):
+            starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+        else:
+            starts = np.zeros(0, int)
         missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
             columns["ids"],
@@ -208,7 +214,9 @@ class RoutesWriter:
             return -1, 0, 0
         leader = self._leaders[group]
         shared = leader.shared_rows(sequence, self._length[leader.key])
-        return (leader.key, shared, shared) if shared else (-1, 0, 0)
+        if shared:
+            return (leader.key, shared, shared)
+        return (-1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -231,13 +239,17 @@ class _Leader:
             equal &= (self.weights[:num_compared].view(np.int32) == other.weights[:num_compared].view(np.int32)).all(
                 axis=(1, 2)
             )
-        return num_compared if equal.all() else int(np.argmin(equal))
+        if equal.all():
+            return num_compared
+        return int(np.argmin(equal))
 
 
 def _rows_of(column: NDArray[Any], skip: int, stored: NDArray[np.bool_]) -> NDArray[Any]:
     """Return the rows from `skip` on that are stored, without a copy if all are."""
     rows = column[skip:]
-    return rows if stored.all() else rows[stored]
+    if stored.all():
+        return rows
+    return rows[stored]
 
 
 def _runs(starts: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:

@@ -104,4 +104,6 @@ def _estimated(counted: Floats, independent: Floats, weight: Floats) -> Floats:
 
 def _ratio(independent: Floats, counted: Floats) -> float:
     total = float(counted.max(axis=-1).sum())
-    return float(independent.max(axis=-1).sum()) / total - 1.0 if total else 0.0
+    if not total:
+        return 0.0
+    return float(independent.max(axis=-1).sum()) / total - 1.0

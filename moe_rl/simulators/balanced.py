@@ -108,7 +108,9 @@ def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
     running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
     mean = float(running.mean()) if running.size else 2.0
     cost = cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
-    return replace(cost, scaled_tokens=round(mean)) if step.load.scaled else cost
+    if step.load.scaled:
+        return replace(cost, scaled_tokens=round(mean))
+    return cost
 
 
 def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, tokens_per_rank: float) -> MicroBatchCost:

@@ -92,7 +92,9 @@ class SourceWork:
     def effective_sequence_length(self) -> float:
         """Sum of squares over sum of tokens of the step: the length that full attention sees."""
         total = float(self.tokens.sum())
-        return float(self.squares.sum()) / total if total else 0.0
+        if not total:
+            return 0.0
+        return float(self.squares.sum()) / total
 
     def mean(self) -> "SourceWork":
         """Return the work spread evenly over the ranks, [G, M, 1]."""
@@ -182,8 +184,14 @@ def layer_parts(
     """Return the parts of one layer outside its routed experts, for one forward or backward pass."""
     again = backward and not moe_layer and "mlp" in setting.recompute_modules
     times = 2.0 + again if backward else 1.0
-    ffn_width = model.shared_expert_ffn_hidden_size if moe_layer else model.dense_ffn_hidden_size
-    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    if moe_layer:
+        ffn_width = model.shared_expert_ffn_hidden_size
+    else:
+        ffn_width = model.dense_ffn_hidden_size
+    if backward:
+        fixed_ms = hardware.layer_fixed_backward_ms
+    else:
+        fixed_ms = hardware.layer_fixed_forward_ms
     projection = times / _linear_flops_per_s(hardware, setting, max(1, ffn_width), model.hidden_size)
     ffn = 2.0 * model.num_expert_matrices * model.hidden_size * ffn_width
     return {
@@ -232,7 +240,10 @@ def context_parallel_part(
         # A rank's own share of the heads, over the tokens of its node, goes around the nodes.
         ring = ring_trips * (node_count - 1) * key_value / nic_rate
         return LinearTime(per_token=exchange, hidden_per_token=ring, beside_per_square=attention_s)
-    ring_rate = nic_rate if node_count > 1 else 1e9 * hardware.nvlink_p2p_gb_per_s
+    if node_count > 1:
+        ring_rate = nic_rate
+    else:
+        ring_rate = 1e9 * hardware.nvlink_p2p_gb_per_s
     ring = ring_trips * (setting.context_parallel_size - 1) * key_value / ring_rate
     return LinearTime(hidden_per_token=ring, beside_per_square=attention_s if kind == "p2p" else 0.0)
 
@@ -249,7 +260,9 @@ def default_cp_comm_type(model: MoeModelSpec, hardware: HardwareSpec, setting: S
     enough = min(model.num_attention_heads, model.num_query_groups) % (parts * setting.tensor_model_parallel_size) == 0
     node_count, _ = _context_parallel_ranks(hardware, setting)
     ring, exchange = (parts - 1) * model.key_value_channels, _exchanged_channels(model) * (parts - 1) / parts
-    return "a2a" if enough and (node_count > 1 or exchange < ring) else "p2p"
+    if enough and (node_count > 1 or exchange < ring):
+        return "a2a"
+    return "p2p"
 
 
 def _exchanged_channels(model: MoeModelSpec) -> float:

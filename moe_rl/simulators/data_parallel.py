@@ -77,4 +77,6 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
 
 
 def _exposed(transfer_s: float, window_s: float, overlaps: bool) -> float:
-    return max(0.0, transfer_s - window_s) if overlaps else transfer_s
+    if overlaps:
+        return max(0.0, transfer_s - window_s)
+    return transfer_s

@@ -86,8 +86,13 @@ def saved_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
 
     Inputs of matrix products are kept as they are multiplied, in FP8 as FP8; the first product in bf16.
     """
-    bytes_per_value = FP8_ROW_BYTES if setting.precision == "fp8" else BF16_BYTES
-    row = 0.0 if "expert_fc1" in setting.offload_modules else bytes_per_value * model.hidden_size
+    if setting.precision == "fp8":
+        bytes_per_value = FP8_ROW_BYTES
+    else:
+        bytes_per_value = BF16_BYTES
+    row = 0.0
+    if "expert_fc1" not in setting.offload_modules:
+        row = bytes_per_value * model.hidden_size
     if "moe_act" not in setting.offload_modules:
         row += FIRST_PRODUCT_SAVED * model.moe_ffn_hidden_size
     if "moe_act" not in setting.recompute_modules:
@@ -103,7 +108,9 @@ def transient_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
 
 def gradient_bytes(setting: StepSetting) -> int:
     """Return bytes of one parameter's gradient."""
-    return 4 if setting.grad_reduce_in_fp32 else BF16_BYTES
+    if setting.grad_reduce_in_fp32:
+        return 4
+    return BF16_BYTES
 
 
 def held_expert_bytes(model: MoeModelSpec, setting: StepSetting) -> int:
@@ -134,7 +141,10 @@ def forecast_memory(
     stages = setting.pipeline_model_parallel_size
     layers = rows.shape[2]
     # With more stages than layers, layers share theirs.
-    of_layers = np.arange(layers) * stages // layers if stage is None else np.full(layers, stage)
+    if stage is None:
+        of_layers = np.arange(layers) * stages // layers
+    else:
+        of_layers = np.full(layers, stage)
     most = float(tokens.max(initial=0.0))
 
     num_resident = _resident_slots(placement)
@@ -150,7 +160,10 @@ def forecast_memory(
         )
         routed = _routed_bytes(leveled, received, of_layers, how)
         per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]
-        worst = int(per_rank.max(axis=1).argmax()) if stage is None else stage
+        if stage is None:
+            worst = int(per_rank.max(axis=1).argmax())
+        else:
+            worst = stage
         parts = {name: round(value) for name, value in common[worst].items()}
         of_peak = per_rank.max(axis=0) if stage is None else per_rank[stage]
         # Rows that stand for all ranks (P = 1) give every rank the same peak.
@@ -218,9 +231,10 @@ def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float
         # Its own share, and the layer that is gathered for use.
         params = sharded + params / layers
     micro_batches = in_flight(setting, stage) if updates else 1
-    saved = (
-        _attention_bytes(model, setting) if setting.recompute != "full" and updates else BF16_BYTES * model.hidden_size
-    )
+    if setting.recompute != "full" and updates:
+        saved = _attention_bytes(model, setting)
+    else:
+        saved = BF16_BYTES * model.hidden_size
     once = _attention_bytes(model, replace(setting, offload_modules=()))
     is_last = stage == stages - 1
     foreign = held_expert_bytes(model, setting)
@@ -291,7 +305,10 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     hidden, outputs = model.hidden_size, model.num_attention_heads * model.kv_channels
     product = 1 if setting.precision == "fp8" else BF16_BYTES
     gone, again = setting.offload_modules, setting.recompute_modules
-    shared = model.shared_expert_ffn_hidden_size if setting.recompute == "none" else 0
+    if setting.recompute == "none":
+        shared = model.shared_expert_ffn_hidden_size
+    else:
+        shared = 0
     saved = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
     saved += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))
     if "layernorm" not in again:

@@ -33,7 +33,9 @@ def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]
         return (layers / stages,) * stages
     per_chunk = -(-(layers + 1) // chunks)
     free = per_chunk * chunks - layers
-    num_last = 1 if free == 2 and prediction == 0 else min(free, per_chunk - prediction)
+    num_last = 1
+    if not (free == 2 and prediction == 0):
+        num_last = min(free, per_chunk - prediction)
     split = [float(per_chunk * virtual)] * stages
     split[-1] -= num_last
     for place in range(free - num_last):

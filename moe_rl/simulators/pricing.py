@@ -201,11 +201,15 @@ class StepPricing(TrainingRun):
 
     def _phases(self, params: LayerCostParams) -> list[tuple[bool, int]]:
         """Return (backward, how often) of every phase of a pass: full recomputation runs forward twice."""
-        return [(False, self.setting.forward_passes), (True, 1)] if params.backward_passes > 0 else [(False, 1)]
+        if params.backward_passes > 0:
+            return [(False, self.setting.forward_passes), (True, 1)]
+        return [(False, 1)]
 
     def _prediction_layers(self, params: LayerCostParams) -> int:
         """Return the layers of multi-token prediction: only an update has them."""
-        return self.setting.mtp_num_layers if params.backward_passes > 0 else 0
+        if params.backward_passes <= 0:
+            return 0
+        return self.setting.mtp_num_layers
 
     def _layer_parts(self, *, backward: bool, moe_layer: bool) -> Mapping[str, LinearTime]:
         hardware = self.topology.hardware

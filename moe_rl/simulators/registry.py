@@ -34,7 +34,9 @@ class NamedTrace:
 
     def steps(self, *, whole: bool = True) -> Iterator[RoutingTrace]:
         """Yield one trace per step; where steps need not be `whole`, pieces of bounded size, each of one step."""
-        return synthetic_steps(self.config) if whole else synthetic_pieces(self.config)
+        if whole:
+            return synthetic_steps(self.config)
+        return synthetic_pieces(self.config)
 
 
 GRPO = replace(

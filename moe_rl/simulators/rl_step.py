@@ -175,7 +175,9 @@ class RlStepSetting:
     @property
     def decoding_gpus(self) -> int:
         """GPUs that decode."""
-        return self.train_gpus if self.rollout_gpus is None else self.rollout_gpus
+        if self.rollout_gpus is None:
+            return self.train_gpus
+        return self.rollout_gpus
 
     @property
     def num_engines(self) -> int:
@@ -208,9 +210,10 @@ class RlStep:
     @property
     def step_time_s(self) -> float:
         """Seconds from one weight sync to the next."""
-        rollout_and_training_s = (
-            max(self.rollout_s, self.training_s) if self.beside else self.rollout_s + self.training_s
-        )
+        if self.beside:
+            rollout_and_training_s = max(self.rollout_s, self.training_s)
+        else:
+            rollout_and_training_s = self.rollout_s + self.training_s
         return rollout_and_training_s + self.parts_s["offload"] + self.parts_s["weight_sync"]
 
 
@@ -291,7 +294,10 @@ def _sync_seconds(model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSe
     if not setting.colocated:
         return weights / (FITTED["sender_share"] * hardware.rdma_gb_per_s * 1e9)
     in_domain = setting.train_gpus <= hardware.ranks_per_node
-    link = hardware.nvlink_p2p_gb_per_s if in_domain else hardware.rdma_gb_per_s
+    if in_domain:
+        link = hardware.nvlink_p2p_gb_per_s
+    else:
+        link = hardware.rdma_gb_per_s
     return weights / (FITTED["gather_share"] * link * 1e9)
 
 
@@ -430,18 +436,26 @@ class _Engine:
             if setting.rollout_map:
                 self.expert_shares = placed_evenly(self.expert_shares, ep_size=size)
         self.bytes_per_s = DECODE_EFFICIENCY * hardware.hbm_gb_per_s * 1e9
-        speed = hardware.fp8_speedup if setting.rollout_precision == "fp8" else 1.0
+        if setting.rollout_precision == "fp8":
+            speed = hardware.fp8_speedup
+        else:
+            speed = 1.0
         self.flops_per_s = DECODE_EFFICIENCY * hardware.gemm_tflops * 1e12 * speed * size  # of all its GPUs
         latency_us = 0.0
         if size > 1:
             crosses_nodes = size > hardware.ranks_per_node
-            latency_us = hardware.inter_node_latency_us if crosses_nodes else hardware.intra_node_latency_us
+            if crosses_nodes:
+                latency_us = hardware.inter_node_latency_us
+            else:
+                latency_us = hardware.intra_node_latency_us
         # A layer of a tensor-parallel engine waits for two all-reduces: after attention and after the experts.
         layer_s = FITTED["decode_layer_s"] + 2e-6 * latency_us
         layers = model.num_layers + setting.draft_tokens
         # Of an iteration whatever the batch: 94 layers of Qwen3-235B wait 1.5 ms, the scheduler adds 2.
         self.iteration_s = layers * layer_s + SCHEDULER_S
-        host_s = 0.0 if setting.rollout_cuda_graph else FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms
+        host_s = 0.0
+        if not setting.rollout_cuda_graph:
+            host_s = FORWARD_LAUNCHES * 1e-3 * hardware.host_layer_ms
         self.launches_s = layers * host_s  # the least time of an iteration
 
     def most_samples(self, context: float) -> int:

@@ -130,7 +130,9 @@ class StepSetting:
     @property
     def forward_passes(self) -> int:
         """Forward passes over a layer's attention part in the main pass."""
-        return 2 if self.recompute == "full" and not self.forward_only else 1
+        if self.recompute == "full" and not self.forward_only:
+            return 2
+        return 1
 
     def perturbed(self, topology: ClusterTopology) -> ClusterTopology:
         """Return the topology with this setting's factors on its hardware."""

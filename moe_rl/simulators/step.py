@@ -121,7 +121,9 @@ def _phi(balanced: PolicyResult) -> float | None:
     """Return the share of balanced micro-batches that grows with imbalance; None for a step without tokens."""
     parts = balanced.prediction.breakdown_s or {}
     total = sum(seconds for name, seconds in parts.items() if name not in ONCE_PER_STEP)
-    return sum(parts[name] for name in IMBALANCE_PARTS) / total if total > 0 else None
+    if total <= 0:
+        return None
+    return sum(parts[name] for name in IMBALANCE_PARTS) / total
 
 
 def _placed(
@@ -152,7 +154,9 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, step: TrainingStep, pla
 def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
     """Return the plan's bound [G, M, L, P] of this load's rows; None where it has none, or counts other tokens."""
     capacity = plan.capacity
-    return None if capacity is None or not np.array_equal(capacity.tokens, load.tokens) else capacity.rows
+    if capacity is None or not np.array_equal(capacity.tokens, load.tokens):
+        return None
+    return capacity.rows
 
 
 def _forced_balance(pricing: StepPricing, step: TrainingStep) -> PolicyResult:
@@ -205,7 +209,10 @@ def _timed(
     breakdown["reorder"] = movement_time(plan, pricing) if plan else 0.0
     breakdown = {name: slower * seconds for name, seconds in breakdown.items()}
     placement = plan.placement if plan else None
-    rows_held = rows.rows if most_rows is None else np.maximum(rows.rows, most_rows)
+    if most_rows is None:
+        rows_held = rows.rows
+    else:
+        rows_held = np.maximum(rows.rows, most_rows)
     memory = forecast_memory(rows_held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]

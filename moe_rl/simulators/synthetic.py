@@ -191,7 +191,9 @@ def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArra
     base = rng.normal(0, model.expert_sigma, shape[1:])
     domain = rng.normal(0, model.domain_sigma, shape)
     # Var(next - now) = 2 (1 - keep) sigma^2 for an AR(1) process of standing spread sigma.
-    keep = 1 - model.step_logit_change**2 / (2 * model.policy_sigma**2) if model.step_drift else 1.0
+    keep = 1.0
+    if model.step_drift:
+        keep = 1 - model.step_logit_change**2 / (2 * model.policy_sigma**2)
     fresh = math.sqrt(max(0.0, 1 - keep**2))
     for _ in range(model.num_steps):
         yield (base + domain).astype(np.float32)
@@ -227,7 +229,10 @@ def _one_step(
 
 def _most_rows(model: SequenceModel) -> int:
     """Return the tokens that are drawn at a time."""
-    drawn = model.num_experts if model.expert_group_top_k else model.top_k
+    if model.expert_group_top_k:
+        drawn = model.num_experts
+    else:
+        drawn = model.top_k
     most = PIECE_BYTES // (model.num_layers * drawn * np.dtype(route_dtype(model.num_experts)).itemsize)
     if not model.num_topics:
         return most
@@ -254,12 +259,17 @@ def _routes(
         rows = np.diff(run_start, append=ends[-1])
         logits = logits[sequence] + topics[rng.integers(0, model.num_topics, len(run_start))]
         keys = rng.integers(0, 1 << 64, logits.shape[:2], np.uint64)
-    ranked = model.num_experts if model.expert_group_top_k else model.top_k
+    if model.expert_group_top_k:
+        ranked = model.num_experts
+    else:
+        ranked = model.top_k
     routes = np.empty((int(ends[-1]), model.num_layers, ranked), route_dtype(model.num_experts))
     draw_routes(
         routes, logits=logits, keys=keys, first_row=run_start, lengths=rows, persistence=model.token_persistence
     )
-    return _of_best_groups(model, routes) if model.expert_group_top_k else routes
+    if model.expert_group_top_k:
+        return _of_best_groups(model, routes)
+    return routes
 
 
 def _of_best_groups(model: SequenceModel, ranked: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

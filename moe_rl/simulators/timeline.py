@@ -41,7 +41,10 @@ def step_timeline(
     `step` has the plan's layout, and the load under it.
     """
     load, setting = step.load, step.setting
-    shown_batches = range(load.num_micro_batches) if micro_batches is None else micro_batches
+    if micro_batches is None:
+        shown_batches = range(load.num_micro_batches)
+    else:
+        shown_batches = micro_batches
     for micro_batch in shown_batches:
         require(
             0 <= micro_batch < load.num_micro_batches,
@@ -175,7 +178,10 @@ class _Drawing:
 
     def _compute(self, name: str, seconds: Floats, layer: int | None, *, rows: bool = False) -> None:
         """Let rank p be busy for seconds[p]; a rank with none shows nothing."""
-        computed = self.rows[self.micro_batch, layer].tolist() if rows else [None] * len(self.now)
+        if rows:
+            computed = self.rows[self.micro_batch, layer].tolist()
+        else:
+            computed = [None] * len(self.now)
         for rank in np.flatnonzero(seconds > 0.0).tolist():
             self.events.append(
                 TimelineEvent(

@@ -80,7 +80,10 @@ def _draw_routes(
     for token in range(int(lengths[0])):
         active = int(np.searchsorted(-lengths, -token, side="left"))
         drawn = _normal(token, keys[:active], logits.shape[2], process)
-        noise = persistence * noise[:active] + fresh * drawn if token else drawn
+        if token:
+            noise = persistence * noise[:active] + fresh * drawn
+        else:
+            noise = drawn
         scores = logits[:active] + gumbel(noise)
         order = np.argsort(-scores, axis=2, kind="stable")
         routes[first_row[:active] + token] = order[:, :, : routes.shape[2]]

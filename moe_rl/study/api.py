@@ -153,7 +153,9 @@ def tune(
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:
-    trace_text = repr(str(trace)) if isinstance(trace, str | Path) else "trace"
+    trace_text = "trace"
+    if isinstance(trace, str | Path):
+        trace_text = repr(str(trace))
     return encodable(
         f"moe_rl.{name}({', '.join([trace_text, *(f'{key}={value!r}' for key, value in options.items())])})"
     )

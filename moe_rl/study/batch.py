@@ -80,7 +80,9 @@ def cut_step(
             reduced = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
             load = load.completed(reduced.tokens, of_known_sequences=not options.unknown_routes)
         # The same drawn tokens under every layout: layouts differ in cells alone, not in the sample.
-        return load if drawn is None else replace(load, routes=drawn.under(layout, lengths, topology))
+        if drawn is None:
+            return load
+        return replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: StepLoad) -> StepLoad:
         if options.tokens_per_rank is None:
@@ -105,7 +107,10 @@ def cut_step(
 
     lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
     every = tuple(parts)
-    visible = _known(every, lengths, options) if as_planners_know_it else every
+    if as_planners_know_it:
+        visible = _known(every, lengths, options)
+    else:
+        visible = every
     unrouted = sum(_unrouted(part) for part in parts)
     layout = _layout(lengths, parts, options, topology, model)
     drawn = RouteSample.drawn(visible, layout=layout, topology=topology)

@@ -96,7 +96,9 @@ class AttributedStep:
     def busy(self) -> list[BusyTime] | None:
         """[R] how the GPUs spent their time; None for recordings of CPU operators, whose self times overlap nothing."""
         on_gpu = next(iter(self.runs.values())).device == "cuda"
-        return [busy_time(attributed) for attributed in self.work] if on_gpu else None
+        if not on_gpu:
+            return None
+        return [busy_time(attributed) for attributed in self.work]
 
 
 def attribute_recording(
@@ -169,5 +171,7 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
 def _compared_notes(waiting: WaitSplit | None, *, ranks: int) -> list[str]:
     if waiting is not None:
         return ["measured: the all-to-all without waiting, the slowest rank's experts of every call."]
-    whose = "this rank's" if ranks == 1 else "the rank's that spends least in it,"
+    whose = "the rank's that spends least in it,"
+    if ranks == 1:
+        whose = "this rank's"
     return [f"measured: the all-to-all is {whose} waiting included, and so may exceed what was predicted."]

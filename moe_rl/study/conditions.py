@@ -163,7 +163,10 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
     timed, exchanges = options.in_seconds, {"overlap_grad_reduce", "overlap_param_gather"}
-    selective = options.recompute_modules if options.recompute_granularity == "selective" else []
+    if options.recompute_granularity == "selective":
+        selective = options.recompute_modules
+    else:
+        selective = []
     unpriced = [name for name in selective if name not in ("moe", *RECOMPUTE_MODULES)]
     static = result.static.prediction
     once = sum((static.breakdown_s or {}).get(part, 0.0) for part in STEP_PARTS) / (static.step_time_s or 1.0)
@@ -202,7 +205,10 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         for name, holds in holding.items()
         if holds
     ]
-    capacity = plans[MOE_RL].capacity if MOE_RL in plans else None
+    if MOE_RL in plans:
+        capacity = plans[MOE_RL].capacity
+    else:
+        capacity = None
     sentences += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
     return [*sentences, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
 
@@ -294,7 +300,10 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     fewer, *other_remedies = lacking[fullest].remedies
     # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
     fitting = " or ".join(name for name in result.policies if name not in lacking)
-    copies = [f"the copies of {fitting}"] if fitting else []
+    if fitting:
+        copies = [f"the copies of {fitting}"]
+    else:
+        copies = []
     return [
         f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {listed}. What "
         f"would fit: {'; '.join([f'{fewer} under {fullest}', *copies, *other_remedies])}."

@@ -44,7 +44,10 @@ class StepIntervals:
         index, static = self.names.index(name), self.names.index(BASELINE)
         step = self.figures.interval(index, alone=self.alone, beside=1.0 if self.alone is None else 0.0)
         ratio = self.figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(log(speedup)), LEAST_SPREAD))
-        gains = [1.0, 1.0] if name == BASELINE else around(speedup, ratio)
+        if name == BASELINE:
+            gains = [1.0, 1.0]
+        else:
+            gains = around(speedup, ratio)
         return replace(memory, step_time_interval_s=around(seconds, step), speedup_interval=gains)
 
     def _memory(self, prediction: StepPrediction) -> StepPrediction:

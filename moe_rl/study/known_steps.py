@@ -105,7 +105,9 @@ class OwnStep:
         """Return what these steps leave, on the mean of their logarithms."""
         left = posterior.likeliest.left
         residuals = [left[step.text] for step in stated]
-        return cls(factor=float(np.exp(np.mean(residuals))), left_open=REPEATED) if residuals else cls()
+        if residuals:
+            return cls(factor=float(np.exp(np.mean(residuals))), left_open=REPEATED)
+        return cls()
 
 
 def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, steps_known: bool) -> list[Prior]:
@@ -113,7 +115,10 @@ def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, steps_known
     software = options.chosen_software()
     if options.names_software or not steps_known:
         return [Prior(hardware=hardware, software=software)]
-    tuned = TUNED_SEEN if options.shows_tuned_software else TUNED_UNSEEN
+    if options.shows_tuned_software:
+        tuned = TUNED_SEEN
+    else:
+        tuned = TUNED_UNSEEN
     costs = dict(part.split("=", 1) for part in options.software)
     weights = {TUNED: tuned, TYPICAL: 1.0 - tuned}
     return [
@@ -200,7 +205,10 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
     if path.suffix in (".yaml", ".yml", ".json"):
         rows = enumerate(_rows(path), 1)
         return [_row_step(row, options, lengths, name=f"{path.name} {number}") for number, row in rows]
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else [text]
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    else:
+        lines = [text]
     for pattern, part, unit in LOG_LINES:
         values = [float(found[1]) * unit for line in lines if (found := re.search(pattern, line))]
         if values:
@@ -275,7 +283,10 @@ def priced_row(
     row = merge_options(KnownStepOptions, {**base, **whole_names(KnownStepOptions, words)})
     _check_model(row.model, options)
     model = load_model(row.model if row.model != FROM_TRACE else options.model).spec
-    lengths = lengths_of_row(row) if own_lengths is None or set(words) & BATCH_WORDS else own_lengths
+    if own_lengths is None or set(words) & BATCH_WORDS:
+        lengths = lengths_of_row(row)
+    else:
+        lengths = own_lengths
     gpus = row.train_gpus or row.gpus
     require(gpus is not None, "its setting needs `gpus`, the GPUs of the trainer.")
     return priced_lengths(

@@ -145,7 +145,10 @@ def _options(settings: RunSettings) -> dict[str, Any]:
             values["recompute_modules"] = list(settings.recompute_modules.value)
     if settings.cuda_graph_impl is not None:
         scope = settings.option("cuda_graph_scope")
-        scopes = [] if scope is None else re.findall(r"\w+", str(scope.value))
+        if scope is None:
+            scopes = []
+        else:
+            scopes = re.findall(r"\w+", str(scope.value))
         is_full = "full_iteration" in scopes
         values["cuda_graph_impl"] = "full_iteration" if is_full else settings.cuda_graph_impl.value
         if scopes and not is_full:
@@ -167,4 +170,6 @@ def _expert_tensor(settings: RunSettings) -> int:
 
 
 def _word(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value)

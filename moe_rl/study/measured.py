@@ -104,7 +104,10 @@ def predicted_seconds(timed: Timing, hardware: HardwareSpec, costs: SoftwareCost
     rows = _uniform_rows(timed, float(hardware.gemm_tile_rows))
     all_to_all = float(all_to_all_time(params, rows).max())
     gemm = float(gemm_time(params, rows, backward=backward).max())
-    fixed_ms = hardware.layer_fixed_backward_ms if backward else hardware.layer_fixed_forward_ms
+    if backward:
+        fixed_ms = hardware.layer_fixed_backward_ms
+    else:
+        fixed_ms = hardware.layer_fixed_forward_ms
     moe_layer = gemm + 2.0 * all_to_all + fixed_ms * 1e-3
     by_kind = {"all_to_all": all_to_all, "expert_gemm": gemm, "moe_layer": moe_layer, "layer": attention + moe_layer}
     return by_kind[timed.kind]

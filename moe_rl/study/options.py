@@ -47,7 +47,9 @@ def _read_by(parse: Callable[[str], object], refusal: str) -> BeforeValidator:
 
     def read(value: object) -> object:
         try:
-            return parse(value) if isinstance(value, str) else value
+            if isinstance(value, str):
+                return parse(value)
+            return value
         except ValueError:
             raise ValueError(refusal.format(value)) from None
 
@@ -319,7 +321,9 @@ class SimulationOptions(TraceOptions):
         """Recomputation in the simulator's words; modules that the simulator does not price are left out."""
         if self.recompute_granularity == "full":
             return "full"
-        return "moe" if self.recompute_granularity == "selective" and "moe" in self.recompute_modules else "none"
+        if self.recompute_granularity == "selective" and "moe" in self.recompute_modules:
+            return "moe"
+        return "none"
 
     @property
     def shows_tuned_software(self) -> bool:
@@ -339,7 +343,12 @@ class SimulationOptions(TraceOptions):
 
         names = [part for part in self.software if "=" not in part]
         require(len(names) <= 1, f"--software names two kinds of software: {' and '.join(names)}.")
-        name = names[0] if names else TUNED if self.shows_tuned_software else TYPICAL
+        if names:
+            name = names[0]
+        elif self.shows_tuned_software:
+            name = TUNED
+        else:
+            name = TYPICAL
         costs = dict(part.split("=", 1) for part in self.software if "=" in part)
         return load_software(name).changed(costs)
 
@@ -347,7 +356,10 @@ class SimulationOptions(TraceOptions):
         """Return the simulator's setting."""
         from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 
-        repeated = self.recompute_modules if self.recompute_granularity == "selective" else []
+        if self.recompute_granularity == "selective":
+            repeated = self.recompute_modules
+        else:
+            repeated = []
         same_fields = {name: getattr(self, name) for name in SAME_IN_STEP}
         graph = GRAPHS[self.cuda_graph_impl or "none"]
         # A graph without attention still launches router and preprocessing.
@@ -377,7 +389,10 @@ class SimulationOptions(TraceOptions):
     def for_static_buffers(self) -> Self:
         """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""
         is_stated = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
-        more = () if is_stated else ("moe-rl.static_buffers=true",)
+        if is_stated:
+            more = ()
+        else:
+            more = ("moe-rl.static_buffers=true",)
         return self.model_copy(update={"policy_option": [*self.policy_option, *more]})
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
@@ -483,14 +498,18 @@ def _as_number(schema: type[BaseModel], name: str, value: object) -> object:
         return value
     integer, fraction, unit = match.groups()
     number = Decimal(integer.replace(",", "").replace("_", "") + (fraction or "")) * UNITS[unit.lower()]
-    return int(number) if number == number.to_integral_value() else value
+    if number == number.to_integral_value():
+        return int(number)
+    return value
 
 
 def _located_setting(config: Path | str) -> Path:
     """Return the path of a file of options, which may be the name of a bundled one (`demo`)."""
     path = Path(config)
     bundled = BUNDLED_SETTINGS / f"{config}.yaml"
-    return path if path.exists() or path.suffix or not bundled.exists() else bundled
+    if path.exists() or path.suffix or not bundled.exists():
+        return path
+    return bundled
 
 
 def parse_value(text: str) -> int | float | str | bool:

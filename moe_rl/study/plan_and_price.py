@@ -76,9 +76,15 @@ def certified(scenario: Scenario, plan: Plan) -> Plan:
     load, tokens = scenario.told.known_of_layout(plan.layout)
     if load.scaled and load.tokens is not tokens:
         return plan
-    engine = engine_of(scenario.problem.domain_balance) if plan.policy == MOE_RL else None
+    if plan.policy == MOE_RL:
+        engine = engine_of(scenario.problem.domain_balance)
+    else:
+        engine = None
     exact = plan.policy == MoonEpPlanner.name or (engine is not None and engine.exact)
-    domain = scenario.topology.ranks_per_domain if exact else 1
+    if exact:
+        domain = scenario.topology.ranks_per_domain
+    else:
+        domain = 1
     return replace(plan, capacity=certify(plan, load, tokens, risk=scenario.options.capacity_risk, exact_domain=domain))
 
 
@@ -103,7 +109,9 @@ def _plan(scenario: Scenario, name: str) -> Plan:
 
 def load_under(plan: Plan, batch: Batch) -> StepLoad:
     """Return the step's load under the layout of the plan, which may pack sequences its own way."""
-    return batch.load if plan.layout.same_cells(batch.layout) else batch.load_of_layout(plan.layout)
+    if plan.layout.same_cells(batch.layout):
+        return batch.load
+    return batch.load_of_layout(plan.layout)
 
 
 def predict(
@@ -136,9 +144,14 @@ def predict(
     shown_rows = {
         name: prediction if timed else replace(prediction, **UNTIMED) for name, prediction in predictions.items()
     }
-    alone = shown_rows.pop(UNPACKED) if split else None
+    alone = None
+    if split:
+        alone = shown_rows.pop(UNPACKED)
     fastest = min(shown_rows.values(), key=lambda prediction: prediction.step_time_s or 0.0)
-    speedups = _speedups(scenario, shown_rows[BASELINE], fastest) if timed and fastest.speedup_interval else ()
+    if timed and fastest.speedup_interval:
+        speedups = _speedups(scenario, shown_rows[BASELINE], fastest)
+    else:
+        speedups = ()
     return SimulationReport(
         trace=trace_facts(scenario),
         setting=setting_facts(scenario, result, timed=timed),
@@ -234,7 +247,9 @@ def imbalance_left_open(
 
 def beside_static(policies: Sequence[str]) -> Sequence[str]:
     """Return the policies with static, with which all are compared, among them."""
-    return policies if BASELINE in policies else [BASELINE, *policies]
+    if BASELINE in policies:
+        return policies
+    return [BASELINE, *policies]
 
 
 def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate, dict[str, StepLoad]]:
@@ -247,8 +262,13 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
 
     def as_it_occurs(load: StepLoad) -> StepLoad:
-        counted = load if timed else replace(load, routes=None)
-        return counted.rerouted(reroute, seed=scenario.options.seed) if reroute else counted
+        if timed:
+            counted = load
+        else:
+            counted = replace(load, routes=None)
+        if reroute:
+            return counted.rerouted(reroute, seed=scenario.options.seed)
+        return counted
 
     # Most plans keep the layout and share one load, which is then rerouted, and its visits counted, once.
     occurring = {id(load): as_it_occurs(load) for load in [batch.load, *planned.values()]}
@@ -257,7 +277,10 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
 
     def simulate(setting: StepSetting, hardware: HardwareSpec | None = None) -> SimulationResult:
         repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
-        topology = scenario.topology if hardware is None else replace(scenario.topology, hardware=hardware)
+        if hardware is None:
+            topology = scenario.topology
+        else:
+            topology = replace(scenario.topology, hardware=hardware)
         step = replace(scenario.training_step, setting=setting, topology=topology, load=occurring[id(batch.load)])
         return simulate_policies(plans, step, loads=repacked, destinations=destinations)
 

@@ -33,7 +33,10 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
     """Return whether the GPU and the model are among those that the constants were fitted on."""
     clusters = FITTED_CLUSTERS.get(software, FITTED_CLUSTERS["typical"])
     models = FITTED_MODELS.get(software, FITTED_MODELS["typical"])
-    outside = [] if hardware.name in clusters else [f"cluster {hardware.name} (fitted: {', '.join(clusters)})"]
+    if hardware.name in clusters:
+        outside = []
+    else:
+        outside = [f"cluster {hardware.name} (fitted: {', '.join(clusters)})"]
     if model.name.lower() not in {name.lower() for name in models}:
         outside.append(f"model {model.name} (fitted: {', '.join(models)})")
     if not outside:

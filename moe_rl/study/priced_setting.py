@@ -31,7 +31,10 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 
 def options_of(row: TunedSetting) -> dict[str, Any]:
     """Return the options of a simulation that a setting stands for, but for its batch and its levers."""
-    flex = {} if row.dispatcher == "alltoall" else {"moe_flex_dispatcher_backend": row.dispatcher}
+    if row.dispatcher == "alltoall":
+        flex = {}
+    else:
+        flex = {"moe_flex_dispatcher_backend": row.dispatcher}
     return {
         "expert_model_parallel_size": row.expert_model_parallel_size,
         "expert_tensor_parallel_size": row.expert_tensor_parallel_size,
@@ -117,13 +120,21 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
         if value == SimulationOptions.model_fields[name].get_default(call_default_factory=True):
             continue
         flag = SHOWN[name].also or SHOWN[name].flags[0]
-        values = value if SHOWN[name].repeated and isinstance(value, list) else [value]
+        if SHOWN[name].repeated and isinstance(value, list):
+            values = value
+        else:
+            values = [value]
         flags += [_flag(flag, each) for each in values]
     return flags
 
 
 def _flag(flag: str, value: object) -> str:
     if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if value:
+            return flag
+        return flag.replace("--", "--no-", 1)
+    if isinstance(value, list):
+        text = ",".join(map(str, value))
+    else:
+        text = str(value)
     return f"{flag} {shlex.quote(text)}"

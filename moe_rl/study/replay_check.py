@@ -44,7 +44,10 @@ class ReplayCheck:
             {"sequence": name} | {key: getattr(v, key) for key in fields_shown} for name, v in self.faulty.items()
         ]
         agreement = [v.agreement for v in self.verdicts if v.agreement is not None]
-        mean = {"agreement": float(np.mean(agreement))} if agreement else {}
+        if agreement:
+            mean = {"agreement": float(np.mean(agreement))}
+        else:
+            mean = {}
         return {"schema": "moe_rl.replay_check/1", "num_sequences": len(self.names), **mean, "faults": faults}
 
 
@@ -112,10 +115,14 @@ def _checked(record: RecordedSequence, expected: Reference | None) -> CheckedSeq
     rows = _rows(record)
     ids, margin = (None, None) if expected is None else expected
     # The last token of a sequence is sampled and never fed back, so it has no row.
-    tokens = len(rows) + 1 if record.num_tokens is None else record.num_tokens - record.first_row
+    if record.num_tokens is None:
+        tokens = len(rows) + 1
+    else:
+        tokens = record.num_tokens - record.first_row
     if ids is not None:
         start = record.first_row
-        tokens = len(ids) - start + 1 if record.num_tokens is None else tokens
+        if record.num_tokens is None:
+            tokens = len(ids) - start + 1
         ids, margin = ids[start:], None if margin is None else margin[start:]
     versions, weights = record.policy_version, record.combine_weights
     start = record.first_row * (not record.misfit)
@@ -155,7 +162,9 @@ def _token_ids(line: str, number: int, path: Path) -> list[int]:
         value = None
     if isinstance(value, dict):
         value = next((value[key] for key in ("token_ids", "input_ids", "tokens") if key in value), None)
-    ids: list[int] = value if isinstance(value, list) else []
+    ids: list[int] = []
+    if isinstance(value, list):
+        ids = value
     is_list_of_ids = len(ids) > 1 and all(type(token) is int and token >= 0 for token in ids)
     require(is_list_of_ids, f"{path}, line {number}, holds no list of two token ids or more.")
     return ids

@@ -45,7 +45,10 @@ def open_scenario(
     """
     scenario = state_scenario(trace, options, progress)
     if options.known_step or options.known_memory is not None:
-        measured_scenario = scenario if measured is None else state_scenario(trace, measured, progress)
+        if measured is None:
+            measured_scenario = scenario
+        else:
+            measured_scenario = state_scenario(trace, measured, progress)
         scenario = _with_measured(scenario, measured_scenario, progress)
     for name in KINDS:
         if getattr(options, name) == AUTO:
@@ -102,7 +105,9 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
 
     def lacking(result: PolicyResult) -> str:
         peak = result.memory.peak_bytes
-        return f"{peak / GIB:.1f} of {hardware.hbm_gib:g} GiB" if peak > room_bytes else ""
+        if peak <= room_bytes:
+            return ""
+        return f"{peak / GIB:.1f} of {hardware.hbm_gib:g} GiB"
 
     # One after the other, since the first slots save most: the search ends where the next saves too little.
     best_trial, best = tried(0)
@@ -111,11 +116,15 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
         most, why = 0, f"without any the forecast peak is {lacking(best)}"
     for slots in range(1, most + 1):
         trial, seconds = tried(slots)
-        saved = 1 - seconds.step_time_s / best.step_time_s if best.step_time_s else 0.0
+        saved = 0.0
+        if best.step_time_s:
+            saved = 1 - seconds.step_time_s / best.step_time_s
         if lacking(seconds):
             why = f"with {slots} the forecast peak is {lacking(seconds)}, of which {SPARE_MEMORY:.1%} stay free"
         elif saved < LEAST_GAIN:
-            gain = f"{saved:.1%} shorter, and a slot has to save {LEAST_GAIN:.1%}" if saved > 0 else "no shorter"
+            gain = "no shorter"
+            if saved > 0:
+                gain = f"{saved:.1%} shorter, and a slot has to save {LEAST_GAIN:.1%}"
             why = f"with {slots} the step is {gain}"
         else:
             best_trial, best = trial, seconds
@@ -141,7 +150,9 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) 
     levers = {policy: POLICIES[policy].levers for policy in options.policy}
     filling = [policy for policy, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
     filling = filling or [policy for policy in levers if resident and POLICIES[policy].fills_slots_for_a_step]
-    does = "holds copies for a whole step" if resident else "copies experts across nodes"
+    does = "copies experts across nodes"
+    if resident:
+        does = "holds copies for a whole step"
     require(len(filling) > 0, f"{flag}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(filling, key=lambda policy: POLICIES[policy].variant_of is not None)

@@ -124,7 +124,10 @@ class TrainingPasses:
             return np.array([steps[name].step_time_s for name in names])
 
         figures, priced_steps = self.posterior.figures(price), self.steps(options)
-        alone = self.own_step.left_open if self.own_step.left_open is not None else RL_LEFT_OPEN
+        if self.own_step.left_open is not None:
+            alone = self.own_step.left_open
+        else:
+            alone = RL_LEFT_OPEN
         static, intervals = names.index("static"), {}
         for index, name in enumerate(names):
             gain = priced_steps["static"].step_time_s / priced_steps[name].step_time_s
@@ -169,7 +172,10 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
         not options.forward_only and not options.log_prob_passes,
         "--forward-only and --log-prob-passes describe a single pass: a step of RL has its own passes.",
     )
-    passes = _of_lengths(options) if trace is None else _of_trace(trace, options, progress)
+    if trace is None:
+        passes = _of_lengths(options)
+    else:
+        passes = _of_trace(trace, options, progress)
     return passes.with_known_step(options)
 
 
@@ -292,7 +298,10 @@ def _with_misfit(scenario: Scenario, plans: Mapping[str, Plan], report: Simulati
         return report
     simulate, _ = pricing_of(scenario, plans)
     fitting = mildest_that_fits(scenario.training_step.setting, best.policy, scenario.model.spec.num_layers, simulate)
-    remedy = None if fitting is None else _remedy(scenario, plans, report, fitting)
+    if fitting is None:
+        remedy = None
+    else:
+        remedy = _remedy(scenario, plans, report, fitting)
     hbm_gib = scenario.topology.hardware.hbm_gib
     return replace(report, misfit=MemoryMisfit(peak_gib=forecast.peak_bytes / GIB, hbm_gib=hbm_gib, remedy=remedy))
 
@@ -412,7 +421,9 @@ def _rl_fit_note(passes: TrainingPasses) -> str:
         "their model is held out"
     )
     elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
-    return f"{sentence}; {passes.hardware.name} was not among them." if elsewhere else f"{sentence}."
+    if elsewhere:
+        return f"{sentence}; {passes.hardware.name} was not among them."
+    return f"{sentence}."
 
 
 def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:

@@ -21,7 +21,7 @@ from moe_rl.planner.others.eplb import rebalance_experts
 from moe_rl.planner.rollout_map import spread_copies
 from moe_rl.replay import TraceSource
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
-from moe_rl.rollout_engines.base import Shape
+from moe_rl.rollout_engines.base import RunShape
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
 from moe_rl.study.traces import TraceLike, routes_of_step
@@ -112,7 +112,7 @@ def score_expert_map(
 class _Rollouts:
     """Decode batches to plan on, others to score on, and the model that they are of."""
 
-    shape: Shape
+    shape: RunShape
     num_expert_groups: int
     ranks_per_node: int
     planned: DecodeBatches
@@ -158,7 +158,7 @@ class _Rollouts:
                 f"plan on and {scored.num_sequences} to score on."
             )
         return cls(
-            shape=Shape(
+            shape=RunShape(
                 num_layers=spec.num_layers,
                 moe_layer_ids=spec.moe_layer_ids,
                 num_experts=spec.num_experts,
@@ -236,7 +236,10 @@ def _planned_and_scored(
     source: TraceSource, options: SimulationOptions
 ) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
     """Return the sequences to plan on, the ones to score on (the same object if there is no other), and their names."""
-    step = source.steps[-1] if options.step is None else options.step
+    if options.step is None:
+        step = source.steps[-1]
+    else:
+        step = options.step
     source.require_step(step)
     scored = routes_of_step(source, step)
     index = source.steps.index(step)

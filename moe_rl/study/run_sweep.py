@@ -176,7 +176,9 @@ def _figures(report: SimulationReport) -> dict[str, object]:
 
 def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
     timed = grid.options[0].in_seconds
-    metric = "speedup_vs_static" if timed else "imbalance"
+    metric = "imbalance"
+    if timed:
+        metric = "speedup_vs_static"
     return Sweep(
         values={name: tuple(values) for name, values in grid.values.items()},
         metric=metric,

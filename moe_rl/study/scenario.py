@@ -238,7 +238,10 @@ def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> Simulatio
     """
     laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
     kind = options.batch or _kind_of_batch(options, parts, laid_out=laid_out)
-    sizes = _drawn_sizes(options, parts) if kind == DRAWN else _recorded_sizes(options, parts, kind, laid_out=laid_out)
+    if kind == DRAWN:
+        sizes = _drawn_sizes(options, parts)
+    else:
+        sizes = _recorded_sizes(options, parts, kind, laid_out=laid_out)
     return options.model_copy(update={"batch": kind, **sizes})
 
 
@@ -248,11 +251,15 @@ def _kind_of_batch(options: SimulationOptions, parts: Sequence[Trace], *, laid_o
         return DRAWN
     # Micro-batches of an EP group are cut from a recording: docs/planner.md compares policies on them.
     if options.ep_group_tokens is not None or (laid_out and options.micro_batch_tokens is None):
-        return RECORDED if options.tokens_per_rank is None else SCALED
+        if options.tokens_per_rank is None:
+            return RECORDED
+        return SCALED
     if options.micro_batch_tokens is not None and options.tokens_per_rank is None:
         # Whoever says how a recording of full size is cut means that recording.
         full = _drawn_sizes(options, parts)["global_batch_tokens"] or 0
-        return RECORDED if sum(int(part.sequence_lengths.sum()) for part in parts) >= full else DRAWN
+        if sum(int(part.sequence_lengths.sum()) for part in parts) >= full:
+            return RECORDED
+        return DRAWN
     return DRAWN
 
 
@@ -290,7 +297,9 @@ def _recorded_sizes(
     cut = options.micro_batch_tokens is not None or options.ep_group_tokens is not None or laid_out
     if kind == RECORDED:
         slices = options.tensor_model_parallel_size * options.context_parallel_size
-        return {} if cut else {"micro_batch_tokens": max(FULL_SIZE_TOKENS * slices, _longest(parts))}
+        if cut:
+            return {}
+        return {"micro_batch_tokens": max(FULL_SIZE_TOKENS * slices, _longest(parts))}
     scaled: dict[str, int | None] = {"tokens_per_rank": options.tokens_per_rank or FULL_SIZE_TOKENS}
     if not cut:
         recorded = sum(int(part.sequence_lengths.sum()) for part in parts)
@@ -495,7 +504,10 @@ def _check_slots(options: SimulationOptions, num_experts: int) -> None:
 
 def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:
     """Raise where the job needs more nodes than there are; a cluster that does not say its size has enough."""
-    available = cluster_num_nodes(options.cluster) if options.num_nodes is None else options.num_nodes
+    if options.num_nodes is None:
+        available = cluster_num_nodes(options.cluster)
+    else:
+        available = options.num_nodes
     stages, per_node = options.pipeline_model_parallel_size, topology.ranks_per_node
     ranks = topology.num_ranks * stages
     needed = -(-ranks // per_node)

@@ -32,7 +32,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.packing import best_start
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.replay import concatenate
-from moe_rl.report.tuning import ALIKE, SIZES, Shape, ShapeLevers, Tuned, TunedSetting
+from moe_rl.report.tuning import ALIKE, SIZES, ParallelLayout, ShapeLevers, Tuned, TunedSetting
 from moe_rl.report.units import GIB, batch_words, counted, format_count
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths
 from moe_rl.simulators.base_time import default_cp_comm_type
@@ -87,7 +87,7 @@ SEARCHED = {
 
 def shapes_of(
     model: MoeModelSpec, hardware: HardwareSpec, gpus: int, ranks_per_node: int, expert_tensor: int | None = None
-) -> Iterator[Shape]:
+) -> Iterator[ParallelLayout]:
     """Yield every way to share out the GPUs that Megatron could start and that fills whole nodes.
 
     Without a given `expert_tensor` size experts are cut only where no larger EP divides them.
@@ -110,7 +110,7 @@ def shapes_of(
         for virtual in VIRTUAL_STAGES if pp > 1 else (1,):
             if virtual == 1 or model.num_layers % (pp * virtual) == 0:
                 for dispatcher in ("deepep", "alltoall") if ep * parts > 1 else ("alltoall",):
-                    yield Shape(
+                    yield ParallelLayout(
                         expert_model_parallel_size=ep, tensor_model_parallel_size=tp, context_parallel_size=cp,
                         pipeline_model_parallel_size=pp, num_virtual_stages=virtual, dispatcher=dispatcher,
                         expert_tensor_parallel_size=parts,
@@ -121,7 +121,7 @@ def shapes_of(
 class ShapeTask:
     """Prices the settings of one shape; can be pickled."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ParallelLayout, ...]
     model: MoeModelSpec
     hardware: HardwareSpec
     base: StepSetting
@@ -157,13 +157,15 @@ class ShapeTask:
             if setting is None:
                 break
             run = self._run(shape, setting)
-            together = shape.pipeline_model_parallel_size if shape.num_virtual_stages > 1 else 1
+            together = 1
+            if shape.num_virtual_stages > 1:
+                together = shape.pipeline_model_parallel_size
             rounds = math.ceil(num_tokens / (budget * run.topology.num_dp_ranks * together))
             seconds = self._even_step(run, rounds * together).step_time_s
             best = max(best, num_tokens / seconds / self.gpus)
         return best
 
-    def _budgets(self, shape: Shape) -> list[int]:
+    def _budgets(self, shape: ParallelLayout) -> list[int]:
         """Return the token budgets of a data-parallel rank that are tried, ascending."""
         if self.micro_batch_tokens:
             return [self.micro_batch_tokens]
@@ -177,7 +179,7 @@ class ShapeTask:
         )
         return batch.step(count)
 
-    def _run(self, shape: Shape, setting: StepSetting) -> TrainingRun:
+    def _run(self, shape: ParallelLayout, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
         topology = ClusterTopology(
             hardware=self.hardware,
@@ -190,7 +192,7 @@ class ShapeTask:
             model=model_in_parts(self.model, shape.expert_tensor_parallel_size), topology=topology, setting=setting
         )
 
-    def _smallest_recompute(self, shape: Shape, budget: int) -> StepSetting | None:
+    def _smallest_recompute(self, shape: ParallelLayout, budget: int) -> StepSetting | None:
         """Return the setting with least recomputation that fits, None where none does."""
         named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
         tokens = min(budget, int(self.lengths.sum()))
@@ -223,7 +225,7 @@ class ShapeTask:
         run = replace(self, hardware=hardware)._run(row, setting)
         return self._even_step(run, row.num_micro_batches).step_time_s
 
-    def priced(self, shape: Shape, setting: StepSetting, budget: int) -> TunedSetting:
+    def priced(self, shape: ParallelLayout, setting: StepSetting, budget: int) -> TunedSetting:
         """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
         run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots
         topology, stages = run.topology, setting.pipeline_model_parallel_size
@@ -232,7 +234,10 @@ class ShapeTask:
         most_tokens = min(budget / shape.slices, per_rank)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=most_tokens)
         own = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
-        layout = own if core is None else best_start(own, cost, lengths, topology, core, searched=False)
+        if core is None:
+            layout = own
+        else:
+            layout = best_start(own, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
         even = self._even_step(run, count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
@@ -244,7 +249,9 @@ class ShapeTask:
         fullest = int(layout.rank_tokens(lengths).max()) // shape.slices
         # Inside one node no copy of a token crosses the network, and a resident copy has nothing to save.
         if slots is None:
-            slots = min(MOST_RESIDENT, int(self._room(run, fullest))) if topology.num_nodes > 1 else 0
+            slots = 0
+            if topology.num_nodes > 1:
+                slots = min(MOST_RESIDENT, int(self._room(run, fullest)))
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
@@ -288,7 +295,7 @@ def estimated_speeds(task: ShapeTask, executor: Executor, progress: Progress) ->
 
 
 def next_shapes(
-    shapes: Sequence[Shape], estimates: NDArray[np.float64], laid_out: Mapping[int, Sequence[TunedSetting]]
+    shapes: Sequence[ParallelLayout], estimates: NDArray[np.float64], laid_out: Mapping[int, Sequence[TunedSetting]]
 ) -> list[int]:
     """Return the shapes to lay out next, at most `ROUND`; none are left: the search is done.
 
@@ -357,7 +364,7 @@ def tune(
         tell(f"micro-batches hold up to {lengths.max():,} tokens, not {budget:,}: the longest sequence is not cut.")
         budget = int(lengths.max())
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
-    shaping = [name for name in Shape.__slots__ if name in decided]
+    shaping = [name for name in ParallelLayout.__slots__ if name in decided]
     values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
     flags = {name: value for name, value in values.items() if value is not None}
     shapes = tuple(
@@ -407,13 +414,11 @@ def tune(
     told_alike = sum(row.behind_fastest is not None and not row.told_apart for row in rows)
     rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
     sampled = _sampled_routes(trace, options, model, lengths)
-    whole = (
-        None
-        if trace is None or options.routes_like is not None
-        else partial(
+    whole = None
+    if not (trace is None or options.routes_like is not None):
+        whole = partial(
             levers_on_all_layers, trace=trace, options=options, num_tokens=int(lengths.sum()), batch=batch.kind
         )
-    )
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
         num_sequences=len(lengths), batch=batch.words, num_shapes=len(shapes), num_laid_out=len(laid_out),
@@ -434,7 +439,9 @@ def _sampled_routes(
         return None
     source, _ = open_trace_of_model(trace, options)
     routes = concatenate(tuple(source.parts(source.steps[-1] if options.step is None else options.step)))
-    return SampledRoutes.of(routes, model) if isinstance(routes, RoutingTrace) else None
+    if not isinstance(routes, RoutingTrace):
+        return None
+    return SampledRoutes.of(routes, model)
 
 
 def _levers(
@@ -484,7 +491,10 @@ def _with_intervals(
     for place, index in enumerate(compared):
         row, step = rows[index], figures.interval(place)
         behind = rows[0].tokens_per_s_per_gpu / row.tokens_per_s_per_gpu
-        ratio = figures.ratio(place, 0) if index else Interval(value=1.0, low=1.0, high=1.0)
+        if index:
+            ratio = figures.ratio(place, 0)
+        else:
+            ratio = Interval(value=1.0, low=1.0, high=1.0)
         speed, times = around(row.tokens_per_s_per_gpu, step.inverse), around(behind, ratio)
         settings[index] = replace(
             row,
@@ -573,7 +583,9 @@ def _kind_of_batch(options: TuneOptions, recorded: NDArray[np.int64], *, laid_ou
         return DRAWN
     if options.micro_batch_tokens is None:
         return RECORDED if laid_out else DRAWN
-    return RECORDED if int(recorded.sum()) >= _drawn_tokens(options, recorded) else DRAWN
+    if int(recorded.sum()) >= _drawn_tokens(options, recorded):
+        return RECORDED
+    return DRAWN
 
 
 def _drawn_tokens(options: TuneOptions, recorded: NDArray[np.int64]) -> int:

@@ -119,7 +119,10 @@ def levers_of(
         sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
     )
     several = scenario.topology.num_nodes > 1
-    slots = min(room, SLOTS_TRIED) if several and options.resident_slots == 0 else row.resident_slots
+    if several and options.resident_slots == 0:
+        slots = min(room, SLOTS_TRIED)
+    else:
+        slots = row.resident_slots
     share = min(1.0, scenario.problem.load.num_micro_batches / row.num_micro_batches)
     ratios = _ratios(scenario, engine, slots, share)
     unrouted = sum(row.parts.get(name, 0.0) for name in UNROUTED)
@@ -128,7 +131,9 @@ def levers_of(
 
     def speed(plan: str, *, packed: bool) -> float:
         step = unrouted + (1.0 - unrouted) * ratios[plan]
-        return balanced / step if packed else balanced / step / row.packing_gain
+        if packed:
+            return balanced / step
+        return balanced / step / row.packing_gain
 
     speeds = {"static": speed("static", packed=False)}
     if engine is not None:

@@ -161,4 +161,6 @@ def _first_difference(recorded: object, expected: object, name: str = "") -> str
             if difference:
                 return difference
         return ""
-    return "" if recorded == expected else f"{name} {json.dumps(recorded)}, not {json.dumps(expected)}"
+    if recorded == expected:
+        return ""
+    return f"{name} {json.dumps(recorded)}, not {json.dumps(expected)}"

@@ -9,7 +9,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.planner.rollout_map import spread_copies
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, encoded_map, read_expert_map
-from moe_rl.rollout_engines.base import Shape
+from moe_rl.rollout_engines.base import RunShape
 
 REGISTRY = ROLLOUT_ENGINES
 EXPERTS, NUM_LAYERS = 8, 5
@@ -38,7 +38,7 @@ def test_a_map_survives_its_file(
     made = spread_copies(np.tile(loads[load], (3, len(layers), 1)), start, iterations=20)
     path = tmp_path / "map.json"
     path.write_bytes(encoded_map(engine, made))
-    shape = Shape(num_layers=NUM_LAYERS, moe_layer_ids=layers, num_experts=EXPERTS, ep_size=ep_size)
+    shape = RunShape(num_layers=NUM_LAYERS, moe_layer_ids=layers, num_experts=EXPERTS, ep_size=ep_size)
     found, read = read_expert_map(path, shape)
     assert found.name == engine.name
     assert np.array_equal(read.slots, made.slots)

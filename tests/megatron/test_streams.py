@@ -224,7 +224,7 @@ def test_slot_tables_are_read_behind_their_copy_on_every_stream() -> None:
     model = StreamModel()
     cells = SimpleNamespace(num_micro_batches=2)
     tables = activate.PassTables(slots=Tables(model, SimpleNamespace(device="host")), cells=cells)
-    parts = activate.PassParts(num_micro_batches=2, device=torch.device("cpu"), made=[tables], later=[])
+    parts = activate.PassParts(num_micro_batches=2, device=torch.device("cpu"), ready=[tables], later=[])
     with patch.object(activate, "streams_of", lambda _: model):
         for stream, micro_batch in (("comm", 0), ("comp", 1)):
             with model.on(stream):

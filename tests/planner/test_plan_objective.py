@@ -15,12 +15,12 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.planner import ALL_LEVERS, OBJECTIVES, PLACEMENT, Levers, Objective, make_planner
+from moe_rl.planner import ALL_LEVERS, OBJECTIVES, PLACEMENT, Levers, PlanObjective, make_planner
 from moe_rl.planner.objective import IMBALANCE, TIME
 from moe_rl.planner.relayout import load_of_plan
 
 
-class PeakRows(Objective):
+class PeakRows(PlanObjective):
     """Rows of the fullest rank in the worst (group, micro-batch, layer), which size a buffer allocated once."""
 
     name = "peak-rows"

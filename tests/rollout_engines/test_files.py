@@ -10,10 +10,10 @@ import pytest
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, encoded_map, read_expert_map
-from moe_rl.rollout_engines.base import Shape
+from moe_rl.rollout_engines.base import RunShape
 
 LAYERS = (1, 2, 4)
-SHAPE = Shape(num_layers=6, moe_layer_ids=LAYERS, num_experts=4, ep_size=2)
+SHAPE = RunShape(num_layers=6, moe_layer_ids=LAYERS, num_experts=4, ep_size=2)
 ROW = [0, 1, 2, 2, 3, 0]
 
 

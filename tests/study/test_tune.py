@@ -11,7 +11,7 @@ from cli_runner import moe_rl
 import moe_rl as product
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.tuning import ALIKE, PASTED, Shape, Tuned, TunedSetting
+from moe_rl.report.tuning import ALIKE, PASTED, ParallelLayout, Tuned, TunedSetting
 from moe_rl.simulators.whole_runs import WholeRun
 from moe_rl.study.search_layouts import COMPARED, ShapeTask, shapes_of
 
@@ -188,7 +188,7 @@ def _tuned_speed(run: WholeRun) -> float:
     """Return tokens/s/GPU as `tune` prices the setting of a published run: equal sequences, the run's micro-batches."""
     setting, topology = run.batch.setting, run.batch.topology
     slices = setting.tensor_model_parallel_size * setting.context_parallel_size
-    shape = Shape(
+    shape = ParallelLayout(
         expert_model_parallel_size=topology.ep_size,
         tensor_model_parallel_size=setting.tensor_model_parallel_size,
         context_parallel_size=setting.context_parallel_size,

@@ -44,7 +44,10 @@ def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
 def missing_triton(case: Case) -> Iterator[Found]:
     """megatron-core 0.18 and later import triton at the top of modules that every run loads."""
     environment = case.environment
-    version = environment.version("megatron-core") if environment else None
+    if environment:
+        version = environment.version("megatron-core")
+    else:
+        version = None
     if environment and version and version[:2] >= HARD_TRITON and "triton" not in environment.modules:
         yield Found(f"{_megatron(environment)} is installed without triton.")
 
@@ -52,7 +55,10 @@ def missing_triton(case: Case) -> Iterator[Found]:
 def megatron_without_replay(case: Case) -> Iterator[Found]:
     """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
     environment = case.environment
-    version = environment.version("megatron-core") if environment else None
+    if environment:
+        version = environment.version("megatron-core")
+    else:
+        version = None
     if environment and version and version[:2] < HAS_REPLAY and (case.attach or case.settings.framework == "megatron"):
         yield Found(f"{_megatron(environment)} is older than 0.16.")
 
@@ -102,4 +108,6 @@ def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
 def _megatron(environment: Environment) -> str:
     # A checkout on PYTHONPATH can be imported and has no version.
     version = environment.versions.get("megatron-core")
-    return f"megatron-core {version}" if version else "Megatron"
+    if not version:
+        return "Megatron"
+    return f"megatron-core {version}"

@@ -22,7 +22,9 @@ def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
     exact, engine_exact = bool(trainer), engine is None or engine.value
     if exact == engine_exact:
         return
-    sentence = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set" if trainer is None else "by {}"
+    sentence = "by {}"
+    if trainer is None:
+        sentence = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set"
     yield Found(
         f"{{}} trains with {_scales(exact)} scales ({sentence}), the engine runs with {_scales(engine_exact)} ones "
         "({}).",
@@ -31,7 +33,9 @@ def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
 
 
 def _scales(exact: bool) -> str:
-    return "exact fp32" if exact else "power-of-two"
+    if exact:
+        return "exact fp32"
+    return "power-of-two"
 
 
 def precision_differs_without_correction(case: Case) -> Iterator[Found]:
@@ -61,6 +65,8 @@ def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple
     # slime and miles alone say to how many tokens they pad.
-    wanted = ALIGNMENT.get(recipe.value) if recipe else None
+    wanted = None
+    if recipe:
+        wanted = ALIGNMENT.get(recipe.value)
     if settings.fp8 and recipe and wanted and multiple and multiple.value % wanted:
         yield Found(f"{{}} is not a multiple of the {wanted} rows of {{}}.", multiple, recipe)

@@ -23,7 +23,9 @@ def replay_half_on(case: Case) -> Iterator[Found]:
     if replay and replay.value == "R3" and returns is not None and not returns:
         yield Found("{} replays the rollout's routes, but {} does not return them.", replay, returns)
     if returns and settings.framework == "verl" and (not replay or replay.value != "R3"):
-        mode = "{} does not replay them" if replay else "router_replay.mode is not R3"
+        mode = "router_replay.mode is not R3"
+        if replay:
+            mode = "{} does not replay them"
         yield Found(f"{{}} returns routes, but {mode}.", returns, replay, severity=WARNING)
     if settings.framework == "nemo_rl" and replay and engine and engine.value != "vllm":
         yield Found("{} is wired for vLLM, but the backend is {}.", replay, engine)
@@ -59,7 +61,10 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
     """
     settings, replay = case.settings, case.replays
     stages, layers = settings.virtual_pipeline_model_parallel_size, settings.num_layers_per_virtual_pipeline_stage
-    interleaved = stages if above(stages, 1) else layers if above(layers, 0) else None
+    if above(stages, 1):
+        interleaved = stages
+    else:
+        interleaved = layers if above(layers, 0) else None
     if not replay or interleaved is None:
         return
     sentence = "{} interleaves pipeline stages while {} replays routes"
@@ -95,9 +100,15 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     # One number n means every n-th layer, a list has 1 for an MoE layer.
     num_dense = layers.count(0) if len(layers) > 1 else 0
     if num_dense or (len(layers) == 1 and layers[0] > 1):
-        how_many = f"{num_dense} of {len(layers)} layers" if num_dense else f"all but every {layers[0]}th layer"
+        if num_dense:
+            how_many = f"{num_dense} of {len(layers)} layers"
+        else:
+            how_many = f"all but every {layers[0]}th layer"
         is_megatron = case.settings.framework == "megatron"
-        instances = ": the instances of RouterReplay count MoE layers only." if is_megatron else "."
+        if is_megatron:
+            instances = ": the instances of RouterReplay count MoE layers only."
+        else:
+            instances = "."
         sentence = f"{{}} makes {how_many} dense while {{}} replays routes{instances}"
         yield Found(sentence, pattern, replay, severity=WARNING if is_megatron else NOTE)
 

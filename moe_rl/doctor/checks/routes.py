@@ -16,7 +16,9 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     if not replay or packed is None or (framework == "verl" and (replay.value != "R2" or not packed.value)):
         return
     # miles replays 0 .. K-1 in such a row, verl zeros.
-    target = "expert 0" if framework == "verl" else "the first top-k experts"
+    target = "the first top-k experts"
+    if framework == "verl":
+        target = "expert 0"
     if packed.value:
         remedy = "In moe-rl give --filler, so that plans count the rows that are really dispatched."
         few = f"{{}} sends rows without a route to {target}; {{}} leaves few of them."
@@ -52,7 +54,12 @@ def forced_balance_left_on(case: Case) -> Iterator[Found]:
     forced = case.settings.moe_router_force_load_balancing
     if forced:
         # Random routers on random tokens are how speed is measured.
-        severity = ERROR if case.learns else NOTE if case.settings.mock_data else WARNING
+        if case.learns:
+            severity = ERROR
+        elif case.settings.mock_data:
+            severity = NOTE
+        else:
+            severity = WARNING
         yield Found("{} makes the router random.", forced, severity=severity)
 
 

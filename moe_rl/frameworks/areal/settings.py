@@ -52,7 +52,9 @@ def _complete(settings: Known, raw: RawRun) -> Known:
     if backend is not None and not backend.missing:
         engine, cut = _cut(backend)
         if engine != "megatron":
-            trainer = engine if re.fullmatch(r"[a-z]\w+", engine) and cut else "FSDP"
+            trainer = "FSDP"
+            if re.fullmatch(r"[a-z]\w+", engine) and cut:
+                trainer = engine
             settings = {**settings, "trainer": said_by(backend, trainer)}
         attention, _, experts = cut.partition("|")
         sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | {

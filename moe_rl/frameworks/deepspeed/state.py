@@ -95,13 +95,17 @@ class AutoEpExperts:
             for parameter in parameters_of(module.experts):
                 gradients += [parameter.grad, getattr(parameter, "grad_accum", None)]
         nonzero = [gradient.ne(0).any() for gradient in gradients if gradient is not None]
-        return bool(torch.stack(nonzero).any()) if nonzero else False
+        if not nonzero:
+            return False
+        return bool(torch.stack(nonzero).any())
 
     def follow(self, placement: ExpertPlacement) -> None:
         """Let the layers route to the homes of `placement`."""
         for run, experts in zip(self._runs, home_experts(placement), strict=True):
             at_home = np.array_equal(experts, np.arange(len(experts)))
-            run.homes = None if at_home else torch.from_numpy(np.argsort(experts)).to(self._groups.device)
+            run.homes = None
+            if not at_home:
+                run.homes = torch.from_numpy(np.argsort(experts)).to(self._groups.device)
 
     def _cuts(self, parameters: Sequence[torch.Tensor]) -> NDArray[np.int64]:
         """Return [G, parameters, 2]: the elements start .. stop - 1 that every expert-DP rank has the state of."""

@@ -60,7 +60,9 @@ def forward_backward(
             each = [(routes([one]), tokens and tokens([one])) for one in islice(again(), count)]
             require(len(each) == count, f"`again` yields {len(each)} micro-batches, the call wants {count}.")
             parts = [part for part, _ in each if part is not None]
-            known = [rows for part in parts for rows in part] if len(parts) == count else None
+            known = None
+            if len(parts) == count:
+                known = [rows for part in parts for rows in part]
             held = tokens and [rows for _, part in each for rows in part or ()]
         source = _source_of(known, held, count, balancer.model)
         balancer.begin_pass(source, forward_only=bool(kwargs.get("forward_only", False)))
@@ -84,7 +86,9 @@ def _source_of(
         num_layers = {layers for ids in routes if (layers := as_array(ids).shape[1])}
         require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
         return PassSource.replayed([of_moe_layers(ids, model) for ids in routes])
-    return PassSource.unknown(num_micro_batches) if sequences is None else PassSource.expected(sequences)
+    if sequences is None:
+        return PassSource.unknown(num_micro_batches)
+    return PassSource.expected(sequences)
 
 
 def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any]], Routes]:

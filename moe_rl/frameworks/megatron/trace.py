@@ -39,14 +39,18 @@ def _recognizes(path: Path) -> bool:
 def _files(path: Path) -> list[Path]:
     """Return the trace files by rank."""
     if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
+        if path.suffix != ".jsonl":
+            return []
+        return [path]
     files = [file for file in path.glob("router_trace_rank*.jsonl") if FILE_NAME.fullmatch(file.name)]
     return sorted(files, key=_rank)
 
 
 def _rank(file: Path) -> int:
     match = FILE_NAME.fullmatch(file.name)
-    return int(match.group(1)) if match else 0
+    if not match:
+        return 0
+    return int(match.group(1))
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:

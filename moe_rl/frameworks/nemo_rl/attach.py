@@ -59,7 +59,10 @@ def install(train: ModuleType, *, floor: float) -> None:
 
         @functools.wraps(schedule)
         def reading(**kwargs: Any) -> Any:
-            chunks = list(kwargs["model"]) if isinstance(kwargs["model"], Sequence) else [kwargs["model"]]
+            if isinstance(kwargs["model"], Sequence):
+                chunks = list(kwargs["model"])
+            else:
+                chunks = [kwargs["model"]]
             # Made at the first call: the model is not there when its module is imported.
             run = runs.get(chunks[0]) or runs.setdefault(chunks[0], RouterShiftRun(chunks, floor=floor))
             result = run.reading(schedule, functools.partial(_keys_of, run))(**kwargs)

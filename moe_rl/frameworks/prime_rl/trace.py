@@ -45,7 +45,9 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
 def _files(path: Path) -> list[Path]:
     """Return the batch files under a path by (step, rank)."""
     if path.is_file():
-        return [path] if path.suffix == ".bin" else []
+        if path.suffix != ".bin":
+            return []
+        return [path]
     return sorted(
         (*path.glob("*.bin"), *path.glob("step_*/*.bin")), key=lambda file: (_number(file.parent), _number(file))
     )
@@ -53,7 +55,9 @@ def _files(path: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     match = re.search(r"_(\d+)$", path.stem)
-    return int(match.group(1)) if match else 0
+    if not match:
+        return 0
+    return int(match.group(1))
 
 
 def _read_batch(file: Path) -> Iterator[RecordedSequence]:
@@ -98,7 +102,9 @@ def _sequence(routes: NDArray[np.integer], **facts: Any) -> RecordedSequence:
 
 def _split(routes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.floating] | None]:
     """Return (ids, combine weights or None) of routes as they were sent."""
-    return split_packed(routes) if are_packed(routes) else (routes, None)
+    if are_packed(routes):
+        return split_packed(routes)
+    return (routes, None)
 
 
 def _routes_of(fields: object, name: str) -> NDArray[np.integer]:

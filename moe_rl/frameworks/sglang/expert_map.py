@@ -13,7 +13,15 @@ from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.errors import require
 from moe_rl.core.expert_map import ExpertMap
 from moe_rl.core.plan import token_ordinals
-from moe_rl.rollout_engines.base import Document, Ints, ReplicaChoice, RolloutEngine, Shape, copies_of, layer_by_layer
+from moe_rl.rollout_engines.base import (
+    Document,
+    Ints,
+    ReplicaChoice,
+    RolloutEngine,
+    RunShape,
+    copies_of,
+    layer_by_layer,
+)
 
 # No other key may stand beside it.
 KEY = "physical_to_logical_map"
@@ -118,7 +126,7 @@ def _document(expert_map: ExpertMap) -> Document:
     return {KEY: all_layers(expert_map).tolist()}
 
 
-def _rows(document: Document, shape: Shape) -> dict[int, list[int]] | None:
+def _rows(document: Document, shape: RunShape) -> dict[int, list[int]] | None:
     if KEY not in document:
         return None
     require(len(document) == 1, f"SGLang takes no key beside {KEY}, and the file has {', '.join(document)}.")
@@ -131,7 +139,7 @@ def _rows(document: Document, shape: Shape) -> dict[int, list[int]] | None:
     return {layer: rows[layer] for layer in shape.moe_layer_ids}
 
 
-def _told(expert_map: ExpertMap, path: Path) -> tuple[str, ...]:
+def _start_lines(expert_map: ExpertMap, path: Path) -> tuple[str, ...]:
     return (
         f"--init-expert-location {path} --ep-num-redundant-experts {expert_map.num_copies} "
         f"--ep-size {expert_map.ep_size}",
@@ -150,5 +158,5 @@ ENGINE = RolloutEngine(
     ),
     document=_document,
     rows=_rows,
-    told=_told,
+    start_lines=_start_lines,
 )

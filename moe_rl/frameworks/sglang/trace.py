@@ -44,7 +44,8 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     if options.num_layers is not None and options.top_k is not None:
         num_layers, top_k = options.num_layers, options.top_k
         num_rows = len(data) // (4 * num_layers * top_k)  # rows that do not fit the tokens are a misfit of the sequence
-        rows = num_rows if 4 * num_rows * num_layers * top_k == len(data) else rows
+        if 4 * num_rows * num_layers * top_k == len(data):
+            rows = num_rows
     num_layers, top_k = _layers_and_choices(len(data) // 4, rows, options)
     routes = from_bytes(data, "int32", (rows, num_layers, top_k))
     group = record.get("group_id", record.get("group_index"))
@@ -74,7 +75,10 @@ def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tupl
         num_layers is not None or top_k is not None,
         "SGLang's routes carry no shape: give --num-layers (all hidden layers) or --moe-router-topk.",
     )
-    per_row = num_ids // rows if rows else (num_layers or 1) * (top_k or 1)
+    if rows:
+        per_row = num_ids // rows
+    else:
+        per_row = (num_layers or 1) * (top_k or 1)
     num_layers = num_layers or max(1, per_row // (top_k or 1))
     top_k = top_k or max(1, per_row // num_layers)
     require(

@@ -59,15 +59,20 @@ def policy_loss_function(
         with_entropy=True,
         **framework.top_p_replay(args, batch),
     )
-    outputs = (
-        outputs[1] if isinstance(outputs, tuple) else outputs
-    )  # slime returns (empty, found), miles only what it found
+    # slime returns (empty, found), miles only what it found
+    if isinstance(outputs, tuple):
+        outputs = outputs[1]
     current: list[Tensor] = outputs["log_probs"]
-    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    if args.use_rollout_logprobs:
+        old = batch["rollout_log_probs"]
+    else:
+        old = batch.get("log_probs")
     old = old or [log_probs.detach() for log_probs in current]
 
     def whole(parts: Samples | None) -> Tensor | None:
-        return None if not parts else torch.cat(framework.whole(parts, total, response))
+        if not parts:
+            return None
+        return torch.cat(framework.whole(parts, total, response))
 
     log_prob, old_log_prob, rollout = whole(current), whole(old), whole(batch.get("rollout_log_probs"))
     assert log_prob is not None
@@ -111,7 +116,9 @@ def policy_loss_function(
         reported["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
     if args.use_kl_loss:
         # The unbiased estimate weighs the reference KL by the ratio of current to old policy.
-        ratio = (torch.cat(current) - torch.cat(list(old))).exp() if getattr(args, "use_unbiased_kl", False) else None
+        ratio = None
+        if getattr(args, "use_unbiased_kl", False):
+            ratio = (torch.cat(current) - torch.cat(list(old))).exp()
         kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
         kl = kl_estimate(torch.cat(current), torch.cat(list(batch["ref_log_probs"])), kind, importance_ratio=ratio)
         reported["kl_loss"] = sum_of_sample_mean(kl)
@@ -120,7 +127,10 @@ def policy_loss_function(
         loss = loss + 0 * logits.sum()  # every rank's backward pass has to reach the model
     # slime divides what it logs by the number of samples, or of tokens, so means of a micro-batch come as many times.
     per_token = getattr(args, "calculate_per_token_loss", False)
-    count = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"]) if per_token else len(response)
+    if per_token:
+        count = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
+    else:
+        count = len(response)
     means = {name: value.to(loss) * count for name, value in (tokens.metrics | metrics).items()}
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
 

@@ -108,7 +108,9 @@ class _Packer:
 def _multiple(parallel: Mapping[str, Any]) -> int:
     """Return what the number of micro-batches of a rank is a multiple of."""
     group = parallel["microbatch_group_size_per_vp_stage"]
-    return int(group) if (parallel["vpp_size"] or 1) > 1 else 1
+    if not ((parallel["vpp_size"] or 1) > 1):
+        return 1
+    return int(group)
 
 
 def packing_of(args: Any, parallel: Mapping[str, Any], settings: Settings) -> DriverPacking:

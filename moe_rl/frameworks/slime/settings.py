@@ -20,7 +20,9 @@ OWN = re.compile(
 
 def option(key: str) -> str | None:
     """Return Megatron's name of a flag; None for those of slime and of the rollout engine."""
-    return None if OWN.match(key) else megatron.option(key)
+    if OWN.match(key):
+        return None
+    return megatron.option(key)
 
 
 FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))

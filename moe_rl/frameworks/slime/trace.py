@@ -43,7 +43,9 @@ def _dumps(path: Path) -> list[Path]:
     """Return the dump files under a path, by rollout number."""
     if path.is_dir():
         return sorted(path.glob("*.pt"), key=lambda file: (len(file.stem), file.stem))
-    return [path] if path.suffix.lower() in (".pt", ".pth") and path.is_file() else []
+    if not (path.suffix.lower() in (".pt", ".pth") and path.is_file()):
+        return []
+    return [path]
 
 
 def _layout_file(layout: Path | None, dump: Path) -> Path | None:
@@ -56,7 +58,9 @@ def _layout_file(layout: Path | None, dump: Path) -> Path | None:
 
 
 def _samples(dump: object) -> object:
-    return dump.get("samples") if isinstance(dump, dict) and "rollout_id" in dump else None
+    if not (isinstance(dump, dict) and "rollout_id" in dump):
+        return None
+    return dump.get("samples")
 
 
 def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> Iterator[RecordedSequence]:
@@ -64,7 +68,10 @@ def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> 
     samples = _samples(dump)
     if not isinstance(samples, list):
         raise InvalidInputError(f"{file} is not a rollout dump: it has no list of samples.")
-    rollout_id = dump["rollout_id"] if isinstance(dump["rollout_id"], int) else 0
+    if isinstance(dump["rollout_id"], int):
+        rollout_id = dump["rollout_id"]
+    else:
+        rollout_id = 0
     layout: dict[int, Place] = {position: {"step": 0} for position in range(len(samples))}
     steps = 1
     if layout_file is not None:
@@ -129,7 +136,10 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
         raise InvalidInputError("a shard of dp_shards lacks partition or micro_batch_indices.")
     if batches and isinstance(batches[0], list) and batches[0] and isinstance(batches[0][0], list):
         batches = [batch for step in batches for batch in step]
-    per_step = counts if isinstance(counts, list) and counts else [len(batches)]
+    if isinstance(counts, list) and counts:
+        per_step = counts
+    else:
+        per_step = [len(batches)]
     per_step = [integer(count, "num_microbatches") for count in per_step]
     require(sum(per_step) == len(batches), "num_microbatches does not add up to micro_batch_indices.")
     numbering = [(step, number) for step, count in enumerate(per_step) for number in range(count)]

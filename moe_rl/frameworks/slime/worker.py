@@ -163,7 +163,9 @@ class Worker:
             call, keys = functools.partial(function, **kwargs), self.keys_ahead(kwargs)
             if run is None:
                 shift = None if keys is None else self.router_shift
-                return call() if shift is None else shift.around(call, keys or [], forward_only=forward_only)
+                if shift is None:
+                    return call()
+                return shift.around(call, keys or [], forward_only=forward_only)
             run.router_shift = self.router_shift
             source = None
             if run.balancer is not None:
@@ -189,4 +191,6 @@ class Worker:
             if routes is not None:
                 return PassSource.replayed(routes)
         sequences = data.sequences()
-        return PassSource.unknown(num_micro_batches) if sequences is None else PassSource.expected(sequences)
+        if sequences is None:
+            return PassSource.unknown(num_micro_batches)
+        return PassSource.expected(sequences)

@@ -62,13 +62,17 @@ def policy_loss_trainer(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             objective_of(self, rule, options)
-            self._tap = RouterTap(self.accelerator.unwrap_model(self.model), word=WORD) if floor else None
+            self._tap = None
+            if floor:
+                self._tap = RouterTap(self.accelerator.unwrap_model(self.model), word=WORD)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             training = self.model.training  # an evaluation may come between two updates of one batch
             self._read = None if training else self._read
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-            return output | {KEYS: self._read[1]} if training and self._read is not None else output
+            if training and self._read is not None:
+                return output | {KEYS: self._read[1]}
+            return output
 
         def _get_per_token_logps_and_entropies(
             self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
@@ -132,7 +136,10 @@ def _loss(
     router_shift: RouterShiftUse | None,
 ) -> Tensor:
     completion = inputs["completion_ids"]
-    mask = inputs["completion_mask"] if "tool_mask" not in inputs else inputs["completion_mask"] * inputs["tool_mask"]
+    if "tool_mask" not in inputs:
+        mask = inputs["completion_mask"]
+    else:
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
     log_prob, entropy, auxiliary = trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([inputs["prompt_ids"], completion], dim=1),
@@ -144,7 +151,8 @@ def _loss(
     old = inputs.get("old_per_token_logps")
     old = log_prob.detach() if old is None else old
     advantages = inputs["advantages"]
-    advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    if advantages.ndim == 1:
+        advantages = advantages.unsqueeze(1)
     weighted = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     require(
         not (weighted and rule.name == "vespo"),
@@ -170,7 +178,9 @@ def _loss(
     layout = SequenceLayout.of(tokens.mask, None, ContextParallel.whole())
     if trainer.beta != 0.0:
         current = torch.where(tokens.mask, log_prob.to(working_dtype(log_prob)), 0.0)
-        ratio = bounded_exp(log_prob - old) if trainer.args.use_bias_correction_kl else None
+        ratio = None
+        if trainer.args.use_bias_correction_kl:
+            ratio = bounded_exp(log_prob - old)
         reference = torch.where(tokens.mask, inputs["ref_per_token_logps"].to(current), 0.0)
         kl = kl_estimate(current, reference, "k3", importance_ratio=ratio) * tokens.mask
         loss = loss + trainer.beta * kl
@@ -184,7 +194,10 @@ def _loss(
     if not trainer.aux_loss_enabled:
         return divided
     trainer._metrics[mode]["aux_loss"].append(trainer.accelerator.gather_for_metrics(auxiliary).mean().item())
-    steps = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    if mode == "train":
+        steps = trainer.current_gradient_accumulation_steps
+    else:
+        steps = 1.0
     balance: Tensor = trainer.router_aux_loss_coef * auxiliary / steps
     return divided + balance
 
@@ -211,7 +224,9 @@ def _clip_ratios(trainer: Any, rule: Objective, tokens: PolicyTokenLoss, advanta
 
 def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any], mode: str) -> Tensor:
     """Return the loss over the divisor of TRL's `loss_type`."""
-    steps: float = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    steps: float = 1.0
+    if mode == "train":
+        steps = trainer.current_gradient_accumulation_steps
     kind = trainer.loss_type
     if kind in ("cispo", "dapo", "vespo"):
         divisor: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes

@@ -93,7 +93,9 @@ class LookAhead:
         mini_batch, error = attempted(lambda: next(cut(rollout)))
         limit, longest = self._settings["max_token_len_per_gpu"], int(rollout["input_ids"].offsets().diff().max())
         fits = limit is None or longest <= limit * engine.engine_config.context_parallel_size
-        return mini_batch if all(gathered(error is None and fits)) else None
+        if not all(gathered(error is None and fits)):
+            return None
+        return mini_batch
 
     def _micro_batches(self, mini_batch: Any, engine: Any) -> list[Any]:
         """Return what verl's engine will cut a mini-batch to."""
@@ -101,7 +103,9 @@ class LookAhead:
         settings = {name: value for name, value in self._settings.items() if value is not None}
         assign_non_tensor(columns, **settings, sp_size=engine.engine_config.context_parallel_size)
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        together = engine.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else None
+        together = None
+        if stages > 1:
+            together = engine.tf_config.microbatch_group_size_per_vp_stage
         micro_batches: list[Any]
         micro_batches, self.indices = transformer_impl.prepare_micro_batches(
             columns, dp_group=engine.get_data_parallel_group(), num_batches_divided_by=together

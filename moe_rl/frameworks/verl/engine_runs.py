@@ -30,13 +30,17 @@ UPDATE: "ContextVar[Any]" = ContextVar("moe_rl_verl_update", default=None)
 def engine_run_of(engine: Any) -> EngineRun | None:
     """Return what runs beside an engine; None for those that stay plain."""
     chunks = getattr(engine, "module", None)
-    return RUNS.get(chunks[0]) if chunks else None
+    if not chunks:
+        return None
+    return RUNS.get(chunks[0])
 
 
 def run_of(engine: Any) -> "MegatronRun | None":
     """Return the engine's `MegatronRun`; None if it has none."""
     engine_run = engine_run_of(engine)
-    return None if engine_run is None else engine_run.run
+    if engine_run is None:
+        return None
+    return engine_run.run
 
 
 @contextlib.contextmanager

@@ -130,7 +130,9 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
             rollout_rs=",".join(name.removeprefix(PREFIX) for name in rejections) or None,
             **thresholds,  # type: ignore[arg-type]  # of three kinds
         )
-        proto = None if weights is None else helper.DataProto.from_dict(tensors={"rollout_is_weights": weights})
+        proto = None
+        if weights is not None:
+            proto = helper.DataProto.from_dict(tensors={"rollout_is_weights": weights})
         return proto, mask, as_floats(metrics)
 
     return corrected
@@ -211,7 +213,9 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
 def _aggregation(entry: Objective, mode: str, config: Any) -> str:
     """Return how verl's own mode aggregates; what verl does not have, in its own way unless asked for another."""
     if entry.name not in VERLS:
-        return entry.default_loss_agg_mode if mode == "token-mean" else mode
+        if mode == "token-mean":
+            return entry.default_loss_agg_mode
+        return mode
     own_mode = VERLS[entry.name][0]
     if type(config).__module__.partition(".")[0] == "verl":
         always = _installed_verl_is_always_by_sequence(own_mode, config)
@@ -252,11 +256,15 @@ _PROBED: dict[str, bool] = {}
 
 def _totals(mode: str, response_mask: Tensor, batch_facts: dict[str, Any]) -> BatchTotals | None:
     """Return the denominators of verl's global batch; None where verl leaves them to the micro-batch."""
-    needed = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    needed = "global_batch_size"
+    if mode == "token-mean":
+        needed = "batch_num_tokens"
     dp_size, scale = int(batch_facts.get("dp_size") or 1), batch_facts.get("loss_scale_factor")
     if batch_facts.get(needed) is None and mode != "token-sum":
         require(dp_size == 1, f"{needed} is required by {mode} with dp_size {dp_size}.")
-        return None if scale is None else BatchTotals.from_mask(response_mask, loss_scale_factor=scale)
+        if scale is None:
+            return None
+        return BatchTotals.from_mask(response_mask, loss_scale_factor=scale)
     return BatchTotals(
         batch_num_tokens=float(batch_facts.get("batch_num_tokens") or 0),
         global_batch_size=float(batch_facts.get("global_batch_size") or 0),

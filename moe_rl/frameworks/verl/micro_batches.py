@@ -23,7 +23,9 @@ def source_of(micro_batches: list[Any], engine: Any, model: MoeModelSpec) -> Pas
         sequences = [_sequence_rows(batch, engine) for batch in micro_batches]
     if all(batch.get("routed_experts", None) is not None for batch in micro_batches):
         return PassSource.replayed([_replayed_rows(batch, engine, model) for batch in micro_batches], sequences)
-    return PassSource.unknown(len(micro_batches)) if sequences is None else PassSource.expected(sequences)
+    if sequences is None:
+        return PassSource.unknown(len(micro_batches))
+    return PassSource.expected(sequences)
 
 
 def keys_of(micro_batch: Any, engine: Any, shift: RouterShiftRun, *, forward_only: bool) -> MicroBatchKeys:

@@ -44,10 +44,14 @@ def _trainer(raw: RawRun) -> Known:
     engines = [word.partition("=")[2] for word in _words(raw) if word.startswith("model_engine=")]
     if engines:
         trainer = Setting(value=engines[-1], written=f"model_engine={engines[-1]}")
-        return {} if trainer.value == "megatron" else {"trainer": trainer}
+        if trainer.value == "megatron":
+            return {}
+        return {"trainer": trainer}
     configured = str(keys.last_value(raw, "config_name"))
     is_megatron = "megatron" in configured or any(entry.key.startswith(ENGINE) for entry in raw.entries)
-    return {} if is_megatron else defaults("verl", trainer="FSDP")
+    if is_megatron:
+        return {}
+    return defaults("verl", trainer="FSDP")
 
 
 def _complete(settings: Known, raw: RawRun) -> Known:

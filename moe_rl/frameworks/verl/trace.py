@@ -46,15 +46,23 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     step = integer(batch.get("global_steps", 0), "global_steps")
     groups = _groups(batch)
     with located(path):
-        rows = _padded(batch, routes) if isinstance(routes, np.ndarray) else _jagged(batch, routes)
+        if isinstance(routes, np.ndarray):
+            rows = _padded(batch, routes)
+        else:
+            rows = _jagged(batch, routes)
         for index, ids, num_tokens in rows:
-            group = groups[index] if groups is not None and index < len(groups) else None
+            if groups is not None and index < len(groups):
+                group = groups[index]
+            else:
+                group = None
             yield sequence_of_tokens(ids, num_tokens=num_tokens, name=str(index), group=group, step=step)
 
 
 def _groups(batch: dict[str, Any]) -> list[str] | None:
     uid = batch.get("uid")
-    return [str(value) for value in uid] if isinstance(uid, list | np.ndarray) else None
+    if not isinstance(uid, list | np.ndarray):
+        return None
+    return [str(value) for value in uid]
 
 
 def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:

@@ -70,14 +70,18 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
 def _length(token_ids: object, count: object) -> int | None:
     if isinstance(token_ids, list):
         return len(token_ids)
-    return None if count is None else integer(count, "a token count")
+    if count is None:
+        return None
+    return integer(count, "a token count")
 
 
 def _group(record: dict[str, Any], prompt_ids: object, where: str) -> str | int:
     """Return what marks the prompt: a given group, the prompt's tokens, or the response itself."""
     if "group_id" in record:
         return integer(record["group_id"], "group_id")
-    return prompt_key(prompt_ids) if isinstance(prompt_ids, list) else where
+    if isinstance(prompt_ids, list):
+        return prompt_key(prompt_ids)
+    return where
 
 
 IMPORTER = Importer(

@@ -95,14 +95,18 @@ class ObjectiveBatch(PolicyLossInputs):
     @property
     def gamma_before_clip(self) -> Tensor | None:
         """gamma when the router shift enters before the clip, else None."""
-        return self.router_shift_ratio if self.router_shift_order == "before-clip" else None
+        if self.router_shift_order != "before-clip":
+            return None
+        return self.router_shift_ratio
 
     @property
     def token_log_ratio(self) -> Tensor:
         """d, plus log(gamma) when the router shift enters before the clip; 0 at masked tokens."""
         gamma = self.gamma_before_clip
         # A floor of 0 allows gamma = 0, whose logarithm must stay finite.
-        return self.moved if gamma is None else self.moved + gamma.log().clamp(min=-SAFETY_BOUND)
+        if gamma is None:
+            return self.moved
+        return self.moved + gamma.log().clamp(min=-SAFETY_BOUND)
 
     @property
     def log_ratio(self) -> Tensor:
@@ -223,7 +227,9 @@ class Objective:
 
     def __call__(self, **options: Any) -> "Objective":
         """Return the objective with these options."""
-        return replace(self, options={**self.options, **options}) if options else self
+        if options:
+            return replace(self, options={**self.options, **options})
+        return self
 
     def from_settings(self, settings: Mapping[str, Any], options: Mapping[str, Any]) -> "Objective":
         """Return the objective with a framework's settings, of which it takes its own, and `options`, which win."""
@@ -255,7 +261,9 @@ class Objective:
     @property
     def reads(self) -> tuple[str, ...]:
         """What this objective needs with these options."""
-        return (*self.needs, "rollout_log_prob") if self.options.get("against") == "rollout" else self.needs
+        if self.options.get("against") == "rollout":
+            return (*self.needs, "rollout_log_prob")
+        return self.needs
 
     def token_loss(self, batch: ObjectiveBatch) -> TokenLoss:
         """Return the per-token loss to minimize."""
@@ -288,4 +296,6 @@ class Objective:
 def either(*marks: Tensor | None) -> Tensor | None:
     """Tokens that any of the marks has."""
     masks = [mark for mark in marks if mark is not None]
-    return functools.reduce(torch.logical_or, masks) if masks else None
+    if not masks:
+        return None
+    return functools.reduce(torch.logical_or, masks)

@@ -128,7 +128,10 @@ def opsm(
     """
     terms = ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
     mask, layout = b.valid.mask, b.valid.layout
-    drift = b.moved if against == "old" else b.log_prob - b.behavior_log_prob
+    if against == "old":
+        drift = b.moved
+    else:
+        drift = b.log_prob - b.behavior_log_prob
     dropped = drifted_sequences(drift, b.advantages, mask, layout, opsm_delta)
     share = b.valid.mean(dropped.to(b.advantages.dtype)).sum() / max(layout.num_sequences, 1)
     return TokenLoss(
@@ -405,7 +408,9 @@ def kl_cov(b: ObjectiveBatch, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float 
 
 def _damped(b: ObjectiveBatch) -> Tensor:
     """The advantage of an objective without a ratio, times gamma when it enters before the clip."""
-    return b.advantages if b.gamma_before_clip is None else b.advantages * b.gamma_before_clip
+    if b.gamma_before_clip is None:
+        return b.advantages
+    return b.advantages * b.gamma_before_clip
 
 
 def _square(moved: Tensor) -> Tensor:

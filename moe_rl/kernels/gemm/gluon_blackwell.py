@@ -302,11 +302,11 @@ def _gluon_mx_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias in MXFP8 or 128-blocks; see `reference.forward`."""
-    made, (n, k) = RowsLaunch.of(gemm, out, tile), gemm.weights.shape
-    constants = made.constants | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SPECIALIZED": True}
-    grid, arguments = (min(made.num_tiles, num_programs(out, tile)),), (*made.operands, *made.tiled)
+    setup, (n, k) = RowsLaunch.of(gemm, out, tile), gemm.weights.shape
+    constants = setup.constants | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages, "SPECIALIZED": True}
+    grid, arguments = (min(setup.num_tiles, num_programs(out, tile)),), (*setup.operands, *setup.tiled)
     if gemm.weights.block_shape == MX_BLOCK_SHAPE:
         _gluon_mx_kernel[grid](*arguments, n * (k // MX_BLOCK), **constants)
     else:
-        _gluon_block_kernel[grid](*arguments, *made.scale_strides, **constants)
+        _gluon_block_kernel[grid](*arguments, *setup.scale_strides, **constants)
     return out

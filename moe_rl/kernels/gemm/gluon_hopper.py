@@ -490,18 +490,18 @@ def _gluon_wgrad_kernel(
 
 def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgrad: bool) -> torch.Tensor:
     """Launch out = rows @ W[g].T + bias, or dgrad's rows @ W[g] in bf16; see `reference`."""
-    made = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
-    constants = made.constants | {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
-    grid = (min(made.num_tiles, max(1, num_programs(out, tile) // 2)),)
+    setup = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
+    constants = setup.constants | {"STAGES": tile.num_stages, "SPECIALIZED": True, "num_ctas": 2}
+    grid = (min(setup.num_tiles, max(1, num_programs(out, tile) // 2)),)
     if gemm.row_scale is None:
         launch(
-            _gluon_wide_kernel, grid, *made.operands[::2], *made.tiled, SUM_IS_DENSE=not is_dgrad,
+            _gluon_wide_kernel, grid, *setup.operands[::2], *setup.tiled, SUM_IS_DENSE=not is_dgrad,
             BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
         return out
     of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
     launch(
-        _gluon_kernel, grid, *made.operands, *made.tiled, *made.scale_strides, SCALING="block", BLOCK_N=of_both,
+        _gluon_kernel, grid, *setup.operands, *setup.tiled, *setup.scale_strides, SCALING="block", BLOCK_N=of_both,
         MORE_N=tile.block_n - of_both, **constants,
     )  # fmt: skip
     return out

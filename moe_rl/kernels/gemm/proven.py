@@ -26,7 +26,7 @@ from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem, Op, Scaling, can
 logger = logging.getLogger(__name__)
 
 PROVEN_RUNS = 1000
-"""With equal bits, before a tile may be chosen."""
+"""With equal bits, before a tile may be proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +74,21 @@ class ProvenTiles:
     def tile(self, problem: GemmProblem) -> GemmConfig:
         """Return the fastest proven tile that the groups of `problem` fill on average, or that of the plain loop."""
         plain, rows = config(problem), problem.num_rows // problem.num_groups
-        found = [
+        fitting = [
             proven for proven in self.tiles
             if (proven.op, proven.scaling) == (problem.op, problem.scaling)
             and proven.tile in candidates(problem) and plain.block_m >= 128 and proven.tile.block_m <= max(128, rows)
         ]  # fmt: skip
-        return max(found, key=lambda proven: proven.speedup).tile if found else plain
+        return max(fitting, key=lambda proven: proven.speedup).tile if fitting else plain
 
     def of_code(self, archive: Archive | None) -> "ProvenTiles":
         """Return the record without the tiles of which something else is carried than what was proven."""
         carried = archive.codes_of_tiles if archive is not None else {}
-        kept = [
+        carried_tiles = [
             tile for tile in self.tiles
             if (codes := carried.get(tile_name(tile.op, tile.scaling, tile.tile))) and codes <= set(tile.code)
         ]  # fmt: skip
-        return ProvenTiles(chip=self.chip, measured_on=self.measured_on, tiles=tuple(kept))
+        return ProvenTiles(chip=self.chip, measured_on=self.measured_on, tiles=tuple(carried_tiles))
 
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all."""
@@ -120,30 +120,30 @@ def record_path(chip: Chip) -> Path:
 @cache
 def proven_on(chip: Chip) -> ProvenTiles:
     """Return the tiles of a chip's record whose carried code is what was proven; say once in the log what there is."""
-    path, here = record_path(chip), ProvenTiles(chip=str(chip))
+    path, no_tiles = record_path(chip), ProvenTiles(chip=str(chip))
     if not path.is_file():
         logger.warning("grouped GEMM on %s: plain loop; no such GPU has proven faster tiles (no %s)", chip, path)
-        return here
-    found = ProvenTiles.load(path)
-    if found.chip != str(chip):
-        logger.warning("grouped GEMM on %s: plain loop; %s is of %s", chip, path, found.chip)
-        return here
-    kept = found.of_code(carried_for(chip.capability))
-    if len(kept.tiles) < len(found.tiles):
+        return no_tiles
+    record = ProvenTiles.load(path)
+    if record.chip != str(chip):
+        logger.warning("grouped GEMM on %s: plain loop; %s is of %s", chip, path, record.chip)
+        return no_tiles
+    usable = record.of_code(carried_for(chip.capability))
+    if len(usable.tiles) < len(record.tiles):
         logger.warning(
             "grouped GEMM on %s: %d of %d proven tiles of %s are of other machine code than what is carried",
-            chip, len(found.tiles) - len(kept.tiles), len(found.tiles), path,
+            chip, len(record.tiles) - len(usable.tiles), len(record.tiles), path,
         )  # fmt: skip
-    logger.info("grouped GEMM on %s: %d proven tiles of %s", chip, len(kept.tiles), path)
-    return kept
+    logger.info("grouped GEMM on %s: %d proven tiles of %s", chip, len(usable.tiles), path)
+    return usable
 
 
 def proven_tile(problem: GemmProblem, device: torch.device) -> GemmConfig:
     """Return the tile that a launch of `problem` on `device` takes; nothing can be proven on a CPU."""
     if device.type != "cuda" or not any(tile.specialized for tile in candidates(problem)):
         return config(problem)
-    chosen = _proven_here(device).tile(problem)
-    return chosen if not chosen.specialized or fits(problem, chosen, device) else config(problem)
+    proven = _proven_here(device).tile(problem)
+    return proven if not proven.specialized or fits(problem, proven, device) else config(problem)
 
 
 @cache
@@ -163,7 +163,7 @@ def _fits(name: str, device: torch.device) -> bool:
     if driver is None or archive is None:
         return False
     kernel = next(kernel for kernel in archive.kernels.values() if name in kernel.tiles)
-    held, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
-    if held < wanted:
-        logger.warning("grouped GEMM: plain loop; of %d clusters of %s this GPU holds %d", wanted, name, held)
-    return held >= wanted
+    max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
+    if max_clusters < wanted:
+        logger.warning("grouped GEMM: plain loop; of %d clusters of %s this GPU holds %d", wanted, name, max_clusters)
+    return max_clusters >= wanted

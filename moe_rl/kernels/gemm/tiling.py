@@ -91,17 +91,17 @@ def candidates(problem: GemmProblem) -> tuple[GemmConfig, ...]:
     # FP8 dgrad through pointers takes W apart byte by byte.
     kernels: tuple[Kernel, ...] = ("pointer",)
     if problem.capability >= HOPPER:
-        both = problem.op == "forward" or (problem.op == "dgrad" and problem.scaling == "none")
-        kernels = ("tma", "pointer") if both else ("tma",)
+        has_pointer_loop = problem.op == "forward" or (problem.op == "dgrad" and problem.scaling == "none")
+        kernels = ("tma", "pointer") if has_pointer_loop else ("tma",)
     rows = () if problem.op == "wgrad" else (64, 128)[: 1 if _is_crowded(problem) else 2]
-    others = tuple(
+    alternatives = tuple(
         GemmConfig(
             kernel=kernel, block_m=block_m, block_n=128, block_k=step, num_warps=block_m // 16,
             num_stages=4 if kernel == "tma" else 3,
         )
         for kernel in kernels for block_m in rows
     )  # fmt: skip
-    return tuple(dict.fromkeys((config(problem), *others, *_gluon_configs(problem))))
+    return tuple(dict.fromkeys((config(problem), *alternatives, *_gluon_configs(problem))))
 
 
 def _gluon_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:

@@ -226,16 +226,16 @@ def _launch(gemm: RowsGemm, chosen: GemmConfig | None, *, is_dgrad: bool) -> tor
         from moe_rl.kernels.gemm import gluon_hopper
 
         return gluon_hopper.multiply_rows(gemm, out, tile, is_dgrad=is_dgrad)
-    made = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
-    constants = made.constants | {
+    setup = RowsLaunch.of(gemm, out, tile, is_dgrad=is_dgrad)
+    constants = setup.constants | {
         "SCALING": problem.scaling, "MEET": must_meet(problem), "BLOCK_N": tile.block_n, "num_stages": tile.num_stages,
     }  # fmt: skip
     if tile.kernel == "pointer":
         strides = (1, k) if is_dgrad else (k, 1)
-        _pointer_kernel[(made.num_tiles,)](*made.operands, *made.tiled, *strides, *made.scale_strides, **constants)
+        _pointer_kernel[(setup.num_tiles,)](*setup.operands, *setup.tiled, *strides, *setup.scale_strides, **constants)
     else:
-        _tma_kernel[(min(made.num_tiles, num_programs(a, tile)),)](
-            *made.operands, *made.tiled, *made.scale_strides,
+        _tma_kernel[(min(setup.num_tiles, num_programs(a, tile)),)](
+            *setup.operands, *setup.tiled, *setup.scale_strides,
             SUM_IS_DENSE=not is_dgrad, TRANSPOSE=_must_transpose(problem), **constants,
         )  # fmt: skip
     return out

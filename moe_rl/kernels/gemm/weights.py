@@ -114,13 +114,13 @@ class ExpertWeights(ExpertMatrices):
         buffers = [part.data if isinstance(part, QuantizedTensor) else part for part in parts]
         scales = [part.scale for part in parts if isinstance(part, QuantizedTensor)]
         table = pointer_table(buffers, "expert weights")
-        first = parts[0]
+        sample = parts[0]
         return cls(
             data=table,
             shape=(buffers[0].shape[0], buffers[0].shape[1]),
             dtype=buffers[0].dtype,
             scale=pointer_table(scales, "scales of expert weights", alignment=4) if scales else None,
-            block_shape=first.block_shape if isinstance(first, QuantizedTensor) else None,
+            block_shape=sample.block_shape if isinstance(sample, QuantizedTensor) else None,
             owners=(*buffers, *scales),
         )
 
@@ -223,18 +223,18 @@ def require_table(table: torch.Tensor, what: str) -> None:
 
 def pointer_table(parts: Sequence[torch.Tensor], what: str, alignment: int = ALIGNMENT) -> torch.Tensor:
     """Return int64 [G], on the device of the parts: their addresses, multiples of `alignment` bytes."""
-    first = parts[0]
+    sample = parts[0]
     for index, part in enumerate(parts):
         require(
             part.dim() == 2 and part.is_contiguous(),
             f"{what}: part {index} must be a dense matrix, got {tuple(part.shape)}, strides {part.stride()}.",
         )
-        require_form(f"{what}: part {index}", part, tuple(first.shape), (first.dtype,), beside=first)
+        require_form(f"{what}: part {index}", part, tuple(sample.shape), (sample.dtype,), beside=sample)
         require(
             part.data_ptr() % alignment == 0,
             f"{what}: part {index} must start at a multiple of {alignment} bytes.",
         )
-    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(first.device)
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(sample.device)
 
 
 def read_part(data: torch.Tensor, group: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

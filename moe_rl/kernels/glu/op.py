@@ -32,15 +32,15 @@ _SPEC = "float alpha, float limit, float up_shift, str layout"
 
 def _rows(
     h: torch.Tensor, probs: torch.Tensor | None, bias: torch.Tensor | None, m_offsets: torch.Tensor | None,
-    alpha: float, limit: float, up_shift: float, layout: Layout, *others: Any,
+    alpha: float, limit: float, up_shift: float, layout: Layout, *arguments: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `_ROWS` and `_SPEC` as one `GluRows`, and the others."""
     spec = GluSpec(alpha=alpha, limit=limit, up_shift=up_shift, layout=layout)
-    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec), *others
+    return GluRows(h=h, probs=probs, bias=bias, m_offsets=m_offsets, spec=spec), *arguments
 
 
-def _grad_and_rows(grad_out: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    return grad_out, *_rows(*others)
+def _grad_and_rows(grad_out: torch.Tensor, *arguments: Any) -> tuple[Any, ...]:
+    return grad_out, *_rows(*arguments)
 
 
 def _empty_gradients(

@@ -95,6 +95,6 @@ def swiglu_backward_quantize(
     """Return (`quantize_both` of grad_h, `quantize_columns` of `swiglu`, grad_probs, grad_bias): eight tensors."""
     assert rows.m_offsets is not None, "op.py asks for m_offsets"
     grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
-    both = quantize_both(grad_h, rows.m_offsets, tiles, rounding)
+    grad_codes = quantize_both(grad_h, rows.m_offsets, tiles, rounding)
     act = quantize_columns(swiglu(rows), rows.m_offsets, tiles, rounding)
-    return *both, *act, grad_probs, grad_bias
+    return *grad_codes, *act, grad_probs, grad_bias

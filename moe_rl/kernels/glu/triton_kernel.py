@@ -229,6 +229,6 @@ def swiglu_backward_quantize(
         return triton_one_pass.launch(grad_out, rows, tiles, rounding)
     # What no model has, and blocks of 128 columns of grad_h that hold both gates and ups: several passes.
     grad_h, grad_probs, grad_bias = swiglu_backward(grad_out, rows)
-    both = quantize_both(grad_h, m_offsets, tiles, rounding)
+    grad_codes = quantize_both(grad_h, m_offsets, tiles, rounding)
     act = quantize_columns(swiglu(rows), m_offsets, tiles, rounding)
-    return *both, *act, grad_probs, grad_bias
+    return *grad_codes, *act, grad_probs, grad_bias

@@ -82,5 +82,5 @@ def gather_row_values(values: torch.Tensor, token_k_to_row: torch.Tensor) -> tor
     """Return [T, K]: the value of each pair's row, 0 for pairs without row."""
     if values.shape[0] == 0:
         return values.new_zeros(token_k_to_row.shape)
-    found = values[token_k_to_row.clamp_min(0)]
-    return torch.where(token_k_to_row >= 0, found, torch.zeros_like(found))
+    row_values = values[token_k_to_row.clamp_min(0)]
+    return torch.where(token_k_to_row >= 0, row_values, torch.zeros_like(row_values))

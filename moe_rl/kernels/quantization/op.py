@@ -144,12 +144,13 @@ def empty_weight_codes(weights: Sequence[torch.Tensor], *, transpose: bool) -> l
     return [next(by_shape[weight.shape]) for weight in weights]
 
 
-def _empty_codes(alike: Sequence[torch.Tensor], transpose: bool) -> list[WeightCodes]:
-    shape, device = tuple(alike[0].shape), alike[0].device
-    sides = [empty_codes((len(alike), *side), (BLOCK, BLOCK), device) for side in (shape, shape[::-1])[: 1 + transpose]]
+def _empty_codes(weights: Sequence[torch.Tensor], transpose: bool) -> list[WeightCodes]:
+    shape, device = tuple(weights[0].shape), weights[0].device
+    shapes = (shape, shape[::-1])[: 1 + transpose]
+    sides = [empty_codes((len(weights), *side), (BLOCK, BLOCK), device) for side in shapes]
     parts = [
         [QuantizedTensor(data=data[at], scale=scale[at], block_shape=(BLOCK, BLOCK)) for data, scale in sides]
-        for at in range(len(alike))
+        for at in range(len(weights))
     ]
     return [WeightCodes(plain=part[0], transposed=part[1] if transpose else None) for part in parts]
 
@@ -170,10 +171,10 @@ def quantize_weights(
     require(len(weights) == len(into), f"quantize_weights: {len(weights)} matrices, room for {len(into)}.")
     if not weights:
         return
-    first, transpose = weights[0], into[0].transposed is not None
+    sample, transpose = weights[0], into[0].transposed is not None
     for index, (weight, codes) in enumerate(zip(weights, into, strict=True)):
         what = f"quantize_weights: matrix {index}"
-        require_form(what, weight, ("N", "K"), FLOATING if index == 0 else (first.dtype,), beside=first)
+        require_form(what, weight, ("N", "K"), FLOATING if index == 0 else (sample.dtype,), beside=sample)
         require(weight.is_contiguous(), f"{what} must be dense, got strides {weight.stride()}.")
         require(
             codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,

@@ -69,9 +69,9 @@ def quantize_weights(
     """Write the codes [N, K] and scales of every matrix, each before its own transposed ones where those are wanted."""
     sides = 1 + transpose
     for index, weight in enumerate(weights):
-        for out, made in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding), strict=True):
+        for out, result in zip((codes, scales), quantize(weight, (BLOCK, BLOCK), rounding), strict=True):
             # torch copies no strided E4M3, but bytes; what has one row `.contiguous()` leaves strided.
-            for side, part in enumerate((made, made.t().clone(memory_format=torch.contiguous_format))[:sides]):
+            for side, part in enumerate((result, result.t().clone(memory_format=torch.contiguous_format))[:sides]):
                 out[index * sides + side].view(torch.uint8).copy_(part.view(torch.uint8))
 
 

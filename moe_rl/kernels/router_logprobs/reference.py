@@ -12,9 +12,9 @@ def gather_logprobs(logits: torch.Tensor, expert_ids: torch.Tensor, score_functi
     if score_function != "sigmoid":
         scores = scores - scores.logsumexp(dim=1, keepdim=True)
     ids = expert_ids.to(torch.int64)
-    known = (ids >= 0) & (ids < logits.shape[1])
-    chosen = scores.gather(1, ids.where(known, 0))
-    return torch.where(known, chosen, torch.zeros_like(chosen))
+    is_expert = (ids >= 0) & (ids < logits.shape[1])
+    logprobs = scores.gather(1, ids.where(is_expert, 0))
+    return torch.where(is_expert, logprobs, torch.zeros_like(logprobs))
 
 
 def gather_logprobs_backward(
@@ -27,12 +27,13 @@ def gather_logprobs_backward(
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ids = expert_ids.to(torch.int64)
-    known = (ids >= 0) & (ids < logits.shape[1])
-    grad_known = torch.where(known, grad_out.to(values.dtype), torch.zeros((), dtype=values.dtype, device=ids.device))
-    grad = torch.zeros_like(values).scatter_add(1, ids.where(known, 0), grad_known)
+    is_expert = (ids >= 0) & (ids < logits.shape[1])
+    zero = torch.zeros((), dtype=values.dtype, device=ids.device)
+    grad_values = torch.where(is_expert, grad_out.to(values.dtype), zero)
+    grad = torch.zeros_like(values).scatter_add(1, ids.where(is_expert, 0), grad_values)
     if score_function != "sigmoid":
         scores = values if score_function == "softmax" else logsigmoid(values)
-        grad = grad - torch.softmax(scores, dim=1) * grad_known.sum(1, keepdim=True)
+        grad = grad - torch.softmax(scores, dim=1) * grad_values.sum(1, keepdim=True)
     if score_function != "softmax":
         grad = grad * torch.sigmoid(-values)
     return grad.to(logits.dtype)

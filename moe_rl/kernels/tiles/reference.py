@@ -18,7 +18,7 @@ def tile_map(m_offsets: torch.Tensor, num_rows: int, block_m: int) -> tuple[torc
     group = torch.searchsorted(ends, tile, right=True)
     safe = group.clamp_max(num_groups)
     within = tile - (ends - tiles_of_group)[safe]
-    first = with_tail[safe] + within * block_m
-    columns = (safe, first, with_tail[safe + 1], within)
+    start = with_tail[safe] + within * block_m
+    columns = (safe, start, with_tail[safe + 1], within)
     entries = torch.stack([torch.where(group <= num_groups, column, -1) for column in columns], dim=1)
     return entries.to(torch.int32), ends[-1:].to(torch.int32)

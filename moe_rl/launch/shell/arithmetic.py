@@ -32,4 +32,6 @@ def run_statement(text: str, numbers: Mapping[str, int]) -> tuple[bool | None, d
         new = evaluate(f"{name}{action[0]}1", numbers)
     else:
         new = evaluate(f"{name}{sign}({right})" if sign else right, numbers)
-    return (None, {}) if new is None else (bool(new), {name: new})
+    if new is None:
+        return (None, {})
+    return (bool(new), {name: new})

@@ -14,11 +14,17 @@ def test(words: list[Text]) -> bool | None:
         if joint in (texts := [word.text for word in words]):
             at = texts.index(joint)
             results = [test(words[:at]), test(words[at + 1 :])]
-            return absorbing if absorbing in results else None if None in results else not absorbing
+            if absorbing in results:
+                return absorbing
+            if None in results:
+                return None
+            return not absorbing
     texts = [word.text for word in words]
     if texts[:1] == ["!"]:
         inner = test(words[1:])
-        return None if inner is None else not inner
+        if inner is None:
+            return None
+        return not inner
     # `[ -z "$UNSET" ]`: a variable that no file sets is taken to be unset, as it is in a clean shell.
     unknown = any(word.missing and not only_unset(word) for word in words)
     if unknown:

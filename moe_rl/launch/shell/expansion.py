@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +37,10 @@ class Expansion:
         old = self.variables.get(name)
         if assignment.append and old:
             # `A+=(x)` adds an element, `A+=x` adds to the text of the first one.
-            value = old + value if isinstance(assignment.value, tuple) else [glued(old[0], value[0]), *old[1:]]
+            if isinstance(assignment.value, tuple):
+                value = old + value
+            else:
+                value = [glued(old[0], value[0]), *old[1:]]
         self.variables[name] = value
 
     def value(self, assignment: Assignment) -> Value:
@@ -68,11 +72,17 @@ class Expansion:
                 if index and open_field is not None:
                     fields.append(open_field)
                     open_field = None
-                open_field = piece if open_field is None else glued(open_field, piece)
-        fields += [open_field] if open_field is not None else []
+                if open_field is None:
+                    open_field = piece
+                else:
+                    open_field = glued(open_field, piece)
+        if open_field is not None:
+            fields.append(open_field)
         # "${ARGS[@]}" of an empty array is no word at all, "$EMPTY" is an empty one.
         vanishes = any(part.kind == "variable" and part.text.endswith(("@", "*", "[@]", "[*]")) for part in raw.parts)
-        return [] if vanishes and [(text.text, text.missing) for text in fields] == [("", ())] else fields
+        if vanishes and [(text.text, text.missing) for text in fields] == [("", ())]:
+            return []
+        return fields
 
     def _part(self, part: Part, line: int) -> list[Text]:
         where = self.where(line)
@@ -80,7 +90,10 @@ class Expansion:
             return [Text(text=part.text, where=where)]
         if part.kind == "arithmetic":
             text = self.expand_one(RawWord(tuple(Parser(part.text, line=line).quoted(end="")), line))
-            number = None if text.missing else evaluate(text.text, self.numbers())
+            if text.missing:
+                number = None
+            else:
+                number = evaluate(text.text, self.numbers())
             if number is None:
                 return [Text(text="", where=where, missing=text.missing or (f"$(({part.text}))",))]
             return [Text(text=str(number), where=where)]
@@ -96,16 +109,19 @@ class Expansion:
         length, name, index, operation = match.groups()
         value = self._lookup(name, index, where)
         if length:
-            count = None if value is None else len(value) if index else len(value[0].text) if value else 0
-            return [Text(text="" if count is None else str(count), where=where)]
+            return [Text(text=_length_of(value, is_array=bool(index)), where=where)]
         if operation:
             return self._operated(name, value, operation, where)
         if value is None:
-            return [] if name in "@*" else [Text(text="", where=where, missing=(f"${name}",))]
+            if name in "@*":
+                return []
+            return [Text(text="", where=where, missing=(f"${name}",))]
         if part.quoted and index == "[*]":
             # "${A[*]}" is one word, with the first character of IFS between the elements.
             separators = self.variables.get("IFS")
-            joint = separators[0].text[:1] if separators and separators[0].text else " "
+            joint = " "
+            if separators and separators[0].text:
+                joint = separators[0].text[:1]
             return [Text(text=joint.join(field.text for field in value), where=where)]
         return value
 
@@ -118,20 +134,32 @@ class Expansion:
         value = self.variables.get(name)
         if value is None or index in ("[@]", "[*]") or name == "@":
             return value
-        position = evaluate(index[1:-1], self.numbers()) if index else 0
+        position = 0
+        if index:
+            position = evaluate(index[1:-1], self.numbers())
         if position is None or not -len(value) <= position < len(value):
-            return None if index else value
+            if index:
+                return None
+            return value
         return [value[position]]
 
     def _operated(self, name: str, value: list[Text] | None, operation: str, where: Where) -> list[Text]:
-        text = " ".join(field.text for field in value) if value is not None else ""
+        if value is not None:
+            text = " ".join(field.text for field in value)
+        else:
+            text = ""
         empty = value is None or (not text and not any(field.missing for field in value))
         operator = next((default for default in DEFAULTS if operation.startswith(default)), "")
         if operator:
-            unset = empty if operator.startswith(":") else value is None
+            if operator.startswith(":"):
+                unset = empty
+            else:
+                unset = value is None
             # `+` gives its word where the variable is set, all others where it is not.
             if unset == (operator[-1] == "+"):
-                return [] if unset else value or []
+                if unset:
+                    return []
+                return value or []
             if operator[-1] == "?":
                 return [Text(text="", where=where, missing=(f"${name}",))]
             default = self.expand_one(Parser(operation[len(operator) :], line=where.line).word(until=TEXT_END))
@@ -164,7 +192,10 @@ def same(left: Value | None, right: Value) -> bool:
 
 def glued(left: Text, right: Text) -> Text:
     """Return two texts as one word."""
-    where = left.where if left.text else right.where
+    if left.text:
+        where = left.where
+    else:
+        where = right.where
     return Text(text=left.text + right.text, where=where, missing=left.missing + right.missing)
 
 
@@ -178,8 +209,19 @@ def split(value: Text) -> list[Text]:
         )
         for match in re.finditer(r"\S+", value.text)
     ]
-    # An unknown value may be empty, and a finding must still name what it hangs on.
-    return fields or ([Text(text="", where=value.where, missing=value.missing)] if value.missing else [])
+    if not fields and value.missing:
+        # An unknown value may be empty, and a finding must still name what it hangs on.
+        return [Text(text="", where=value.where, missing=value.missing)]
+    return fields
+
+
+def _length_of(value: Sequence[Text] | None, *, is_array: bool) -> str:
+    """Return what `${#name}` (letters) or `${#name[@]}` (words) is; "" if the variable is not known."""
+    if value is None:
+        return ""
+    if is_array:
+        return str(len(value))
+    return str(len(value[0].text)) if value else "0"
 
 
 def trimmed(text: str, operation: str) -> str | None:
@@ -192,7 +234,9 @@ def trimmed(text: str, operation: str) -> str | None:
     ends = range(len(text) + 1)
     # A doubled operator takes the longest piece that fits the pattern, a single one the shortest.
     for end in reversed(ends) if longest == front else ends:
-        piece, remainder = (text[:end], text[end:]) if front else (text[end:], text[:end])
+        piece, remainder = text[:end], text[end:]
+        if not front:
+            piece, remainder = remainder, piece
         if fnmatch.fnmatchcase(piece, pattern):
             return remainder
     return text

@@ -91,7 +91,9 @@ class Shell(Expansion):
                 return holds
             case "!":
                 inner = self._run_one(command.bodies[0][0])
-                return None if inner is None else not inner
+                if inner is None:
+                    return None
+                return not inner
             case "&&" | "||" | "|":
                 return self._joined(command)
             case "if":
@@ -134,7 +136,9 @@ class Shell(Expansion):
         done = self._run_one(right)
         if result is None:
             self.ended = False  # `known_to_the_machine || exit 1` may go on
-        return None if result is None and done is not enough else done
+        if result is None and done is not enough:
+            return None
+        return done
 
     def _if(self, bodies: Sequence[Body]) -> bool | None:
         possible: list[Body] = []
@@ -182,7 +186,10 @@ class Shell(Expansion):
             if all(same(value, decided) for value in values):
                 self.variables[name] = decided
             else:
-                where = decided[0].where if decided else Where(path=str(self.path))
+                if decided:
+                    where = decided[0].where
+                else:
+                    where = Where(path=str(self.path))
                 self.variables[name] = [Text(text="", where=where, missing=(name,))]
         return None
 
@@ -285,7 +292,8 @@ class Shell(Expansion):
         result = self.follow(self.functions[name])
         self.depth -= 1
         del self.variables["@"]
-        self.variables |= {} if before is None else {"@": before}
+        if before is not None:
+            self.variables["@"] = before
         return result
 
     def _print(self, name: str, arguments: list[Text], printed: list[str]) -> bool | None:
@@ -312,7 +320,9 @@ class Shell(Expansion):
                 printed.append(str(self.folder))
             case _:
                 printed.append(UNKNOWN)
-        return None if printed[-1:] == [UNKNOWN] else True
+        if printed[-1:] == [UNKNOWN]:
+            return None
+        return True
 
     def substituted(self, text: str, line: int) -> Text:
         """Return what `$( )` prints, where that follows from the script."""
@@ -323,8 +333,6 @@ class Shell(Expansion):
         printed = child.printed or []
         is_certain = bool(printed) and UNKNOWN not in printed
         excerpt = " ".join(text.strip().split("\n")[0].split())[:60]
-        return Text(
-            text="\n".join(printed) if is_certain else "",
-            where=self.where(line),
-            missing=() if is_certain else (f"$({excerpt})",),
-        )
+        if not is_certain:
+            return Text(text="", where=self.where(line), missing=(f"$({excerpt})",))
+        return Text(text="\n".join(printed), where=self.where(line))

@@ -46,7 +46,9 @@ class RawWord:
     def bare(self) -> str | None:
         """Return the word's text where it holds nothing to expand and no quotes."""
         plain = all(part.kind == "text" and not part.quoted for part in self.parts)
-        return "".join(part.text for part in self.parts) if plain else None
+        if not plain:
+            return None
+        return "".join(part.text for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class Parser:
     def take(self, pattern: str | re.Pattern[str]) -> str:
         """Return what stands here of a pattern, and go behind it; empty where nothing does."""
         match = re.compile(pattern).match(self.text, self.position)
-        return self.advance(match.end() - match.start()) if match else ""
+        if not match:
+            return ""
+        return self.advance(match.end() - match.start())
 
     def expect(self, word: str) -> None:
         """Go behind a keyword or a bracket, or raise that it is missing."""

@@ -141,7 +141,9 @@ class GroupedSlots:
             fc1_bias=fc1_bias,
             fc2_bias=fc2_bias,
         )
-        return call_in_backward(run.refill, output) if run.replicas else output
+        if run.replicas:
+            return call_in_backward(run.refill, output)
+        return output
 
     def _tables_of(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
         """Return fc1 and fc2 of all filled slots as tables."""
@@ -278,7 +280,9 @@ class _Run:
 def _sent(values: list[int], device: torch.device) -> torch.Tensor:
     """Return int32 values on a device; from pinned memory, so that the host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=torch.int32)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def share_replica_codes(layers: Sequence[Experts]) -> None:
@@ -309,7 +313,9 @@ def _stacked_biases(operands: Sequence[Weights]) -> tuple[torch.Tensor | None, t
     """Return the biases [slots, 2 F] and [slots, H]; None where there are none."""
     by_slot = [[part for part in operand if part.dim() != MATRIX_AXES] for operand in operands]
     stacked = [torch.stack(parts) for parts in zip(*by_slot, strict=True)]
-    return (stacked[0], stacked[1]) if stacked else (None, None)
+    if stacked:
+        return (stacked[0], stacked[1])
+    return (None, None)
 
 
 def _matrix_shape(part: torch.Tensor) -> tuple[int, int]:

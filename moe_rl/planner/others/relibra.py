@@ -86,7 +86,9 @@ class RelibraPlanner(Planner):
                 seed=problem.seed,
             )
         home = _seated(before, node, problem)
-        return home if topology.ranks_per_domain == 1 else self._ranks_in_node(problem, total, before, home)
+        if topology.ranks_per_domain == 1:
+            return home
+        return self._ranks_in_node(problem, total, before, home)
 
     def _ranks_in_node(self, problem: PlanProblem, total: Ints, before: Ints, home: Ints) -> Ints:
         """Return `home` [L, E] after swaps between the ranks of each node, on computed rows alone.

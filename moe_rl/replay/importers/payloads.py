@@ -74,7 +74,9 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
         f"the .npy file declares {dtype} {list(shape)}, but holds {size} bytes.",
     )
     array = np.frombuffer(data, dtype, offset=file.tell())
-    return array.reshape(shape[::-1]).T if order else array.reshape(shape)
+    if order:
+        return array.reshape(shape[::-1]).T
+    return array.reshape(shape)
 
 
 def as_routes(value: object) -> NDArray[np.integer]:

@@ -189,7 +189,9 @@ def _number_dtype(code: str) -> np.dtype[Any]:
 def _shaped(flat: NDArray[Any], shape: tuple[Any, ...], *, fortran: bool = False) -> NDArray[Any]:
     require(all(type(extent) is int and extent >= 0 for extent in shape), "an array has an impossible shape")
     require(math.prod(shape) == flat.size, f"an array of shape {list(shape)} has {flat.size} values")
-    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    if fortran:
+        return flat.reshape(shape[::-1]).T
+    return flat.reshape(shape)
 
 
 def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *_: object) -> object:
@@ -252,7 +254,9 @@ _STAND_INS: dict[tuple[str, str], _Call] = {
 def _plain(value: Any, done: dict[int, Any]) -> Any:
     """Replace finished array holders inside dicts, lists and tuples; each object is visited once."""
     if isinstance(value, _Array):
-        return Opaque() if value.value is None else value.value
+        if value.value is None:
+            return Opaque()
+        return value.value
     if type(value) not in (dict, list, tuple):
         return value
     if id(value) not in done:
