@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_known
+from moe_rl.core.mappings import attributes, not_none, without
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import Software, SoftwareCosts
 from moe_rl.core.topology import FABRIC_CONSTANTS, INFINIBAND, MAY_BE_UNKNOWN, NO_CONSTANT, HardwareSpec
@@ -135,7 +136,7 @@ class _Cluster(_Strict):
 def _spreads(constants: Mapping[str, Any]) -> dict[str, float]:
     """Return the spreads of those constants whose file gives one."""
     spreads = {name: getattr(constant, "spread", None) for name, constant in constants.items()}
-    return {name: spread for name, spread in spreads.items() if spread is not None}
+    return not_none(spreads)
 
 
 def _constant(item: Field[Any]) -> tuple[type[_Strict], Any]:
@@ -292,7 +293,7 @@ def load_software(name: str) -> Software:
         raise InvalidInputError(f"unknown software {name!r}.{nearest_name(name.lower(), software_names())}")
     content = _software_content(path)
     file = checked(content, SoftwareFile, where=str(path))
-    constants: dict[str, Any] = {cost: getattr(file, cost) for cost in _COSTS}
+    constants: dict[str, Any] = attributes(file, _COSTS)
     return Software(
         name=file.name,
         costs=SoftwareCosts(**{cost: constant.value for cost, constant in constants.items()}),
@@ -388,7 +389,7 @@ def model_from_trace(
     loaded = LoadedModel(
         spec=spec, origin="layers, experts and top-k of the trace", assumptions=(note,) if assumed else ()
     )
-    return override_model(loaded, {key: value for key, value in overrides.items() if key not in ASSUMED_SHAPE})
+    return override_model(loaded, without(overrides, ASSUMED_SHAPE))
 
 
 def override_model(model: LoadedModel, overrides: Mapping[str, int]) -> LoadedModel:

@@ -65,7 +65,7 @@ def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable
     # An unknown key first: it is often the misspelt name of a key that is then missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     detail = problems[0]
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
         return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
     if detail["type"] == "missing":

@@ -14,6 +14,7 @@ from moe_rl.cli.console import Advance, print_json, progress_bar, results, say, 
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require, require_kind
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.core.outputs import printable
 from moe_rl.report.units import format_bytes, listed
 from moe_rl.study.collect_notes import collected_notes
@@ -123,7 +124,7 @@ def synth(
     from moe_rl.study.traces import open_trace, routes_of_step
 
     shape: dict[str, Any] = {"num_layers": num_layers, "num_experts": num_experts, "top_k": moe_router_topk}
-    wanted = {key: value for key, value in (shape | {"seed": seed}).items() if value is not None}
+    wanted = not_none(shape | {"seed": seed})
     for text in option or []:
         key, equals, value = text.partition("=")
         require(bool(key and equals), f"--option {text!r} must read name=value.")
@@ -139,7 +140,7 @@ def synth(
         if like_trace is not None:
             advance("calibrating", 0, 1)
             generator = generator.like(routes_of_step(open_trace(like_trace)))
-            fitted = {name: getattr(generator.config, name) for name in ("num_topics", "topic_sigma")}
+            fitted = attributes(generator.config, ("num_topics", "topic_sigma"))
             wanted |= fitted
         num_steps = int(getattr(generator.config, "num_steps", 1))
         # Piece by piece: a trace of Qwen3-235B with 1.3 M tokens is 1 GB of routes.

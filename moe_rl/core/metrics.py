@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
+from moe_rl.core.mappings import not_none
 from moe_rl.core.plan import Plan, PlannedSplit, ReplicaPlan
 
 
@@ -119,4 +120,4 @@ class StepPrediction:
     def as_json(self) -> dict[str, object]:
         """Return the computed figures by name, without the policy's own name."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "policy"}
-        return {name: value for name, value in values.items() if value is not None}
+        return not_none(values)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import not_none
 
 STANDARD_OUTPUT = 1  # The descriptor.
 
@@ -19,7 +20,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     same as another output; `-`, standard output, is for `--json` alone.
     """
     # Checked before hours of work, not after: a typing error in a path must not cost a result.
-    files = {option: path for option, path in paths.items() if path is not None}
+    files = not_none(paths)
     written = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
     for option, path in written.items():
         name = f"{option} {path}".strip()

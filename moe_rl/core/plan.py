@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moe_rl.core.capacity import Capacity
 from moe_rl.core.errors import require, require_shapes
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.mappings import attributes
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan_archive import write_archive
 
@@ -196,9 +197,9 @@ class Plan:
 
         `moe_rl.load_plan` reads it. Raises `InvalidInputError` for another suffix, and where nothing can be written.
         """
-        parts = {name: getattr(self, name) for name in ("layout", "placement", "replicas", "migration")}
+        parts = attributes(self, ("layout", "placement", "replicas", "migration"))
         plain = [item.name for item in fields(self) if item.name not in (*parts, "capacity")]
-        facts: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        facts: dict[str, Any] = attributes(self, plain)
         lists = {"parameters": dict(self.parameters), "notes": list(self.notes)}
         write_archive(Path(path), parts, {**facts, **lists, "hash": self.hash})
 

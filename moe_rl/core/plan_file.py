@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.mappings import subset
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.plan_archive import DESCRIPTION, SCHEMA
@@ -36,7 +37,7 @@ def load_plan(path: Path | str) -> Plan:
     require(path.is_file(), f"there is no plan file {path}.")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            arrays = subset(archive, archive.files)
         description = json.loads(arrays.pop(DESCRIPTION).tobytes())
         require(
             description["schema"] == SCHEMA,
@@ -59,5 +60,5 @@ def _plan(arrays: Mapping[str, NDArray[Any]], description: Mapping[str, Any]) ->
             name.removeprefix(f"{part}."): array for name, array in arrays.items() if name.startswith(f"{part}.")
         }
         parts[part] = kind(**columns, **description["parts"][part])
-    values = {name: description[name] for name in _FIELDS}
+    values = subset(description, _FIELDS)
     return Plan(**parts, **values | {"notes": tuple(values["notes"])})

@@ -198,7 +198,7 @@ def layout_of_cells(
         micro_batch=columns[0],
         dp_rank=columns[1],
         order=columns[2],
-        num_micro_batches=max((len(row) for row in cells), default=0),
+        num_micro_batches=max(map(len, cells), default=0),
         num_dp_ranks=len(cells),
         token_budget=token_budget,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from moe_rl.core.errors import InvalidInputError, require_known, require_least, require_positive
+from moe_rl.core.mappings import without
 
 TUNED, TYPICAL = "tuned", "typical"
 
@@ -91,6 +92,6 @@ class Software:
             except ValueError:
                 raise InvalidInputError(f"--software {name}={text}: {text!r} is not a number.") from None
         # What a user states is known: it has no spread.
-        spreads = {name: spread for name, spread in self.spreads.items() if name not in numbers}
+        spreads = without(self.spreads, numbers)
         sources = {**self.sources, **dict.fromkeys(numbers, "--software")}
         return replace(self, costs=replace(self.costs, **numbers), spreads=spreads, sources=sources)

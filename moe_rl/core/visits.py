@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.cost import Floats, LayerRows
 from moe_rl.core.load import StepLoad
+from moe_rl.core.mappings import attributes
 from moe_rl.core.metrics import rows_taken
 from moe_rl.core.native import native_core
 from moe_rl.core.plan import Plan
@@ -49,7 +50,7 @@ class CountedVisits:
         is_counted = np.asarray(self.counted)[..., None, None]
         names = ("rank_visits", "nic_ingress", "nic_egress")
         if self.nics is not None:
-            return replace(rows, **{name: getattr(self, name) for name in names})
+            return replace(rows, **attributes(self, names))
         return replace(rows, **{name: np.where(is_counted, getattr(self, name), getattr(rows, name)) for name in names})
 
     def _per_nic(self, axis: int) -> Floats:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from moe_rl.core.mappings import attributes
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
 from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
@@ -134,7 +135,7 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
 
 def settings_as_json(settings: RunSettings) -> dict[str, object]:
     """Return every known setting: its value, how it was written, and where."""
-    settings_by_name = {name: getattr(settings, name) for name in KINDS}
+    settings_by_name = attributes(settings, KINDS)
     return {
         name: {
             "value": setting.value,

@@ -29,6 +29,7 @@ from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.schedule import require_usable_policy
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
+from moe_rl.core.mappings import attributes, without
 from moe_rl.planner.others.static import StaticPlanner
 from moe_rl.yaml_files import read_yaml
 
@@ -98,7 +99,7 @@ class Settings:
     def in_common(self) -> dict[str, Any]:
         """Return what, beside `balancer`, all ranks must have in common: paths and ports may be those of a host."""
         facts: dict[str, Any] = {"the names of settings": sorted(self.given)}
-        facts |= {name: getattr(self, name) for name in ("strict", "check", "telemetry", "router_shift")}
+        facts |= attributes(self, ("strict", "check", "telemetry", "router_shift"))
         facts["whether routes are recorded"] = self.record is not None
         facts["whether a driver plans"] = self.plans is not None
         facts["until"] = None if self.until is None else (self.until.updates, self.until.file is not None)
@@ -139,7 +140,7 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
         name: Path(value) if isinstance(value, str) else value for name, value in run_fields.items() if value != ""
     }
     return Settings(
-        balancer=balancer_config({name: value for name, value in block.items() if name not in (*RUN_FIELDS, UNTIL)}),
+        balancer=balancer_config(without(block, (*RUN_FIELDS, UNTIL))),
         given=frozenset(block),
         until=None if until is None else Until.of(until),
         **run,

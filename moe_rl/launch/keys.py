@@ -103,7 +103,7 @@ class Reader:
         unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
         fields = {name: setting for name, setting in settings.items() if name in KINDS}
-        options = {name: setting for name, setting in settings.items() if name not in KINDS}
+        options = without(settings, KINDS)
         return ReadRun(
             settings=RunSettings(framework=self.name, options=options, **fields),
             num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
@@ -154,7 +154,7 @@ def _largest(value: object) -> object:
         values = value
     else:
         values = str(value).split()
-    return max(float(item) for item in values)
+    return max(map(float, values))
 
 
 def _names_fp8(value: object) -> bool:

@@ -90,7 +90,7 @@ def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
             for piece in pieces
         ]
     if branches:
-        lines = ", ".join(str(line) for line in dict.fromkeys(branches[:8]))
+        lines = ", ".join(map(str, dict.fromkeys(branches[:8])))
         run.notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
     return words
 
@@ -203,7 +203,7 @@ def _strings(node: ast.AST, constants: Mapping[str, object], *, inside_branch: b
         pieces = [
             piece.value if isinstance(piece, ast.Constant) else _formatted(piece, constants) for piece in node.values
         ]
-        yield "".join(str(piece) for piece in pieces), node.lineno, inside_branch
+        yield "".join(map(str, pieces)), node.lineno, inside_branch
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring

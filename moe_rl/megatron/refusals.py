@@ -37,7 +37,7 @@ class Refusal:
         if self.with_copies:
             copies = "with copies of experts, or experts='grouped' (without slots for them homes still move)"
             return f"{name} is not supported {copies}: {self.reason}."
-        remedy = f"; set it to {' or '.join(str(word) for word in self.allowed)}" if self.allowed else ""
+        remedy = f"; set it to {' or '.join(map(str, self.allowed))}" if self.allowed else ""
         remedy += "".join(f"; BalancerConfig({name}={word!r}) allows it" for name, word in self.unless.items())
         return f"{name} is not supported: {self.reason}{remedy}."
 

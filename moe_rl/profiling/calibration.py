@@ -159,7 +159,7 @@ def calibrate(
         hardware=_with_sources(hardware, fit, source),
         software=_software_with_sources(software, fit, source),
         constants=fit.moved(),
-        groups=tuple(group_error(group) for group in sorted({m.group for m in measurements})),
+        groups=tuple(map(group_error, sorted({m.group for m in measurements}))),
     )
 
 

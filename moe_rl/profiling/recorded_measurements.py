@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.profiling.attribution import AttributedWork, Call, expert_seconds
 from moe_rl.profiling.measurements import PHASES, Measurement
@@ -108,6 +109,6 @@ def _row(shape: RecordedShape, kind: str, phase: str, seconds: Sequence[float]) 
         phase=phase,
         # The median: the first calls of a recording often wait for an allocation or for a kernel to load.
         time_ms=1e3 * median(seconds),
-        **{name: getattr(shape.model, name) for name in of_model},
-        **{name: getattr(shape, name) for name in of_run},
+        **attributes(shape.model, of_model),
+        **attributes(shape, of_run),
     )

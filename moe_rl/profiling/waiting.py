@@ -79,5 +79,5 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
     return WaitSplit(
         transfers_s=transfers,
         wait_s=tuple(sum(durations.values()) - transfer for durations in measured),
-        experts_s=tuple(expert_seconds(attributed) for attributed in per_rank),
+        experts_s=tuple(map(expert_seconds, per_rank)),
     )

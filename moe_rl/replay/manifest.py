@@ -196,7 +196,7 @@ def _schema() -> TypeAdapter[Manifest]:
 def _sentence(error: ValidationError) -> str:
     """Return what is wrong with the first value that does not fit."""
     detail = error.errors()[0]
-    place = ".".join(str(key) for key in detail["loc"])
+    place = ".".join(map(str, detail["loc"]))
     message = detail["msg"].removeprefix("Value error, ").rstrip(".")
     if place:
         return f"{place}: {message}"

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.reduce import count_runs
 from moe_rl.core.trace import COUNT_FIELDS, SEQUENCE_FIELDS, TOKEN_FIELDS, RoutingTrace, SequenceCounts
 
@@ -71,14 +72,14 @@ def count_sequences(trace: RoutingTrace) -> SequenceCounts:
         moe_layer_ids=trace.moe_layer_ids,
         provenance=trace.provenance,
         model=trace.model,
-        **{name: getattr(trace, name) for name in SEQUENCE_FIELDS},
+        **attributes(trace, SEQUENCE_FIELDS),
     )
 
 
 def _facts(trace: Trace) -> dict[str, object]:
     """Return the properties in which parts of one trace may not differ."""
     names = ("num_experts", "top_k", "moe_layer_ids", "model", "provenance")
-    facts = {"kind (routes or counts)": type(trace)} | {name: getattr(trace, name) for name in names}
+    facts = {"kind (routes or counts)": type(trace)} | attributes(trace, names)
     optional = ("policy_version", "router_logprobs")
     return facts | {f"whether they have {name}": getattr(trace, name, None) is None for name in optional}
 

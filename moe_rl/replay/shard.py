@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
+from moe_rl.core.mappings import subset
 from moe_rl.core.pages import drop_pages
 from moe_rl.core.trace import SEQUENCE_FIELDS, RoutingTrace, SequenceCounts, route_dtype
 from moe_rl.replay.array_file import CorruptFileError, file_crc32, map_arrays, read_header, write_arrays
@@ -36,7 +37,7 @@ def expected_arrays(manifest: Manifest, *, num_tokens: int, num_sequences: int) 
     layout["valid"] = (np.bool_, (num_tokens,))
     layout["cu_seqlens"] = (np.int64, (num_sequences + 1,))
     optional: Layout = {"policy_version": (np.int32, (num_tokens,)), "router_logprobs": (np.float16, routes_shape)}
-    return layout | {name: optional[name] for name in manifest.optional_columns}
+    return layout | subset(optional, manifest.optional_columns)
 
 
 def write_shard(path: Path, trace: Trace, manifest: Manifest) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.outputs import naming
 from moe_rl.core.trace import RoutingTrace, require_captured_layers
 from moe_rl.replay.manifest import Manifest, ShardRecord, sync_directory
@@ -95,7 +96,7 @@ class TraceReader(TraceSource):
         self.manifest = manifest = Manifest.read(Path(path))
         # What a manifest and a source both say goes by one name.
         shared = [item.name for item in fields(TraceSource) if hasattr(manifest, item.name)]
-        facts: dict[str, Any] = {name: getattr(manifest, name) for name in shared}
+        facts: dict[str, Any] = attributes(manifest, shared)
         super().__init__(path=Path(path), format=NATIVE_FORMAT, **facts)
         self._verified: set[str] = set()
         for shard in manifest.shards:

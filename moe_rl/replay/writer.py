@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay.manifest import MANIFEST_NAME, SHARD_NAME, Manifest, ShardRecord, sync_directory
 from moe_rl.replay.sequences import Trace, cut_for_shards
@@ -62,7 +63,7 @@ class TraceWriter:
         self._manifest = Manifest(
             num_experts=num_experts,
             top_k=top_k,
-            moe_layer_ids=tuple(int(layer) for layer in moe_layer_ids),
+            moe_layer_ids=tuple(map(int, moe_layer_ids)),
             model=model or "",
             provenance=provenance or "unknown",
             counts_only=counts_only,
@@ -114,7 +115,7 @@ class TraceWriter:
         try:
             found = Manifest.read(self.path)
             # What the caller leaves open is taken from the trace that is continued.
-            given = {name: getattr(wanted, name) for name in ("num_experts", "top_k", "moe_layer_ids", "counts_only")}
+            given = attributes(wanted, ("num_experts", "top_k", "moe_layer_ids", "counts_only"))
             for name, want in (given | self._given).items():
                 have = getattr(found, name)
                 require(want in (None, have), f"{self.path} has {name} = {have!r}, cannot append {name} = {want!r}.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from moe_rl.core.mappings import subset
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.colors import part_color
 from moe_rl.report.simulation import LoadBounds
@@ -115,7 +116,7 @@ def rl_bars(steps: Mapping[str, RlStep], width: float = WIDTH) -> Markup:
             sync = step.parts_s["weight_sync"]
             lanes = {}
             for who, parts in {name: ("rollout", "reward"), "its trainer": TRAINING_PARTS}.items():
-                busy = {part: step.parts_s[part] for part in parts}
+                busy = subset(step.parts_s, parts)
                 idle_s = step.step_time_s - sync - sum(busy.values())
                 lanes[who] = {**busy, "idle": idle_s, "weight_sync": sync}
         end = f"{step.step_time_s / size:.{places}f}"

@@ -9,6 +9,7 @@ Waiting for routing is then put down to the bound that explains most of the imba
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from moe_rl.core.mappings import subset
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import part_name
 from moe_rl.report.simulation import LoadBounds, ReportData
@@ -81,7 +82,7 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
 
 def _verdict(seconds: Mapping[str, float], cause: str) -> str:
     """Return the largest wait of the step, that for routing by its `cause`; "kernel" where all of them are small."""
-    waits = {name: seconds[name] for name in ("packing", "routing", "plan")}
+    waits = subset(seconds, ("packing", "routing", "plan"))
     if sum(waits.values()) < LITTLE_TIME * sum(seconds.values()):
         return "kernel"
     largest = max(waits, key=lambda name: waits[name])

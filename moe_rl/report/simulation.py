@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import not_none
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.report.whole_step import MemoryMisfit, RlGain
@@ -90,7 +91,7 @@ class LoadBounds:
 
     def as_json(self) -> dict[str, float]:
         """Return the bounds that apply."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return not_none(asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.mappings import without
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
@@ -104,7 +105,7 @@ def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, leg
             svg.text(box.left + width / 2, top - 8 - LINE * line, text, anchor="middle")
         lines, axes = _lines(sweep, panel, named, letters=int(2 * width / LETTER / len(panel.points)))
         plot(svg, lines, axes, box, numbers=index == 0)
-        legend.update({name: line for name, line in lines.items() if name not in legend})
+        legend.update(without(lines, legend))
     ratio = ""
     if sweep.metric == "speedup_vs_static":
         ratio = " (×)"

@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.html import render_picture, save_as
@@ -172,7 +173,7 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 
 
 def _sizes(row: TunedSetting) -> dict[str, object]:
-    return {name: getattr(row, name) for name in SIZES}
+    return attributes(row, SIZES)
 
 
 def _others(row: TunedSetting) -> dict[str, object]:
@@ -338,12 +339,9 @@ class Tuned:
 
     def as_json(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
-        rows = [
-            {name: value for name, value in asdict(row).items() if value is not None} | {"limits": row.limits}
-            for row in self.settings
-        ]
+        rows = [not_none(asdict(row)) | {"limits": row.limits} for row in self.settings]
         named = ("model", "cluster", "gpus", "num_tokens", "num_sequences", "batch")
-        facts = {name: getattr(self, name) for name in named}
+        facts = attributes(self, named)
         document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
         if self.levers:
             document["levers"] = [

@@ -112,5 +112,5 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
 def listed(values: Sequence[object]) -> str:
     """Return the values for a sentence: all of a few, the ends of many."""
     if len(values) <= 8:
-        return ", ".join(str(value) for value in values)
+        return ", ".join(map(str, values))
     return f"{values[0]}, {values[1]} .. {values[-1]}"

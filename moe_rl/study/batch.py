@@ -111,7 +111,7 @@ def cut_step(
         visible = _known(every, lengths, options)
     else:
         visible = every
-    unrouted = sum(_unrouted(part) for part in parts)
+    unrouted = sum(map(_unrouted, parts))
     layout = _layout(lengths, parts, options, topology, model)
     drawn = RouteSample.drawn(visible, layout=layout, topology=topology)
     load = recorded(layout)

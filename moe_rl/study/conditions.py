@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_rl.config import load_software
 from moe_rl.core.load import StepLoad
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL
@@ -83,7 +84,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "software": scenario.software.name,
         "software_chosen_by": chosen_by(options),
         **conditions,
-        **{name: getattr(options, name) for name in SAID},
+        **attributes(options, SAID),
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
@@ -110,7 +111,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "assumptions": list(scenario.model.assumptions),
         "constants": _constants(topology.hardware),
     }
-    return {name: value for name, value in facts.items() if value is not None}
+    return not_none(facts)
 
 
 def chosen_by(options: SimulationOptions) -> str:
@@ -177,7 +178,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
         "scaled": options.tokens_per_rank is not None,
         "earlier_homes": scenario.homes_chosen_at is not None,
-        **{name: getattr(options, name) for name in SHARES},
+        **attributes(options, SHARES),
         "recorded_lengths": timed and options.seq_length is None,
         "unrouted": batch.unrouted_tokens and options.filler == "none",
         "unpriced": unpriced,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import load_cluster, load_model, load_software
 from moe_rl.core.errors import InvalidInputError, located, require
+from moe_rl.core.mappings import without
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
@@ -279,7 +280,7 @@ def priced_row(
     words: Mapping[str, Any], options: SimulationOptions, own_lengths: NDArray[np.int64] | None
 ) -> PricedRun:
     """Return a setting in the words of the options; what it does not say is as in this command's own options."""
-    base = {name: value for name, value in options.model_dump(exclude_unset=True).items() if name not in NOT_SHARED}
+    base = without(options.model_dump(exclude_unset=True), NOT_SHARED)
     row = merge_options(KnownStepOptions, {**base, **whole_names(KnownStepOptions, words)})
     _check_model(row.model, options)
     model = load_model(row.model if row.model != FROM_TRACE else options.model).spec

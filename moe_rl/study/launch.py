@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.mappings import without
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
 from moe_rl.launch.settings import ReadRun, RunSettings
@@ -73,7 +74,7 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     remaining, sentences = dict(options), list[str]()
     first_dtype, second = (remaining.get(name, "fp32") for name in MOMENTS)
     if first_dtype != second:
-        remaining = {name: value for name, value in remaining.items() if name not in MOMENTS}
+        remaining = without(remaining, MOMENTS)
         sentences.append(f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
     for name, needed in NEEDS.items():
         if name in remaining and not all(remaining.get(other) == value for other, value in needed.items()):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moe_rl.core.errors import require, require_known
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.yaml_files import FROM_TRACE, checked, read_yaml
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class TraceOptions(BaseModel):
         if self.first_k_dense is not None:
             # Both say which layers are dense, and the user's word wins over the model's.
             of_model.pop("moe_layer_ids", None)
-        stated = {name: value for name, value in fields_of_trace.items() if value is not None}
+        stated = not_none(fields_of_trace)
         return ImportOptions(mask_capture_holes=self.mask_capture_holes, **of_model | stated)
 
 
@@ -360,7 +361,7 @@ class SimulationOptions(TraceOptions):
             repeated = self.recompute_modules
         else:
             repeated = []
-        same_fields = {name: getattr(self, name) for name in SAME_IN_STEP}
+        same_fields = attributes(self, SAME_IN_STEP)
         graph = GRAPHS[self.cuda_graph_impl or "none"]
         # A graph without attention still launches router and preprocessing.
         return StepSetting(
@@ -383,8 +384,8 @@ class SimulationOptions(TraceOptions):
 
     def model_overrides(self) -> dict[str, int]:
         """Return the fields of the model that options set."""
-        overrides = {name: getattr(self, name) for name in SHAPE} | {"top_k": self.moe_router_topk}
-        return {name: value for name, value in overrides.items() if value is not None}
+        overrides = attributes(self, SHAPE) | {"top_k": self.moe_router_topk}
+        return not_none(overrides)
 
     def for_static_buffers(self) -> Self:
         """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_rl.core.certificate import certify
 from moe_rl.core.load import StepLoad
+from moe_rl.core.mappings import subset
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
@@ -130,7 +131,7 @@ def predict(
     # One more plan, which gets no row: the sentence below the table says how much balancing gains without packing.
     split = MOE_RL in policies and UNPACKED not in policies and scenario.problem.sequence_load is not None
     priced = make_plans(scenario, [*policies, *[UNPACKED] * split], progress)
-    plans = {name: priced[name] for name in policies}
+    plans = subset(priced, policies)
     progress("simulating", 0, 1)
     timed = scenario.options.in_seconds
     simulate, loads = pricing_of(scenario, priced)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moe_rl.core.mappings import subset
 from moe_rl.core.plan import Plan
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
@@ -81,7 +82,7 @@ def levers_on_all_layers(
     speeds = {name: (policies[name].prediction.tokens_per_s or 0.0) / gpus for name in plans}
     before = speeds.get("engine", speeds["static"])
     speeds["packing"] = before * shape.setting.packing_gain
-    priced = replace(shape, speeds={name: speeds[name] for name in shape.speeds})
+    priced = replace(shape, speeds=subset(speeds, shape.speeds))
     return replace(priced, command=command_of(trace, of_run, priced))
 
 

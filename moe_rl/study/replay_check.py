@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
+from moe_rl.core.mappings import attributes
 from moe_rl.replay import RecordedSequence, open_source, recorded_sequences
 from moe_rl.routes import CheckedSequence, Verdict, check_routes
 from moe_rl.study.options import TraceOptions
@@ -40,9 +41,7 @@ class ReplayCheck:
     def as_dict(self) -> dict[str, Any]:
         """Return the check as plain values."""
         fields_shown = ("fault", "row", "layer", "share", "agreement")
-        faults = [
-            {"sequence": name} | {key: getattr(v, key) for key in fields_shown} for name, v in self.faulty.items()
-        ]
+        faults = [{"sequence": name} | attributes(v, fields_shown) for name, v in self.faulty.items()]
         agreement = [v.agreement for v in self.verdicts if v.agreement is not None]
         if agreement:
             mean = {"agreement": float(np.mean(agreement))}

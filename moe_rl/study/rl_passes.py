@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from moe_rl.config import load_cluster, load_software
 from moe_rl.core.cost import Floats
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import subset
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
@@ -197,9 +198,9 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
 
     def of_plans(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
         seconds = passes.seconds_under(hardware, costs)
-        return {name: seconds[name] for name in plans}
+        return subset(seconds, plans)
 
-    return replace(passes, seconds={name: passes.seconds[name] for name in plans}, seconds_under=of_plans)
+    return replace(passes, seconds=subset(passes.seconds, plans), seconds_under=of_plans)
 
 
 def _passes(
@@ -251,7 +252,7 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
     if not report.timed:
         return report
     policies = dict.fromkeys(row.policy for row in (report.baseline, report.runner_up, report.best) if row is not None)
-    plans = {name: report.plans[name] for name in policies}
+    plans = subset(report.plans, policies)
     report = _with_misfit(scenario, plans, report)
     if setting.forward_only or setting.log_prob_passes or report.best is report.baseline:
         return report

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
+from moe_rl.core.mappings import attributes, without
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import SweptPoint, Value, describe
 from moe_rl.study.collect_notes import collected_notes
@@ -54,7 +55,7 @@ class Grid:
     @property
     def points(self) -> list[dict[str, Value]]:
         """The swept values of every point."""
-        return [{name: getattr(options, name) for name in self.values} for options in self.options]
+        return [attributes(options, self.values) for options in self.options]
 
 
 def parse_grid(entries: Sequence[str], base: SimulationOptions) -> Grid:
@@ -133,7 +134,7 @@ def _check(trace: TraceLike, options: SimulationOptions) -> None:
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:
     """Return everything but the point that decides a point's figures."""
-    stated = {name: value for name, value in options.model_dump().items() if name not in grid.values}
+    stated = without(options.model_dump(), grid.values)
     settings: dict[str, Any] = {
         "moe_rl_version": __version__,
         "trace_sha256": digest_of(trace),
@@ -169,7 +170,7 @@ def _figures(report: SimulationReport) -> dict[str, object]:
         name: {key: value for key, value in figures.items() if key != "imbalance_by_micro_batch"}
         for name, figures in document["policies"].items()
     }
-    setting = {name: value for name, value in document["setting"].items() if name not in TOO_LONG}
+    setting = without(document["setting"], TOO_LONG)
     facts: dict[str, Any] = {name: document[name] for name in ("trace", "yardsticks", "notes") if name in document}
     return {"setting": setting, "policies": policies, **facts}
 

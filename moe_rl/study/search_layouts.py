@@ -23,6 +23,7 @@ from moe_rl.core.cost import Floats
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.interval import Interval
 from moe_rl.core.layout import BatchLayout
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
@@ -215,12 +216,12 @@ class ShapeTask:
     def free_slots(self, row: TunedSetting) -> int:
         """Return the resident slots for which a setting leaves memory, at least those that it has."""
         limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib - row.peak_gib
-        setting = replace(self.base, **{name: getattr(row, name) for name in PARALLEL}, recompute=row.recompute)
+        setting = replace(self.base, **attributes(row, PARALLEL), recompute=row.recompute)
         return row.resident_slots + max(0, int(limit * GIB / _slot_bytes(self._run(row, setting))))
 
     def repriced(self, row: TunedSetting, hardware: HardwareSpec, costs: SoftwareCosts) -> float:
         """Return the seconds of a priced setting's balanced micro-batches under other constants."""
-        parallel = {name: getattr(row, name) for name in PARALLEL}
+        parallel = attributes(row, PARALLEL)
         setting = replace(self.base, **parallel, recompute=row.recompute, software=costs)
         run = replace(self, hardware=hardware)._run(row, setting)
         return self._even_step(run, row.num_micro_batches).step_time_s
@@ -366,7 +367,7 @@ def tune(
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
     shaping = [name for name in ParallelLayout.__slots__ if name in decided]
     values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
-    flags = {name: value for name, value in values.items() if value is not None}
+    flags = not_none(values)
     shapes = tuple(
         shape
         for shape in shapes_of(model, hardware, options.gpus, per_node, options.expert_tensor_parallel_size)

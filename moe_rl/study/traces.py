@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, bundled_traces, load_model
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.outputs import encodable
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
@@ -119,7 +120,7 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     except InvalidInputError as error:
         raise InvalidInputError(f"{error} For a model that is not known give --num-experts.") from error
     shape["moe_router_topk"] = shape.pop("top_k")
-    stated = {name: getattr(options, name) for name in options.model_fields_set}
+    stated = attributes(options, options.model_fields_set)
     return options.model_copy(update={**shape, **stated})
 
 
@@ -150,7 +151,7 @@ def describe_trace(source: TraceSource) -> dict[str, object]:
         "format": source.format,
         "model": encodable(source.model),
         "provenance": source.provenance,
-        **{name: getattr(source, name) for name in counts},
+        **attributes(source, counts),
         "num_moe_layers": len(source.moe_layer_ids),
         "moe_layer_ids": list(source.moe_layer_ids),
         "steps": list(source.steps),

@@ -92,7 +92,7 @@ def plan_sync(problem: SyncProblem, *, message_bytes: int = MESSAGE_BYTES, relay
         sender=sender,
         spare_sends=spare,
         order=_in_turn(sender),
-        wanted_start=np.cumsum([0, *(len(atoms) for atoms in wanted)], dtype=np.int64),
+        wanted_start=np.cumsum([0, *map(len, wanted)], dtype=np.int64),
         wanted_atom=np.concatenate(wanted),
         steps_per_round=steps_per_round,
         relays=relays,

@@ -5,6 +5,7 @@ Keys: NVIDIA-NeMo/RL:examples/configs/grpo_math_1B.yaml, docs/guides/router-repl
 
 from pathlib import Path, PurePath
 
+from moe_rl.core.mappings import without
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.launch import keys
 from moe_rl.launch.keys import Keys, Known, Reader, is_on, rules_of
@@ -32,7 +33,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
     settings = megatron.built_by_bridge(settings)
     # NeMo-RL's base configuration names an FP8 format and recipe that `fp8_cfg.enabled` alone switches on.
     if _switched_off(raw, FP8_SWITCH):
-        settings = {name: setting for name, setting in settings.items() if name not in FP8}
+        settings = without(settings, FP8)
     if settings.get("rollout_fp8") is not None and settings["rollout_fp8"].value:
         settings = defaults("NeMo-RL", rollout_fp32_scales=True) | settings
     left_out = keys.variable(raw, "NRL_ROUTER_REPLAY_EXCLUDE_MTP", lambda text: not is_on(text))
@@ -48,7 +49,7 @@ def knows(name: str) -> bool:
 
 def starts_from_base(raw: RawRun) -> bool:
     """Return whether all that is not there are NeMo-RL's own base configurations."""
-    return bool(raw.absent) and all(knows(name) for name in raw.absent)
+    return bool(raw.absent) and all(map(knows, raw.absent))
 
 
 def _switched_off(raw: RawRun, key: str) -> bool:

@@ -36,7 +36,7 @@ def decode_envelope(text: object) -> NDArray[np.integer]:
         len(extents) == 3 and all(extent.isdecimal() and len(extent) < 12 for extent in extents),
         f"envelope shape {fields[2]!r} is not <S>x<L>x<K>.",
     )
-    return from_bytes(from_base64(fields[3]), fields[1], tuple(int(extent) for extent in extents))
+    return from_bytes(from_base64(fields[3]), fields[1], tuple(map(int, extents)))
 
 
 def _recognizes(path: Path) -> bool:

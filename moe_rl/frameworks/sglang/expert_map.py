@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from moe_rl.core.decode import DecodeBatches
 from moe_rl.core.errors import require
 from moe_rl.core.expert_map import ExpertMap
+from moe_rl.core.mappings import subset
 from moe_rl.core.plan import token_ordinals
 from moe_rl.rollout_engines.base import (
     Document,
@@ -136,7 +137,7 @@ def _rows(document: Document, shape: RunShape) -> dict[int, list[int]] | None:
         f"{KEY} must have one row per hidden layer ({shape.num_layers}), and has "
         f"{len(rows) if isinstance(rows, list) else 'none'}.",
     )
-    return {layer: rows[layer] for layer in shape.moe_layer_ids}
+    return subset(rows, shape.moe_layer_ids)
 
 
 def _start_lines(expert_map: ExpertMap, path: Path) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from verl.utils.tensordict_utils import assign_non_tensor, get_non_tensor_data
 from verl.workers.engine.megatron import transformer_impl
 
 from moe_rl.balancing.exchange import attempted, gathered
+from moe_rl.core.mappings import not_none
 from moe_rl.frameworks.verl.driver import COLUMN
 
 # What a mini-batch says of how it is cut.
@@ -100,7 +101,7 @@ class LookAhead:
     def _micro_batches(self, mini_batch: Any, engine: Any) -> list[Any]:
         """Return what verl's engine will cut a mini-batch to."""
         columns = mini_batch.select("input_ids", "routed_experts", "response_mask", COLUMN, strict=False)
-        settings = {name: value for name, value in self._settings.items() if value is not None}
+        settings = not_none(self._settings)
         assign_non_tensor(columns, **settings, sp_size=engine.engine_config.context_parallel_size)
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         together = None

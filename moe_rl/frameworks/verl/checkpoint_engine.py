@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.post_import import wrap
 from moe_rl.frameworks.sglang import weight_loader
 from moe_rl.frameworks.sglang.expert_map import KEY as SGLANG_KEY
@@ -419,7 +420,7 @@ class _Namer:
 
 
 def _as_dict(facts: TrainerFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in TrainerFacts.__dataclass_fields__}
+    return attributes(facts, TrainerFacts.__dataclass_fields__)
 
 
 def _free_address() -> tuple[str, int]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import not_none
 from moe_rl.importance import PolicyLossInputs, policy_loss
 from moe_rl.importance.aggregate import BatchTotals
 from moe_rl.importance.context_parallel import ContextParallel
@@ -194,7 +195,7 @@ def objective_of(entry: Objective, config: Any, options: Mapping[str, Any]) -> O
         stated = {name: value for name, value in stated.items() if name in VERLS[entry.name][1]}
     if entry.name not in VERLS or (entry.ratio_level == "sequence" and entry.widths == "ratio"):
         stated = {name: value for name, value in stated.items() if _GENERIC.get(name) != value}
-    return entry.from_settings({name: value for name, value in stated.items() if value is not None}, options)
+    return entry.from_settings(not_none(stated), options)
 
 
 def checked_settings(config: Any, *, router_shift: bool = False) -> None:

@@ -148,7 +148,7 @@ class GroupedSlots:
     def _tables_of(self, operands: Sequence[Weights], replicas: "Sequence[_Replica]") -> list[ExpertMatrix]:
         """Return fc1 and fc2 of all filled slots as tables."""
         if not self.is_fp8:
-            by_matrix = zip(*(_matrices(operand) for operand in operands), strict=True)
+            by_matrix = zip(*map(_matrices, operands), strict=True)
             return [
                 ExpertMatrix(weights=self._wide([part.detach() for part in parts]), transposed=None)
                 for parts in by_matrix

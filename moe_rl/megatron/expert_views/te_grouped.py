@@ -17,6 +17,7 @@ import torch
 from torch.func import functional_call
 
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import attributes
 from moe_rl.megatron.expert_views.main_grad import MATRIX_AXES, fused_operands, fuses
 from moe_rl.megatron.experts import ComputingView, Experts, Gradients, Weights, filled_slots
 
@@ -101,7 +102,7 @@ def _without_memory(module: Any, num_gemms: int) -> Any:
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp = module.ep_group, module.tp_group
     activation = module.activation_func
-    wrappers = {name: getattr(module, name) for name in ("linear_fc1", "linear_fc2")}
+    wrappers = attributes(module, ("linear_fc1", "linear_fc2"))
     paths = {name: _path(wrapper, name).rstrip(".") for name, wrapper in wrappers.items()}
     submodules = MLPSubmodules(
         **{name: type(wrapper.get_submodule(paths[name])) for name, wrapper in wrappers.items()},

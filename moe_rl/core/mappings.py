@@ -1,0 +1,27 @@
+"""Parts of mappings and of objects' fields, by name."""
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def attributes(holder: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the attributes of that name: `attributes(layout, ["order"])` is `{"order": layout.order}`."""
+    return {name: getattr(holder, name) for name in names}
+
+
+def subset(values: Mapping[K, V], keys: Iterable[K]) -> dict[K, V]:
+    """Return the entries of these keys, all of which must be there, in the order of `keys`."""
+    return {key: values[key] for key in keys}
+
+
+def without(values: Mapping[K, V], keys: Container[object]) -> dict[K, V]:
+    """Return the entries of all other keys."""
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def not_none(values: Mapping[K, V | None]) -> dict[K, V]:
+    """Return the entries that have a value."""
+    return {key: value for key, value in values.items() if value is not None}
