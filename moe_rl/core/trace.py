@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require, require_shapes, require_words
-from moe_rl.core.mappings import attributes
 from moe_rl.core.pages import drop_pages
 
 # More than any public MoE model has (Kimi-K2 61, Qwen3-235B 94): more layers than that, and than tokens, are tokens.

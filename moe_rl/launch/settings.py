@@ -196,10 +196,7 @@ def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None 
     `meaning` turns the framework's value into the field's. An option that no field holds is taken as YAML says it.
     """
     if name not in KINDS:
-        if isinstance(entry.value, tuple):
-            value = " ".join(entry.value)
-        else:
-            value = entry.value
+        value = " ".join(entry.value) if isinstance(entry.value, tuple) else entry.value
         if entry.value == ():
             value = True
         elif isinstance(value, str):

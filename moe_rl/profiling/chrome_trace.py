@@ -64,10 +64,7 @@ def _object(holder: object, name: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        if path.suffix == ".gz":
-            opener = gzip.open
-        else:
-            opener = open
+        opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as file:
             return json.load(file)
     except FileNotFoundError:

@@ -264,10 +264,8 @@ def block_of_another(evidence: Evidence) -> Verdict | None:
 
 
 def _row_keys(sets: NDArray[np.int64]) -> list[bytes]:
-    if sets.size and sets.min() >= -(1 << 15) and sets.max() < 1 << 15:
-        narrow = sets.astype(np.int16)
-    else:
-        narrow = sets
+    fits_int16 = sets.size and sets.min() >= -(1 << 15) and sets.max() < 1 << 15
+    narrow = sets.astype(np.int16) if fits_int16 else sets
     return [row.tobytes() for row in narrow]
 
 

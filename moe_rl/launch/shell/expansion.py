@@ -134,9 +134,7 @@ class Expansion:
         value = self.variables.get(name)
         if value is None or index in ("[@]", "[*]") or name == "@":
             return value
-        position = 0
-        if index:
-            position = evaluate(index[1:-1], self.numbers())
+        position = evaluate(index[1:-1], self.numbers()) if index else 0
         if position is None or not -len(value) <= position < len(value):
             if index:
                 return None
