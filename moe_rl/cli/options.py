@@ -105,10 +105,7 @@ def _parameter(shown_flag: Shown, field: FieldInfo) -> inspect.Parameter:
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
         kind = list[str] if shown_flag.repeated else str
-    if isinstance(field.default, list):
-        default = ",".join(field.default)
-    else:
-        default = field.default
+    default = ",".join(field.default) if isinstance(field.default, list) else field.default
     is_told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown_flag.help
     info = typer.Option(
         flag,

@@ -50,10 +50,7 @@ def rl_step(
         write_outputs({plot: _page(points[""], draw, notes) if page else standalone(draw()).encode()})
     if to_json:
         by_point = {name: as_json(point.steps, point.intervals) for name, point in points.items()}
-        if sweep:
-            figures = {"points": by_point}
-        else:
-            figures = {"policies": by_point[""]}
+        figures = {"points": by_point} if sweep else {"policies": by_point[""]}
         print_json({"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes})
         return
     for name, point in points.items():

@@ -341,10 +341,10 @@ class _Coder:
 
     @staticmethod
     def _expand(routes: Any) -> bytes:
-        there = routes.data.startswith(MAGIC)
-        if there:
-            return plain(routes.data, routes.dtype).tobytes()
-        return routes.data
+        data: bytes = routes.data
+        if data.startswith(MAGIC):
+            return plain(data, routes.dtype).tobytes()
+        return data
 
 
 def _prime_rl(module: ModuleType) -> None:

@@ -33,7 +33,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.frameworks.ep_exchange import ReplicaExchange, SlotTraffic
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.routes import of_moe_layers
-from moe_rl.replay.hf_recorder import RoutingRecorder
+from moe_rl.replay.hf_recorder import TransformersRecorder
 from moe_rl.replay.writer import TraceWriter
 from moe_rl.simulators.setting import StepSetting
 
@@ -88,7 +88,7 @@ class PassRecording:
     """Records the routing of every pass with a backward, as one trace of this rank."""
 
     def __init__(
-        self, path: Path | str, recorder: Callable[[], RoutingRecorder], *, model: MoeModelSpec, provenance: str
+        self, path: Path | str, recorder: Callable[[], TransformersRecorder], *, model: MoeModelSpec, provenance: str
     ) -> None:
         """Write `path`/dp<rank>.moetrace; `recorder` makes what records one pass."""
         self._new_recorder, self._model, self._provenance = recorder, model, provenance
@@ -248,7 +248,7 @@ class EpBalancer(PassCycle[EpTables]):
         *,
         clock: MicroBatchClock,
         groups: EpGroups,
-        recorder: Callable[[], RoutingRecorder],
+        recorder: Callable[[], TransformersRecorder],
         release: Callable[[], None],
         movable: MovableExperts | str,
         config: BalancerConfig,

@@ -152,10 +152,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
 
     Values are read as YAML: 2 is a number, true a truth value, {theta: 0.1} a mapping.
     """
-    if environment is None:
-        variables_of_process = os.environ
-    else:
-        variables_of_process = environment
+    variables_of_process = os.environ if environment is None else environment
     config = variables_of_process.get(f"{PREFIX}CONFIG")
     if not (variables_of_process.get(SWITCH) or config or variables_of_process.get(f"{PREFIX}ROUTER_SHIFT")):
         return None
@@ -186,10 +183,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what of the environment `settings_from_environment` reads: what a driver must hand on to its workers."""
-    if environment is None:
-        variables_of_process = os.environ
-    else:
-        variables_of_process = environment
+    variables_of_process = os.environ if environment is None else environment
     return {
         name: text
         for name, text in variables_of_process.items()

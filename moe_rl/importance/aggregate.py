@@ -100,10 +100,7 @@ def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTota
     if mode.startswith("token"):
         loss = values.sum()
         if mode == "token-mean":
-            if totals is None:
-                tokens = valid.counts.sum()
-            else:
-                tokens = totals.batch_num_tokens
+            tokens = valid.counts.sum() if totals is None else totals.batch_num_tokens
             return _over(loss, tokens, scale)
         if scale == 1.0:
             return loss
@@ -113,10 +110,7 @@ def reduce_loss(values: Tensor, valid: ValidTokens, mode: str, totals: BatchTota
         per_sequence = per_sequence / valid.counts.clamp(min=1.0)
     if mode == "seq-mean-token-sum-norm":
         scale /= _loss_scale(values, layout, totals)
-    if totals is None:
-        sequences = valid.counts.count_nonzero()
-    else:
-        sequences = totals.global_batch_size
+    sequences = valid.counts.count_nonzero() if totals is None else totals.global_batch_size
     return _over(per_sequence.sum(), sequences, scale)
 
 

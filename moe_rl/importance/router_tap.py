@@ -667,9 +667,7 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
     Without torch._dynamo, whose import takes a second, nothing is compiled.
     """
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.disable(hook)
-    return hook
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 _NO_ROWS = (

@@ -187,10 +187,7 @@ def rules_of(facts: Mapping[str, Any]) -> Keys:
 
 
 def _rule(stated: Any) -> Rule:
-    if isinstance(stated, str):
-        fields = {"sets": stated}
-    else:
-        fields = dict(stated)
+    fields: dict[str, Any] = {"sets": stated} if isinstance(stated, str) else dict(stated)
     field, meaning = fields.pop("sets"), None
     if "as" in fields:
         meaning = MEANINGS[fields.pop("as")]

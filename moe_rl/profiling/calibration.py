@@ -86,7 +86,8 @@ class CalibrationResult:
         ]
         if not weighted_errors:
             return None
-        return sum(error * count for error, count in weighted_errors) / sum(count for _, count in weighted_errors)
+        errors, counts = zip(*weighted_errors, strict=True)
+        return float(np.average(errors, weights=counts))
 
 
 class Timed(Protocol):

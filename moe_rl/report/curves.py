@@ -1,7 +1,7 @@
 """Lines over axes: metrics along a run, loads over layers, a sweep. One plot in a picture, or several."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -92,13 +92,19 @@ def line_chart(
 
 def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: bool = True) -> None:
     """Draw lines, grid and texts of the axes; without `numbers` the plot shares the y axis of the plot to its left."""
-    visible_points = {name: [point for point in line.points if axes.can_show(point[1])] for name, line in lines.items()}
-    every = [point for points in visible_points.values() for point in points]
-    require(len(every) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
-    # A band may reach beyond every line, and must not leave the plot.
-    edges = [y for line in lines.values() for _, *ends in line.band for y in ends if axes.can_show(y)]
-    low, high, marks = _y_axis([*(y for _, y in every), *edges], axes)
-    places = [x for x, _ in every] + list(axes.marks or ())
+    visible_points: dict[str, list[Point]] = {}
+    places, heights = list(axes.marks or ()), []
+    for name, line in lines.items():
+        visible_points[name] = [point for point in line.points if axes.can_show(point[1])]
+        for x, y in visible_points[name]:
+            places.append(x)
+            heights.append(y)
+    require(len(heights) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
+    for line in lines.values():
+        # A band may reach beyond every line, and must not leave the plot.
+        for _, *ends in line.band:
+            heights += filter(axes.can_show, ends)
+    low, high, marks = _y_axis(heights, axes)
     leftmost, rightmost = min(places), max(places)
     bottom, right = box.top + box.height, box.left + box.width
 
@@ -127,21 +133,25 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     if marks[0] > low:
         svg.line(box.left, bottom, right, bottom, "axis")
     round_marks = {mark: f"{mark:.4g}" for mark in ticks(rightmost, at_most=8) if leftmost <= mark <= rightmost}
-    ends = [-math.inf, -math.inf]
+    row_ends = [-math.inf, -math.inf]
     for mark, text in (round_marks if axes.marks is None else axes.marks).items():
         x, half = x_of(mark), LETTER * len(text) / 2
         svg.line(x, bottom, x, bottom + 4, "axis")
         # Long words at an end of the axis keep out of the plot beside it; a text that would overlap goes a row lower.
         center = max(min(x, right + MARGIN - half), box.left - MARGIN + half)
-        row = next((row for row, end in enumerate(ends) if center - half > end), None)
-        if row is not None:
-            svg.text(center, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
-            ends[row] = center + half
+        for row, row_end in enumerate(row_ends):
+            if center - half > row_end:
+                svg.text(center, bottom + 17 + 13 * row, text, anchor="middle", css="tick")
+                row_ends[row] = center + half
+                break
     for line in lines.values():
-        band = [(x_of(x), y_of(max(start, low)), y_of(end)) for x, start, end in line.band if axes.can_show(end)]
-        outline = [(x, start) for x, start, _ in band] + [(x, end) for x, _, end in reversed(band)]
-        if outline:
-            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+        lower_edge, upper_edge = [], []
+        for x, start, end in line.band:
+            if axes.can_show(end):
+                lower_edge.append((x_of(x), y_of(max(start, low))))
+                upper_edge.append((x_of(x), y_of(end)))
+        if lower_edge:
+            corners = _path([*lower_edge, *reversed(upper_edge)])
             svg.raw(f'<polygon fill="{line.color}" fill-opacity="0.18" points="{corners}"/>')
     for name, line in lines.items():
         _draw_line(svg, line, [(x_of(x), y_of(y)) for x, y in visible_points[name]])
@@ -167,16 +177,17 @@ def draw_sample(svg: Svg, line: Line, x: float, y: float) -> None:
 
 
 def _draw_line(svg: Svg, line: Line, places: Sequence[Point], marked: Sequence[Point] | None = None) -> None:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    if line.dashed:
-        dash = ";stroke-dasharray:5 4"
-    else:
-        dash = ""
-    svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{path}"/>')
+    dash = ";stroke-dasharray:5 4" if line.dashed else ""
+    svg.raw(f'<polyline class="curve" style="stroke:{line.color}{dash}" points="{_path(places)}"/>')
     if line.marker is not None and len(places) <= MARKED_POINTS:
         shape = MARKERS[line.marker]
-        at = places if marked is None else marked
-        svg.raw("".join(shape.format(x=x, y=y, left=x - 3, top=y - 3, color=line.color) for x, y in at))
+        for x, y in places if marked is None else marked:
+            svg.raw(shape.format(x=x, y=y, left=x - 3, top=y - 3, color=line.color))
+
+
+def _path(places: Iterable[Point]) -> str:
+    """Return places as SVG writes them: "1.0,2.5 3.0,4.0"."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[float]]:
@@ -186,7 +197,8 @@ def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[flo
     elif axes.limits is not None:
         low, high = axes.limits
         step = ticks(high - low, at_most=7)[1]
-        marks = [round(step * count, 12) for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        counts = range(math.ceil(low / step), math.floor(high / step) + 1)
+        marks = [round(step * count, 12) for count in counts]
         return low, high, marks
     if axes.log:
         start, end = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))

@@ -26,6 +26,10 @@ def document(report: ReportData) -> dict[str, object]:
             for row in report.policies
         },
     }
+    policies: dict[str, object] = {}
+    for row in report.policies:
+        policies[row.policy] = row.as_json() | _engine(report, row) | _loads(report, row) | _memory(report, row)
+    figures["policies"] = policies
     if report.yardsticks:
         figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
     if report.speedups:
@@ -37,10 +41,9 @@ def document(report: ReportData) -> dict[str, object]:
     if report.balancing_alone is not None:
         figures["balancing_alone"] = report.balancing_alone.as_json()
     if report.sensitivity:
-        figures["sensitivity"] = {
-            "holds": all(ranking.holds for ranking in report.sensitivity),
-            "perturbed": [asdict(ranking) | {"holds": ranking.holds} for ranking in report.sensitivity],
-        }
+        perturbed = [asdict(ranking) | {"holds": ranking.holds} for ranking in report.sensitivity]
+        holds = all(ranking["holds"] for ranking in perturbed)
+        figures["sensitivity"] = {"holds": holds, "perturbed": perturbed}
     if limited := limits(report):
         figures["limits"] = limited.as_json()
     return figures

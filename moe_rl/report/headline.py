@@ -112,7 +112,8 @@ def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
         return []
     if rl.waits_for_rollout:
         return [str(WORDS["rl_nothing"])]
-    limit = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in list(rl.shares.items())[:LIMITS])
+    largest = list(rl.shares.items())[:LIMITS]
+    limit = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
     if rl.brings_little:
         return [WORDS["rl_little"].format(rl=rl, limit=limit)]
     low, high = f"{rl.low:.2f}x", f"{rl.high:.2f}x"
@@ -128,12 +129,9 @@ def _shares(report: ReportData, what: str, figure: str) -> str:
 
     `figure` is the attribute of a policy that is compared: lower is better.
     """
-    if report.balancing_alone is None:
-        alone = ()
-    else:
-        alone = (report.balancing_alone,)
+    alone = () if report.balancing_alone is None else (report.balancing_alone,)
     figures = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
-    static, unpacked, all_levers = (figures.get(name) for name in ("static", UNPACKED, WHOLE))
+    static, unpacked, all_levers = figures.get("static"), figures.get(UNPACKED), figures.get(WHOLE)
     if report.best.policy != WHOLE or not (static and unpacked and all_levers):
         return ""
     # Packing may also undo a little of what balancing gains: shares stay within 0 and 100 %.

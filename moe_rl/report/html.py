@@ -117,47 +117,56 @@ def save_as(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
 def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]:
     """Return the bars of the first screen: static, the best published policy, the best, and forced balance."""
     compared = (report.baseline, report.runner_up, report.best, report.yardstick("forced_balance"))
-    rows = list({row.policy: row for row in compared if row is not None}.values())
-    lengths = [(row.step_time_s or 0.0) if report.timed else row.imbalance for row in rows]
-    figures = [
-        f"{format_time(length)}, {row.speedup_vs_static or 1.0:.2f}x" if report.timed else f"{length:.2f} x mean"
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-    return [
-        {
-            "name": row.policy,
-            "figure": figure,
-            "share": length / max(max(lengths), 1e-300),
-            "color": colors.get(row.policy, BASELINE_COLOR),
-            "yardstick": row.policy not in colors,
-        }
-        for row, length, figure in zip(rows, lengths, figures, strict=True)
-    ]
+    bars: dict[str, dict[str, Any]] = {}
+    for row in compared:
+        if row is None:
+            continue
+        if report.timed:
+            length = row.step_time_s or 0.0
+            figure = f"{format_time(length)}, {row.speedup_vs_static or 1.0:.2f}x"
+        else:
+            length = row.imbalance
+            figure = f"{length:.2f} x mean"
+        color = colors.get(row.policy, BASELINE_COLOR)
+        is_yardstick = row.policy not in colors
+        bars[row.policy] = {"name": row.policy, "figure": figure, "color": color, "yardstick": is_yardstick}
+        bars[row.policy]["share"] = length
+    longest = max(bar["share"] for bar in bars.values())
+    for bar in bars.values():
+        bar["share"] /= max(longest, 1e-300)
+    return list(bars.values())
 
 
 def _charts(report: ReportData) -> dict[str, dict[str, Any] | None]:
     """Return the bar charts of time, memory and excess, each with its legend; None without figures for it."""
     rows, num_policies = (*report.policies, *report.yardsticks), len(report.policies)
+    charts: dict[str, dict[str, Any] | None] = {"time": None, "memory": None, "excess": None}
     timed = [row for row in rows if row.breakdown_s]
+    if timed:
+        seconds = [row.breakdown_s or {} for row in timed]
+        charts["time"] = _chart(time_bars(timed, num_policies=num_policies), seconds)
     memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
+    if memory:
+        peaks = [forecast.parts_bytes for forecast in memory.values()]
+        charts["memory"] = _chart(memory_bars(memory, num_policies=num_policies), peaks)
     bounded = [row for row in report.policies if row.policy in report.bounds]
-    seconds, peaks = [row.breakdown_s or {} for row in timed], [forecast.parts_bytes for forecast in memory.values()]
-    excess = [report.bounds[row.policy].excess(row) for row in bounded]
-    return {
-        "time": _chart(time_bars(timed, num_policies=num_policies), seconds) if timed else None,
-        "memory": _chart(memory_bars(memory, num_policies=num_policies), peaks) if memory else None,
-        "excess": _chart(excess_bars(bounded, report.bounds), excess) if bounded else None,
-    }
+    if bounded:
+        excess = [report.bounds[row.policy].excess(row) for row in bounded]
+        charts["excess"] = _chart(excess_bars(bounded, report.bounds), excess)
+    return charts
 
 
 def _chart(drawing: Markup, bars: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return a drawing with name and color of every part that some bar shows."""
-    parts = dict.fromkeys(part for bar in bars for part, value in bar.items() if value > 0)
-    return {
-        "drawing": drawing,
-        "parts": [{"name": part_name(part), "color": part_color(part)} for part in parts],
-        "hides": any(value < 0 for bar in bars for value in bar.values()),
-    }
+    colors: dict[str, str] = {}
+    hides = False
+    for bar in bars:
+        for part, value in bar.items():
+            hides |= value < 0
+            if value > 0:
+                colors[part] = part_color(part)
+    legend = [{"name": part_name(part), "color": color} for part, color in colors.items()]
+    return {"drawing": drawing, "parts": legend, "hides": hides}
 
 
 def policy_rows(report: ReportData, columns: Sequence[Column]) -> dict[str, Any]:
@@ -168,11 +177,9 @@ def policy_rows(report: ReportData, columns: Sequence[Column]) -> dict[str, Any]
         cells = [column.text(prediction) for column in columns]
         return {"name": prediction.policy, "cells": cells, "best": prediction.policy == best != "static"}
 
-    return {
-        "columns": [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in columns],
-        "rows": [row(prediction) for prediction in report.policies],
-        "yardsticks": [row(prediction) for prediction in report.yardsticks],
-    }
+    headings = [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in columns]
+    rows, yardsticks = list(map(row, report.policies)), list(map(row, report.yardsticks))
+    return {"columns": headings, "rows": rows, "yardsticks": yardsticks}
 
 
 def asset(name: str) -> Markup:

@@ -34,7 +34,8 @@ def stops(top: float) -> tuple[float, ...]:
 
 def color_of(value: float, top: float) -> tuple[int, int, int]:
     """Return red, green, blue of a relative load: blue below 1, near white at 1, red up to `top`."""
-    red, green, blue = (round(float(np.interp(value, stops(top), channel))) for channel in zip(*_COLORS, strict=True))
+    reds, greens, blues = zip(*_COLORS, strict=True)
+    red, green, blue = (round(float(np.interp(value, stops(top), channel))) for channel in (reds, greens, blues))
     return red, green, blue
 
 
@@ -48,13 +49,14 @@ def png_data_uri(values: NDArray[np.floating], top: float) -> str:
     """Return the `data:` URI of an indexed PNG for relative loads [rows, columns], one pixel each."""
     rows, columns = values.shape
     lines = np.concatenate([np.zeros((rows, 1), np.uint8), levels(values, top)], axis=1)
-    palette = bytes(part for index in range(LEVELS + 1) for part in color_of(index / LEVELS * top, top))
+    palette = b"".join(bytes(color_of(index / LEVELS * top, top)) for index in range(LEVELS + 1))
     # 8 bits per pixel, colour type 3: an index into the palette; every row starts with filter 0.
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"PLTE", palette), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
     data = b"\x89PNG\r\n\x1a\n"
     for kind, content in chunks:
-        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        data += struct.pack(">I", len(content)) + kind + content + checksum
     return "data:image/png;base64," + base64.b64encode(data).decode("ascii")
 
 
@@ -79,7 +81,7 @@ class MapKind:
     @property
     def top(self) -> float:
         """Upper end of the scale."""
-        return max(2.0, max(float(value.max(initial=0.0)) for value in self.values.values()))
+        return max(2.0, *(float(value.max(initial=0.0)) for value in self.values.values()))
 
     @property
     def gradient(self) -> Markup:
@@ -115,7 +117,8 @@ class MapKind:
         else:
             edges = range(0)
         for edge in edges:
-            svg.line(left + edge * width / columns, above - 4, left + edge * width / columns, bottom + 4, "node")
+            x = left + edge * width / columns
+            svg.line(x, above - 4, x, bottom + 4, "node")
         caption = self.across + (" (dashed: node boundary)" if len(edges) else "")
         svg.text(left + width / 2, height - 6, caption, anchor="middle", css="label")
         middle = max(above + (bottom - above) / 2, WORDS_LENGTH / 2)
@@ -131,21 +134,20 @@ class MapKind:
             "columns": next(iter(self.values.values())).shape[1],
             "column": self.across.removeprefix("EP "),
             "shown": list(self.shown),
-            "policies": {
-                name: {
-                    "png": png_data_uri(value, top),
-                    "most": self.most(name),
-                    "levels": base64.b64encode(levels(value, top).tobytes()).decode("ascii"),
-                }
-                for name, value in self.values.items()
-            },
+            "policies": {name: self._policy_data(name, value) for name, value in self.values.items()},
         }
+
+    def _policy_data(self, name: str, values: NDArray[np.floating]) -> dict[str, str]:
+        coded_levels = base64.b64encode(levels(values, self.top).tobytes()).decode("ascii")
+        return {"png": png_data_uri(values, self.top), "most": self.most(name), "levels": coded_levels}
 
 
 def _whole_ticks(count: int, *, at_most: int) -> list[int]:
     """Return indices to label on an axis of `count` places."""
-    step = next(s for s in (1, 2, 4, 8, 10, 16, 20, 32, 50, 100, 200, 500, 1000, 10_000) if (count - 1) / s <= at_most)
-    return list(range(0, count, step))
+    for step in (1, 2, 4, 8, 10, 16, 20, 32, 50, 100, 200, 500, 1000):
+        if (count - 1) / step <= at_most:
+            return list(range(0, count, step))
+    return list(range(0, count, 10_000))
 
 
 def rank_maps(report: ReportData) -> MapKind:

@@ -51,7 +51,7 @@ class SweepData:
     @property
     def what(self) -> str:
         """Trace, model and cluster, in a line."""
-        model, cluster = (self.setting.get(name, f"several {name}s") for name in ("model", "cluster"))
+        model, cluster = self.setting.get("model", "several models"), self.setting.get("cluster", "several clusters")
         return f"{self.trace.get('name')}, {model} on {cluster}"
 
     @property
@@ -61,14 +61,17 @@ class SweepData:
             most = max
         else:
             most = min
-        pairs = ((point, name) for point in self.points for name in self.policies if name in point.policies)
+        pairs = []
+        for point in self.points:
+            pairs += [(point, name) for name in self.policies if name in point.policies]
         return most(pairs, key=lambda pair: pair[0].policies[pair[1]])
 
     @property
     def finding(self) -> str:
         """What the sweep found, in a sentence: the best policy anywhere, and from where to where its figure goes."""
         best, name = self.answer
-        low, high = (end(p.policies[name] for p in self.points if name in p.policies) for end in (min, max))
+        figures = [point.policies[name] for point in self.points if name in point.policies]
+        low, high = min(figures), max(figures)
         where = f"best at {describe(best.point)}"
         if self.metric == "imbalance":
             return f"{name} leaves the busiest rank {low:.2f} to {high:.2f} times the mean; {where}"

@@ -38,6 +38,11 @@ class _Panel:
     held: Mapping[str, Value]
     points: Sequence[SweptPoint]
 
+    @property
+    def title(self) -> str:
+        """The other parameters and their values."""
+        return ", ".join(f"{short_name(name)} {_label(value)}" for name, value in self.held.items())
+
 
 def draw_sweep(sweep: SweepData, kind: str = "svg") -> bytes:
     """Return the picture as svg, png or pdf; the last two need the extra `plot`. The same sweep gives the same SVG."""
@@ -91,12 +96,7 @@ def sweep_panels(sweep: SweepData, width: float = WIDTH) -> Markup:
 def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:
     """Draw the panels of one parameter from `top` on, add their lines to `legend`, and return where they end."""
     width = (svg.width - LEFT - RIGHT - GAP * (len(row) - 1)) / len(row)
-    titles = [
-        textwrap.wrap(
-            ", ".join(f"{short_name(name)} {_label(value)}" for name, value in panel.held.items()), int(width / LETTER)
-        )
-        for panel in row
-    ]
+    titles = [textwrap.wrap(panel.title, int(width / LETTER)) for panel in row]
     top += LINE * max(map(len, titles)) + 14
     named = axis_name(row[0].parameter)
     for index, (panel, title) in enumerate(zip(row, titles, strict=True)):
@@ -138,21 +138,19 @@ def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tupl
         if name == best_policy and best in panel.points:
             ring = (places[panel.points.index(best)], best.policies[name])
             ring_name = _figure(sweep, best.policies[name])
+        shown = [(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies]
         lines[name] = Line(
-            points=[(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies],
+            points=shown,
             color=colors[name],
             dashed=not ordered,  # a line between words means nothing
             marker=markers[index % len(markers)],
             answer=ring,
             answer_name=ring_name,
         )
-    return lines, Axes(
-        x=named,
-        y=METRICS[sweep.metric],
-        limits=_limits(sweep),
-        marks={x: _label(value, min(letters, LABEL_LETTERS)) for x, value in zip(places, values, strict=True)},
-        log_x=ordered and min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places),
-    )
+    letters = min(letters, LABEL_LETTERS)
+    marks = {x: _label(value, letters) for x, value in zip(places, values, strict=True)}
+    log_x = ordered and min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places)
+    return lines, Axes(x=named, y=METRICS[sweep.metric], limits=_limits(sweep), marks=marks, log_x=log_x)
 
 
 def _figure(sweep: SweepData, value: float) -> str:
@@ -170,27 +168,21 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
     other_parameters = {name: values for name, values in sweep.values.items() if name != parameter}
     if math.prod(map(len, other_parameters.values())) > MAX_PANELS:
         longest = next(name for name, values in other_parameters.items() if len(values) > 1)
-        other_parameters = {
-            name: _spread(values) if name == longest else values[:1] for name, values in other_parameters.items()
-        }
-    fixed_values = [
-        dict(zip(other_parameters, combination, strict=True))
-        for combination in itertools.product(*other_parameters.values())
-    ]
-    return [
-        _Panel(
-            parameter=parameter,
-            held=fixed,
-            points=[p for p in sweep.points if all(p.point[name] == value for name, value in fixed.items())],
-        )
-        for fixed in fixed_values
-    ]
+        for name, values in other_parameters.items():
+            other_parameters[name] = _spread(values) if name == longest else values[:1]
+    panels = []
+    for combination in itertools.product(*other_parameters.values()):
+        fixed = dict(zip(other_parameters, combination, strict=True))
+        points = [point for point in sweep.points if fixed.items() <= point.point.items()]
+        panels.append(_Panel(parameter=parameter, held=fixed, points=points))
+    return panels
 
 
 def _spread(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return at most `MAX_PANELS` of the values, evenly spread, both ends among them."""
     count = min(MAX_PANELS, len(values))
-    return tuple(values[round(index * (len(values) - 1) / max(1, count - 1))] for index in range(count))
+    distance = (len(values) - 1) / max(1, count - 1)
+    return tuple(values[round(index * distance)] for index in range(count))
 
 
 def _label(value: Value, letters: int = LABEL_LETTERS) -> str:

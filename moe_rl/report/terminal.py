@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import printable
-from moe_rl.report.columns import chosen_columns, columns
+from moe_rl.report.columns import Column, chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
@@ -34,11 +35,15 @@ def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
         style = ""
         if prediction.policy == best != "static":
             style = "bold green"
-        cells = (column.text(prediction) for column in columns)
-        table.add_row(Text(prediction.policy), *cells, style=style, end_section=index == len(report.policies) - 1)
+        is_last = index == len(report.policies) - 1
+        table.add_row(Text(prediction.policy), *_cells(columns, prediction), style=style, end_section=is_last)
     for prediction in report.yardsticks:
-        table.add_row(Text(prediction.policy), *(column.text(prediction) for column in columns), style="dim")
+        table.add_row(Text(prediction.policy), *_cells(columns, prediction), style="dim")
     return table
+
+
+def _cells(columns: Sequence[Column], prediction: StepPrediction) -> list[str]:
+    return [column.text(prediction) for column in columns]
 
 
 def print_report(report: ReportData, console: Console, *, names: Sequence[str] = (), explain: bool = False) -> None:
@@ -91,19 +96,13 @@ def _sentences(report: ReportData) -> list[Text]:
         limiting = limited.sentences
     else:
         limiting = ()
-    explained = (
-        *ranking_sentences(report),
-        *sentences.details[:1],
-        *limiting[:1],
-        *sentences.details[1:],
-        *limiting[1:],
-    )
-    return [
-        *(Text(line, style="bold") for line in sentences.lines),
-        *(Text(printable(caution), style="yellow") for caution in report.cautions),
-        *map(Text, explained),
-        *(Text(printable(f"note: {note}"), style="yellow") for note in report.notes),
-    ]
+    foremost = (*sentences.details[:1], *limiting[:1])
+    explained = (*ranking_sentences(report), *foremost, *sentences.details[1:], *limiting[1:])
+    texts = [Text(line, style="bold") for line in sentences.lines]
+    texts += [Text(printable(caution), style="yellow") for caution in report.cautions]
+    texts += map(Text, explained)
+    texts += [Text(printable(f"note: {note}"), style="yellow") for note in report.notes]
+    return texts
 
 
 def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always: int) -> list[Text]:
@@ -124,6 +123,7 @@ def setting_lines(report: ReportData) -> list[str]:
     """Return what was simulated, in three short lines."""
     trace, setting = report.trace, report.setting
     per_rank = format_count(_number(setting, "tokens_per_rank"))
+    micro_batches = counted(setting["num_micro_batches"], "micro-batch", "micro-batches")
     what = [
         f"{trace['name']}: {batch_words(trace, setting)}",
         f"{trace['num_moe_layers']} MoE layers, {trace['num_experts']} experts, top-{trace['top_k']}",
@@ -133,7 +133,7 @@ def setting_lines(report: ReportData) -> list[str]:
     where = [
         f"{setting['model']}{assumed} on {counted(setting['num_gpus'], 'GPU', 'GPUs')} of {setting['cluster']}",
         f"{parallelism(setting)} ({setting['ranks_per_node']} ranks per node)",
-        f"{counted(setting['num_micro_batches'], 'micro-batch', 'micro-batches')} of {per_rank} tokens per rank",
+        f"{micro_batches} of {per_rank} tokens per rank",
     ]
     how = [sequences_of(setting), f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank"]
     how += [f"{setting[kind]} {kind.removesuffix('_slots').replace('_', '-')}" for kind in SLOTS if setting.get(kind)]

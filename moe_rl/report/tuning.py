@@ -144,6 +144,20 @@ class ShapeLevers:
             before = self.speeds[name]
         return found
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the shape and its speeds as JSON values."""
+        document = {
+            "name": self.setting.name,
+            "dispatcher": self.setting.dispatcher,
+            "engine": self.engine or "ours",
+            "resident_slots": self.resident_slots,
+            "tokens_per_s_per_gpu": dict(self.speeds),
+            "best": self.lever,
+        }
+        if self.command:
+            document["command"] = self.command
+        return document
+
     def _added(self) -> list[str]:
         """Return the levers of the fastest combination, static first."""
         if self.lever == "own copies":
@@ -211,10 +225,7 @@ def _verl(row: TunedSetting) -> str:
         sizes["virtual_pipeline_model_parallel_size"] = row.num_virtual_stages
     lines = [f"{actor}.megatron.{name}={value}" for name, value in sizes.items()]
     for name, value in _others(row).items():
-        if name == "recompute_modules":
-            written = f"[{value}]"
-        else:
-            written = value
+        written = f"[{value}]" if name == "recompute_modules" else value
         lines.append(f"+{actor}.megatron.override_transformer_config.{name}={written}")
     per_gpu = row.micro_batch_tokens // row.context_parallel_size
     return " ".join([*lines, f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"])
@@ -344,18 +355,7 @@ class Tuned:
         facts = attributes(self, named)
         document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
         if self.levers:
-            document["levers"] = [
-                {
-                    "name": shape.setting.name,
-                    "dispatcher": shape.setting.dispatcher,
-                    "engine": shape.engine or "ours",
-                    "resident_slots": shape.resident_slots,
-                    "tokens_per_s_per_gpu": dict(shape.speeds),
-                    "best": shape.lever,
-                    **({"command": shape.command} if shape.command else {}),
-                }
-                for shape in self.levers
-            ]
+            document["levers"] = [shape.as_json() for shape in self.levers]
         return document
 
     def __str__(self) -> str:

@@ -36,7 +36,10 @@ def format_count(value: float) -> str:
 def byte_unit(count: float) -> tuple[str, float]:
     """Return (unit, size in bytes) in which the count reads well (decimal, as links are rated)."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    return next(((unit, size) for unit, size in units if count >= size), ("B", 1.0))
+    for unit, size in units:
+        if count >= size:
+            return unit, size
+    return "B", 1.0
 
 
 def format_bytes(count: float) -> str:
@@ -104,7 +107,8 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(top))
     # The smallest of 1, 2 and 5 times a power of ten that needs few enough steps.
-    step = next(s * power / 10 for s in (1, 2, 5, 10, 20, 50) if top / (s * power / 10) <= at_most)
+    steps = (count * power / 10 for count in (1, 2, 5, 10, 20, 50))
+    step = next(step for step in steps if top / step <= at_most)
     count = int(-(-top // step))
     return [round(index * step, 12) for index in range(count + 1)]
 

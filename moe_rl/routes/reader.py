@@ -130,10 +130,7 @@ class RoutesReader:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Return [n, l, K] ids (u8, or u16 above 256 experts) of some rows and layers (their places among the L)."""
-        if isinstance(layers, slice):
-            picked = range(len(self.layer_ids))[layers]
-        else:
-            picked = layers
+        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
         begin, end = _bounds(rows, self.length(key))
         if out is None:
             out = np.zeros((end - begin, len(picked), self.top_k), route_dtype(self.num_experts))
@@ -148,10 +145,7 @@ class RoutesReader:
 
         Raises `InvalidInputError` if the stream was written without them.
         """
-        if isinstance(layers, slice):
-            picked = range(len(self.layer_ids))[layers]
-        else:
-            picked = layers
+        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
         begin, end = _bounds(rows, self.length(key))
         out = np.zeros((end - begin, len(picked), self.top_k), np.float32)
         self._check_map()

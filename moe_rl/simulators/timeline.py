@@ -41,10 +41,7 @@ def step_timeline(
     `step` has the plan's layout, and the load under it.
     """
     load, setting = step.load, step.setting
-    if micro_batches is None:
-        shown_batches = range(load.num_micro_batches)
-    else:
-        shown_batches = micro_batches
+    shown_batches = range(load.num_micro_batches) if micro_batches is None else micro_batches
     for micro_batch in shown_batches:
         require(
             0 <= micro_batch < load.num_micro_batches,

@@ -357,10 +357,7 @@ class SimulationOptions(TraceOptions):
         """Return the simulator's setting."""
         from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 
-        if self.recompute_granularity == "selective":
-            repeated = self.recompute_modules
-        else:
-            repeated = []
+        repeated = self.recompute_modules if self.recompute_granularity == "selective" else []
         same_fields = attributes(self, SAME_IN_STEP)
         graph = GRAPHS[self.cuda_graph_impl or "none"]
         # A graph without attention still launches router and preprocessing.
@@ -390,10 +387,7 @@ class SimulationOptions(TraceOptions):
     def for_static_buffers(self) -> Self:
         """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""
         is_stated = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
-        if is_stated:
-            more = ()
-        else:
-            more = ("moe-rl.static_buffers=true",)
+        more = () if is_stated else ("moe-rl.static_buffers=true",)
         return self.model_copy(update={"policy_option": [*self.policy_option, *more]})
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:

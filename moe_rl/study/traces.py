@@ -59,10 +59,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         require_agreement(trace, options.import_options())
         return trace
     trace = located_trace(trace)
-    if model is None or is_native(trace):
-        shape = {}
-    else:
-        shape = _shape(model.spec)
+    shape = {} if model is None or is_native(trace) else _shape(model.spec)
     try:
         return open_source(trace, format=options.format, options=options.import_options(**shape))
     except InvalidInputError as error:
@@ -162,10 +159,7 @@ def describe_trace(source: TraceSource) -> dict[str, object]:
 
 def size_of(path: Path) -> int:
     """Return the bytes of a trace's files."""
-    if path.is_file():
-        files = [path]
-    else:
-        files = [file for file in path.rglob("*") if file.is_file()]
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
@@ -181,18 +175,12 @@ def digest_of(trace: TraceLike) -> str:
     if isinstance(trace, RoutingTrace | SequenceCounts):
         for item in fields(trace):
             value = getattr(trace, item.name)
-            if isinstance(value, np.ndarray):
-                content = np.ascontiguousarray(value).tobytes()
-            else:
-                content = repr(value).encode()
+            content = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
             digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
     path = trace.path if isinstance(trace, TraceSource) else located_trace(str(trace))
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
-        if path.is_dir():
-            name = file_path.relative_to(path)
-        else:
-            name = file_path.suffix
+        name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
         with file_path.open("rb") as file:
             digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
