@@ -41,9 +41,12 @@ class RangeName:
 
     def __str__(self) -> str:
         parts = ["moe_rl", self.category]
-        parts += [f"L{self.layer}"] if self.layer is not None else []
-        parts += [f"mb{self.micro_batch}"] if self.micro_batch is not None else []
-        parts += [self.phase] if self.phase is not None else []
+        if self.layer is not None:
+            parts.append(f"L{self.layer}")
+        if self.micro_batch is not None:
+            parts.append(f"mb{self.micro_batch}")
+        if self.phase is not None:
+            parts.append(self.phase)
         return "/".join(parts)
 
     @classmethod

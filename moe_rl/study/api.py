@@ -122,8 +122,10 @@ def sweep(
     grid = span_grid(values.items(), merged)
     if out is not None:
         require(Path(out).suffix == ".jsonl", f"{out} must end in .jsonl.")
-        check_outputs({"": Path(out)}, inputs=(Path(trace),) if isinstance(trace, str | Path) else ())
-    workers, file = executor_named(executor, jobs=jobs, ray_address=ray_address), None if out is None else Path(out)
+        inputs = (Path(trace),) if isinstance(trace, str | Path) else ()
+        check_outputs({"": Path(out)}, inputs=inputs)
+    workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
+    file = None if out is None else Path(out)
     command = _call("sweep", trace, options)
     return run_sweep(trace, grid, merged, file, progress=progress, executor=workers, command=command)
 

@@ -198,20 +198,18 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         **{name: 100 * getattr(options, name) for name in SHARES},
     }
     sentences = [f"model: {sentence}." for sentence in scenario.model.assumptions]
-    sentences += (
-        population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name) if timed else []
-    )
+    if timed:
+        sentences += population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name)
     sentences += [
         SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
         for name, holds in holding.items()
         if holds
     ]
-    if MOE_RL in plans:
-        capacity = plans[MOE_RL].capacity
-    else:
-        capacity = None
-    sentences += [] if capacity is None else [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
-    return [*sentences, *(f"{name}: {note}" for name, plan in plans.items() for note in plan.notes)]
+    if MOE_RL in plans and (capacity := plans[MOE_RL].capacity) is not None:
+        sentences += [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
+    for name, plan in plans.items():
+        sentences += [f"{name}: {note}" for note in plan.notes]
+    return sentences
 
 
 def model_caution(scenario: Scenario) -> str:

@@ -265,7 +265,8 @@ def _row_step(
     seconds, throughput = words.pop("seconds", None), words.pop("tokens_per_s_per_gpu", None)
     require((seconds is None) != (throughput is None), f"{name} needs `seconds` or `tokens_per_s_per_gpu`.")
     text = str(words.pop("name", name))
-    step = _amount(text, float(seconds or throughput), "s" if seconds is not None else "tok/s")
+    unit = "tok/s" if seconds is None else "s"
+    step = _amount(text, float(seconds or throughput), unit)
     return replace(step, run=priced_row(words, options, lengths))
 
 

@@ -150,10 +150,12 @@ def _options(settings: RunSettings) -> dict[str, Any]:
             scopes = []
         else:
             scopes = re.findall(r"\w+", str(scope.value))
-        is_full = "full_iteration" in scopes
-        values["cuda_graph_impl"] = "full_iteration" if is_full else settings.cuda_graph_impl.value
-        if scopes and not is_full:
-            values["cuda_graph_scope"] = scopes
+        if "full_iteration" in scopes:
+            values["cuda_graph_impl"] = "full_iteration"
+        else:
+            values["cuda_graph_impl"] = settings.cuda_graph_impl.value
+            if scopes:
+                values["cuda_graph_scope"] = scopes
     offload = settings.optimizer_cpu_offload
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")

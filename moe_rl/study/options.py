@@ -387,8 +387,10 @@ class SimulationOptions(TraceOptions):
     def for_static_buffers(self) -> Self:
         """Return the options with which `moe-rl` packs for a buffer that is allocated once, where it may."""
         is_stated = "moe-rl.static_buffers=" in " ".join(self.policy_option) or "moe-rl" not in self.policy
-        more = () if is_stated else ("moe-rl.static_buffers=true",)
-        return self.model_copy(update={"policy_option": [*self.policy_option, *more]})
+        policy_options = list(self.policy_option)
+        if not is_stated:
+            policy_options.append("moe-rl.static_buffers=true")
+        return self.model_copy(update={"policy_option": policy_options})
 
     def policy_parameters(self, policy: str) -> dict[str, int | float | str | bool]:
         """Return the parameters that `--policy-option` gives to one policy.

@@ -182,6 +182,8 @@ def digest_of(trace: TraceLike) -> str:
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
+        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+    for name, file_path in files.items():
         with file_path.open("rb") as file:
             digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
