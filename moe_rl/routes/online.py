@@ -50,9 +50,7 @@ def replay_metrics(
             filler = (ids == (np.arange(ids.shape[2]) if fault is Fault.PADDING else ids[..., :1])).all(axis=(1, 2))
             routes, own_routes = routes[~filler], own_routes[~filler]
             margin = None if margin is None else margin[~filler]
-            if combine_weights is None:
-                combine_weights = None
-            else:
+            if combine_weights is not None:
                 combine_weights = combine_weights[~filler]
             verdict = judged()
     in_place = agreement(routes, own_routes).mean(axis=1)
