@@ -192,10 +192,13 @@ class _Packer:
         Only the last batch may have another number of buckets than trainers, or buckets would change their trainer.
         """
         end = buckets * self.size
-        begun = [tensor for position, tensor in self.tensors if position < end or is_last]
-        self.tensors = [
-            (position - end, tensor) for position, tensor in self.tensors if not (position < end or is_last)
-        ]
+        begun, later = [], []
+        for position, tensor in self.tensors:
+            if position < end or is_last:
+                begun.append(tensor)
+            else:
+                later.append((position - end, tensor))
+        self.tensors = later
         bodies = {bucket: self._bucket(bucket) for bucket in range(self.rank, buckets, self.trainers)}
         self.own = {bucket - buckets: body for bucket, body in self.own.items() if bucket >= buckets}
         self.position -= end

@@ -16,7 +16,7 @@ import torch
 
 from moe_rl.sync.errors import SyncError
 from moe_rl.sync.plan import SyncPlan
-from moe_rl.sync.rank_plan import Parts, RankPlan, RankRound
+from moe_rl.sync.rank_plan import Parts, RankPlan, RankRound, num_parts_of
 
 WORD = 8
 HEADER_WORDS = 2  # step and digest, before one sum per part
@@ -116,9 +116,7 @@ class _RankWork:
     def _own_needs(self) -> Callable[[int, int], range]:
         """Return the function that says which parts of an expert this rank keeps: none on a trainer."""
         problem = self.plan.problem
-        engine_rank = next(
-            (engine_rank for engine_rank in problem.engine_ranks() if engine_rank.rank == self.rank), None
-        )
+        engine_rank = problem.engine_rank(self.rank)
         if engine_rank is None:
             return lambda layer, expert: range(0)
         local = [set(row.tolist()) for row in engine_rank.engine.local_slots(engine_rank.index)]
@@ -140,7 +138,7 @@ class _RankWork:
             self._forget(number)
 
     def _message_bytes(self, runs: list[Parts]) -> int:
-        count = sum(parts.num_parts for parts in runs)
+        count = num_parts_of(runs)
         return WORD * (HEADER_WORDS + count) + count * self.part_bytes
 
     def _message(self, runs: list[Parts]) -> torch.Tensor:
@@ -161,7 +159,7 @@ class _RankWork:
     def _take_in(self, number: int, rank_round: RankRound, inbox: Mapping[int, torch.Tensor]) -> None:
         for other, runs in rank_round.receives.items():
             message = inbox[other]
-            count = sum(parts.num_parts for parts in runs)
+            count = num_parts_of(runs)
             words = message[: WORD * (HEADER_WORDS + count)].view(torch.int64)
             step, digest = words[:HEADER_WORDS].tolist()
             if (step, digest) != (self.step, self.plan.digest):
@@ -196,7 +194,7 @@ class _RankWork:
         needed_body = body[(start - parts.first) * self.part_bytes : (stop - parts.first) * self.part_bytes]
         arrived = self.arrived[parts.layer, parts.expert]
         arrived[parts._replace(first=start, stop=stop)] = needed_body
-        if sum(piece.num_parts for piece in arrived) == len(needed):
+        if num_parts_of(arrived) == len(needed):
             assert self.write is not None, f"rank {self.rank} has nothing that takes experts"
             del self.arrived[parts.layer, parts.expert]
             unit_parts = parts._replace(first=needed.start, stop=needed.stop)
@@ -230,8 +228,11 @@ def in_process(
     waiting = {rank: exchange for rank, work in works.items() if (exchange := next(work, None)) is not None}
     while waiting:
         number = min(exchange.round for exchange in waiting.values())
-        exchanges = {rank: exchange for rank, exchange in waiting.items() if exchange.round == number}
-        inboxes: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in exchanges}
+        exchanges: dict[int, Exchange] = {}
+        inboxes: dict[int, dict[int, torch.Tensor]] = {}
+        for rank, exchange in waiting.items():
+            if exchange.round == number:
+                exchanges[rank], inboxes[rank] = exchange, {}
         for rank, exchange in exchanges.items():
             for other, message in exchange.outbox.items():
                 inboxes[other][rank] = spoil(number, rank, other, message) if spoil else message

@@ -289,6 +289,13 @@ class SyncProblem:
                 yield EngineRank(rank=rank, engine=engine, index=index)
                 rank += 1
 
+    def engine_rank(self, rank: int) -> EngineRank | None:
+        """Return the engine rank of that number; None for a trainer's."""
+        for engine_rank in self.engine_ranks():
+            if engine_rank.rank == rank:
+                return engine_rank
+        return None
+
     def wanted_atoms(self) -> list[NDArray[np.int32]]:
         """Return, for every engine rank in order, the atoms that it needs at least a part of, ascending."""
         wanted: list[NDArray[np.int32]] = []

@@ -32,6 +32,11 @@ class Parts(NamedTuple):
         return self.stop - self.first
 
 
+def num_parts_of(runs: Iterable[Parts]) -> int:
+    """Return how many parts several runs of parts have together."""
+    return sum(parts.num_parts for parts in runs)
+
+
 @dataclass(slots=True)
 class RankRound:
     """Parts that a rank sends to other ranks and expects of them in one round, in the order of the messages."""
@@ -56,10 +61,10 @@ class RankPlan:
             rank_round = self.rounds[number]
             moving = 0
             for runs in (*rank_round.sends.values(), *rank_round.receives.values()):
-                moving += sum(parts.num_parts for parts in runs)
-            peak = max(peak, moving + sum(parts.num_parts for parts in waiting))
+                moving += num_parts_of(runs)
+            peak = max(peak, moving + num_parts_of(waiting))
             for runs in rank_round.receives.values():
-                waiting.update(parts for parts in runs if parts in self.last_use)
+                waiting.update(self.last_use.keys() & runs)
             waiting = {parts for parts in waiting if self.last_use[parts] > number}
         return peak
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.sync.errors import SyncError
 from moe_rl.sync.executor import Read, Traffic, Write, rank_work
 from moe_rl.sync.layouts import SyncProblem
 from moe_rl.sync.plan import SyncPlan
@@ -49,7 +50,9 @@ def ballot(plan: SyncPlan, side: TrainerSide | EngineSide, *, rank: int, step: i
     """Return how this rank votes."""
     if isinstance(side, TrainerSide):
         return Ballot(step=step, plan_digest=plan.digest, weights_sum=side.weights_sum, problem=side.problem)
-    engine_rank = next(engine_rank for engine_rank in plan.problem.engine_ranks() if engine_rank.rank == rank)
+    engine_rank = plan.problem.engine_rank(rank)
+    if engine_rank is None:
+        raise SyncError(f"rank {rank} belongs to no engine of the plan.")
     planned, current = engine_rank.engine.local_slots(engine_rank.index), side.current_slots()
     problem = ""
     if not np.array_equal(planned, current):
