@@ -42,8 +42,8 @@ def test_a_map_survives_its_file(
     found, read = read_expert_map(path, shape)
     assert found.name == engine.name
     assert np.array_equal(read.slots, made.slots)
-    assert any(str(path) in line for line in engine.told(made, path))
-    assert any(str(made.num_copies) in line for line in engine.told(made, path)) or engine.name != "sglang"
+    assert any(str(path) in line for line in engine.start_lines(made, path))
+    assert any(str(made.num_copies) in line for line in engine.start_lines(made, path)) or engine.name != "sglang"
 
 
 @every_engine
