@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
+from moe_rl.core.mappings import without
 from moe_rl.launch.batch import BatchFacts, BatchKeys, read_batch
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.launch.sources import Entry, RawRun

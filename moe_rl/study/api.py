@@ -151,7 +151,9 @@ def tune(
     """
     merged = merge_options(TuneOptions, options, config)
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
-    return search_layouts(trace, merged, executor=workers, progress=progress, out=None if out is None else Path(out))
+    if out is not None:
+        out = Path(out)
+    return search_layouts(trace, merged, executor=workers, progress=progress, out=out)
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:

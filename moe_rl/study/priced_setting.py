@@ -95,7 +95,10 @@ def _plans(scenario: Scenario, shape: ShapeLevers) -> dict[str, Plan]:
     if "resident copies" in shape.speeds:
         plans["resident copies"] = ours.plan(replace(over, resident_slots=shape.resident_slots))
     if engine is not None:
-        plans["engine"] = make_planner("ultraep" if engine == "engine:ultraep" else "moonep").plan(problem)
+        policy = "moonep"
+        if engine == "engine:ultraep":
+            policy = "ultraep"
+        plans["engine"] = make_planner(policy).plan(problem)
         plans["own copies"] = ours.plan(replace(problem, resident_slots=shape.resident_slots))
     return plans
 
