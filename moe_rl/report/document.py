@@ -21,10 +21,7 @@ def document(report: ReportData) -> dict[str, object]:
         "trace": dict(report.trace),
         "setting": dict(report.setting),
         "notes": [*report.all_cautions, *report.notes],
-        "policies": {
-            row.policy: row.as_json() | _engine(report, row) | _loads(report, row) | _memory(report, row)
-            for row in report.policies
-        },
+        "policies": {},
     }
     policies: dict[str, object] = {}
     for row in report.policies:

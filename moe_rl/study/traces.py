@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, bundled_traces, load_model
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.outputs import encodable
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
@@ -117,16 +116,14 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     except InvalidInputError as error:
         raise InvalidInputError(f"{error} For a model that is not known give --num-experts.") from error
     shape["moe_router_topk"] = shape.pop("top_k")
-    stated = attributes(options, options.model_fields_set)
+    stated = {name: getattr(options, name) for name in options.model_fields_set}
     return options.model_copy(update={**shape, **stated})
 
 
 def located_trace(trace: str | Path) -> Path:
     """Return the path of a trace, which may be the name of a bundled one."""
     path = Path(trace)
-    if path.exists():
-        return path
-    return bundled_traces().get(str(trace), path)
+    return path if path.exists() else bundled_traces().get(str(trace), path)
 
 
 def is_native(trace: str | Path) -> bool:
@@ -148,7 +145,7 @@ def describe_trace(source: TraceSource) -> dict[str, object]:
         "format": source.format,
         "model": encodable(source.model),
         "provenance": source.provenance,
-        **attributes(source, counts),
+        **{name: getattr(source, name) for name in counts},
         "num_moe_layers": len(source.moe_layer_ids),
         "moe_layer_ids": list(source.moe_layer_ids),
         "steps": list(source.steps),
@@ -182,8 +179,6 @@ def digest_of(trace: TraceLike) -> str:
     for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
-        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-    for name, file_path in files.items():
         with file_path.open("rb") as file:
             digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
