@@ -61,7 +61,7 @@ def test_the_written_file_is_a_cluster_with_the_fitted_constants(tmp_path: Path,
     trace = write_npz(tmp_path / "t.npz")
     simulated = moe_rl("simulate", trace, "--cluster", out, "--ep", 4, "--ep-group-tokens", 200, "--policy", "static")
     assert simulated.code == 0, simulated.err
-    assert "on mine, EP4" in simulated.out
+    assert "GPUs of mine, EP4" in simulated.out
 
 
 def test_the_table_shows_both_values_and_the_errors_of_every_group(tmp_path: Path, csv: Path) -> None:
