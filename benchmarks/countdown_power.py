@@ -205,12 +205,13 @@ def block(outcomes: Sequence[Outcome]) -> str:
     commits = sorted({outcome.commit for runs in seeds.values() for outcome in runs.values()})
     text = (
         f"{len(seeds)} of the {len(SEEDS)} seeds are complete ({min(seeds)} .. {max(seeds)}, {len(seeds) * 8} runs, "
-        f"commit {', '.join(commits)}). Of {len(p_values)} tests {len(apart)} reject at 5 % over all of them (Holm)"
+        f"commit {', '.join(commits)}). At 5 % over all {len(p_values)} tests (Holm), {len(apart)} reject"
         f"{': ' + '; '.join(apart) if apart else ''}.\n\n"
-        f"**What could be seen.** A sign-flip test on {len(seeds)} pairs has no p below {2 / 2 ** len(seeds):.1g}. "
-        f"The widest interval of a difference in lift is ± {widest:.3f}: smaller differences can be there and not be "
-        f"seen. McNemar's test looks at discordant seeds alone; of D its p is at least 2^(1 - D), so fewer than "
-        f"{smallest_discordant(len(p_values))} can never pass the first step of Holm's rule.\n\n"
+        f"**What the study can detect.** A sign-flip test on {len(seeds)} pairs cannot give p below "
+        f"{2 / 2 ** len(seeds):.1g}. The widest interval of a difference in lift is ± {widest:.3f}; smaller "
+        "differences may exist undetected. McNemar's test uses only discordant seeds. With D of them, its p is at "
+        f"least 2^(1 - D), so fewer than {smallest_discordant(len(p_values))} cannot pass the first step of Holm's "
+        "rule.\n\n"
     )
     return text + "\n".join([*_rates(seeds), "", *_tests(found, intervals, rejected)]) + "\n"
 
