@@ -4,13 +4,17 @@
 # Needs a GPU cluster; `moe-rl doctor --attach` of this file needs nothing.
 set -eu
 
-# All that moe_rl needs: verl loads it by itself. Recording is optional; `moe-rl simulate` opens what it writes.
-export MOE_RL=ultraep MOE_RL_REPLICA_SLOTS=1
+# All that balancing needs: verl loads moe_rl by itself. Look first; then MOE_RL=moe-rl.
+export MOE_RL=observe
+# Optional: record routes, which `moe-rl simulate` opens.
 export MOE_RL_RECORD=${TRACES:-$PWD/traces}
 
-MOE=(
+REPLAY=(
     actor_rollout_ref.actor.megatron.router_replay.mode=R3
     actor_rollout_ref.rollout.enable_rollout_routing_replay=True
+)
+# Optional, and independent of balancing: a loss and a rollout correction of moe_rl.importance. They change what is trained.
+LOSS=(
     actor_rollout_ref.actor.policy_loss.loss_mode=moe_rl_gspo
     algorithm.rollout_correction.rollout_is=moe_rl_sequence
     actor_rollout_ref.rollout.calculate_log_probs=True
@@ -40,4 +44,4 @@ TASK=(
     actor_rollout_ref.rollout.tensor_model_parallel_size=2
 )
 
-python3 -m verl.trainer.main_ppo "${TASK[@]}" "${MODEL[@]}" "${MOE[@]}" trainer.nnodes="${NODES:-1}" "$@"
+python3 -m verl.trainer.main_ppo "${TASK[@]}" "${MODEL[@]}" "${REPLAY[@]}" "${LOSS[@]}" trainer.nnodes="${NODES:-1}" "$@"
