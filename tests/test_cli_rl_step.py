@@ -81,7 +81,7 @@ def test_lengths_alone_make_a_step() -> None:
     ("imbalance", "title"),
     [
         (1.5, r"Perfect balance would make the update 1\.\d\dx and the step of RL 1\.\d\dx as fast"),
-        (1, "Balancing the update brings nothing to this step of RL"),
+        (1, "Balancing the update saves no time in this step of RL"),
     ],
 )
 def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, title: str) -> None:

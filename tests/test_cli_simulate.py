@@ -227,7 +227,7 @@ def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refus
     assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
     assert assumed in simulated(tmp_path, trace, *alone)["notes"]
     assert assumed not in simulated(tmp_path, trace, *alone, "--cuda-graph-impl", "none")["notes"]
-    beside = "gradients are taken to be reduced"
+    beside = "gradient reduction and weight gathering are assumed"
     assert any(note.startswith(beside) for note in simulated(tmp_path, trace, *alone)["notes"])
     said = simulated(tmp_path, trace, *alone, "--overlap-grad-reduce", "--overlap-param-gather")["notes"]
     assert not any(note.startswith(beside) for note in said)

@@ -84,10 +84,10 @@ def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
     waiting = rl_gain(beside=True, speedup=1.0)
     assert waiting.waits_for_rollout
     assert headline(report(*policies, rl=waiting)).title == (
-        "This RL step waits for the rollout: balancing the update brings nothing to it."
+        "This RL step waits for the rollout, so balancing the update saves no time."
     )
     little = headline(report(*policies, rl=rl_gain(speedup=1.003))).title
-    assert little.startswith("Balancing the update brings 0.3% of an RL step, which spends most on rollout 50%")
+    assert little.startswith("Balancing the update saves 0.3% of an RL step, which spends most on rollout 50%")
 
 
 def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
@@ -97,7 +97,7 @@ def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
         "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the update takes 31% "
-        "longer, moe-rl makes the update 1.17x as fast as static placement and an RL step 1.05x.",
+        "longer, and moe-rl makes the update 1.17x as fast as static placement and an RL step 1.05x.",
         "moe-rl makes this update 1.33x as fast as static placement.",
     )
     lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
@@ -113,7 +113,7 @@ def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
 def test_a_balanced_step_is_called_balanced() -> None:
     static, eplb = prediction("static", 6.05, load=1.01), prediction("eplb", 6.04, load=1.0)
     said = headline(report(static, eplb))
-    assert said.title == "There is little to win: imbalance costs 0.8% of this update."
+    assert said.title == "There is little to gain: imbalance costs 0.8% of this update."
 
 
 def test_static_may_be_the_best_policy() -> None:
@@ -138,7 +138,7 @@ def test_equals_are_called_equal() -> None:
 def test_more_than_balanced_routing_is_explained() -> None:
     policies = (prediction("static", 10.0, load=2.2), prediction("moe-rl", 5.5, load=1.02))
     said = headline(report(*policies))
-    assert any("reaches 109% of the speed of perfectly balanced routing: packing evens" in d for d in said.details)
+    assert any("reaches 109% of the speed of perfectly balanced routing: packing also" in d for d in said.details)
 
 
 def test_the_headline_says_that_loads_are_scaled_and_does_not_start_with_it() -> None:
@@ -159,7 +159,7 @@ def test_without_times_the_balance_is_compared() -> None:
 
 @pytest.mark.parametrize(
     ("static", "best", "expected"),
-    [(1.02, 1.0, "There is little to win"), (2.0, 1.99, "No policy improves on static placement")],
+    [(1.02, 1.0, "There is little to gain"), (2.0, 1.99, "No policy improves on static placement")],
 )
 def test_without_times_too_little_is_called_little(static: float, best: float, expected: str) -> None:
     policies = (untimed(prediction("static", 1, load=static)), untimed(prediction("eplb", 1, load=best)))
@@ -192,13 +192,13 @@ def test_a_step_without_waiting_is_limited_by_its_kernels() -> None:
     found = limited()
     assert found.verdict == "kernel"
     assert "100% of the step" in found.sentences[0]
-    assert found.sentences[1].startswith("Most of it: attention 50%, expert GEMM 33%, all-to-all 17%.")
+    assert found.sentences[1].startswith("The step's largest parts: attention 50%, expert GEMM 33%, all-to-all 17%.")
 
 
 @pytest.mark.parametrize(
     ("bounds", "verdict", "said"),
     [
-        ({"node": 1.09, "placement": 1.1}, "node", "no replicas inside nodes go below 1.090"),
+        ({"node": 1.09, "placement": 1.1}, "node", "replicas inside nodes cannot go below 1.090"),
         ({"node": None, "placement": 1.1}, "node", "its node 1.050"),
         ({"node": 1.01, "placement": 1.1}, "placement", "goes below 1.100"),
         ({"node": 1.01, "placement": 1.02}, "split", "reaches 1.020"),

@@ -31,7 +31,7 @@ def test_with_nothing_said_micro_batches_are_of_full_size() -> None:
     assert report.speedups[0] == report.best.speedup_vs_static
     assert report.rl_speedup is not None
     assert 1.0 < report.rl_speedup < max(report.speedups)
-    assert any("drawn, with replacement" in note for note in report.notes)
+    assert any("sampled, with replacement" in note for note in report.notes)
     seconds = report.baseline.breakdown_s or {}
     once = (seconds["step_fixed"] + seconds["optimizer"]) / (report.baseline.step_time_s or 1.0)
     assert any(note.startswith(f"{once:.0%} of the static step is paid once") for note in report.notes)
