@@ -14,7 +14,7 @@ EXPERTS = ("megatron", "grouped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerConfig:
-    """Policy and slots; sizes of the model and of the groups come from Megatron."""
+    """Policy and slots of a balancer; model and group sizes come from Megatron."""
 
     policy: str = "moe-rl"
     """Name in `moe_rl.planner.registry`; "static" turns balancing off."""

@@ -40,7 +40,7 @@ class PassOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassMetrics:
-    """One forward or forward-backward pass of one EP group; rows are token-expert pairs. Layers of this stage only."""
+    """Metrics of one EP group's forward or forward-backward pass in this stage's layers. Rows: token-expert pairs."""
 
     policy: str
     source: Source = "routes"

@@ -1,4 +1,4 @@
-"""The command line `moe-rl`: composition only, every figure comes from the libraries."""
+"""The command line `moe-rl`. It only combines the libraries, which compute every number."""
 
 import sys
 

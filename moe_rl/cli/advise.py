@@ -1,4 +1,4 @@
-"""`moe-rl advise`: which correction a run's metrics ask for."""
+"""`moe-rl advise`: recommend corrections from a run's metrics."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +10,7 @@ def advise(
     metrics: Path,
     as_json: bool = False,
 ) -> None:
-    """Say which correction to switch on or off, from what a run has logged: each with its number, rule and source.
+    """Recommend corrections to switch on or off from what a run logged, each with its number, rule and source.
 
     Example: moe-rl advise out/countdown_grpo/metrics.jsonl
     """
@@ -28,6 +28,6 @@ def advise(
     for item in advice:
         console.print(f"{item.rule}: {item}\n", soft_wrap=True)
     if not advice:
-        console.print("No rule speaks: what is logged is within every bound.")
+        console.print("No rule applies: all logged values are within bounds.")
     for rule, why in silent.items():
         console.print(f"not judged: {rule}: {why}.", soft_wrap=True)

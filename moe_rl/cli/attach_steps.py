@@ -1,4 +1,4 @@
-"""What `moe-rl doctor run.sh --attach` prints below a verdict that lets a run attach: what to write, what it changes.
+"""What `moe-rl doctor run.sh --attach` prints below the verdict of a run that can attach: what to write and change.
 
 Sizes are those of `docs/megatron.md`, "What it costs": a slot holds one expert in bf16 and its fp32 gradient, and
 all layers share the slots for copies of one micro-batch.
@@ -152,7 +152,7 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
 
 
 def _look(settings: RunSettings) -> str:
-    """Return what a run shows that only observes."""
+    """Return what a run that only observes shows."""
     how = "BalancerConfig(observe=True)"
     if settings.framework in BY_VARIABLE:
         how = "MOE_RL=observe"
@@ -163,7 +163,7 @@ def _look(settings: RunSettings) -> str:
 
 
 def _undo(settings: RunSettings) -> str:
-    """Return how the run becomes the framework's own again."""
+    """Return how to go back to the plain framework."""
     if settings.framework in BY_VARIABLE:
         return "unset MOE_RL; while it runs, MOE_RL_UNTIL=FILE ends balancing once FILE exists. Checkpoints are plain"
     return "balancer.detach(); checkpoints that were saved inside balancer.canonical() are plain"

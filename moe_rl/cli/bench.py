@@ -1,4 +1,4 @@
-"""`moe-rl bench`: kernels beside their peers, and the policies of the planner, by the benchmarks of a checkout."""
+"""`moe-rl bench`: compare kernels with their peers, and the planner's policies, with the benchmarks of a checkout."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ PRESET_BUDGET_S = 0.002
 
 @app.callback()
 def _bench(context: typer.Context) -> None:
-    """Without a command: every suite of kernels on a tiny model, and what an H100 is predicted to take."""
+    """Without a command, time every suite of kernels on a tiny model, and predict the times of an H100."""
     if context.invoked_subcommand is None:
         run = _operators("")
         import torch
@@ -51,7 +51,7 @@ def planner(
 ) -> None:
     """Compare quality and time of every policy on real, synthetic and Qwen3-shaped loads.
 
-    Needs a checkout: the cases are those of benchmarks/bench_planner.py, the splits those of benchmarks/board.py.
+    Needs a checkout: benchmarks/bench_planner.py has the cases, benchmarks/board.py the splits.
     """
     if board:
         judge = _benchmark("board")
@@ -77,7 +77,7 @@ def planner(
 
 
 def _benchmark(name: str) -> ModuleType:
-    """Return a module of the checkout's benchmarks; raise where there is no checkout (an installed wheel)."""
+    """Return a module of the checkout's benchmarks; raise if there is no checkout (in an installed wheel)."""
     path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")
     require(path.is_file(), f"benchmarks are part of a checkout, there is no file {path}.")
     sys.path.insert(0, str(BENCHMARKS.parent))
@@ -114,7 +114,7 @@ def _kernels(suite: str, summary: str) -> None:
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
-    """Return the rows of a selection; with Triton those of our kernels hold a prediction for an H100."""
+    """Return the rows of a selection; with Triton, rows of our kernels also predict the time of an H100."""
     from moe_rl.kernels.registry import is_interpreted
 
     # An interpreted kernel cannot be recorded.
@@ -130,7 +130,7 @@ def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
 
 
 def _operators(suite: str) -> ModuleType:
-    """Return `benchmarks.operators.run`; raise where torch or the checkout is not there."""
+    """Return `benchmarks.operators.run`; raise if torch or the checkout is missing."""
     require(
         importlib.util.find_spec("torch") is not None,
         f"moe-rl bench{suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
@@ -139,7 +139,7 @@ def _operators(suite: str) -> ModuleType:
 
 
 def _show(document: dict[str, object], json_path: Path | None = None) -> None:
-    """Write the document, print the table, what was missing and what was wrong; the last makes the exit code 1."""
+    """Write the document, print the table and what was missing or wrong; a wrong result makes the exit code 1."""
     harness, run = _benchmark("operators.harness"), _benchmark("operators.run")
     table = harness.table(run.rows_of(document))
     deliver({}, harness.as_json(document, indent=1) + "\n", json_path, lambda out: out.print(table, soft_wrap=True))

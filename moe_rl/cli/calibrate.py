@@ -25,10 +25,11 @@ def calibrate_cluster(
     software: str = "typical",
     as_json: bool = False,
 ) -> None:
-    """Move constants of a cluster to measurements, say how far off they are, and write a cluster file.
+    """Fit constants of a cluster to measurements, print the errors that remain, and write a cluster file.
 
-    The held-out error of a group is that of the constants after the other groups. A constant that the measurements do
-    not determine stays where it was. Whole steps also move costs of the software, which get a file of their own.
+    To get the held-out error of a group, the constants are fitted to all other groups. A constant that the
+    measurements do not determine keeps its value. Whole-step measurements also fit costs of the software, which are
+    written to a separate file.
 
     Example: moe-rl calibrate run.csv --cluster h100 --constants gemm_tflops,nvlink_gb_per_s --out mine.yaml
     """
@@ -63,7 +64,7 @@ def calibrate_cluster(
 def _named(
     result: CalibrationResult, before: HardwareSpec, rows: Sequence[object], files: Sequence[Path], out: Path
 ) -> HardwareSpec:
-    """Return the fitted hardware under the name of its file, with what was fitted on what as its sources."""
+    """Return the fitted hardware, named after its file; its sources name the measurements behind each constant."""
     fitted = {item.name: _source(result, item.name, rows, files) for item in result.constants if item.name in CONSTANTS}
     constants = {
         name: text if text.startswith("cluster ") else f"cluster {before.name}: {text}"
@@ -73,7 +74,7 @@ def _named(
 
 
 def _source(result: CalibrationResult, name: str, rows: Sequence[object], files: Sequence[Path]) -> str:
-    """Return what a constant was moved by, how far off that leaves it, and where it started."""
+    """Return which measurements a constant was fitted to, the error that remains, and its value before."""
     item = next(item for item in result.constants if item.name == name)
     error = result.mean_error("held_out")
     held_out = ""
@@ -87,7 +88,7 @@ def _source(result: CalibrationResult, name: str, rows: Sequence[object], files:
 
 
 def _document(result: CalibrationResult, hardware: HardwareSpec, out: Path) -> dict[str, object]:
-    """Return the result as plain values; a figure that does not exist is absent."""
+    """Return the result as plain values, without numbers that do not exist."""
     groups = {group.group: _known(asdict(group) | {"group": None}) for group in result.groups}
     return _known(
         {

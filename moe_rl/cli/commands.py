@@ -1,4 +1,4 @@
-"""The commands of `moe-rl` as one application, which imports the module of the asked command alone."""
+"""The commands of `moe-rl` as one application, which imports only the module of the requested command."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,17 +12,17 @@ from moe_rl.version import __version__
 
 # By name, in the order of the help: module of `moe_rl.cli`, function or group in it, line in `moe-rl --help`.
 COMMANDS = {
-    "simulate": ("simulate", "simulate", "Predict what each balancing policy brings on a routing trace."),
+    "simulate": ("simulate", "simulate", "Predict the gain of each balancing policy on a routing trace."),
     "plan": ("simulate", "plan", "Plan one step for a trainer, or place experts for a rollout."),
     "demo": ("simulate", "demo", "Simulate the bundled trace; --train runs a small RL loop."),
     "rl-step": ("rl_step", "rl_step", "Predict a whole RL step: rollout, log-probs, update, sync."),
-    "tune": ("tune", "tune", "Search the fastest parallel layout for --gpus GPUs."),
+    "tune": ("tune", "tune", "Search for the fastest parallel layout on --gpus GPUs."),
     "sweep": ("sweep", "sweep", "Simulate every combination of some options."),
     "trace": ("trace", "app", "Read, check, convert and generate routing traces."),
     "replay": ("replay", "app", "Check the routes that a trainer replays."),
-    "doctor": ("doctor", "doctor", "Look for the traps of MoE RL in a run's settings."),
-    "advise": ("advise", "advise", "Say which correction to switch on, from a run's metrics."),
-    "profile": ("profile", "profile", "Say where the time of a recorded step went, rank by rank."),
+    "doctor": ("doctor", "doctor", "Look for known traps of MoE RL in a run's settings."),
+    "advise": ("advise", "advise", "Recommend corrections to switch on, from a run's metrics."),
+    "profile": ("profile", "profile", "Show where the time of a recorded step went, rank by rank."),
     "calibrate": ("calibrate", "calibrate_cluster", "Fit a cluster's constants to measurements."),
     "models": ("listing", "models", "List the models that --model takes by name."),
     "clusters": ("listing", "clusters", "List the clusters that --cluster takes by name."),
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def command_named(name: str) -> Any:
-    """Return the command or group of that name, whose module is imported now; KeyError where there is none."""
+    """Import and return the command or group of that name; raise KeyError if there is none."""
     module, attribute, summary = COMMANDS[name]
     command = getattr(import_module(f"moe_rl.cli.{module}"), attribute)
     if isinstance(command, typer.Typer):
@@ -43,14 +43,14 @@ def command_named(name: str) -> Any:
 
 
 class _Commands(WholeLines):
-    """All commands; the module of one is imported when it is asked for, so that `--help` starts at once."""
+    """All commands; a module is imported only when its command is requested, so that `--help` starts at once."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of the help."""
+        """Return the names in the order in which the help lists them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of that name; None where there is none."""
+        """Return the command of that name, or None if there is none."""
         if cmd_name not in COMMANDS:
             return None
         return command_named(cmd_name)
@@ -65,7 +65,7 @@ def application() -> typer.Typer:
     app = plain_app(
         name="moe-rl",
         cls=_Commands,
-        help="Load balance for RL on Mixture-of-Experts models: read routing traces, plan, simulate.",
+        help="Load balancing for RL on Mixture-of-Experts models: read routing traces, plan, simulate.",
         no_args_is_help=True,
         add_completion=True,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -83,7 +83,7 @@ def _print_version(wanted: bool) -> None:
 
 def _common(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version, and which copy runs."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and this copy's folder."
     ),
 ) -> None:
     pass

@@ -21,7 +21,7 @@ PLAIN_WIDTH = 100  # Columns of the output in a file or a pipe, for which rich t
 
 
 class _Console(Console):
-    """A console whose reader may go away (`| head`): `main` decides what that means, not rich."""
+    """A console whose reader may close the pipe (`| head`); `main`, not rich, handles that."""
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise the error that rich would turn into exit code 1."""
@@ -29,7 +29,7 @@ class _Console(Console):
 
 
 def results(*, on_stderr: bool = False) -> Console:
-    """Return the console for results; names from outside are never taken for markup."""
+    """Return the console for results; it never reads markup in names that users or files give."""
     console = _Console(markup=False, highlight=False, stderr=on_stderr)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -57,7 +57,7 @@ def deliver(
 ) -> None:
     """Write `files` and the JSON `document`, show the results, and say what was written.
 
-    Where the document goes to standard output (`--json -`), results are shown on stderr.
+    If the document goes to standard output (`--json -`), results are shown on stderr.
     """
     to_stdout = str(json_path) == "-"
     if json_path is not None and not to_stdout:
@@ -71,13 +71,13 @@ def deliver(
 
 
 def command_line() -> str:
-    """Return the command as a shell would take it."""
+    """Return the command, quoted for a shell."""
     return encodable(shlex.join(["moe-rl", *sys.argv[1:]]))
 
 
 @contextmanager
 def progress_bar() -> Iterator[Advance]:
-    """Yield a function that shows progress on stderr; the display vanishes when done, and needs a terminal."""
+    """Yield a function that shows progress on stderr; the display needs a terminal and vanishes at the end."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

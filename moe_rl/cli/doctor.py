@@ -23,9 +23,9 @@ def doctor(
     environment: bool = True,
     as_json: bool = False,
 ) -> None:
-    """Look for the traps of MoE RL in a run's arguments, and in the installation: each with why, and what to do.
+    """Look for traps of MoE RL in a run's arguments and in the installation; say why each matters and what to do.
 
-    Nothing is started: scripts are read, not run. Ends with exit code 1 when there is an error.
+    Scripts are read, not run. The exit code is 1 if an error is found.
 
     Example: moe-rl doctor run-qwen3-30B-A3B.sh --attach
     """
@@ -51,7 +51,7 @@ def doctor(
 
 
 def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
-    """Return what to write and what it changes; nothing unless that was asked and the run attaches."""
+    """Return what to write and what it changes; empty unless --attach was given and the run can attach."""
     from moe_rl.cli.attach_steps import steps_to_attach  # imports the adapters' contracts
 
     accepted = diagnosis.verdict is not None and diagnosis.verdict.word in ("attaches", "attaches, but")
@@ -61,7 +61,7 @@ def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
 
 
 def print_adapter(name: str, *, as_json: bool) -> None:
-    """Print whether the adapter to a framework fits what is installed, and the lines to write; this imports it."""
+    """Print whether a framework's adapter fits the installation, and the lines to write; this imports the adapter."""
     from moe_rl.frameworks import FRAMEWORKS
 
     framework = FRAMEWORKS[name]

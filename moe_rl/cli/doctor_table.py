@@ -21,7 +21,7 @@ NUM_SHOWN = 6  # Unresolved settings that are listed; the JSON has all.
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print what was read, every finding with why and what to do, and the count."""
+    """Print what was read, every finding with its reason and remedy, and the counts."""
     width = min(console.width, MAX_WIDTH)
     for line in what_was_read(diagnosis):
         console.print(Text(printable(line), style="dim"), width=width)
@@ -53,11 +53,9 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         reader = READERS[run.settings.framework]
         lines.append(f"{reader.title}: {', '.join(run.files)}")
         if reader.verdict_only:
-            lines.append(
-                f"few traps are looked for in {reader.title}'s runs (docs/doctor.md); --attach gives the verdict"
-            )
+            lines.append(f"few traps are checked in {reader.title}'s runs (docs/doctor.md); --attach gives the verdict")
         if run.num_ignored:
-            lines.append(f"{run.num_ignored} settings that no check looks at were passed over")
+            lines.append(f"{run.num_ignored} settings are not used by any check")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]
         if len(run.unresolved) > NUM_SHOWN:
             lines.append(f"not resolved: {len(run.unresolved) - NUM_SHOWN} more (--json lists them)")
@@ -71,7 +69,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
 
 
 def verdict_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the verdict of `attach`, with reasons that no finding gives; nothing where it was not asked for."""
+    """Return the verdict of `attach`, with reasons that no finding gives; empty if no verdict was requested."""
     verdict = diagnosis.verdict
     if verdict is None:
         return []
@@ -91,7 +89,7 @@ def findings_table(diagnosis: Diagnosis) -> Table:
 
 
 def _by_trap(diagnosis: Diagnosis) -> dict[tuple[str, str, str], list[Finding]]:
-    """Return the findings that share severity, trap and remedy together."""
+    """Return the findings, grouped by severity, trap and remedy."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in diagnosis.findings:
         groups.setdefault((finding.severity, finding.trap.name, finding.remedy), []).append(finding)
@@ -109,7 +107,7 @@ def _told(findings: list[Finding]) -> Text:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps looked for"."""
+    """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps checked"."""
     counts = [(diagnosis.count(severity), severity) for severity in SEVERITIES]
     counted = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts)
-    return f"{counted}; {diagnosis.num_checked} traps looked for"
+    return f"{counted}; {diagnosis.num_checked} traps checked"

@@ -17,10 +17,10 @@ HELP_ALL = "moe_rl.help_all"  # Key of a command's context that is true under `-
 
 
 class WholeLines(TyperGroup):
-    """A group that is asked for alone prints its help, which says each command's line whole."""
+    """A group that prints its help if no command is given, with the whole line of each command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Print the help of a group without a command as `--help` does, and end."""
+        """If no command is given, print the help as `--help` does and exit."""
         # The parser would raise an error whose message is the whole help, and an error is one line here.
         if not args and self.no_args_is_help:
             typer.echo(ctx.get_help())
@@ -49,10 +49,10 @@ def plain_app(**settings: Any) -> typer.Typer:
 
 
 class TwoLevelCommand(TyperCommand):
-    """A command whose `--help` leaves out the options of further panels where there is a `--help-all`."""
+    """A command whose `--help` shows only the common options if it also has `--help-all`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options by panel; parser and shell know the options that the first level leaves out."""
+        """Write arguments and options by panel; options that are left out here can still be parsed and completed."""
         shown_panels = None
         if any(param.name == "help_all" for param in self.params) and not ctx.meta.get(HELP_ALL):
             from moe_rl.study.options import COMMON  # read by the commands that have it alone
@@ -75,7 +75,7 @@ class TwoLevelCommand(TyperCommand):
                 formatter.write_dl(records)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Complete as ever; a shell that shows helps does not wait for the registries."""
+        """Complete as usual, but without loading the registries for help texts."""
         params: list[Any] = self.params
         for param in params:
             param.help = NAMES.sub("...", getattr(param, "help", None) or "")
@@ -111,7 +111,7 @@ def _worded(parameter: inspect.Parameter, of_command: Mapping[str, Any]) -> insp
 
 
 def command(app: typer.Typer, name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function to a group as its command `name`, which options.yaml knows with the group's name before it."""
+    """Add a function to a group as its command `name`; options.yaml lists it as `group name`."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         app.command(name.rpartition(" ")[2], cls=TwoLevelCommand, **settings)(worded(name, function))
@@ -127,7 +127,7 @@ def unwrapped(command: Callable[..., None]) -> str:
 
 
 def print_all(ctx: typer.Context, wanted: bool) -> None:
-    """Print the help with every option, and end."""
+    """Print the help with every option, and exit."""
     if wanted:
         ctx.meta[HELP_ALL] = True
         typer.echo(ctx.get_help())
@@ -135,7 +135,7 @@ def print_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 def refusal(error: TyperException, arguments: Sequence[str]) -> str:
-    """Return the sentence for arguments that the parser refuses; empty where it has printed the help instead."""
+    """Return the sentence for arguments that the parser refuses; empty if it has printed the help instead."""
     from pydantic import ValidationError  # a command that is understood does not wait for these
 
     from moe_rl.yaml_files import wanted
@@ -168,7 +168,7 @@ def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    """Return the known name closest to `name` as a question; "" where none is close."""
+    """Return the known name closest to `name` as a question; "" if none is close."""
     close = difflib.get_close_matches(name, names, n=1)
     if not close:
         return ""

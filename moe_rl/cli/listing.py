@@ -12,9 +12,9 @@ Rows = Sequence[dict[str, Any]]
 
 
 def models(as_json: bool = False) -> None:
-    """List the models that --model takes by name; it also takes any config.json of Hugging Face or a folder with one.
+    """List the models that --model takes by name; --model also takes any Hugging Face config.json or a folder with one.
 
-    Every number and its source: the files of configs/models.
+    Every number and its source are in configs/models.
     """
     from moe_rl.config import CONFIGS, load_model, model_names
 
@@ -38,9 +38,9 @@ def models(as_json: bool = False) -> None:
 
 
 def clusters(as_json: bool = False) -> None:
-    """List the clusters that --cluster takes by name; it also takes a YAML file, as `moe-rl calibrate` writes one.
+    """List the clusters that --cluster takes by name; --cluster also takes a YAML file, e.g. from `moe-rl calibrate`.
 
-    Rates are achieved ones. Every constant and its source: the files of configs/clusters.
+    Rates are achieved, not peak. Every constant and its source are in configs/clusters.
     """
     from moe_rl.config import CONFIGS, cluster_names, load_cluster
 
@@ -61,11 +61,11 @@ def clusters(as_json: bool = False) -> None:
                 "mostly assumed": cluster.assumption() is not None,
             }
         )
-    _print(rows, as_json, f"assumed: constants that nobody measured there; files: {CONFIGS / 'clusters'}")
+    _print(rows, as_json, f"assumed: constants that were not measured there; files: {CONFIGS / 'clusters'}")
 
 
 def policies(as_json: bool = False) -> None:
-    """List the policies that --policy takes, those of other packages included, and the parameters of each."""
+    """List the policies that --policy takes, including those of other packages, with their parameters."""
     from moe_rl.planner.registry import POLICIES
 
     rows: list[dict[str, Any]] = [

@@ -18,10 +18,10 @@ from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOption
 
 
 def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `schema`: it is called with `options=` and never sees the single values.
+    """Give a command the options of `schema`: it receives one `options=` instead of the individual values.
 
-    Options that are absent on the command line come from the file of `--config`, then from what the run of `--launch`
-    sets, then from the schema's defaults.
+    Options not given on the command line come from the `--config` file, then from the settings in the `--launch`
+    files, then from the schema's defaults.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -29,10 +29,10 @@ def profile(
     moe_token_dispatcher_type: str = "flex",
     group: str | None = None,
 ) -> None:
-    """Say where the time of a recorded training step went, rank by rank.
+    """Show where the time of a recorded training step went, rank by rank.
 
-    Kernels count for the moe_rl range that launched them, else by their name; DeepEP's and HybridEP's kernels are
-    communication. With ranges and two ranks or more, all-to-all time is split into transfer and waiting.
+    A kernel belongs to the moe_rl range that launched it, or else is classified by name; DeepEP's and HybridEP's
+    kernels are communication. With ranges and at least two ranks, all-to-all time is split into transfer and waiting.
 
     Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
     """
@@ -81,7 +81,7 @@ def profile(
 
 
 def _document(profiled: AttributedStep, prediction: PredictedStep | None) -> dict[str, object]:
-    """Return the profile as plain values; a figure that is not known is absent."""
+    """Return the profile as plain values, without unknown numbers."""
     busy = profiled.busy
     communication, computation = (profiled.kernel_seconds(communication=kind) for kind in (True, False))
     ranks: dict[str, dict[str, object]] = {}

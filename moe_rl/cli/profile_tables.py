@@ -31,7 +31,7 @@ def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, co
 
 
 def _written(seconds: Iterable[float]) -> tuple[str, Callable[[float], str]]:
-    """Return a unit, and a function that writes seconds in it with as many decimals everywhere: columns line up."""
+    """Return a unit, and a function that writes seconds in it with equally many decimals, so that columns line up."""
     values = list(seconds)
     unit, size = time_unit(values)
     largest = max(values, default=0.0) / size
@@ -63,7 +63,7 @@ def _categories(profiled: AttributedStep) -> Table:
 def _by_rank(
     profiled: AttributedStep, heading: str, sections: Sequence[Sequence[tuple[str, Sequence[float]]]]
 ) -> Table:
-    """Return a table with a column per rank, of rows of seconds by rank."""
+    """Return a table of seconds with one column per rank."""
     unit, write = _written(seconds for section in sections for _, row in section for seconds in row)
     headings, cells = _rank_columns(list(profiled.runs))
     table = figures_table(f"{unit} {heading}", *headings)
@@ -75,7 +75,7 @@ def _by_rank(
 
 
 def _rank_columns(ranks: Sequence[int]) -> tuple[list[str], Callable[[Sequence[float]], list[float]]]:
-    """Return headings and a function for the cells below them: every rank of a few, the spread of many."""
+    """Return headings and a function for the cells below them: each rank if they are few, else their spread."""
     if len(ranks) == 1:
         return [f"rank {ranks[0]}"], list
     if len(ranks) <= MAX_RANK_COLUMNS:

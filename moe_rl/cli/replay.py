@@ -29,7 +29,7 @@ def check(
     policy_versions: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Name what is wrong with routes: shifted, truncated, another layer's or sequence's, ...; exit code 1 if anything.
+    """Report faulty routes: shifted, truncated, from another layer or sequence, ...; exit code 1 if there are any.
 
     Example: moe-rl replay check rollout.pt --num-experts 128 --reference trainer.moetrace
     """

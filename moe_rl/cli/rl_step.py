@@ -1,4 +1,4 @@
-"""`moe-rl rl-step`: what balancing brings to the whole step of RL."""
+"""`moe-rl rl-step`: what balancing saves in a whole step of RL."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -70,7 +70,7 @@ def _page(point: "RlPoint", draw: Callable[[float], Markup], notes: Sequence[str
 
 
 def _headline(point: "RlPoint") -> str:
-    """Return what balancing brings, the title of the page: without a trace, what perfect balance would bring."""
+    """Return the title of the page: the gain from balancing or, without a trace, from perfect balance."""
     from moe_rl.study.rl_passes import FORCED
 
     steps = point.steps

@@ -17,7 +17,7 @@ from moe_rl.study.traces import digest_of
 
 
 def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: Path, json_path: Path | None) -> None:
-    """Write the map, and beside it where it comes from, which engines refuse inside."""
+    """Write the map and, to a separate file, its provenance, which engines would refuse inside the map."""
     engine = ROLLOUT_ENGINES[engine_name]
     provenance = out.with_name(out.name + ".provenance.json")
     require(out.suffix == ".json", f"--out {out} must end in .json.")
@@ -33,7 +33,7 @@ def export_map(trace: Path, engine_name: str, options: SimulationOptions, out: P
 
 
 def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_path: Path | None) -> None:
-    """Print how a map in a file does on the trace."""
+    """Print the scores of a map file on the trace."""
     check_outputs({"--json": json_path}, inputs=(trace, path))
     with progress_bar() as advance, collected_notes() as warnings:
         scored = score_expert_map(trace, path, options, advance)
@@ -55,7 +55,7 @@ def _print(rollout_map: RolloutMap, console: Console) -> None:
         soft_wrap=True,
     )
     choices = [choice.name for choice in rollout_map.engine.choices]
-    console.print("max/mean rank load of decode batches, and experts read by the rank that reads most, simulated")
+    console.print("simulated max/mean rank load of decode batches, and experts read by the rank that reads the most")
     table = figures_table("map", *(heading for name in choices for heading in (name, "read")), gap=2)
     for name, scores in rollout_map.scores.items():
         figures = [(f"{scores[choice].imbalance:.3f}", f"{scores[choice].active_slots:.1f}") for choice in choices]

@@ -23,7 +23,7 @@ def simulate_trace(
     sensitivity: bool = False,
     expert_map: Path | None = None,
 ) -> None:
-    """Predict what every balancing policy brings on a recorded routing trace.
+    """Predict the gain of every balancing policy on a recorded routing trace.
 
     Example: moe-rl simulate run.moetrace --model qwen3-30b-a3b --cluster h100 --ep 16
     """
@@ -80,7 +80,7 @@ def demo(
 ) -> None:
     """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
 
-    With --train the trace is that of a GRPO run made now: examples/countdown/demo.yaml.
+    With --train, the trace is recorded in a new GRPO run: examples/countdown/demo.yaml.
     """
     from moe_rl.cli.train_demo import train_demo
     from moe_rl.config import bundled_traces
@@ -110,7 +110,7 @@ def plan(
     json_path: Path | None = None,
     capacity: bool = False,
 ) -> None:
-    """Plan one step with one policy and write the plan, for a trainer to execute; or place experts for a rollout.
+    """Plan one step with one policy and write the plan for a trainer, or place experts for a rollout engine.
 
     Example: moe-rl plan run.moetrace --ep 16 -o plan.npz
 

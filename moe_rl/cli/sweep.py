@@ -1,4 +1,4 @@
-"""`moe-rl sweep`: simulate a trace over a grid of settings, to be stopped and resumed."""
+"""`moe-rl sweep`: simulate a trace over a grid of settings; a sweep can be stopped and resumed."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ def sweep(
     executor: str = "local",
     ray_address: str | None = None,
 ) -> None:
-    """Simulate every combination of some options, with a line of JSON for each point that is done.
+    """Simulate every combination of some options; write a line of JSON for each finished point.
 
-    The same command resumes a sweep that was interrupted or killed. Values may be added to it; any other change of the
+    The same command resumes a sweep that was interrupted or killed. You may add values; any other change of the
     settings is refused.
 
     Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100

@@ -29,7 +29,7 @@ app = plain_app(help="Read, check, convert and generate routing traces.", no_arg
 
 @contextmanager
 def _opened(trace: Path, options: TraceOptions) -> "Iterator[tuple[Advance, TraceSource]]":
-    """Open a trace under a progress bar; notes are said when the work is done."""
+    """Open a trace under a progress bar; notes are printed at the end."""
     from moe_rl.study.traces import open_for_model
 
     with progress_bar() as advance, collected_notes() as warnings:
@@ -41,7 +41,7 @@ def _opened(trace: Path, options: TraceOptions) -> "Iterator[tuple[Advance, Trac
 @command(app, "trace info")
 @with_options(TraceOptions)
 def info(trace: Path, options: TraceOptions, as_json: bool = False) -> None:
-    """Say what a trace holds: model shape, steps, sequences, tokens, size."""
+    """Print what a trace holds: model shape, steps, sequences, tokens, size."""
     from moe_rl.study.traces import describe_trace
 
     with _opened(trace, options) as (_, source):
@@ -58,7 +58,7 @@ def info(trace: Path, options: TraceOptions, as_json: bool = False) -> None:
 @command(app, "trace validate")
 @with_options(TraceOptions)
 def validate(trace: Path, options: TraceOptions) -> None:
-    """Read every row and stop at the first damage: checksums, ids out of range or twice, layers not captured."""
+    """Read every row and stop at the first fault: wrong checksum, id out of range or repeated, layer not captured."""
     with _opened(trace, options) as (advance, source):
         source.validate(partial(advance, "checking"))
     typer.echo(
@@ -80,7 +80,7 @@ def convert(
     overwrite: bool = False,
     model: str | None = None,
 ) -> None:
-    """Copy a trace of any known format, or some steps of it, into a trace directory, checking every row."""
+    """Copy a trace in any known format, or some of its steps, to a trace directory; every row is checked."""
     from moe_rl.replay import convert_trace
     from moe_rl.study.traces import options_of_model
 

@@ -1,4 +1,4 @@
-"""`moe-rl demo --train`: the Countdown run of a checkout, which the wheel does not have."""
+"""`moe-rl demo --train`: the Countdown run, which needs a checkout."""
 
 import sys
 from collections.abc import Sequence

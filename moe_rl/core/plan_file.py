@@ -29,7 +29,7 @@ _DAMAGE = (
 
 
 def load_plan(path: Path | str) -> Plan:
-    """Return the plan in a file that `Plan.save` wrote.
+    """Read a plan from a file that `Plan.save` wrote.
 
     Raises `InvalidInputError` where the file is missing, damaged, of another schema version, or not a plan.
     """

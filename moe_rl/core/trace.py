@@ -121,7 +121,7 @@ class SequenceColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace(SequenceColumns):
-    """Expert ids of every token and MoE layer, with the sequences they belong to.
+    """Expert ids of every token in every MoE layer, with the sequences that the tokens belong to.
 
     The constructor checks shapes and dtypes; `check_routes` reads every id (large traces are memory-mapped, so that
     is a separate pass).

@@ -1,4 +1,4 @@
-"""One entry point for every ratio objective: clean the inputs, compute the token loss, weight it, aggregate it."""
+"""Compute the loss of any ratio objective: clean the inputs, compute the token loss, weight and aggregate it."""
 
 import math
 import warnings

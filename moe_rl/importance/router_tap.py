@@ -357,7 +357,7 @@ _AfterChunk = Callable[[int, Tensor], None]
 
 
 class RouterTap:
-    """Reads the routers of a model (or of a pipeline stage's chunks) during its forward passes."""
+    """Records the routers of a model (or of a pipeline stage's chunks) during forward passes."""
 
     def __init__(
         self,

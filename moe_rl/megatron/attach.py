@@ -53,7 +53,7 @@ CAPTURED = {"attn", "mlp", "mamba", "moe_router"}
 def attach(
     model_chunks: torch.nn.Module | Sequence[torch.nn.Module], optimizer: Any, config: BalancerConfig
 ) -> Balancer:
-    """Make the MoE layers of built models follow plans; a collective of all ranks.
+    """Make the MoE layers of models follow plans; a collective call on all ranks.
 
     `model_chunks` are what the framework hands to `forward_backward_func` (with or without DDP around), `optimizer` is
     its Megatron optimizer, or None where nothing is reordered. No parameter, buffer or state_dict key is added: the

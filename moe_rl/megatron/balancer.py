@@ -38,7 +38,7 @@ from moe_rl.simulators.setting import TrainingRun
 
 
 class Balancer(PassCycle[PassTables]):
-    """Plans passes and tells Megatron's layers what to do in them. Every method is called on all ranks alike."""
+    """Plans passes and directs Megatron's layers during them. Call every method on all ranks."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ PLACEMENT = replace(ALL_LEVERS, pack=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem:
-    """One step to plan: its loads, the cluster, and what may be spent.
+    """One step to plan: its loads, the cluster and the resources that a plan may use.
 
     `objective` says by what plans are compared (its name is taken, too): "time" prices replicas, moves and all-to-all
     with `cost`; "imbalance" balances token-expert pairs, copies being free within the slot limits.
@@ -175,7 +175,7 @@ class PlanProblem:
 
 
 class Planner(ABC):
-    """A policy: a frozen dataclass of its parameters that declares what there is to know about it.
+    """A policy: a frozen dataclass of its parameters, which also declares its properties.
 
     Every parameter has a default and is a whole number, a number, a word or a truth value, so that it can be given on
     the command line. Everything else (the table, the sweep, Megatron, the doctor) asks these facts and keeps no list

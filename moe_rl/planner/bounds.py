@@ -42,7 +42,7 @@ def mean_bound(load: StepLoad) -> Bound:
 
 
 def node_bound(load: StepLoad, home_rank: NDArray[np.integer], ranks_per_domain: int) -> Bound:
-    """Return the bound of plans with these homes [L, E] and replicas inside the home's node alone."""
+    """Return the lower bound on imbalance with these homes [L, E] and replicas only inside the home's node."""
     at_home = np.zeros((*load.pairs.shape[:3], load.ep_size), np.int64)
     per_expert = load.per_expert()
     for layer, homes in enumerate(home_rank):
@@ -53,7 +53,7 @@ def node_bound(load: StepLoad, home_rank: NDArray[np.integer], ranks_per_domain:
 
 
 def placement_bound(load: StepLoad, plan: Plan) -> Bound:
-    """Return the bound of plans with this plan's instances: its placement and every micro-batch's replicas.
+    """Return the lower bound on imbalance with this plan's placement and replicas.
 
     The split of tokens over the instances is free. Exact: some split reaches it.
     """

@@ -55,7 +55,7 @@ POLICIES: Registry[type[Planner]] = Registry(
 
 
 def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
-    """Return the policy called `name` with the given parameters, the others at their defaults.
+    """Return the policy called `name` with the given parameters, all others at their defaults.
 
     Raises `InvalidInputError` for an unknown policy or parameter, naming the nearest known one, and for a value of
     another kind than the parameter's.

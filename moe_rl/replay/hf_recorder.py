@@ -248,7 +248,7 @@ def record_routing(
     eos_token_id: int | Sequence[int] | None = None,
     read_output: ReadOutput | None = None,
 ) -> TransformersRecorder:
-    """Return a context manager that records which experts `model` routes every token to.
+    """Return a context manager that records the experts to which `model` routes each token.
 
     `router_logprobs` also keeps the log-probability of each routed expert (float16). For a router that scores with a
     sigmoid it is still the log-softmax of its logits. `eos_token_id` tells where a generated sequence ends in a batch

@@ -290,8 +290,9 @@ class Tuned:
         ]
         if self.num_alike > 1:
             sentences.append(
-                f"{self.num_alike} settings are equal within the error: the 80 % interval of their ratio to the "
-                f"fastest holds 1. Of those within {ALIKE:.0%} the one with fewest kinds of parallelism is first."
+                f"{self.num_alike} settings are equal within the error: the 80 % interval of their speed relative to "
+                f"the fastest contains 1. Of those within {ALIKE:.0%}, the one with the fewest kinds of parallelism is "
+                "first."
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
@@ -299,7 +300,7 @@ class Tuned:
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 sentences.append(
                     f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
-                    f"{name} takes {more:.1%} of the best step more."
+                    f"{name} adds {more:.1%} of the best step."
                 )
             elif row is not best:
                 behind = f"is probably {longer:.1%} slower, which is" if longer >= ALIKE else "is equal"
@@ -317,17 +318,17 @@ class Tuned:
         added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "no lever helps"
         gain = best.fastest / best.speeds["static"] - 1.0
         said = [
-            f"With these routes: {best.name}: {best.fastest:,.0f} tokens/s/GPU, {gain:.1%} more than static placement "
-            f"({added})."
+            f"With these routes, {best.name} reaches {best.fastest:,.0f} tokens/s/GPU, {gain:.1%} more than static "
+            f"placement ({added})."
         ]
         if best.command:
-            said.append(f"The same figures: {best.command}")
+            said.append(f"To get the same numbers: {best.command}")
         for other in others:
             behind = best.fastest / other.fastest - 1.0
             name, more = self._grown_part(best.setting, other.setting)
             said.append(
-                f"{behind:.1%} longer: {other.name} ({other.fastest:,.0f}); balanced, {name} takes {more:.1%} of the "
-                "best shape's step more."
+                f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} adds "
+                f"{more:.1%} of the best shape's step."
             )
         return said
 

@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 8192
 
 
 class CodedRoutes:
-    """Routes [T, L, K] of a sequence of a stream: shape, dtype, slices and `np.asarray` as an array has them.
+    """Encoded routes [T, L, K] of one sequence, with an array's shape, dtype, slicing and `np.asarray`.
 
     Ids of a row ascend. A pickle holds the coded bytes. Raises `InvalidInputError` where these are not a stream.
     """

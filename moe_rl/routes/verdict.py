@@ -10,7 +10,7 @@ from moe_rl.routes.faults import THREADS, Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The first fault of a sequence; `fault` is None where nothing is wrong."""
+    """The first fault of a sequence; `fault` is None if there is none."""
 
     fault: Fault | None = None
     row: int = 0

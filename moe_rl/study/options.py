@@ -120,7 +120,7 @@ SHOWN = {
 
 
 class TraceOptions(BaseModel):
-    """How a trace is read."""
+    """Options for reading a trace."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -171,7 +171,7 @@ def _default_policies() -> list[str]:
 
 
 class SimulationOptions(TraceOptions):
-    """What to plan and simulate."""
+    """Options of a plan or a simulation."""
 
     model: str = FROM_TRACE
     hidden_size: int | None = None

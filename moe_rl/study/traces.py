@@ -27,7 +27,7 @@ TraceLike = str | Path | TraceSource | Trace | Sequence[NDArray[np.integer]]
 
 
 def open_trace(trace: TraceLike, **options: Any) -> TraceSource:
-    """Open a trace directory, a file of any known format, a `RoutingTrace`, or a list of arrays [tokens, layers, topk].
+    """Open a trace directory, a file in any known format, a `RoutingTrace`, or a list of arrays [tokens, layers, topk].
 
     `options` are those of `moe-rl trace info` in Python spelling: `format`, `num_experts`, `moe_router_topk`, ...
     Raises `InvalidInputError` where nothing is there, no format fits, or the contents are wrong.

@@ -396,4 +396,4 @@ def test_the_command_loads_no_gpu_stack(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, str(SLIME)], capture_output=True, text=True, check=True)
     assert ran.stderr.split() == []
-    assert "traps looked for" in ran.stdout
+    assert "traps checked" in ran.stdout

@@ -117,7 +117,7 @@ def test_the_report_names_what_each_lever_adds(with_routes: Tuned) -> None:
     first = document["levers"][0]
     assert first["best"] == with_routes.levers[0].lever
     said = with_routes.sentences()
-    assert said[0].startswith(f"With these routes: {with_routes.levers[0].name}")
+    assert said[0].startswith(f"With these routes, {with_routes.levers[0].name}")
     assert sum("% longer" in sentence for sentence in said) >= len(with_routes.levers) - 1
     assert "own copies" in str(with_routes)
 

@@ -37,7 +37,7 @@ def forward_backward(
     again: Callable[[], Iterator[Any]] | None = None,
     on_metrics: Callable[[dict[str, float]], object] | None = None,
 ) -> Callable[..., Any]:
-    """Return `function` (one of Megatron's schedule functions) with every call planned.
+    """Wrap `function`, one of Megatron's schedule functions, so that every call is planned.
 
     `routes` gets the M micro-batches that the data iterator is about to yield and returns one integer array [N, L, K]
     per micro-batch for the rows that this rank holds (`moe_rl.megatron.RowSlice`), or None, which must be so on all
