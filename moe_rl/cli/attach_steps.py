@@ -82,21 +82,21 @@ def _levers(settings: RunSettings) -> Iterator[str]:
     """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
-    yield f"copies of hot experts inside a node, for one micro-batch ({switches['replicas']})"
+    yield f"hot experts are copied inside a node for one micro-batch ({switches['replicas']})"
     ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
     if ranks is None:
-        yield "copies across nodes, if an EP group spans nodes: the files do not say how large it is"
+        yield "copies across nodes if an EP group spans nodes; its size is not in the files"
     elif ranks <= node:
         yield f"no copies across nodes: an EP group of {ranks} ranks fits into a node of {node}"
     elif overlaps:
-        yield f"no copies across nodes: {overlaps} fills buffers a layer ahead"
+        yield f"no copies across nodes, because {overlaps} fills buffers one layer ahead"
     else:
-        spans = f"an EP group has {ranks} ranks, a node {node}"
-        yield f"copies across nodes and copies that stay for an update, as {spans} ({switches['across']})"
-    yield f"experts move between updates, if that saves more time than it costs ({switches['moves']})"
+        spans = f"an EP group has {ranks} ranks and a node {node}"
+        yield f"copies across nodes and copies that stay for an update, because {spans} ({switches['across']})"
+    yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
     if by_variable:
-        yield f"sequences change micro-batches, if these are formed by tokens ({switches['packing']})"
+        yield f"sequences change micro-batches if the run forms these by tokens ({switches['packing']})"
 
 
 def _ranks_of_ep_group(settings: RunSettings) -> int | None:
@@ -125,7 +125,7 @@ def _memory(settings: RunSettings) -> str:
     across = ranks is not None and ranks > _ranks_of_node(settings)
     num_slots, slots, stay = 1, "one slot", ""
     if across:  # One slot across nodes has two buffers.
-        num_slots, slots, stay = 3, "3 slots", "; copies that stay take at most 5 % of the GPU's memory more"
+        num_slots, slots, stay = 3, "3 slots", "; copies that stay take at most another 5 % of the GPU's memory"
     widths = _widths(settings)
     if widths is None:
         return f"{slots} per GPU; the files do not say how large an expert is{stay}"
@@ -157,13 +157,13 @@ def _look(settings: RunSettings) -> str:
     if settings.framework in BY_VARIABLE:
         how = "MOE_RL=observe"
     return (
-        f"under {how} nothing moves; compare moe_rl/imbalance with moe_rl/would_be_imbalance, and moe_rl/moe_layer_s "
-        "with moe_rl/would_be_moe_layer_s (simulated), for some updates; then take moe-rl instead of observe"
+        f"under {how} nothing moves; for some updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, and "
+        "moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe by moe-rl"
     )
 
 
 def _undo(settings: RunSettings) -> str:
     """Return how to go back to the plain framework."""
     if settings.framework in BY_VARIABLE:
-        return "unset MOE_RL; while it runs, MOE_RL_UNTIL=FILE ends balancing once FILE exists. Checkpoints are plain"
-    return "balancer.detach(); checkpoints that were saved inside balancer.canonical() are plain"
+        return "unset MOE_RL; with MOE_RL_UNTIL=FILE, balancing also ends once FILE exists. Checkpoints are plain"
+    return "balancer.detach(); checkpoints saved inside balancer.canonical() are plain"

@@ -35,7 +35,7 @@ def calibrate_cluster(
     """
     from moe_rl.study.measured import predicted_seconds, read_timed
 
-    require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster takes it for a file.")
+    require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster reads it as a file.")
     check_outputs({"--out": out}, inputs=tuple(measurements))
     before = load_cluster(cluster)
     names = [name.strip() for name in constants.split(",") if name.strip()]
@@ -133,4 +133,4 @@ def _print(result: CalibrationResult, cluster: str, console: Console) -> None:
     add("all", result.num_measurements, *means)
     console.print(errors)
     if len(result.groups) == 1:
-        console.print(Text("note: one group gives no held-out error: name two in the column `group`.", style="yellow"))
+        console.print(Text("note: held-out errors need at least two groups in the column `group`.", style="yellow"))

@@ -127,7 +127,7 @@ def plan(
         export_map(trace, export, options, out or Path(f"{trace.stem}.{export}.json"), json_path)
         return
     out = out or Path(f"{trace.stem}.plan.npz")
-    require(json_path is None, "--json goes with --export: a plan is a file of its own.")
+    require(json_path is None, "--json goes with --export; a plan is written to --out.")
     options = options.of_one_policy()
     if capacity:
         options = options.for_static_buffers()
@@ -142,7 +142,7 @@ def plan(
         bounds = load_bounds(plan_made, load, scenario.topology)
     require(
         not capacity or plan_made.capacity is not None,
-        "--capacity with tokens without a route needs recorded sizes: leave --tokens-per-rank away.",
+        "--capacity with tokens without a route needs recorded sizes: leave out --tokens-per-rank.",
     )
     plan_made.save(out)
     lines = {

@@ -17,7 +17,7 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     """Train, simulate the recorded routes and report, as `examples/countdown/demo.py` does."""
     require(
         (checkout / "examples" / "countdown" / "demo.py").is_file(),
-        "demo --train runs examples/countdown, which only a checkout of moe_rl has: get one and run `make env` there.",
+        "demo --train runs examples/countdown, which needs a checkout of moe_rl: get one and run `make env` there.",
     )
     missing = [name for name in NEEDED if find_spec(name) is None]
     require(
