@@ -154,7 +154,7 @@ def traps() -> str:
 def _trap(trap: Trap) -> str:
     named = [reader.title for reader in READERS if trap.concerns(reader)]
     frameworks = "all frameworks" if len(named) == len(READERS) else ", ".join(named)
-    also = " and the installation alone" if trap.of_installation else ""
+    also = "; also without a run" if trap.of_installation else ""
     return (
         f"### `{trap.name}`\n\n"
         f"{trap.severity}: {trap.title} ({frameworks}{also})\n\n"

@@ -1,8 +1,8 @@
-"""Which correction to switch on or off, said from a run's own metrics: each advice with its number, rule and source.
+"""Which correction to turn on or off, judged from a run's own metrics; each advice names its number, rule and source.
 
-A rule reads one metric under any of the names that six frameworks log it by, as the mean (or the largest) over the last
-half of the records. It speaks only when its metric is there and beyond its bound; `not_judged` says which rules had
-nothing to read, since silence is no praise. Needs neither torch nor the run.
+A rule reads one metric, under any of the names by which six frameworks log it, as the mean (or the largest value) over
+the last half of the records. It speaks only if its metric is logged and beyond its bound. `not_judged` lists the rules
+that had nothing to read, since their silence does not mean that the run is healthy. Needs neither torch nor the run.
 """
 
 import json
@@ -24,23 +24,23 @@ class AdviceRule:
 
     name: str
     metrics: Sequence[str]
-    """Names of the same number; the first that is logged is read."""
+    """Names of the same metric; the first that is logged is read."""
     bound: float
     above: bool
-    """Speaks above the bound; False: below."""
+    """True: speaks above the bound; False: below it."""
     advice: str
     source: str
     largest: bool = False
     """Reads the largest value instead of the mean."""
     relative: bool = False
-    """Reads the value over the median of the first half."""
+    """Reads the value divided by the median of the first half."""
     magnitude: bool = False
     """Reads the absolute value: frameworks differ in the sign of an estimate."""
     danger: str = ""
-    """The kind of sign that this is that a run is about to collapse; empty: of none."""
+    """Which kind of sign of a coming collapse this is; empty: none."""
 
     def read(self, records: Sequence[Mapping[str, object]]) -> tuple[str, float] | str:
-        """Return the metric's name and value, or why there is none."""
+        """Return the metric's name and value, or why there is no value."""
         # A mean over many steps: what a run did at its start is over, and one step alone is noise.
         half = len(records) // 2
         for metric in self.metrics:
@@ -85,14 +85,14 @@ class Advice:
     source: str
 
     def __str__(self) -> str:
-        """The advice in sentences."""
+        """Return the advice in sentences."""
         return f"{self.advice} ({self.metric} is {self.value:.3g}, bound {self.bound:g}; {self.source})"
 
 
 def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """Return what the rules say about a run's metrics, one mapping per step.
 
-    A metric that is not there is passed over (see `not_judged`). Raises where no record holds a metric of any rule.
+    A metric that is not logged is skipped (see `not_judged`). Raises if no record holds a metric of any rule.
     """
     require(len(records) > 0, "there are no metrics to advise on.")
     read = _readings(records)
@@ -104,7 +104,7 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     advice += _layers(records[len(records) // 2 :])
     if not read and not advice:
         metrics = ", ".join(metric for rule in RULES for metric in rule.metrics)
-        raise InvalidInputError(f"the metrics hold none that a rule reads: {metrics}.")
+        raise InvalidInputError(f"the log has none of the metrics that a rule reads: {metrics}.")
     return advice
 
 
@@ -121,10 +121,10 @@ LEAST_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DangerVerdict:
-    """Whether a run is about to collapse, as far as its log can say."""
+    """Whether a run is about to collapse, as far as its log shows."""
 
     in_danger: bool | None
-    """None: the log has too few steps, or names, to say it."""
+    """None: the log has too few steps or metrics to decide."""
     reason: str
 
 
@@ -134,20 +134,22 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
     read = [(rule, value) for rule, _, value in _readings(records) if rule.danger]
     logged = [kind for kind in kinds if kind in {rule.danger for rule, _ in read}]
     if len(records) < LEAST_STEPS:
-        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little of a run.")
+        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little about a run.")
     if len(logged) < 2:
-        only = "none"
+        only = "none of them"
         if logged:
-            only = f"those of {logged[0]} alone"
+            only = f"only {logged[0]}"
         return DangerVerdict(
             in_danger=None,
-            reason=f"signs of two kinds must agree ({', '.join(kinds)}), and {only} can be read from what is logged.",
+            reason=f"signs of two kinds must agree ({', '.join(kinds)}), but {only} can be read from the log.",
         )
     agreeing = dict.fromkeys(rule.danger for rule, value in read if rule.speaks(value))
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
         return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
-    return DangerVerdict(in_danger=False, reason=f"no two of its signs agree; read were those of {', '.join(logged)}.")
+    return DangerVerdict(
+        in_danger=False, reason=f"no two kinds of signs agree; the log has signs of {', '.join(logged)}."
+    )
 
 
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
@@ -157,14 +159,14 @@ def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
 
 
 def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
-    """The finite values of a metric."""
+    """Return the finite values of a metric."""
     values = (record.get(metric) for record in records)
     # NaN, such as a mean over no token, is no reading.
     return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
-    """Name the layer whose router moves three times as far as the average one."""
+    """Return advice about the layer whose router moves more than three times as far as the average one."""
     names = dict.fromkeys(name for record in records for name in record)
     layers = [name for name in names if name.startswith("router_corr/layer_") and name.endswith("/shift")]
     shifts = {name: fmean(values) for name in layers if (values := _numbers(records, name))}
@@ -180,15 +182,15 @@ def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
             metric=worst,
             value=shifts[worst],
             bound=3.0 * average,
-            advice="One layer's router moves three times as far as the average one: freeze it or lower its learning "
-            "rate before correcting all tokens for it.",
+            advice="One layer's router moves more than three times as far as the average one: freeze it or lower its "
+            "learning rate before correcting all tokens for it.",
             source="a comparison within the run",
         )
     ]
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """Read one JSON object per line, a step each."""
+    """Read one JSON object per line; each is a step."""
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():

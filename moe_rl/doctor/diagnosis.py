@@ -1,4 +1,4 @@
-"""From a run and an environment to findings, as a value that can be printed or written as JSON."""
+"""Turn a run and an environment into findings, which can be printed or written as JSON."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Finding:
     sentence: str
     remedy: str
     places: tuple[str, ...]
-    """`file:line` of every value it is about."""
+    """`file:line` of every value that the finding is about."""
 
     def as_json(self) -> dict[str, object]:
         """Return the finding's part of the document."""
@@ -40,16 +40,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything the doctor has to say."""
+    """Everything that the doctor found."""
 
     run: ReadRun | None
     environment: Environment | None
     findings: tuple[Finding, ...]
     num_checked: int
-    """Traps that were looked for."""
+    """Number of traps that were checked."""
     attach: bool
     verdict: AttachVerdict | None = None
-    """Whether `attach` would accept the run, where that was asked."""
+    """Whether `attach` would accept the run; None if that was not asked."""
 
     def count(self, severity: str) -> int:
         """Return how many findings there are of that severity."""
@@ -57,7 +57,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no error, and nothing that was asked for could not be read."""
+        """Whether there is no error and, with `attach`, the run would be accepted."""
         accepted = self.verdict is None or self.verdict.word in ("attaches", "attaches, but")
         return self.count(ERROR) == 0 and accepted
 
@@ -94,9 +94,9 @@ class Diagnosis:
 def examine(run: ReadRun | None, environment: Environment | None, *, attach: bool = False) -> Diagnosis:
     """Return what is wrong with a run, with an installation, or with both; errors first.
 
-    An environment without Megatron does not train, so nothing is said about it.
+    An environment without Megatron does not train, so it is not checked.
     """
-    # People ask on a laptop about a run on a cluster: what is missing here says nothing of it.
+    # Users on a laptop ask about a run on a cluster: what is missing here says nothing about that run.
     own_environment = None
     if environment is not None and environment.trains:
         own_environment = environment

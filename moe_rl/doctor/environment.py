@@ -1,4 +1,4 @@
-"""What is installed where the doctor runs: facts from package metadata; no package is imported."""
+"""What is installed on the machine where the doctor runs, from package metadata; no package is imported."""
 
 import importlib.metadata
 import importlib.util
@@ -39,17 +39,17 @@ class Environment:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Installed packages of `PACKAGES`, with their versions."""
     modules: frozenset[str] = frozenset()
-    """Modules of `MODULES` that could be imported, with or without a package."""
+    """Modules of `MODULES` that could be imported, whether or not they belong to an installed package."""
     transformer_engine_built: bool = False
-    """Whether the base package of TransformerEngine brings libraries of its own (a build from source does)."""
+    """Whether the base package of TransformerEngine contains its libraries, as a build from source does."""
 
     @property
     def trains(self) -> bool:
-        """Whether Megatron is here: only then does the environment say something about the run."""
+        """Whether Megatron is installed: only then does the environment say something about the run."""
         return "megatron" in self.modules
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """Return the leading numbers of a package's version; None where it is not installed."""
+        """Return the leading numbers of a package's version; None if it is not installed."""
         text = self.versions.get(package)
         if text is None:
             return None

@@ -17,7 +17,7 @@ class Case:
 
     settings: RunSettings
     environment: Environment | None = None
-    """None where the machine is not to be looked at, or has no Megatron."""
+    """None if the machine should not be checked, or has no Megatron."""
     attach: bool = False
     """Whether the run is to be balanced by `moe_rl.megatron.attach`."""
     trains_by_rl: bool = False
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def router_recompute(self) -> Setting[str] | None:
-        """The setting by which routers run again in backward."""
+        """The setting that makes routers run again in the backward pass."""
         recompute, modules = self.settings.recompute_granularity, self.settings.recompute_modules
         covers = recompute and (recompute.value == "full" or (modules and "moe" in modules.value))
         return recompute if covers else None
@@ -61,11 +61,11 @@ class Case:
 class Found:
     """One occurrence of a trap: a sentence with {} for every setting, or text of the user's, that it is about.
 
-    `severity` and `remedy` are given where they differ from the trap's own.
+    Give `severity` and `remedy` only if they differ from the trap's own.
     """
 
     def __init__(self, sentence: str, *about: object, severity: str | None = None, remedy: str | None = None) -> None:
-        # The user's own text may hold braces: it is put in, never formatted.
+        # The user's own text may hold braces: it is inserted, never formatted.
         self.sentence = sentence.format(*about)
         self.settings = [item for item in about if isinstance(item, Setting)]
         self.severity, self.remedy = severity, remedy
@@ -76,21 +76,21 @@ Check = Callable[[Case], Iterable[Found]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trap:
-    """One way in which a run goes wrong, and how to find it; all but the check is from traps.yaml."""
+    """One way in which a run goes wrong, and how to find it; everything except the check comes from traps.yaml."""
 
     check: Check
     name: str
     severity: str
-    """The most severe that it can be."""
+    """The highest severity that it can have."""
     title: str
     remedy: str
     source: str
     only: Sequence[str] = ()
-    """Readers whose runs alone are checked; those of all frameworks without it."""
+    """If set, only runs recognized by these readers are checked; otherwise runs of all frameworks."""
     rl_only: bool = False
     """Whether only runs of frameworks that train by RL are checked."""
     of_installation: bool = False
-    """Whether it is looked for without a run as well."""
+    """Whether the trap is also checked without a run."""
 
     @property
     def why(self) -> str:
@@ -98,15 +98,15 @@ class Trap:
         return " ".join((self.check.__doc__ or "").split())
 
     def concerns(self, reader: Reader | None) -> bool:
-        """Return whether it is looked for in runs of that reader, or (None) in an installation without a run."""
+        """Return whether the trap is checked in runs of that reader or, if None, in an installation without a run."""
         if reader is None:
             return self.of_installation
-        if reader.verdict_only:  # of these runs few keys are read: only what names them is looked for
+        if reader.verdict_only:  # few keys of these runs are read: check only the traps that name them
             return self.of_installation or reader.name in self.only
         return reader.name in self.only if self.only else reader.trains_by_rl or not self.rl_only
 
 
-# GPUs of a node where no file says it: HGX H100, H200, B200, and the EP groups that DeepEP calls "intranode".
+# GPUs of a node if no file says how many: HGX H100, H200, B200, and the EP groups that DeepEP calls "intranode".
 USUAL_GPUS_PER_NODE = 8
 
 

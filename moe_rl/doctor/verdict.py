@@ -11,7 +11,7 @@ from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.refusals import DDP_REFUSALS, REFUSALS, Refusal, holds, refused
 from moe_rl.yaml_files import read_yaml
 
-# Parts of the names by which adapters are told to go around experts' linears.
+# Parts of the target names that put adapters around experts' linear layers.
 OF_EXPERTS = ("all", "fc", "gate_", "up_", "down_", "expert", "mlp")
 # What is known of trainers that are not Megatron, by their names in lower case.
 TRAINERS: Mapping[str, Mapping[str, str]] = read_yaml(Path(__file__).with_name("trainers.yaml"))
@@ -20,11 +20,11 @@ Word = Literal["attaches", "attaches, but", "does not attach", "not readable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachVerdict:
-    """What `attach` would say of a run."""
+    """Whether `attach` would accept a run."""
 
     word: Word
     reasons: tuple[str, ...] = ()
-    """Sentences: why not, or under which conditions; none where it just attaches."""
+    """Sentences: why not, or under which conditions; empty if the run attaches without conditions."""
 
     def as_json(self) -> dict[str, object]:
         """Return the verdict's part of the document."""
@@ -38,9 +38,9 @@ def refusals_of(settings: RunSettings) -> Iterator[tuple[str, str]]:
 
 
 def attach_verdict(run: ReadRun) -> AttachVerdict:
-    """Return whether `attach` accepts the run; what the files leave open is never taken for accepted."""
+    """Return whether `attach` accepts the run; what the files leave open never counts as accepted."""
     settings = run.settings
-    # Another trainer settles it, whatever options of Megatron the files have besides.
+    # Another trainer decides the verdict, whatever options of Megatron the files also have.
     if settings.trainer is not None:
         return AttachVerdict(word="does not attach", reasons=tuple(_of_another_trainer(settings.trainer)))
     reasons = [f"{sentence} Set by {settings.option(option)}." for option, sentence in refusals_of(settings)]
@@ -55,28 +55,28 @@ def attach_verdict(run: ReadRun) -> AttachVerdict:
 
 
 def _of_another_trainer(trainer: Setting[str]) -> Iterator[str]:
-    """Yield that the run does not train with Megatron, and what there is for the trainer that it names."""
+    """Yield that the run does not train with Megatron, and what moe_rl offers for the trainer that it names."""
     sentence = TRAINERS.get(trainer.value.lower())
     if sentence is None:
         title = trainer.value
     else:
         title = sentence["title"]
-    yield f"the policy trains with {title} ({trainer}), and attach balances Megatron."
+    yield f"the policy trains with {title} ({trainer}), but attach balances only Megatron."
     if sentence is not None:
         yield sentence["advice"]
 
 
 def _of_the_model(settings: RunSettings) -> Iterator[str]:
-    """Yield what `attach` says when it sees the model, whatever single options are."""
+    """Yield why `attach` would refuse the model itself, whatever its single options are."""
     ranks = settings.expert_model_parallel_size
     if ranks is not None and ranks.value == 1:
         yield f"every rank holds all experts: {ranks}."
-    # Adapters of single experts differ from rank to rank, and a copy of an expert would need them, too.
+    # Adapters of single experts differ between ranks, and a copy of an expert would need its adapter, too.
     adapts = adapts_experts(settings) and settings.framework not in ONE_ADAPTER
     if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
-            f"{settings.lora} gives every expert of TEGroupedMLP an adapter of its own; attach balances these in "
-            "SequentialMLP alone (moe_grouped_gemm off)."
+            f"{settings.lora} gives every expert of TEGroupedMLP its own adapter; attach balances such adapters only "
+            "in SequentialMLP (moe_grouped_gemm off)."
         )
 
 
@@ -95,13 +95,13 @@ def adapts_experts(settings: RunSettings) -> bool:
 
 
 def _not_read(run: ReadRun) -> Iterator[str]:
-    """Yield what must be known before anything can be said."""
+    """Yield what must be known before a verdict is possible."""
     undecided = [option for rule in (*REFUSALS, *DDP_REFUSALS) for option in _open(rule, run)]
     for option in dict.fromkeys(undecided):
-        yield f"{run.undecided[option]}: what it is decides whether attach accepts the run."
+        yield f"{run.undecided[option]}: its value decides whether attach accepts the run."
     grouped = run.settings.value_of("moe_grouped_gemm")
     if "lora" in run.undecided and grouped:
-        yield f"{run.undecided['lora']}: adapters of single experts of TEGroupedMLP are refused."
+        yield f"{run.undecided['lora']}: attach refuses separate adapters for the experts of TEGroupedMLP."
     if adapts_experts(run.settings) and grouped is None:
         yield f"{run.settings.lora} trains adapters: moe_grouped_gemm decides whether attach accepts them."
     if not Case(settings=run.settings).is_moe:
@@ -111,7 +111,7 @@ def _not_read(run: ReadRun) -> Iterator[str]:
 def _open(rule: Refusal, run: ReadRun) -> list[str]:
     """Return the options whose unknown values decide whether the rule refuses the run."""
     value_of = run.settings.value_of
-    # Settled: the option's value is accepted, or a condition of the rule does not hold, whatever the others are.
+    # Settled: the option's value is accepted, or one condition of the rule does not hold.
     settled = rule.option not in run.undecided and not rule.sentence(value_of(rule.option))
     settled |= any(
         option not in run.undecided and not holds(value_of(option), wanted) for option, wanted in rule.when.items()
@@ -122,12 +122,12 @@ def _open(rule: Refusal, run: ReadRun) -> list[str]:
 
 
 def _conditions(run: ReadRun) -> Iterator[str]:
-    """Yield under which conditions the run attaches."""
+    """Yield the conditions under which the run attaches."""
     yield from run.conditions
     if adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
-        yield f"{run.settings.lora}: attach takes one adapter for all experts of TEGroupedMLP, alike on all ranks."
+        yield f"{run.settings.lora}: attach accepts one adapter shared by all experts of TEGroupedMLP, equal on all ranks."
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."
     if run.partial:
-        yield "these are arguments of a command that stands elsewhere: what it adds was not looked at."
+        yield "these are arguments of a command that is not in the files: what the command adds was not checked."

@@ -7,8 +7,8 @@ from moe_rl.doctor.verdict import refusals_of
 
 
 def attach_refuses(case: Case) -> Iterator[Found]:
-    """`moe_rl.megatron.attach` refuses a model whose options its plans were not made or tested for, before anything is
-    changed. It is an error only where the run is to be balanced (--attach).
+    """`moe_rl.megatron.attach` refuses, before it changes anything, a model with options that its plans were not made
+    for or not tested with. This is an error only with --attach, that is, if the run is to be balanced.
     """
     if not case.is_moe:
         return

@@ -18,8 +18,8 @@ PACKING = ("verl", "slime", "miles")
 
 
 def missing_psutil(case: Case) -> Iterator[Found]:
-    """Megatron's distributed checkpointing needs psutil and does not declare it: without it the forked writer dies,
-    and save waits for it without an error.
+    """Megatron's distributed checkpointing needs psutil but does not declare the dependency. Without psutil the forked
+    writer dies, and save waits for it forever without an error.
     """
     environment = case.environment
     if environment and "psutil" not in environment.modules:
@@ -27,8 +27,8 @@ def missing_psutil(case: Case) -> Iterator[Found]:
 
 
 def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
-    """The base package of transformer-engine is empty and raises RuntimeError on import; Megatron expects ImportError
-    only, so that nothing that imports megatron.core works any more.
+    """The base package of transformer-engine is empty and raises RuntimeError on import. Megatron catches only
+    ImportError, so every import of megatron.core fails.
     """
     environment = case.environment
     if environment is None or "transformer-engine" not in environment.versions or environment.transformer_engine_built:
@@ -53,7 +53,7 @@ def missing_triton(case: Case) -> Iterator[Found]:
 
 
 def megatron_without_replay(case: Case) -> Iterator[Found]:
-    """Megatron's own routing replay, and moe_rl.megatron, need megatron-core 0.16."""
+    """Megatron's routing replay and moe_rl.megatron both need megatron-core 0.16 or later."""
     environment = case.environment
     if environment:
         version = environment.version("megatron-core")
@@ -64,8 +64,8 @@ def megatron_without_replay(case: Case) -> Iterator[Found]:
 
 
 def packing_without_core(case: Case) -> Iterator[Found]:
-    """Dealing sequences out over micro-batches is a search in C++. Without it verl, slime and miles keep the
-    micro-batches that they have formed; everything else is planned by the reference planner. The run says so once.
+    """The search that assigns sequences to micro-batches is written in C++. Without it, verl, slime and miles keep the
+    micro-batches that they have formed, and the reference planner plans everything else. The run logs this once.
     """
     here, framework = case.environment, case.settings.framework
     if here and case.attach and framework in PACKING and "moe_rl._native" not in here.modules:
@@ -73,16 +73,16 @@ def packing_without_core(case: Case) -> Iterator[Found]:
 
 
 def dispatcher_not_installed(case: Case) -> Iterator[Found]:
-    """The flex dispatcher needs the deep_ep package (HybridEP is a branch of it) and raises ImportError without it."""
+    """Without the deep_ep package (HybridEP is a branch of DeepEP), the flex dispatcher raises ImportError."""
     dispatcher = case.settings.moe_token_dispatcher_type
     if case.environment and dispatcher and dispatcher.value == "flex" and "deep_ep" not in case.environment.modules:
         yield Found("{} needs deep_ep, which is not installed here.", dispatcher)
 
 
 def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
-    """With NVSHMEM 3.6.5 and later, DeepEP builds without the fix of deepseek-ai/DeepEP#564 never receive the token
-    counts of another node: the first dispatch between nodes stops after 100 s with "timeout (dispatch CPU)", and the
-    illegal memory access that follows is a consequence.
+    """With NVSHMEM 3.6.5 and later, DeepEP builds that lack the fix deepseek-ai/DeepEP#564 never receive the token
+    counts of another node. The first dispatch between nodes fails after 100 s with "timeout (dispatch CPU)", which then
+    causes an illegal memory access.
     """
     environment, backend, ranks = case.environment, case.flex_backend, case.settings.expert_model_parallel_size
     if environment is None or backend is None or backend.value != "deepep" or not spans_nodes(case):
@@ -91,7 +91,7 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
         version = environment.version(package)
         if version is not None and version >= NVSHMEM_TIMES_OUT:
             yield Found(
-                "{} crosses nodes ({}), and {} is installed.",
+                "{} sends tokens between nodes ({}), and {} is installed.",
                 backend,
                 ranks,
                 f"{package} {environment.versions[package]}",
@@ -99,7 +99,7 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
-    """Megatron's fp8 option is TransformerEngine's; without that package the model does not build."""
+    """Megatron's fp8 option needs TransformerEngine; without that package the model cannot be built."""
     environment, fp8 = case.environment, case.settings.fp8
     if environment and fp8 and "transformer_engine" not in environment.modules:
         yield Found("{} needs TransformerEngine, which is not installed here.", fp8)

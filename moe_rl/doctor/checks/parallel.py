@@ -7,15 +7,15 @@ from moe_rl.doctor.verdict import adapts_experts
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:
-    """Megatron gives every EP rank the same number of experts and stops where that does not come out even."""
+    """Megatron gives every EP rank the same number of experts, and stops if the experts do not divide evenly."""
     experts, ranks = case.settings.num_moe_experts, case.settings.expert_model_parallel_size
     if experts and ranks and above(ranks, 0) and experts.value % ranks.value:
         yield Found("{} does not divide {}.", ranks, experts)
 
 
 def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
-    """MoELayer.forward raises ValueError when it trains with TP > 1 and without sequence parallelism. With it the rows
-    of a token are on one TP rank only, so counts must be summed over TP before planning.
+    """In training, MoELayer.forward raises ValueError if TP > 1 and sequence parallelism is off. With sequence
+    parallelism, a token's rows are on one TP rank only, so counts must be summed over TP before planning.
     """
     tensor, sequence = case.settings.tensor_model_parallel_size, case.settings.sequence_parallel
     if case.is_moe and tensor and above(tensor, 1) and sequence is not None and not sequence.value:
@@ -23,8 +23,8 @@ def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
 
 
 def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
-    """An EP group spans data-parallel ranks, and routes and plans are kept by the micro-batch's number. Dynamic
-    context parallelism gives ranks different micro-batches under one number.
+    """An EP group spans data-parallel ranks, and routes and plans are indexed by micro-batch number. With dynamic
+    context parallelism, the same number means different micro-batches on different ranks.
     """
     replay, dynamic = case.replays, case.settings.dynamic_context_parallel
     if replay and dynamic:
@@ -32,9 +32,10 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
 
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
-    """With two stages the previous and the next rank are one process, and a batch holds two sends to it, activation
-    and gradient, told apart by order alone: on gloo the loss is wrong without an error (5.006 for 4.989 at step 0).
-    Megatron's argument parser refuses it, megatron.core does not check.
+    """With two stages, the previous and the next rank are the same process. A batch then holds two sends to that
+    process, activation and gradient, and only their order distinguishes them. On gloo the loss is wrong without an
+    error (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination; megatron.core does not
+    check.
     """
     settings = case.settings
     stages, overlap = settings.pipeline_model_parallel_size, settings.overlap_p2p_comm
@@ -53,41 +54,42 @@ def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
 
 
 def deepep_in_small_groups(case: Case) -> Iterator[Found]:
-    """Inside one node alltoall or allgather were reported faster than DeepEP, and Megatron's maintainers recommend
-    them there.
+    """Within one node, alltoall and allgather were reported to be faster than DeepEP, and Megatron's maintainers
+    recommend them there.
     """
     backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
     if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
-        yield Found("{} serves {}.", backend, ranks)
+        yield Found("{} is used with {}.", backend, ranks)
 
 
 def expert_group_leaves_node(case: Case) -> Iterator[Found]:
-    """The ranks of an EP group exchange every token twice per layer. Inside a node that takes NVLink, between nodes the
-    network, which is 5 to 10 times slower; with more pipeline stages and fewer EP ranks the same GPUs may be faster.
-    Systems whose NVLink spans nodes (GB200 NVL72) are no such case.
+    """The ranks of an EP group exchange every token twice per layer: over NVLink within a node, and over the network,
+    which is 5 to 10 times slower, between nodes. The same GPUs may be faster with more pipeline stages and fewer EP
+    ranks. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
     """
     ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
     if ranks and node and spans_nodes(case):
-        yield Found("{} is more than a node's GPUs ({}).", ranks, node)
+        yield Found("{} exceeds the number of GPUs per node ({}).", ranks, node)
 
 
 def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
-    """With expert tensor parallelism Megatron leaves the sum of an expert's partial outputs to the token dispatcher.
-    Megatron-Bridge's adapters around experts sum on their own and are summed again: outputs and gradients are wrong,
-    and in one path the adapter gets no gradient at all, without an error.
+    """With expert tensor parallelism, Megatron leaves it to the token dispatcher to sum an expert's partial outputs.
+    Megatron-Bridge's expert adapters already sum their outputs, which are then summed a second time: outputs and
+    gradients are wrong, and on one code path the adapter silently gets no gradient at all.
     """
     settings = case.settings
     shards = settings.expert_tensor_parallel_size
     if shards and above(shards, 1) and adapts_experts(settings):
-        yield Found("{} trains adapters of experts that {} cuts.", settings.lora, shards)
+        yield Found("{} trains adapters of experts that {} shards.", settings.lora, shards)
 
 
 def same_experts_on_every_rank(case: Case) -> Iterator[Found]:
-    """With use_cpu_initialization Megatron draws local expert k from the same seed on every EP rank: without a
-    checkpoint the model starts with E / EP distinct experts, and a wrong mapping of experts cannot show.
+    """With use_cpu_initialization, Megatron initializes local expert k from the same seed on every EP rank. Without a
+    checkpoint, the model therefore starts with only E / EP distinct experts, and a wrong mapping of experts goes
+    unnoticed.
     """
     settings = case.settings
     on_cpu, ranks = settings.use_cpu_initialization, settings.expert_model_parallel_size
     # A checkpoint whose path only the machine knows is a checkpoint, too.
     if on_cpu and ranks and above(ranks, 1) and settings.load is None:
-        yield Found("{} draws the experts of {}, and nothing is loaded.", on_cpu, ranks)
+        yield Found("{} initializes the experts of {}, and no checkpoint is loaded.", on_cpu, ranks)

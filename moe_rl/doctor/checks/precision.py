@@ -4,29 +4,29 @@ from collections.abc import Iterator
 
 from moe_rl.doctor.traps import Case, Found
 
-# Rows that FP8 GEMMs of a recipe want to be a multiple of (NVIDIA-NeMo/RL#1884, modelscope/ms-swift#9722).
+# The rows of a recipe's FP8 GEMMs must be a multiple of this (NVIDIA-NeMo/RL#1884, modelscope/ms-swift#9722).
 ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
 def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
     """TransformerEngine rounds block scales to powers of two unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; rollout
-    engines keep fp32 scales by default. Different scales are different weights: rounding on one side
-    raised the mismatch KL from 0.0038 to 0.0059 on one batch.
+    engines keep fp32 scales by default. Different scales mean different weights: rounding on one side only raised the
+    mismatch KL from 0.0038 to 0.0059 on one batch.
     """
     settings = case.settings
     recipe, rollout = settings.fp8_recipe, settings.rollout_fp8
     if not settings.fp8 or not recipe or recipe.value != "blockwise" or not rollout:
         return
     trainer, engine = settings.fp8_fp32_scales, settings.rollout_fp32_scales
-    # Without a word TransformerEngine takes powers of two and a rollout engine fp32.
+    # By default TransformerEngine uses powers of two and a rollout engine fp32.
     exact, engine_exact = bool(trainer), engine is None or engine.value
     if exact == engine_exact:
         return
-    sentence = "by {}"
+    sentence = "set by {}"
     if trainer is None:
-        sentence = "as NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set"
+        sentence = "because NVTE_FP8_BLOCK_SCALING_FP32_SCALES is not set"
     yield Found(
-        f"{{}} trains with {_scales(exact)} scales ({sentence}), the engine runs with {_scales(engine_exact)} ones "
+        f"{{}} trains with {_scales(exact)} scales ({sentence}); the engine uses {_scales(engine_exact)} scales "
         "({}).",
         *(setting for setting in (recipe, trainer, rollout if engine is None else engine) if setting is not None),
     )
@@ -39,8 +39,8 @@ def _scales(exact: bool) -> str:
 
 
 def precision_differs_without_correction(case: Case) -> Iterator[Found]:
-    """The rollout is drawn from another model than the one that is trained: importance ratios are off from the first
-    update, and more so for an MoE model, where rounding also changes routes.
+    """The rollout is sampled from a different model than the one being trained: importance ratios are wrong from the
+    first update, and more so for an MoE model, in which rounding also changes routes.
     """
     settings = case.settings
     training, rollout, correction = settings.fp8, settings.rollout_fp8, settings.rollout_correction
@@ -50,8 +50,8 @@ def precision_differs_without_correction(case: Case) -> Iterator[Found]:
 
 
 def correction_without_log_probs(case: Case) -> Iterator[Found]:
-    """The correction divides the trainer's probabilities by the rollout engine's, which are returned only when asked
-    for.
+    """The correction divides the trainer's probabilities by the rollout engine's, which the engine returns only on
+    request.
     """
     correction, log_probs = case.settings.rollout_correction, case.settings.rollout_log_probs
     if correction and log_probs is not None and not log_probs:
@@ -59,8 +59,9 @@ def correction_without_log_probs(case: Case) -> Iterator[Found]:
 
 
 def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
-    """FP8 GEMMs want rows in multiples of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise); packed RL batches
-    have any length. Padding inside the GEMM distorts its scales, with gradients 40 to 500 times too large reported.
+    """FP8 GEMMs need a number of rows that is a multiple of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise);
+    packed RL batches have any length. Padding inside the GEMM distorts its scales: gradients 40 to 500 times too large
+    have been reported.
     """
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple
@@ -69,4 +70,4 @@ def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     if recipe:
         wanted = ALIGNMENT.get(recipe.value)
     if settings.fp8 and recipe and wanted and multiple and multiple.value % wanted:
-        yield Found(f"{{}} is not a multiple of the {wanted} rows of {{}}.", multiple, recipe)
+        yield Found(f"{{}} is not a multiple of {wanted}, the alignment of {{}}.", multiple, recipe)

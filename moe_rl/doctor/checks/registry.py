@@ -1,4 +1,4 @@
-"""All traps. A new one is a function in a module of this folder, and its words in traps.yaml."""
+"""All traps. To add one, write a function in a module of this folder and its words in traps.yaml."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Traps of routing replay: it is off without a word, or replays the routes of another layer or micro-batch."""
+"""Traps of routing replay: it is silently off, or replays the routes of another layer or micro-batch."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,9 @@ from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above
 
 
 def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
-    """The fused branch of Megatron's topk_routing_with_score_function returns before RouterReplay is asked, and
-    nothing rejects the combination: every token takes the live router's experts, and replay is off without a word.
+    """The fused branch of Megatron's topk_routing_with_score_function returns before it consults RouterReplay, and
+    nothing rejects the combination. Every token goes to the experts that the live router chooses, and replay is
+    silently off.
     """
     replay, fusion = case.replays, case.settings.moe_router_fusion
     if replay and fusion:
@@ -15,8 +16,8 @@ def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
 
 
 def replay_half_on(case: Case) -> Iterator[Found]:
-    """R3 needs both sides. A trainer in R3 without routes from the engine fails on the first batch; an engine that
-    returns routes that are not replayed pays for the transfer and changes nothing.
+    """R3 needs both sides. If the engine returns no routes, a trainer in R3 fails on the first batch. If the trainer
+    does not replay the routes that the engine returns, transferring them costs time and has no effect.
     """
     settings, replay = case.settings, case.replays
     returns, engine = settings.rollout_returns_routes, settings.rollout_engine
@@ -28,12 +29,12 @@ def replay_half_on(case: Case) -> Iterator[Found]:
             mode = "{} does not replay them"
         yield Found(f"{{}} returns routes, but {mode}.", returns, replay, severity=WARNING)
     if settings.framework == "nemo_rl" and replay and engine and engine.value != "vllm":
-        yield Found("{} is wired for vLLM, but the backend is {}.", replay, engine)
+        yield Found("{} works only with vLLM, but the backend is {}.", replay, engine)
 
 
 def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
-    """Megatron numbers the layers of multi-token prediction from 1 again, and a RouterReplay instance of theirs joins
-    the same list: replay then gives decoder layer k's routes to MTP layer k, silently, or fails because the counts
+    """Megatron numbers the layers of multi-token prediction (MTP) from 1 again, and their RouterReplay instances join
+    the decoder's list. Replay then silently gives decoder layer k's routes to MTP layer k, or fails because the counts
     differ.
     """
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
@@ -43,11 +44,11 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     covers, framework = case.settings.replay_covers_mtp, case.settings.framework
     # What each framework does about it: Megatron nothing, miles always, slime where the layers do not train.
     if framework == "megatron":
-        yield Found(f"{sentence}, by a list in which both kinds of layer stand.", layers, replay)
+        yield Found(f"{sentence} from a list that holds both kinds of layer.", layers, replay)
     elif covers:
-        yield Found(f"{sentence}, and {{}} replays in them too.", layers, replay, covers)
+        yield Found(f"{sentence}, and {{}} replays in those layers too.", layers, replay, covers)
     elif framework == "miles" or (framework == "slime" and not training):
-        remedy = "Nothing, unless metrics of replay count more layers than the trace has."
+        remedy = "Nothing, unless replay metrics count more layers than the trace has."
         left_out = f"{sentence}; {framework} leaves them out of replay."
         yield Found(left_out, layers, replay, severity=NOTE, remedy=remedy)
     else:
@@ -55,9 +56,9 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
-    """With virtual stages the RouterReplay instances of a rank are in the order of its chunks (layers 1 and 3, say),
-    and forwards of one micro-batch run between forward and backward of another: routes assigned by position go to
-    other layers, and the recompute queue mixes micro-batches.
+    """With virtual stages, a rank's RouterReplay instances are in the order of its chunks (layers 1 and 3, say), and
+    the forward passes of one micro-batch run between the forward and backward passes of another. Routes assigned by
+    position go to other layers, and the recompute queue mixes micro-batches.
     """
     settings, replay = case.settings, case.replays
     stages, layers = settings.virtual_pipeline_model_parallel_size, settings.num_layers_per_virtual_pipeline_stage
@@ -69,7 +70,7 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
         return
     sentence = "{} interleaves pipeline stages while {} replays routes"
     if settings.framework == "nemo_rl":
-        yield Found(f"{sentence}: NeMo-RL stops at the start.", interleaved, replay)
+        yield Found(f"{sentence}: NeMo-RL stops at startup.", interleaved, replay)
     elif settings.framework == "megatron":
         yield Found(f"{sentence}.", interleaved, replay, severity=WARNING)
     else:
@@ -79,9 +80,9 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
 
 
 def recompute_replay_order(case: Case) -> Iterator[Found]:
-    """With recompute, backward runs the router again and must take its own micro-batch's routes from the queue. Under
-    a pipeline other forwards come in between; without a switch to REPLAY_BACKWARD at the start of each backward the
-    result is wrong with PP > 1 and right with PP = 1, so that a small test does not see it.
+    """With recompute, the backward pass runs the router again and must take its own micro-batch's routes from the
+    queue. In a pipeline, other forward passes run in between. Without a switch to REPLAY_BACKWARD at the start of each
+    backward pass, the result is wrong with PP > 1 and right with PP = 1, so a small test does not show the fault.
     """
     settings, replay = case.settings, case.replays
     recompute, stages = case.router_recompute, settings.pipeline_model_parallel_size
@@ -90,8 +91,8 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
-    """SGLang and vLLM return routes for all transformer layers, dense ones included; others count MoE layers only. A
-    reader that takes the one for the other gives layer l the routes of layer l + d, and nothing raises.
+    """SGLang and vLLM return routes for all transformer layers, including dense ones; other producers count MoE layers
+    only. A reader that confuses the two gives each layer the routes of another one, without an error.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:
@@ -106,7 +107,7 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
             how_many = f"all but every {layers[0]}th layer"
         is_megatron = case.settings.framework == "megatron"
         if is_megatron:
-            instances = ": the instances of RouterReplay count MoE layers only."
+            instances = ": RouterReplay instances count MoE layers only."
         else:
             instances = "."
         sentence = f"{{}} makes {how_many} dense while {{}} replays routes{instances}"
@@ -114,10 +115,11 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
 
 
 def no_replay(case: Case) -> Iterator[Found]:
-    """Rollout engine and trainer choose experts by themselves: about 10 % of routers disagree, and most tokens differ
-    in some layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is a forecast.
+    """Rollout engine and trainer each choose experts for themselves: about 10 % of routers disagree, and most tokens
+    differ in at least one layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is
+    only a forecast.
     """
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size
     if case.is_moe and setting and not case.replays and not settings.rollout_returns_routes:
-        yield Found("{} says MoE, and no setting replays routes.", setting)
+        yield Found("{} means an MoE model, and no setting replays routes.", setting)

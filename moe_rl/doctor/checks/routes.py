@@ -7,9 +7,9 @@ from moe_rl.planner.registry import POLICIES
 
 
 def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
-    """Padding and the last token of a sequence have no route. verl's R2 replays zeros there, so expert 0 takes them
-    all; miles replays 0 .. K-1, so EP rank 0 does. With padded batches that is a phantom hot expert (6 % of the
-    load at 2k tokens, 25 % at 512, verl-project/verl#7075), in the step and in every load metric.
+    """Padding and the last token of a sequence have no route. For these rows verl's R2 replays zeros, so they all go to
+    expert 0; miles replays 0 .. K-1, so they all go to EP rank 0. With padded batches, this adds a phantom hot expert
+    to the step and to every load metric (6 % of the load at 2k tokens, 25 % at 512, verl-project/verl#7075).
     """
     settings, replay = case.settings, case.replays
     packed, framework = settings.packed, settings.framework
@@ -20,17 +20,17 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     if framework == "verl":
         target = "expert 0"
     if packed.value:
-        remedy = "In moe-rl give --filler, so that plans count the rows that are really dispatched."
-        few = f"{{}} sends rows without a route to {target}; {{}} leaves few of them."
+        remedy = "Set --filler in moe-rl, so that plans count the rows that are really dispatched."
+        few = f"{{}} sends rows without a route to {target}; with {{}} there are few of these rows."
         yield Found(few, replay, packed, severity=NOTE, remedy=remedy)
     else:
         yield Found(f"{{}} sends rows without a route to {target}, and {{}} pads every batch.", replay, packed)
 
 
 def replay_without_packing(case: Case) -> Iterator[Found]:
-    """verl packs the sequences of a micro-batch's routes one after the other, whatever it does with the tokens. Where
-    these are padded to a common length, row i of the router and row i of the routes are different tokens from the
-    first padding on, and there are more rows than routes. moe_rl refuses to balance such a run.
+    """verl packs the routes of a micro-batch, sequence after sequence, even if it pads the tokens to a common length.
+    From the first padding on, row i of the router and row i of the routes then belong to different tokens, and there
+    are more rows than routes. moe_rl refuses to balance such a run.
     """
     replay, packed = case.replays, case.settings.packed
     if replay and packed is not None and not packed:
@@ -38,18 +38,17 @@ def replay_without_packing(case: Case) -> Iterator[Found]:
 
 
 def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
-    """Megatron pads every expert's rows to a multiple of 16 or 32 by editing the routing map after routes were
-    replayed. The loss is right, but loads counted from the routes are not what is dispatched, and attach refuses
-    it.
+    """After replay, Megatron edits the routing map to pad every expert's rows to a multiple of 16 or 32. The loss is
+    right, but loads counted from the routes differ from what is dispatched, so attach refuses the option.
     """
     replay, padding = case.replays, case.settings.moe_router_padding_for_quantization
     if replay and padding:
-        yield Found("{} pads the map that {} has set.", padding, replay)
+        yield Found("{} pads the routing map that {} has set.", padding, replay)
 
 
 def forced_balance_left_on(case: Case) -> Iterator[Found]:
-    """moe_router_force_load_balancing replaces the router's logits by random ones: good for measuring speed, useless
-    for training, and its routes say nothing about balance.
+    """moe_router_force_load_balancing replaces the router's logits with random ones. That is good for measuring speed
+    and useless for training, and the routes say nothing about balance.
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced:
@@ -64,8 +63,8 @@ def forced_balance_left_on(case: Case) -> Iterator[Found]:
 
 
 def trace_of_mock_data(case: Case) -> Iterator[Found]:
-    """Random tokens route far less evenly than text (the Gini coefficient of the load is overstated by up to 2.35
-    times): figures for balance from such a trace mean nothing.
+    """Random tokens are routed far less evenly than text: they overstate the Gini coefficient of the load by a factor
+    of up to 2.35. Balance figures from such a trace mean nothing.
     """
     mock, path = case.settings.mock_data, case.settings.moe_routing_trace_path
     if path is not None and mock:
@@ -73,8 +72,8 @@ def trace_of_mock_data(case: Case) -> Iterator[Found]:
 
 
 def trace_under_recompute(case: Case) -> Iterator[Found]:
-    """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in backward: what
-    record belongs to which micro-batch cannot be told from the file.
+    """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in the backward
+    pass. The file does not show which record belongs to which micro-batch.
     """
     path, recompute = case.settings.moe_routing_trace_path, case.router_recompute
     if path is not None and recompute:
@@ -82,17 +81,18 @@ def trace_under_recompute(case: Case) -> Iterator[Found]:
 
 
 def capacity_drops_tokens(case: Case) -> Iterator[Found]:
-    """With a capacity factor Megatron drops what an expert has no room for; rollout engines never drop.
-    Log-probabilities of the two differ for those tokens whatever is replayed.
+    """With a capacity factor, Megatron drops tokens that exceed an expert's capacity; rollout engines never drop
+    tokens. For those tokens the log-probabilities of the two differ, whatever is replayed.
     """
     factor = case.settings.moe_expert_capacity_factor
     if factor and above(factor, 0) and case.learns:
-        yield Found("{} limits what an expert takes.", factor)
+        yield Found("{} limits how many tokens an expert accepts.", factor)
 
 
 def aux_loss_moves_router(case: Case) -> Iterator[Found]:
-    """The auxiliary loss moves the router to even load while the routes stay the rollout's: the router learns to
-    choose other experts than those that act. NeMo-RL saw log-probability errors diverge under seq_aux_loss.
+    """The auxiliary loss moves the router toward even load, but the replayed routes remain the rollout's: the router
+    learns to choose experts other than those that are used. NeMo-RL saw log-probability errors diverge with
+    seq_aux_loss.
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
@@ -103,9 +103,9 @@ def aux_loss_moves_router(case: Case) -> Iterator[Found]:
 
 
 def expert_bias_drifts(case: Case) -> Iterator[Found]:
-    """Loss-free balancing nudges each expert's bias by the load it sees. Under replay that load is the rollout's,
-    padding rows included, and does not answer to the bias: it drifts on, and the rollout engine gets it with the
-    next weights.
+    """Loss-free balancing adjusts each expert's bias to the load it sees. Under replay that load is the rollout's,
+    including padding rows, and does not respond to the bias. The bias keeps drifting, and the rollout engine gets it
+    with the next weights.
     """
     bias, rate = case.settings.moe_router_enable_expert_bias, case.settings.moe_router_bias_update_rate
     if case.replays and bias and rate and above(rate, 0):
@@ -113,9 +113,9 @@ def expert_bias_drifts(case: Case) -> Iterator[Found]:
 
 
 def rollout_places_experts(case: Case) -> Iterator[Found]:
-    """An engine with EPLB or redundant experts sends tokens to physical copies. Where it records after that mapping, as
-    SGLang's Ascend path does, the routes hold physical ids, and the trainer replays other experts. SGLang 0.5.23 on
-    CUDA and vLLM 0.33.0 record before it.
+    """An engine with EPLB or redundant experts sends tokens to physical copies of experts. If it records routes after
+    that mapping, as SGLang's Ascend path does, they hold physical ids, and the trainer replays the wrong experts.
+    SGLang 0.5.23 on CUDA and vLLM 0.33.0 record routes before the mapping.
     """
     replay, eplb = case.replays, case.settings.rollout_eplb
     if replay and replay.value == "R3" and eplb and not _of_vllm(case):
@@ -123,17 +123,17 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
-    """vLLM loads weights by the map that it started with. After its balancer has rearranged experts, which it does for
-    the first time after a quarter of step_interval, an update writes them into the slots of other experts, without a
-    word, and the rollouts come from a model that was never trained.
+    """vLLM always loads weights by the expert map it started with. Its balancer first rearranges experts after a
+    quarter of step_interval. From then on, every weight update silently overwrites the slots of other experts, and the
+    rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):
-        yield Found("{} rearranges experts that every step's weight update overwrites.", eplb)
+        yield Found("{} moves experts, but every step's weight update goes to their old slots.", eplb)
 
 
 def _of_vllm(case: Case) -> bool:
-    """Return whether the setting of EPLB is one of vLLM's, and vLLM is what runs, as far as the files say."""
+    """Return whether the EPLB setting is one of vLLM's and, as far as the files say, the engine is vLLM."""
     eplb, engine = case.settings.rollout_eplb, case.settings.rollout_engine
     if eplb is None:
         return False
@@ -143,34 +143,35 @@ def _of_vllm(case: Case) -> bool:
 
 
 def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
-    """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not they have paused. Too
-    short, and weights arrive while requests still run: their tokens are of two policies under one version. Too long,
-    and every sync waits for nothing. Weights that wait for the engines' own answer need no such number.
+    """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not they have paused. If the
+    period is too short, weights arrive while requests still run, and their tokens come from two policies under one
+    version. If it is too long, every sync waits for nothing. A sync that waits for the engines' own answer needs no
+    such setting.
     """
     pause = case.settings.weight_sync_pause_s
     if pause and above(pause, 0):
-        yield Found("{} is waited before every weight sync, whatever the engines do.", pause)
+        yield Found("{} delays every weight sync, whatever the engines do.", pause)
 
 
 def expert_order_in_export(case: Case) -> Iterator[Found]:
-    """Every framework's export and checkpoint takes the global expert id to be ep_rank * num_local + i. After experts
-    have moved for good, that ships expert a's weights as expert b's, and the rollout engine runs them without a
-    word.
+    """Every framework's export and checkpoint code assumes that the global expert id is ep_rank * num_local + i. After
+    experts have moved permanently, it ships expert a's weights as expert b's, and the rollout engine runs them without
+    an error.
     """
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
     if placement:
-        yield Found("{} moves experts between ranks for good.", placement)
+        yield Found("{} moves experts between ranks permanently.", placement)
     if policy and _may_move_experts(policy.value):
         yield Found("{} may reorder experts between steps.", policy, severity=WARNING)
 
 
 def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
-    """A reorder moves weights, fp32 masters and both Adam moments. With the state offloaded to the CPU every move
-    passes through host memory twice, and seldom pays back.
+    """A reorder moves weights, fp32 masters and both Adam moments. If the state is offloaded to the CPU, every move
+    passes through host memory twice and seldom pays off.
     """
     policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
     if policy and offload and _may_move_experts(policy.value):
-        yield Found("{} may move experts whose state {} keeps on the host.", policy, offload)
+        yield Found("{} may move experts whose optimizer state {} keeps on the host.", policy, offload)
 
 
 def _may_move_experts(policy: str) -> bool:
@@ -178,9 +179,10 @@ def _may_move_experts(policy: str) -> bool:
 
 
 def updates_planned_from_history(case: Case) -> Iterator[Found]:
-    """The adapter knows which sequence a row is of where verl packs them. From padded rows it can only plan an update
-    by the mean of the pass before it, which balances what stays the same from update to update; the routes that the
-    log-prob pass has just shown are not used. The run says so once, and calls the source "history".
+    """If verl packs sequences, the adapter knows which sequence each row belongs to. If verl pads them, the adapter can
+    only plan an update from the mean of the pass before it, which balances what stays the same from update to update.
+    The routes that the log-prob pass has just recorded are not used. The run logs this once and calls the source
+    "history".
     """
     packed, framework = case.settings.packed, case.settings.framework
     if framework == "verl" and packed is not None and not packed.value and not case.replays:
