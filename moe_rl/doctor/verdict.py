@@ -125,7 +125,7 @@ def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield the conditions under which the run attaches."""
     yield from run.conditions
     if adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
-        yield f"{run.settings.lora}: attach accepts one adapter shared by all experts of TEGroupedMLP, equal on all ranks."
+        yield f"{run.settings.lora}: attach accepts one adapter shared by TEGroupedMLP's experts, equal on all ranks."
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."
