@@ -1,13 +1,13 @@
-"""prime-rl: the batches that its filesystem transport leaves under `step_<n>/`, and routes as JSON.
+"""prime-rl: the batches that its filesystem transport writes under `step_<n>/`, and routes as JSON.
 
-MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `MicroBatch`, `rollouts.bin` a
-`TrainingBatch` whose first field is the list of `TrainingSample`. Fields come and go between versions, so the ones
-needed are found by what they are: `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or
-int16 ids, or int32 ids with their float32 combine weights behind them, [rows, layers, 2 K]; the first list of a struct
-holds its token ids (older samples: prompt_ids, prompt_mask, completion_ids), `position_ids` of a micro-batch start
-again with each packed sequence (PrimeIntellect-ai/prime-rl: src/prime_rl/transport/types.py and trainer/batch.py).
+Files are MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `MicroBatch`, `rollouts.bin` a
+`TrainingBatch` whose first field is the list of `TrainingSample`. Fields differ between versions, so the importer finds
+them by their contents. `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or int16 ids, or
+int32 ids followed by their float32 combine weights, [rows, layers, 2 K]. The first list of a struct holds its token ids
+(older samples: prompt_ids, prompt_mask, completion_ids). `position_ids` of a micro-batch restart with each packed
+sequence (PrimeIntellect-ai/prime-rl: src/prime_rl/transport/types.py and trainer/batch.py).
 
-The last token of a sequence has no route (zero bytes, or no row). The micro-batch's padding, a last run of token id 1,
+The last token of a sequence has no route (zero bytes, or no row). The micro-batch's padding, a final run of token id 1,
 is left out.
 """
 

@@ -1,9 +1,9 @@
 """SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI server.
 
-Base64 of int32 in C order without a shape: `[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`.
-Dense layers occupy a slot of zeros, the last token has no row (sgl-project/sglang:python/sglang/srt/state_capturer/
-routed_experts.py). The numbers of layers and of choices are not in the response: give `num_layers` and `top_k`, or one
-of the two.
+The routes are base64 of int32 in C order, without a shape:
+`[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. Dense layers hold zeros, and the last token
+has no row (sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py). The response does not contain the
+number of layers or of choices per token: give `num_layers` and `top_k`, or one of the two.
 """
 
 from collections.abc import Iterator

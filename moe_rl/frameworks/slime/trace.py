@@ -1,15 +1,15 @@
 """slime and miles: rollout dumps of `--save-debug-rollout-data`, with the layout of `--save-debug-train-data`.
 
-A rollout dump is `{"rollout_id", "samples": [Sample.to_dict(), ...]}`; `rollout_routed_experts` of a sample is int32
-`[len(tokens) - 1, layers, K]` with all layers, dense ones included (THUDM/slime:slime/utils/types.py,
+A rollout dump is `{"rollout_id", "samples": [Sample.to_dict(), ...]}`. A sample's `rollout_routed_experts` is int32
+`[len(tokens) - 1, layers, K]` over all layers, including dense ones (THUDM/slime:slime/utils/types.py,
 slime/observability/rollout_data_utils.py). miles may store one surplus row for the last token and rows of -1 where
-nothing was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route: its row is added with
-valid False, because the trainer dispatches a row for it.
+nothing was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route, but the
+trainer dispatches a row for it, so the importer adds that row with `valid` False.
 
-A train dump (format version 2) says under `dp_shards` which samples every data-parallel rank ran: `partition` are
-positions in the rollout dump, `micro_batch_indices` are lists of positions in `partition`, and `num_microbatches`
-counts the micro-batches of each optimizer step (THUDM/slime:slime/observability/train_data_utils.py). With more than
-one optimizer step per rollout, step = rollout_id * steps + optimizer step; samples that were not trained are left out.
+In a train dump (format version 2), `dp_shards` says which samples each data-parallel rank ran: `partition` holds
+positions in the rollout dump, `micro_batch_indices` holds lists of positions in `partition`, and `num_microbatches`
+holds the number of micro-batches per optimizer step (THUDM/slime:slime/observability/train_data_utils.py). With several
+optimizer steps per rollout, step = rollout_id * steps + optimizer step. Samples that were not trained on are left out.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """verl: the tensors of a `DataProto` batch in a `.pt` (`torch.save(dict(data.batch), path)`) or `.npz` file.
 
 `routed_experts` is `[batch, prompt + response, layers, K]` with the prompt left-padded, so `attention_mask`
-`[batch, prompt + response]` says which rows belong to the sequence; all padding and the final token, which has no
-route, hold zeros. As jagged data it is a list of `[tokens, layers, K]` with the same zero row at the end, or without it
-where `input_ids` shows one more token (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
+`[batch, prompt + response]` says which rows belong to the sequence. Padding and the final token, which has no route,
+hold zeros. Jagged data is a list of `[tokens, layers, K]` arrays that end with the same zero row, or that lack it if
+`input_ids` has one more token (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
 verl/utils/megatron/router_replay_utils.py). Optional: `uid` (prompt group), `global_steps`.
 """
 

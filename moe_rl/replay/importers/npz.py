@@ -1,9 +1,9 @@
-"""`.npz`: one `[tokens, layers, K]` id array per sequence, its key the sequence's name.
+"""`.npz`: one `[tokens, layers, K]` id array per sequence, under the sequence's name.
 
-A list of such tensors in a `.pt` file, or of nested lists in a `.json` file, is read likewise. An array `[tokens, K]`
-is of one layer; `axes` LTK has layers before tokens. Rows are taken as they are: every row holds a route. Floats
-`[tokens, layers, E]` are router logits: their K highest are taken if K is given, which is wrong for a router with
-groups or an expert bias, and a warning says so. Keys that start with `group<number>` or `prompt<number>` put sequences
+A `.pt` file with a list of such tensors, or a `.json` file with a list of nested lists, is also read. An array
+`[tokens, K]` holds one layer; `axes` LTK means that layers come before tokens. Every row counts as a route. Floats
+`[tokens, layers, E]` are router logits: if K is given, the K highest become routes. This is wrong for a router with
+groups or an expert bias, so a warning says so. Keys that start with `group<number>` or `prompt<number>` put sequences
 into prompt groups.
 """
 
