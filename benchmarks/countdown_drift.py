@@ -295,12 +295,12 @@ def verdicts(runs: Sequence[Run]) -> str:
         counts.append((named, sum(1 for run in healthy if firsts[id(run)])))
     (named, false), (named_later, false_later) = counts
     return (
-        f"{len(runs)} runs are complete. Of {compared} comparisons with plain, {len(apart)} have an interval without "
-        f"0{': ' if apart else ''}{'; '.join(apart)}. By chance alone 1 in 20 would.\n\n"
-        f"{len(collapsed)} runs collapsed; by the protocol's reading `moe-rl advise` named {named} of them at least "
-        f"one step before, and it alarmed in {false} of {len(healthy)} healthy runs. What it calls a danger now (two "
-        f"signs of different kinds, after the first step) it said of {named_later} of the collapsed runs, at least one "
-        f"step before, and of {false_later} of the healthy ones. "
+        f"{len(runs)} runs are complete. In {len(apart)} of {compared} comparisons with plain, the interval excludes 0"
+        f"{': ' if apart else ''}{'; '.join(apart)}. By chance alone, 1 in 20 would.\n\n"
+        f"{len(collapsed)} runs collapsed. Under the protocol's rule, `moe-rl advise` predicted {named} of these "
+        f"collapses at least one step ahead and raised an alarm in {false} of {len(healthy)} healthy runs. Under its "
+        f"present rule (two signs of different kinds, after the first step), it predicted {named_later} collapses at "
+        f"least one step ahead and raised an alarm in {false_later} healthy runs. "
         f"{len(runs) - len(collapsed) - len(healthy)} runs are neither.\n"
     )
 

@@ -51,7 +51,7 @@ def test_an_alarm_counts_where_it_came_before_the_collapse(drift: ModuleType) ->
     assert collapsed.first_alarm(drift.danger) == 2, "one step is no danger yet"
     assert late.first_alarm(drift.alarms) is None
     text = drift.verdicts([collapsed, late])
-    assert "2 runs collapsed; by the protocol's reading `moe-rl advise` named 1 of them" in text
+    assert "2 runs collapsed. Under the protocol's rule, `moe-rl advise` predicted 1 of these" in text
 
 
 def test_intervals_are_students(drift: ModuleType) -> None:
@@ -67,7 +67,10 @@ def test_arms_are_compared_with_plain_on_the_same_seeds(drift: ModuleType) -> No
     runs += [a_run(drift, [0.6], arm="R3", seed=seed, lift=lift) for seed, lift in ((0, 0.11), (1, 0.4), (2, -0.1))]
     row = next(line for line in drift.table(runs).splitlines() if "| R3 |" in line)
     assert "| +0.103 ± 0.014 |" in row
-    assert "1 have an interval without 0: R3 under learning rate (+0.103 ± 0.014)" in drift.verdicts(runs)
+    assert (
+        "In 1 of 1 comparisons with plain, the interval excludes 0: R3 under learning rate (+0.103 ± 0.014)"
+        in drift.verdicts(runs)
+    )
     assert drift.picture(runs).count("<circle") == 6
 
 
