@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.lengthy
 def test_a_checkout_whose_moe_rl_is_elsewhere_is_not_tested(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/local_ranks.py"):
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/drawn.py", "tests/local_ranks.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     test = tmp_path / "tests" / "test_nothing.py"
     test.write_text("def test_nothing(): pass\n")

@@ -47,7 +47,7 @@ def test_an_actor_of_another_engine_is_a_warning_or_an_error(
     ("rollout", "ep_size", "refused"), [("sglang", 2, True), ("sglang", 1, False), ("vllm", 2, False)]
 )
 def test_an_engine_that_names_experts_by_the_first_rank_is_refused(rollout: str, ep_size: int, refused: bool) -> None:
-    """A worker of SGLang with expert parallelism raises before weights travel; others are made as before."""
+    """A worker of SGLang with expert parallelism and verl's own loader raises before weights travel; others are made."""
     pytest.importorskip("torch")
     from moe_rl.frameworks.verl.checkpoint_engine import PlannedCheckpointEngine, register
 
@@ -59,14 +59,14 @@ def test_an_engine_that_names_experts_by_the_first_rank_is_refused(rollout: str,
     module.CheckpointEngineWorker = type(
         "CheckpointEngineWorker",
         (),
-        {"__init__": lambda self, rollout_config, model_config: vars(self).update(made=True)},
+        {"__init__": lambda self, rollout_config, model_config: vars(self).update(made=True, checkpoint_engine=None)},
     )
     register(module)
     assert registered == {"moe_rl": PlannedCheckpointEngine}
     chosen = SimpleNamespace(backend="moe_rl", engine_kwargs={"moe_rl": {"ep_size": ep_size}})
-    config = SimpleNamespace(name=rollout, checkpoint_engine=chosen)
+    config = SimpleNamespace(name=rollout, checkpoint_engine=chosen, engine_kwargs={})
     if refused:
-        with pytest.raises(InvalidInputError, match="under the names of the first"):
+        with pytest.raises(InvalidInputError, match="custom_weight_loader"):
             module.CheckpointEngineWorker(config, None)
     else:
         assert module.CheckpointEngineWorker(config, None).made
