@@ -25,7 +25,7 @@ def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace:
     assert rerouted["setting"]["reroute"] == 0.3
     assert rerouted["policies"]["ultraep"]["imbalance"] > exact["policies"]["ultraep"]["imbalance"]
     assert rerouted["policies"]["ultraep"]["replicas_per_plan"] == exact["policies"]["ultraep"]["replicas_per_plan"]
-    assert any(note.startswith("30 % of the pairs take another expert") for note in rerouted["notes"])
+    assert any(note.startswith("30 % of the pairs go to a different expert") for note in rerouted["notes"])
     refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
     assert refused.code == 2
     assert "--reroute must lie in 0 .. 1, got 1.5." in refused.err
@@ -58,7 +58,7 @@ def test_routes_that_planners_do_not_know_are_priced_as_they_occur(tmp_path: Pat
     assert partly["setting"]["unknown_routes"] == 0.5
     assert partly["policies"]["static"]["imbalance"] == known["policies"]["static"]["imbalance"]
     assert partly["policies"]["ultraep"]["imbalance"] > known["policies"]["ultraep"]["imbalance"]
-    assert any("of all sequences but 50 %" in note for note in partly["notes"])
+    assert any("the routes of 50 % of the sequences" in note for note in partly["notes"])
     refused = moe_rl("simulate", trace, *same, "--unknown-routes", 1)
     assert refused.code == 2
     assert "--unknown-routes must lie in 0 .. 1, 1 excluded, got 1.0." in refused.err
@@ -73,7 +73,7 @@ def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_doe
     assert known < tokens < sequences
     said = simulated(tmp_path, trace, *same, "--unknown-pairs", 0.3)
     assert said["setting"]["unknown_pairs"] == 0.3
-    assert any("those of 30 % of the tokens" in note for note in said["notes"])
+    assert any("the routes of 30 % of the tokens" in note for note in said["notes"])
     counts = tmp_path / "counts.moetrace"
     assert moe_rl("trace", "convert", trace, counts, "--num-experts", 8, "--counts-only").code == 0
     refused = moe_rl("simulate", counts, *same, "--unknown-pairs", 0.1)

@@ -194,10 +194,10 @@ def finish_for_other_tokens_than_the_loss(run: Run) -> RouterShift:
 
 
 UNKNOWABLE: dict[Callable[[Run], RouterShift], str] = {
-    keys_wrong_in_both_passes: "keys that are wrong in both passes alike",
-    two_equal_tokens_with_one_key: "two tokens with one key and one input id",
-    an_old_pass_by_other_weights: "an old pass by other weights than those that sampled",
-    finish_for_other_tokens_than_the_loss: "a `finish` for other keys than the loss's tokens",
+    keys_wrong_in_both_passes: "keys that are wrong in the same way in both passes",
+    two_equal_tokens_with_one_key: "two tokens with the same key and input id",
+    an_old_pass_by_other_weights: "an old pass with weights other than those that sampled",
+    finish_for_other_tokens_than_the_loss: "a `finish` with keys of tokens other than the loss's",
 }
 
 

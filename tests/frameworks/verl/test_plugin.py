@@ -47,7 +47,7 @@ def test_an_actor_of_another_engine_is_a_warning_or_an_error(
     ("rollout", "ep_size", "refused"), [("sglang", 2, True), ("sglang", 1, False), ("vllm", 2, False)]
 )
 def test_an_engine_that_names_experts_by_the_first_rank_is_refused(rollout: str, ep_size: int, refused: bool) -> None:
-    """A worker of SGLang with expert parallelism and verl's own loader raises before weights travel; others are made."""
+    """With expert parallelism and verl's own loader, a worker of SGLang raises before weights travel."""
     pytest.importorskip("torch")
     from moe_rl.frameworks.verl.checkpoint_engine import PlannedCheckpointEngine, register
 
