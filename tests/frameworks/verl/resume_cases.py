@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import verl_on_cpu
-from break_cases import LIMIT, SMALLER, data_of
+from break_cases import LIMIT, SMALLER, Setting, data_of
 from checkpoint_cases import loading_into_torchs_adam
 from verl_cases import MOVES_ARE_FREE, OF_TEST, log_probs, moved
 from verl_on_cpu import engine, impl, loss
@@ -46,7 +46,7 @@ def made() -> Any:
 def trained(built: Any, start: int, stop: int, *, limit: int = LIMIT) -> dict[str, list[float]]:
     curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step in range(start, stop):
-        data = data_of(step, limit=limit, replayed=False)
+        data = data_of(step, limit=limit, setting=Setting())
         log_probs(built, data)
         with built.train_mode():
             output = built.train_batch(data, loss)["metrics"]
@@ -114,7 +114,7 @@ def killed() -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return loss(*given, **named)
 
-        data = data_of(1, limit=LIMIT, replayed=False)
+        data = data_of(1, limit=LIMIT, setting=Setting())
         try:
             with built.train_mode():
                 built.train_batch(data, dying)
