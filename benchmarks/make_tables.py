@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from markupsafe import Markup
 
@@ -209,6 +210,28 @@ PRODUCTS = {
 """A kind of grouped GEMM: DeepGEMM's kernel, another in Triton, and ours, by the names of `make kernel-proof`."""
 
 
+TILES = {
+    "FP8 forward, specialized": "gemm gluon 128x256x128 w4 s3 block more_n128 stages5 specialized fp8e4nv fp32 bf16",
+    "FP8 forward, specialized, weighted bias": (
+        "gemm gluon 128x256x128 w4 s3 block weighted more_n128 stages5 specialized fp8e4nv fp32 bf16"
+    ),
+    "DeepGEMM 1d2d, no bias": "DeepGEMM 1d2d, multicast 2",
+    "bf16, specialized": "gemm gluon_wide 256x256x64 w4 s3 stages4 specialized bf16",
+    "bf16, specialized, weighted bias": (
+        "gemm gluon_wide 256x256x64 w4 s3 weighted sum_is_dense stages4 specialized bf16 fp32"
+    ),
+    "DeepGEMM bf16": "DeepGEMM bf16, multicast 2",
+    "FP8 wgrad, specialized, written": "gemm gluon_wgrad 128x256x128 w4 s3 stages6 specialized fp8e4nv fp32",
+    "FP8 wgrad, specialized, added in fp32": (
+        "gemm gluon_wgrad 128x256x128 w4 s3 accumulate stages6 specialized fp8e4nv fp32"
+    ),
+    "DeepGEMM 1d1d, added by TMA": "DeepGEMM 1d1d (wgrad)",
+    "plain loop, FP8": "gemm tma 128x128x128 w8 s4 block sum_is_dense fp8e4nv fp32 bf16",
+    "plain loop, bf16": "gemm tma 128x256x64 w8 s3 sum_is_dense bf16",
+}
+"""Kernels whose fixed cost docs/kernels.md compares, by the names of `make kernel-proof`."""
+
+
 def docstring(name: str) -> str:
     """Return what a module says of itself."""
     return f"\n{inspect.getdoc(import_module(name))}\n\n"
@@ -250,10 +273,28 @@ def folded(summary: str, text: str) -> str:
     return f'<details markdown="1"><summary>{summary}</summary>\n\n{text}\n</details>\n'
 
 
+def proof_rows() -> list[Mapping[str, Any]]:
+    """Return the grouped GEMMs of the committed kernel proof."""
+    proof = ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json"
+    rows: list[Mapping[str, Any]] = json.loads(proof.read_text())["products"]
+    return rows
+
+
+def kernel_tiles() -> str:
+    """Return the instructions of a tile outside its loop, and their share of its time for three lengths of the sum."""
+    lines = ["", "| kernel | tile | instructions per tile | share of tile time |", "|---|---|--:|--:|"]
+    for label, name in TILES.items():
+        tiles = [row for row in proof_rows() if row["name"] == name]
+        assert tiles, f"make kernel-proof names no kernel {name!r}"
+        for row in tiles:
+            shares = " / ".join(f"{100 * share:.0f}" for share in row["fixed_shares"])
+            lines.append(f"| {label} | {row['tile']} | {row['instructions_per_tile']:.0f} | {shares} % |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 def kernel_roofs() -> str:
     """Return, per kind of grouped GEMM, the lowest roof of each maker's best tile, and what its loop issues."""
-    proof = ROOT / "benchmarks" / "results" / "static" / "kernel_proof.json"
-    rows = json.loads(proof.read_text())["products"]
+    rows = proof_rows()
 
     def best(pattern: str) -> str:
         found = [row for row in rows if re.match(pattern, row["name"])]
@@ -311,6 +352,7 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "loss-contracts": loss_contracts,
     "recipe-contracts": recipe_contracts,
     "kernel-roofs": kernel_roofs,
+    "kernel-tiles": kernel_tiles,
     "levers": levers,
     "recipes": public_recipes.table,
     "recipe-gains": recipe_gains.table,
