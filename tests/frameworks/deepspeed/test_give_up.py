@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from curves import FP32_LIMIT, relative_difference
-from local_ranks import run_cases
+from lone_break import FOLDER, require_lone_save
 
 pytestmark = pytest.mark.framework
-TIMEOUT_S = 240.0
 
 
 def drawn(number: int) -> Any:
@@ -40,12 +39,5 @@ def test_a_run_goes_on_as_deepspeed_does(outcome: list[Any]) -> None:
 def test_a_rank_whose_loss_raises_alone_saves_at_once_and_the_other_ends_with_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MOE_RL_TEST_CHECKPOINTS", str(tmp_path))
-    launch = run_cases(
-        Path(__file__).parent, [f"break_cases.{case}"], world_size=2, folder=tmp_path / case, timeout_s=TIMEOUT_S
-    )
-    assert "in the user's loss" in launch.failure
-    assert (tmp_path / "of_rank_1.pt").exists()
-    # Within the grace that the ranks have after one has failed, as in plain DeepSpeed: else it would have been killed.
-    assert "rank 0 was told" in launch.failure
-    assert not launch.results
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    require_lone_save(Path(__file__).parent, case, tmp_path)
