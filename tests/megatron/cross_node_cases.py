@@ -1,7 +1,8 @@
 """Cases of test_cross_node.py: replicas from other nodes, the memory they take, and the order of what is issued."""
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -131,6 +132,10 @@ def bf16() -> dict[str, Any]:
     return compare(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
 
 
+SETTLED_S = 20.0
+"""Far above what a thread waits for a core."""
+
+
 def large_storages(at_least: int) -> dict[int, int]:
     """Address -> bytes of every live tensor storage that could hold an expert."""
     gc.collect()
@@ -141,6 +146,21 @@ def large_storages(at_least: int) -> dict[int, int]:
             if storage.nbytes() >= at_least:
                 found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+def bytes_beyond(before: Mapping[int, int], at_least: int, *, expected: int) -> int:
+    """Bytes of the large storages that are not among those of `before`.
+
+    While they are more than `expected` this looks again, for up to `SETTLED_S`: after a collective is complete, gloo's own
+    thread holds its tensors until it runs again. On a busy machine a rank had 4 received and 1 sent message of 16 KiB
+    more than another one, 81,920 bytes. What leaks stays.
+    """
+    deadline = time.monotonic() + SETTLED_S
+    while True:
+        added = sum(size for address, size in large_storages(at_least).items() if address not in before)
+        if added <= expected or time.monotonic() > deadline:
+            return added
+        time.sleep(0.05)
 
 
 def crowded_homes(**changes: Any) -> dict[str, Any]:
@@ -179,9 +199,8 @@ def memory() -> dict[str, int]:
         routes = routes_of(0)
         balancer.begin_pass(PassSource.given(plan_by_hand(balancer, routes)))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
-        after = large_storages(numel * 2)
+        added = bytes_beyond(before, numel * 2, expected=balancer.buffer_bytes)
         balancer.end_pass()
-    added = sum(size for address, size in after.items() if address not in before)
     return {"numel": numel, "added": added, "reported": balancer.buffer_bytes}
 
 

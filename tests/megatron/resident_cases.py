@@ -20,7 +20,7 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from collective_cases import RECOMPUTED
-from cross_node_cases import large_storages
+from cross_node_cases import bytes_beyond, large_storages
 from matrix_cases import DTYPES, LAYOUTS, NAMES, RECOMPUTES, SMALL_BUCKETS
 from reorder_cases import random_residents
 
@@ -199,19 +199,20 @@ def memory() -> dict[str, int]:
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         before = large_storages(numel * 2)
 
-        def added() -> int:
-            return sum(size for address, size in large_storages(numel * 2).items() if address not in before)
+        def added(expected: int) -> int:
+            return bytes_beyond(before, numel * 2, expected=expected)
 
         balancer = attach(run.models, run.optimizer, BalancerConfig(**CONFIG))
         balancer.reorder(random_residents(balancer, 0, move=False))
         balancer.begin_pass(PassSource.replayed(routes))
         tiny_gpt.update(run, 0, routes, tiny_gpt.history())
         balancer.end_pass()
-        found = {"numel": numel, "added": added(), "reported": balancer.buffer_bytes}
+        reported = balancer.buffer_bytes
+        found = {"numel": numel, "added": added(reported), "reported": reported}
         balancer.offload()
-        found["offloaded"] = added()
+        found["offloaded"] = added(0)
         balancer.onload()
-        found["onloaded"] = added()
+        found["onloaded"] = added(reported)
     return found
 
 
