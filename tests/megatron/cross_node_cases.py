@@ -151,9 +151,9 @@ def large_storages(at_least: int) -> dict[int, int]:
 def bytes_beyond(before: Mapping[int, int], at_least: int, *, expected: int) -> int:
     """Bytes of the large storages that are not among those of `before`.
 
-    While they are more than `expected` this looks again, for up to `SETTLED_S`: after a collective is complete, gloo's own
-    thread holds its tensors until it runs again. On a busy machine a rank had 4 received and 1 sent message of 16 KiB
-    more than another one, 81,920 bytes. What leaks stays.
+    While they are more than `expected` this looks again, for up to `SETTLED_S`: after a collective is complete, gloo's
+    own thread holds its tensors until it runs again. On a busy machine a rank had 81,920 bytes more than the others:
+    the four received and one sent messages of 16 KiB of an exchange. What leaks stays.
     """
     deadline = time.monotonic() + SETTLED_S
     while True:
