@@ -116,6 +116,7 @@ class CpuPlatform(PlatformBase):
 
 
 impl = importlib.import_module("verl.workers.engine.megatron.transformer_impl")  # asks for the platform
+engine_utils = importlib.import_module("verl.workers.engine.megatron.utils")
 
 
 @contextlib.contextmanager
@@ -142,6 +143,9 @@ def verl_on_cpu() -> Iterator[None]:
             return block
 
         bridge.get_gpt_decoder_block_spec = spec
+        # verl after 0.9.1 seeds Megatron's generators of dropout for CUDA and NPU alone, not for this platform.
+        if hasattr(engine_utils, "is_cuda_available"):
+            engine_utils.is_cuda_available = True
         # mbridge knows the weights of TEGroupedMLP only, by name; `fill` gives the model its weights instead.
         Bridge.load_weights = lambda *_, **__: None
         yield
