@@ -64,6 +64,7 @@ class Recipe:
             rollout_precision=row.get("rollout_precision", "bf16"),
             rollout_imbalance=levers.rollout_imbalance,
             rollout_map=levers.rollout_map,
+            trainer_pp_size=row["setting"].get("pipeline_model_parallel_size", 1),
         )
         if own is not None:
             setting = replace(setting, weight_sync_transport=levers.transport)

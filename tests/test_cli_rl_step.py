@@ -45,6 +45,14 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
     assert figures["step_time_s"] == pytest.approx(parts["rollout"] + parts["weight_sync"])
 
 
+def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Path) -> None:
+    trace, caution = write_npz(tmp_path / "t.npz"), "One published sync determines its constant"
+    for name, expected in (("rdma", True), ("stage-broadcast", False)):
+        apart = ("--rollout-gpus", 4, "--staleness", 1, "--weight-sync-transport", name, "--json")
+        notes = json.loads(moe_rl("rl-step", trace, *SETTING, *apart).out)["notes"]
+        assert [caution in note for note in notes if f"the weight sync by {name}: " in note] == [expected]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -119,6 +119,8 @@ class RlStepSetting:
     """Seconds of pause, drain and metadata beside a transport's own."""
     trainer_ep_size: int = 1
     """Ranks that share out the trainer's experts; some transports take longer the more a trainer holds."""
+    trainer_pp_size: int = 1
+    """Stages of the trainer's pipeline; in some transports they gather and send side by side."""
     offload_s: float | None = None
     """Measured time in which colocated state leaves and comes back; None: the forecast."""
 
@@ -316,6 +318,7 @@ def sync_setting(model: MoeModelSpec, setting: RlStepSetting) -> SyncSetting:
         engine_gpus=setting.decoding_gpus,
         engine_size=setting.engine_size,
         trainer_ep_size=setting.trainer_ep_size,
+        trainer_pp_size=setting.trainer_pp_size,
     )
 
 

@@ -71,6 +71,7 @@ OPTION_OF = {
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
     "weight_sync_control_s": "weight_sync_control_seconds",
     "offload_s": "offload_seconds", "trainer_ep_size": "expert_model_parallel_size",
+    "trainer_pp_size": "pipeline_model_parallel_size",
 }  # fmt: skip
 
 

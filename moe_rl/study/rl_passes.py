@@ -27,7 +27,7 @@ from moe_rl.simulators.result import PolicyResult, SimulationResult
 from moe_rl.simulators.rl_step import RlStep, RlStepSetting, framework_seconds, rl_step, sync_price, sync_setting
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
-from moe_rl.simulators.weight_sync import PART_SOURCES, price_sync
+from moe_rl.simulators.weight_sync import PART_SOURCES, TRANSPORTS, price_sync
 from moe_rl.study.conditions import chosen_by
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
@@ -411,7 +411,9 @@ def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
         )
     price = sync_price(passes.model, passes.hardware, setting)
     parts = [f"{name} {seconds:.2g} s ({PART_SOURCES[name]})" for name, seconds in price.parts_s.items() if seconds]
-    return f"the weight sync by {setting.weight_sync_transport}: {'; '.join(parts)}."
+    alone = TRANSPORTS[setting.weight_sync_transport].num_fitted == 1
+    caution = " One published sync determines its constant: take it for the order of magnitude." if alone else ""
+    return f"the weight sync by {setting.weight_sync_transport}: {'; '.join(parts)}.{caution}"
 
 
 def _rl_fit_note(passes: TrainingPasses) -> str:
