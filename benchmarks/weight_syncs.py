@@ -95,7 +95,7 @@ def fitted(name: str, targets: Sequence[tuple[PublishedSync, float]]) -> float:
 
     def error(value: float) -> float:
         with patch.dict(CONSTANTS, {name: value}):
-            return sum(math.log(row.price().seconds / seconds) ** 2 for row, seconds in targets)
+            return math.hypot(*(math.log(row.price().seconds / seconds) for row, seconds in targets))
 
     low, high = CONSTANTS[name] / SEARCHED_FACTOR, CONSTANTS[name] * SEARCHED_FACTOR
     if name.endswith("_share"):
