@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import yaml
 
 from moe_rl.config import load_cluster, load_model
@@ -100,8 +101,7 @@ def fitted(name: str, targets: Sequence[tuple[PublishedSync, float]]) -> float:
     low, high = CONSTANTS[name] / SEARCHED_FACTOR, CONSTANTS[name] * SEARCHED_FACTOR
     if name.endswith("_share"):
         high = 1.0
-    values = [low * (high / low) ** (step / GRID) for step in range(GRID + 1)]
-    return min(values, key=error)
+    return min(np.geomspace(low, high, GRID + 1).tolist(), key=error)
 
 
 @dataclass(frozen=True, kw_only=True)
