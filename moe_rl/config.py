@@ -208,7 +208,7 @@ def cluster_file(name: str) -> _Cluster:
             require_known(
                 constant,
                 (*FABRIC_CONSTANTS, LEFT_OPEN),
-                f"{path}: fabrics: {fabric}: {constant!r} is no constant of one.",
+                f"{path}: fabrics: {fabric}: {constant!r} is not a constant of a fabric.",
             )
     return file
 

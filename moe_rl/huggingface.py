@@ -112,7 +112,7 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidInputError(
-            f"{where}: model_type {family!r} is not a family whose MoE layers are known."
+            f"{where}: the MoE layers of model_type {family!r} are not known."
             f"{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
         )
     path = Path(where)
@@ -136,7 +136,7 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     if family == HYBRID:
         pattern = str(config.get("hybrid_override_pattern", ""))
         has_experts = len(moe_layers) > 0
-        require(has_experts, f"{path}: hybrid_override_pattern {pattern!r} has no mixer with experts behind it.")
+        require(has_experts, f"{path}: hybrid_override_pattern {pattern!r} has no mixer followed by experts.")
         # A block of the pattern is a mixer or an MLP: together they are what other families count as one layer.
         values["num_layers"], linear = pattern.count("M") + pattern.count("*"), pattern.count("M")
     sparse = 0
@@ -210,4 +210,4 @@ def _number(config: Config, keys: tuple[str, ...], path: Path) -> int:
             value = config[key]
             require(isinstance(value, int), f"{path}: {key} must be a whole number, got {value!r}.")
             return int(value)
-    raise InvalidInputError(f"{path}: none of {', '.join(keys)} is there.")
+    raise InvalidInputError(f"{path} has none of the keys {', '.join(keys)}.")

@@ -206,7 +206,7 @@ def test_a_cluster_file_without_a_constant_is_refused(tmp_path: Path, trace: Pat
 def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Path, budget: str) -> None:
     asked = ("--ep", 4, budget, 39, "--batch", "recorded")
     sentence = refused(tmp_path, "simulate", trace, *asked, *outputs(tmp_path))
-    assert "has 40 tokens, more than the 39 of a micro-batch" in sentence
+    assert "has 40 tokens, but a micro-batch holds at most 39" in sentence
 
 
 def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Path) -> None:
@@ -375,7 +375,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path: Pat
     assert "cannot be written" in sentence
     assert "is a folder" in refused(tmp_path, "simulate", trace, *BATCH, "--html", tmp_path)
     assert "would overwrite the input" in refused(tmp_path, "simulate", trace, *BATCH, "--json", trace)
-    assert "two outputs go to one file" in refused(
+    assert "two outputs go to the same file" in refused(
         tmp_path, "simulate", trace, *BATCH, "--json", tmp_path / "a", "--html", tmp_path / "a"
     )
 

@@ -48,12 +48,13 @@ def certify(
     require(0.0 <= risk < 1.0, f"the risk of a capacity must lie in [0, 1), got {risk}.")
     missing = tokens - load.tokens
     require(
-        not missing.size or int(missing.min()) >= 0, "a capacity needs all tokens: fewer are given than have routes."
+        not missing.size or int(missing.min()) >= 0,
+        "a capacity needs the number of all tokens, but fewer are given than have routes.",
     )
     unknown = bool(missing.any())
     require(
         not (unknown and load.scaled),
-        "a capacity for tokens without a route needs recorded sizes: leave the loads unscaled (--tokens-per-rank).",
+        "some tokens have no route, so a capacity needs the recorded sizes: do not scale loads (--tokens-per-rank).",
     )
     groups, micro_batches, layers, ranks, _ = load.pairs.shape
     places = ranks // exact_domain

@@ -40,7 +40,7 @@ class DecodeBatches:
         its place, so that the last batches are small. A sequence has one token in every batch while it runs. Prompts,
         which a trace does not tell from answers, are decoded as if they were answers.
         """
-        require(num_requests >= 1, f"at least 1 request must run at once, got {num_requests}.")
+        require(num_requests >= 1, f"the number of concurrent requests must be at least 1, got {num_requests}.")
         lengths = trace.sequence_lengths
         start, place = _schedule(lengths, num_requests)
         total = int((start + lengths).max(initial=0))

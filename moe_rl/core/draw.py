@@ -31,7 +31,7 @@ class DrawnSequences:
         require_shapes(self, {"S": self.num_sequences}, numbers="S")
         require(
             self.visible is None or (isinstance(self.recorded, RoutingTrace) and len(self.visible) == self.num_tokens),
-            "routes can be hidden from planners token by token only where the recording holds routes.",
+            "hiding the routes of single tokens from planners needs a recording of routes, not of counts.",
         )
 
     @property

@@ -44,7 +44,7 @@ class ExpertMap:
         width = self.slots.shape[1]
         require(
             width % self.ep_size == 0 and width >= self.num_experts,
-            f"{width} slots for {self.num_experts} experts cannot be shared equally by {self.ep_size} ranks.",
+            f"{width} slots for {self.num_experts} experts cannot be split evenly across {self.ep_size} ranks.",
         )
 
     @classmethod
@@ -108,7 +108,7 @@ class ExpertMap:
         """
         require(
             self.slots_per_rank <= self.num_experts,
-            f"{self.slots_per_rank} slots per rank are more than the {self.num_experts} experts.",
+            f"{self.slots_per_rank} slots per rank exceed the number of experts ({self.num_experts}).",
         )
         filled = self.slots.copy()
         for row, wanted in zip(filled, np.asarray(load, np.float64), strict=True):

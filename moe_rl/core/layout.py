@@ -46,7 +46,7 @@ class BatchLayout:
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
             len(np.unique(places, axis=0)) == count,
-            "layout: two sequences of one micro-batch and DP rank have the same order.",
+            "layout: two sequences in the same micro-batch and DP rank have the same order.",
         )
 
     @property
@@ -86,7 +86,7 @@ class BatchLayout:
         """Raise unless the layout is for these sequences and keeps its token budget."""
         require(
             len(lengths) == self.num_sequences,
-            f"the layout is for {self.num_sequences} sequences, the trace has {len(lengths)}.",
+            f"the layout is for {self.num_sequences} sequences, but the trace has {len(lengths)}.",
         )
         if self.token_budget is None:
             return
@@ -105,7 +105,7 @@ class BatchLayout:
         require(
             len(missing) == 0,
             f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
-            "give --micro-batch-tokens, what a rank holds at a time (such as 8192), or --ep-group-tokens.",
+            "give --micro-batch-tokens, the tokens per rank at a time (such as 8192), or --ep-group-tokens.",
         )
         return cls._of(micro_batch, dp_rank, np.arange(len(micro_batch)), num_dp_ranks=num_dp_ranks, fixed=True)
 
@@ -158,7 +158,8 @@ def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
     longest = int(lengths.argmax()) if len(lengths) else 0
     fits = not len(lengths) or lengths[longest] <= token_budget
     require(
-        fits, f"sequence {longest} has {lengths.max(initial=0)} tokens, more than the {token_budget} of a micro-batch."
+        fits,
+        f"sequence {longest} has {lengths.max(initial=0)} tokens, but a micro-batch holds at most {token_budget}.",
     )
 
 

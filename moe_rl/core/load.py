@@ -42,9 +42,9 @@ class StepLoad:
         require(not self.pairs.size or int(self.pairs.min()) >= 0, "expert load holds a negative count.")
         if self.routes is not None:
             cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
-            require(cells == wanted, f"the routes are of {cells} cells, the load has {wanted}.")
+            require(cells == wanted, f"the routes have {cells} micro-batches of EP groups, but the load has {wanted}.")
             layers, num_layers = len(self.routes.routes), self.num_layers
-            require(layers == num_layers, f"the routes are of {layers} MoE layers, the load has {num_layers}.")
+            require(layers == num_layers, f"the routes have {layers} MoE layers, but the load has {num_layers}.")
 
     @property
     def num_ep_groups(self) -> int:
@@ -94,7 +94,7 @@ class StepLoad:
         `of_known_sequences` choose as the known ones of their micro-batch do.
         """
         missing = tokens - self.tokens
-        require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than there are.")
+        require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than are given.")
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
             pairs_GMLE = self.per_expert()
@@ -114,7 +114,8 @@ class StepLoad:
             same = load.pairs.shape[::2] == head.pairs.shape[::2] and load.ep_size == head.ep_size
             require(
                 same and (load.top_k, load.scaled) == (head.top_k, head.scaled),
-                f"loads [G, M, L, P, E] of {load.pairs.shape} and of {head.pairs.shape} are not of one model and run.",
+                f"loads [G, M, L, P, E] = {load.pairs.shape} and {head.pairs.shape} differ in model or run: join loads "
+                "of one run only.",
             )
         routes = [load.routes for load in loads if load.routes is not None]
         joined = None

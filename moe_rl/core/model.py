@@ -30,7 +30,7 @@ def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: in
     require(
         expert_group_top_k == 0 or (0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k),
         f"{whose}: expert_group_top_k ({expert_group_top_k}) must lie in 0 .. {num_expert_groups} and leave at least "
-        f"top_k ({top_k}) experts, it leaves {eligible}.",
+        f"top_k ({top_k}) experts, but it leaves {eligible}.",
     )
 
 

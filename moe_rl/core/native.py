@@ -31,9 +31,9 @@ def _load() -> tuple[ModuleType | None, str]:
 @cache
 def _say_once(reason: str) -> None:
     logger.warning(
-        "the C++ core is not available (%s): counting and drawing routes is slower, visits of nodes are those of "
-        "independent choices, and moe-rl plans come from the reference planner. Install with a C++20 compiler "
-        "to build it.",
+        "the C++ core is not available (%s): counting and sampling routes is slower, node visits are estimated as if "
+        "tokens chose experts independently, and moe-rl plans come from the reference planner. To build the core, "
+        "install with a C++20 compiler.",
         reason,
     )
 
@@ -44,12 +44,14 @@ def native_core() -> ModuleType | None:
     Raises `InvalidInputError` where MOE_RL_NATIVE is neither 0 nor 1, or is 1 and the extension is not built.
     """
     wanted = os.environ.get(VARIABLE, "")
-    require(wanted in ("", "0", "1"), f"{VARIABLE} must be 0 (do without the C++ core) or 1 (insist), got {wanted!r}.")
+    require(
+        wanted in ("", "0", "1"), f"{VARIABLE} must be 0 (run without the C++ core) or 1 (require it), got {wanted!r}."
+    )
     if wanted == "0":
         return None
     module, reason = _load()
     if module is None and wanted:
-        raise InvalidInputError(f"{VARIABLE}=1 asks for the C++ core, which is not available: {reason}.")
+        raise InvalidInputError(f"{VARIABLE}=1 requires the C++ core, which is not available: {reason}.")
     if module is None:
         _say_once(reason)
     return module

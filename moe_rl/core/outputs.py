@@ -24,26 +24,26 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     written = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
     for option, path in written.items():
         name = f"{option} {path}".strip()
-        require(str(path) != "-", f"{name} does not stand for standard output: name a file.")
+        require(str(path) != "-", f"{name} does not write to standard output: name a file.")
         require(not path.is_dir(), f"{name} is a folder, not a file.")
         _check_place(path, name)
         for source in inputs:
             is_inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
             require(path.resolve() != source.resolve() and not is_inside, f"{name} would overwrite the input {source}.")
     places = [path.resolve() for path in written.values() if not _is_stream(path)]
-    require(len(set(places)) == len(places), f"two outputs go to one file: {', '.join(written)}.")
+    require(len(set(places)) == len(places), f"two outputs go to the same file: {', '.join(written)}.")
 
 
 def _check_place(path: Path, name: str) -> None:
     """Raise where nothing can be written at `path`, which `name` calls in the sentence."""
     if _is_stream(path):
-        require(os.access(path, os.W_OK), f"{name} cannot be written: you may not write to it.")
+        require(os.access(path, os.W_OK), f"{name} cannot be written: permission denied.")
         return
     # Of the file behind a link; a missing folder is made where the file is, so what counts is where it would be.
     folder = next(folder for folder in path.resolve().parents if folder.exists())
     require(
         folder.is_dir() and os.access(folder, os.W_OK),
-        f"{name} cannot be written: {folder} is not a folder that you may write to.",
+        f"{name} cannot be written: {folder} is not a writable folder.",
     )
     require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
 

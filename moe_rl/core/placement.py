@@ -78,10 +78,10 @@ class ExpertPlacement:
         per_rank = self.num_experts // self.ep_size
         require(
             self.slots_per_rank >= per_rank + self.resident_slots,
-            f"{self.slots_per_rank} slots per rank do not hold {per_rank} homes and {self.resident_slots} residents.",
+            f"{self.slots_per_rank} slots per rank cannot hold {per_rank} homes and {self.resident_slots} residents.",
         )
         for layer, expert in np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank):
-            raise InvalidInputError(f"layer {layer}: the home of expert {expert} does not stand before the residents.")
+            raise InvalidInputError(f"layer {layer}: the home slot of expert {expert} must come before the residents.")
         for layer, rank, expert in np.argwhere(instances > 1):
             raise InvalidInputError(f"layer {layer}: rank {rank} holds expert {expert} twice.")
 
@@ -149,7 +149,7 @@ class ExpertPlacement:
         """
         require(
             self.resident_slots <= resident_slots,
-            f"the placement has {self.resident_slots} resident slots per rank, {resident_slots} are there.",
+            f"the placement has {self.resident_slots} resident slots per rank, but only {resident_slots} are allowed.",
         )
         residents = np.full((self.num_layers, self.ep_size, resident_slots), -1)
         residents[:, :, : self.resident_slots] = self.resident_experts
@@ -189,7 +189,7 @@ class ExpertPlacement:
         row = np.arange(num_layers)[:, None] * ep_size
         require(
             is_rank and bool((np.bincount((row + home).ravel(), minlength=num_layers * ep_size) == per_rank).all()),
-            f"every rank must be home of exactly {per_rank} experts in every layer.",
+            f"every rank must be the home of exactly {per_rank} experts in every layer.",
         )
         residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts
         require(

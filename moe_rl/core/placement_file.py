@@ -39,7 +39,7 @@ def read_placement(path: Path) -> ExpertPlacement:
     try:
         body = json.loads(path.read_text())
         digest = body.pop("sha256")
-        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, this version reads {SCHEMA!r}.")
+        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, but this version reads {SCHEMA!r}.")
         require(digest == _hash(body), f"{path} is damaged: its content does not match its hash.")
         return ExpertPlacement.from_home_rank(
             np.array(body["home_rank"], np.int32),

@@ -56,7 +56,7 @@ class ReplicaPlan:
         count = len(self.expert)
         require(
             self.offsets.shape == (places + 1,) and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == count,
-            f"replica plan: offsets must run from 0 to {count} over {places} layers of the EP groups' micro-batches.",
+            f"replica plan: offsets must run from 0 to {count} in {places} steps (EP groups x micro-batches x layers).",
         )
         require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: offsets must not decrease.")
         sizes = {"N": count, "P": self.source_quota.shape[-1]}
@@ -157,12 +157,13 @@ class Plan:
     def __post_init__(self) -> None:
         require(
             self.layout.num_micro_batches == self.replicas.num_micro_batches,
-            f"plan: the layout has {self.layout.num_micro_batches} micro-batches, the replica plan "
+            f"plan: the layout has {self.layout.num_micro_batches} micro-batches, but the replica plan has "
             f"{self.replicas.num_micro_batches}.",
         )
         require(
             self.placement.num_layers == self.replicas.num_layers,
-            f"plan: the placement has {self.placement.num_layers} layers, the replica plan {self.replicas.num_layers}.",
+            f"plan: the placement has {self.placement.num_layers} layers, but the replica plan has "
+            f"{self.replicas.num_layers}.",
         )
         num_slots = self.placement.physical_to_logical_map.shape[1]
         ids = self.replicas.physical_id

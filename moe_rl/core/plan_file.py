@@ -41,7 +41,7 @@ def load_plan(path: Path | str) -> Plan:
         description = json.loads(arrays.pop(DESCRIPTION).tobytes())
         require(
             description["schema"] == SCHEMA,
-            f"{path} has schema {description['schema']!r}, this version reads {SCHEMA!r}.",
+            f"{path} has schema {description['schema']!r}, but this version reads {SCHEMA!r}.",
         )
         plan = _plan(arrays, description)
     except InvalidInputError:

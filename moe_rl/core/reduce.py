@@ -100,7 +100,7 @@ def reduce_load(
     layout.check(lengths)
     require(
         layout.num_dp_ranks == topology.num_dp_ranks,
-        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, the topology has {topology.num_dp_ranks}.",
+        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, but the topology has {topology.num_dp_ranks}.",
     )
     segments = _cut(lengths, layout, topology)
     layers, top_k, experts = shape = _shape(parts[0])
@@ -153,7 +153,7 @@ def _no_pairs(groups: int, micro_batches: int, layers: int, ranks: int, experts:
     require(
         size <= MAX_LOAD_BYTES,
         f"the loads of this step take {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: {axes}, 4 bytes "
-        "each. Make one of them smaller: a smaller batch, fewer EP groups (--num-ep-groups), or larger micro-batches.",
+        "each. Reduce one of them: use a smaller batch, fewer EP groups (--num-ep-groups), or larger micro-batches.",
     )
     return np.zeros((groups * micro_batches, layers, ranks, experts), np.int32)
 

@@ -29,7 +29,9 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
     `equal_size` all lists are equally long; `parts` must divide the number of values.
     """
     require(parts >= 1, f"there must be at least 1 part, got {parts}.")
-    require(not equal_size or len(values) % parts == 0, f"{parts} equal parts do not divide {len(values)} values.")
+    require(
+        not equal_size or len(values) % parts == 0, f"{len(values)} values cannot be split into {parts} equal parts."
+    )
     ascending = sorted((int(value), index) for index, value in enumerate(values))
     together = parts if equal_size else 1
     states: list[list[_Set]] = [

@@ -61,7 +61,7 @@ def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = N
     swapped = tokens == num_layers and layers > tokens
     require(
         not swapped and (layers <= MAX_LAYERS or layers <= tokens),
-        f"{what} of shape {list(shape)} would be {tokens} tokens in {layers} layers: the order is "
+        f"{what} of shape {list(shape)} would mean {tokens} tokens in {layers} layers: the axes must be "
         "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1); of an .npz file: --axes LTK).",
     )
 
@@ -152,7 +152,7 @@ class RoutingTrace(SequenceColumns):
         require(top_k <= self.num_experts, f"top-k ({top_k}) exceeds the number of experts ({self.num_experts}).")
         require(
             len(self.moe_layer_ids) == num_layers,
-            f"moe_layer_ids names {len(self.moe_layer_ids)} layers, routed_experts has {num_layers}.",
+            f"moe_layer_ids names {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers}.",
         )
         seqlens = self.cu_seqlens
         require(

@@ -257,7 +257,7 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
         for (std::size_t expert = 0; expert < experts; ++expert)
             ++held[start(layer, expert)];
         check(std::all_of(held.begin(), held.end(), [&](std::size_t count) { return count == experts / ranks; }),
-              "every rank must be home of E / P experts");
+              "every rank must be the home of E / P experts");
     }
     const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
                            ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),

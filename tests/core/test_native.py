@@ -44,7 +44,7 @@ def test_a_missing_core_is_said_once_and_refused_where_asked_for(
     assert "reference planner" in caplog.text
     assert "the C++ core is not available" in why_not_native()
     monkeypatch.setenv(VARIABLE, "1")
-    with pytest.raises(InvalidInputError, match="MOE_RL_NATIVE=1 asks for the C\\+\\+ core, which is not available"):
+    with pytest.raises(InvalidInputError, match="MOE_RL_NATIVE=1 requires the C\\+\\+ core, which is not available"):
         native_core()
 
 

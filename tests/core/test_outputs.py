@@ -86,5 +86,5 @@ def test_missing_folders_are_made_when_the_file_is_written(tmp_path: Path) -> No
     write_outputs({path: b"page"})
     assert path.read_bytes() == b"page"
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInputError, match="is not a folder that you may write to"):
+    with pytest.raises(InvalidInputError, match="is not a writable folder"):
         check_outputs({"--html": tmp_path / "file" / "page.html"})

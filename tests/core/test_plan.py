@@ -196,7 +196,7 @@ def test_layers_of_a_group_are_taken_out_and_joined_again(seed: int) -> None:
 def test_replica_columns_that_do_not_fit_are_refused() -> None:
     empty = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=4)
     assert (empty.copies, empty.slice_of(0, 1, 2)) == (0, slice(0, 0))
-    with pytest.raises(InvalidInputError, match="offsets must run from 0 to 1 over 6"):
+    with pytest.raises(InvalidInputError, match="offsets must run from 0 to 1 in 6"):
         replace(empty, expert=np.zeros(1, np.int32))
     with pytest.raises(InvalidInputError, match="offsets must not decrease"):
         replace(empty, offsets=np.array([0, 1, 0, 0, 0, 0, 0]))
@@ -215,10 +215,10 @@ def test_replica_columns_that_do_not_fit_are_refused() -> None:
 
 def test_a_plan_of_parts_that_disagree_is_refused(plan: Plan) -> None:
     other = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=1, ep_size=2)
-    with pytest.raises(InvalidInputError, match="layout has 1 micro-batches, the replica plan 2"):
+    with pytest.raises(InvalidInputError, match="layout has 1 micro-batches, but the replica plan has 2"):
         replace(plan, replicas=other)
     layers = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=1, num_layers=2, ep_size=2)
-    with pytest.raises(InvalidInputError, match="placement has 1 layers, the replica plan 2"):
+    with pytest.raises(InvalidInputError, match="placement has 1 layers, but the replica plan has 2"):
         replace(plan, replicas=layers)
     outside = replace(plan.replicas, physical_id=np.array([6], np.int32))
     with pytest.raises(InvalidInputError, match=r"slot outside 0 \.\. 5"):

@@ -188,7 +188,7 @@ def test_another_schema_version_is_named(tmp_path: Path) -> None:
     small_plan().save(path)
     description = np.frombuffer(json.dumps({"schema": "moe_rl.plan/9"}).encode(), np.uint8)
     rewritten(path, "description.npy", npy(description, tmp_path))
-    with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', this version reads 'moe_rl\.plan/2'"):
+    with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', but this version reads 'moe_rl\.plan/2'"):
         load_plan(path)
 
 

@@ -303,9 +303,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     nothing = BatchLayout.in_order(lengths[:0], num_dp_ranks=2, token_budget=10)
     with pytest.raises(InvalidInputError, match="no trace"):
         reduce_load([], layout=nothing, topology=topology)
-    with pytest.raises(InvalidInputError, match="the layout is for 2 sequences, the trace has 4"):
+    with pytest.raises(InvalidInputError, match="the layout is for 2 sequences, but the trace has 4"):
         reduce_load([trace, trace], layout=layout, topology=topology)
-    with pytest.raises(InvalidInputError, match="2 data-parallel ranks, the topology has 4"):
+    with pytest.raises(InvalidInputError, match="2 data-parallel ranks, but the topology has 4"):
         reduce_load([trace], layout=layout, topology=replace(topology, ep_size=4, ranks_per_node=4))
     other = make_trace(rng, lengths, num_layers=1, num_experts=8, top_k=3)
     with pytest.raises(InvalidInputError, match="must agree"):

@@ -173,7 +173,7 @@ def test_token_starts_pack_every_cell_without_gaps(lengths: np.ndarray, num_dp_r
 
 
 def test_a_sequence_longer_than_its_cell_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="sequence 1 has 9 tokens, more than the 8"):
+    with pytest.raises(InvalidInputError, match="sequence 1 has 9 tokens, but a micro-batch holds at most 8"):
         BatchLayout.in_order(np.array([3, 9]), num_dp_ranks=1, token_budget=8)
 
 

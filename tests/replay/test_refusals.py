@@ -49,10 +49,10 @@ def drawn_routes(*shape: int) -> np.ndarray:
 
 
 def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
-    cure = r"the order is \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)"
+    cure = r"the axes must be \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)"
     swapped = drawn_routes(4, 300)
     np.savez(tmp_path / "swapped.npz", a=swapped)
-    with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would be 4 tokens in 300 layers: " + cure):
+    with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would mean 4 tokens in 300 layers: " + cure):
         open_source(tmp_path / "swapped.npz")
     with pytest.raises(InvalidInputError, match=cure):
         RoutingTrace.from_sequences([swapped], num_experts=128)

@@ -54,11 +54,11 @@ def test_a_map_that_an_engine_would_break_on_is_refused(rows: list[list[int]], s
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="5 slots for 4 experts cannot be shared equally by 2 ranks"):
+    with pytest.raises(InvalidInputError, match="5 slots for 4 experts cannot be split evenly across 2 ranks"):
         of_rows([[0, 1, 2, 3, 0]], num_experts=4, ep_size=2)
     with pytest.raises(InvalidInputError, match="2 slots for 4 experts"):
         of_rows([[0, 1]], num_experts=4, ep_size=2)
-    with pytest.raises(InvalidInputError, match="3 slots per rank are more than the 2 experts"):
+    with pytest.raises(InvalidInputError, match="3 slots per rank exceed the number of experts \\(2\\)"):
         of_rows([[0, 1, 0]], num_experts=2, ep_size=1).with_copies_for(np.ones((1, 2)))
 
 

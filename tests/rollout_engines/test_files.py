@@ -45,7 +45,7 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
         ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., and has 5"),
         ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "takes no key beside physical_to_logical_map"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "slots: all must have as many"),
-        ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "cannot be shared equally by 2 ranks"),
+        ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "cannot be split evenly across 2 ranks"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 0, 1, 2, 3, 1], ROW]}, "rank 0 holds expert 0 twice"),
         (
             "m.json",
