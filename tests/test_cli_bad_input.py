@@ -64,7 +64,7 @@ def outputs(tmp_path: Path) -> tuple[object, ...]:
     [
         ("gpt-oss-20b", "has 3 MoE layers, model 'gpt-oss-20b' has 24"),
         ("layers-2", "has 3 MoE layers, model 'mine' has 2"),
-        ("experts-16", "never names an expert above 7, model 'mine' has 16 experts"),
+        ("experts-16", "never names an expert above 7, but model 'mine' has 16 experts"),
         ("experts-4", "holds expert id 7, outside 0 .. 3"),
         ("topk-3", "has 2 experts per token, model 'mine' has 3"),
     ],
@@ -172,9 +172,7 @@ def test_expert_parallelism_that_does_not_divide_the_experts_is_refused(tmp_path
 
 def test_an_ep_group_that_does_not_fill_its_nodes_is_refused(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, *BATCH, "--ranks-per-node", 3, *outputs(tmp_path))
-    assert sentence == (
-        "--ep 4 is more than a node of 3 ranks and fills no whole number of them (--ranks-per-node); --ep 2 fits."
-    )
+    assert sentence == ("--ep 4 exceeds a node of 3 ranks and is not a multiple of it (--ranks-per-node); --ep 2 fits.")
 
 
 def own_cluster(folder: Path, **changes: object) -> Path:
@@ -248,8 +246,8 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
         ("--replica-slots", "9" * 20, "--replica-slots must be at most 2,147,483,647, got 99999999999999999999."),
         ("--seq-length", "9" * 20, "--seq-length must be at most 2,147,483,647"),
         ("--ranks-per-node", "9" * 20, "--ranks-per-node must be at most 2,147,483,647"),
-        ("--replica-slots", "7", "--replica-slots 7: the other ranks of an EP group hold 6 experts in all."),
-        ("--resident-slots", "7", "--resident-slots 7: the other ranks of an EP group hold 6 experts in all."),
+        ("--replica-slots", "7", "--replica-slots 7: the other ranks of an EP group hold only 6 experts in all."),
+        ("--resident-slots", "7", "--resident-slots 7: the other ranks of an EP group hold only 6 experts in all."),
         ("--resident-slots", "banana", "--resident-slots: neither a whole number nor auto (got 'banana')."),
         ("--reroute", "nan", "--reroute must be finite, got nan."),
         ("--unknown-routes", "inf", "--unknown-routes must be finite, got inf."),
@@ -264,7 +262,7 @@ def test_a_wrong_value_is_named_with_the_nearest_right_one(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--num-ep-groups", 100_000), "is too large to draw"),
+        (("--num-ep-groups", 100_000), "is too large to sample"),
         (
             ("--num-ep-groups", 100, "--micro-batch-tokens", 200, "--batch", "recorded"),
             "400 data-parallel ranks cannot share 12 sequences",
@@ -386,8 +384,8 @@ def test_an_output_inside_the_trace_directory_is_refused(tmp_path: Path, stored:
 
 
 def test_a_taken_target_is_not_overwritten(tmp_path: Path, trace: Path, stored: Path) -> None:
-    assert "exists already" in refused(tmp_path, "trace", "convert", trace, stored, "--num-experts", 8)
-    assert "exists already" in refused(tmp_path, "trace", "synth", "preset_a", stored)
+    assert "already exists" in refused(tmp_path, "trace", "convert", trace, stored, "--num-experts", 8)
+    assert "already exists" in refused(tmp_path, "trace", "synth", "preset_a", stored)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +406,7 @@ def test_eplb_needs_some_history(tmp_path: Path, trace: Path) -> None:
     wide = ("--ep", 4, "--ep-group-tokens", 10_000)
     sentence = refused(tmp_path, "simulate", trace, *wide, "--policy", "static,eplb", *outputs(tmp_path))
     assert sentence == (
-        "policy 'eplb' needs an earlier step, and the trace has one step of one micro-batch: use eplb-oracle."
+        "policy 'eplb' needs an earlier step, but the trace has one step of one micro-batch: use eplb-oracle."
     )
 
 

@@ -213,7 +213,7 @@ def test_the_comparison_is_printed_with_what_it_leaves_out(
         (("--predicted", "out.json"), "--predicted needs --policy-name"),
         (("--policy-name", "static"), "--policy-name needs --predicted"),
         (("--predicted", "absent.json", "--policy-name", "static"), "absent.json does not exist"),
-        (("--predicted", "r0.json", "--policy-name", "static"), "is not a file of moe-rl simulate --json"),
+        (("--predicted", "r0.json", "--policy-name", "static"), "was not written by moe-rl simulate --json"),
         (("--predicted", "r0.npz", "--policy-name", "static"), "is not a JSON file"),
         (("--predicted", "out.json", "--policy-name", "statik"), "Did you mean 'static'"),
         (("--measurements", "m.csv"), "give --model, --expert-model-parallel-size, --tokens-per-rank"),
@@ -247,12 +247,12 @@ def test_a_prediction_without_times_or_of_another_step_is_refused(
     (tmp_path / "few.json").write_text(json.dumps(content | {"setting": {"num_micro_batches": 1}}))
     ran = moe_rl("profile", *whole, "--predicted", tmp_path / "few.json", "--policy-name", "static")
     assert ran.code == 2
-    assert "the prediction 1: it is of another step" in ran.err
+    assert "more than the prediction (1): they are of different steps" in ran.err
     del content["policies"]["static"]["breakdown_s"]
     (tmp_path / "untimed.json").write_text(json.dumps(content))
     ran = moe_rl("profile", *whole, "--predicted", tmp_path / "untimed.json", "--policy-name", "static")
     assert ran.code == 2
-    assert "holds no times of 'static'" in ran.err
+    assert "holds no times for 'static'" in ran.err
 
 
 # --- measurements -------------------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
     ("arguments", "message"),
     [
         (("--tokens-per-rank", 4096), "--batch scaled (--tokens-per-rank with --ep-group-tokens) scales loads"),
-        (("--objective", "imbalance"), "a step of RL is time"),
+        (("--objective", "imbalance"), "an RL step is a time"),
         (("--staleness", 1), "needs rollout_gpus of their own"),
-        (("--log-prob-passes", 1), "a step of RL has its own passes"),
+        (("--log-prob-passes", 1), "an RL step has its own passes"),
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 describes a step without a trace"),
         (("--train-gpus", 32), "--train-gpus 32 describes a step without a trace: with one, give --gpus 32."),
@@ -124,7 +124,7 @@ def test_a_sweep_prints_a_table_for_every_value() -> None:
     [
         (("--num-samples", 0), "--num-samples must be at least 1"),
         (("--mean-length", 5000), "--mean-length 5000 is above --max-length 4096"),
-        (("--model", "from-trace"), "needs a --model"),
+        (("--model", "from-trace"), "needs --model when no trace is given"),
         (("--ep", 64), "does not divide the 32 training GPUs"),
         (("--imbalance", 0.5), "imbalance must be at least 1"),
         (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must lie in 1 .. 3"),

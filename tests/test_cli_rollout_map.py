@@ -59,9 +59,12 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
     [
         (("--export", "sglnag", "-o", "m.json"), "unknown rollout engine 'sglnag'. Did you mean 'sglang'?"),
         (("--export", "sglang", "-o", "m.yaml"), "--out m.yaml must end in .json"),
-        (("--export", "sglang", "--resident-slots", 7, "-o", "m.json"), "makes 9 slots per rank of 8 experts"),
+        (
+            ("--export", "sglang", "--resident-slots", 7, "-o", "m.json"),
+            "makes 9 slots per rank, but the model has 8 experts",
+        ),
         (("--export", "sglang", "--policy", "ultraep", "-o", "m.json"), "leave --policy out"),
-        (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "--micro-batch-tokens is of training"),
+        (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "--micro-batch-tokens is for training"),
         (("--export", "sglang", "--ep", 3, "-o", "m.json"), "--ep 3 does not divide the 8 experts"),
         (("--export", "sglang", "--step", 3, "-o", "m.json"), "has no step 3"),
         (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json goes with --export"),
@@ -83,7 +86,7 @@ def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> N
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     ran = moe_rl("plan", counts, "--ep", 4, "--export", "sglang", "-o", tmp_path / "m.json")
     assert ran.code == 2
-    assert "holds counts alone, and the routes of single tokens are needed" in ran.err
+    assert "holds only counts, but the routes of single tokens are needed" in ran.err
     ran = moe_rl("simulate", trace, "--expert-map", tmp_path / "m.json", "--html", tmp_path / "page.html")
     assert ran.code == 2
     assert "--expert-map has no --html" in ran.err

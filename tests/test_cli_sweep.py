@@ -303,9 +303,9 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         (("--sweep", "ep=two"), "key 'expert_model_parallel_size'"),
         (("--sweep", "ep"), "must read name=value,value"),
         (("--sweep", "ep="), "must read name=value,value"),
-        (("--sweep", "replica_slot=2"), "is not an option to sweep. Did you mean 'replica_slots'?"),
-        (("--sweep", "objective=time,imbalance"), "--sweep 'objective' is not an option to sweep"),
-        (("--sweep", "policy=static"), "--sweep 'policy' is not an option to sweep"),
+        (("--sweep", "replica_slot=2"), "is not an option that can be swept. Did you mean 'replica_slots'?"),
+        (("--sweep", "objective=time,imbalance"), "--sweep 'objective' is not an option that can be swept"),
+        (("--sweep", "policy=static"), "--sweep 'policy' is not an option that can be swept"),
         (("--sweep", "ep=2,2"), "gives a value of expert_model_parallel_size twice"),
         (("--sweep", "ep=2", "--sweep", "expert-model-parallel-size=4"), "names expert_model_parallel_size twice"),
         (("--sweep", "moe_token_dispatcher_type=flex,alltoal"), "Did you mean 'alltoall'"),
@@ -378,7 +378,7 @@ def killed_at_two(index: int) -> int:
     ("arguments", "message"),
     [
         (("--executor", "slurm"), "executor 'slurm' is unknown. Known: local, ray."),
-        (("--ray-address", "auto"), "ray_address is the address of a Ray cluster: it needs executor 'ray'."),
+        (("--ray-address", "auto"), "ray_address requires executor 'ray'."),
         (("--jobs", 0), "jobs must be at least 1, got 0."),
     ],
 )

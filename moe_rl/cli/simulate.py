@@ -142,7 +142,7 @@ def plan(
         bounds = load_bounds(plan_made, load, scenario.topology)
     require(
         not capacity or plan_made.capacity is not None,
-        "--capacity with tokens without a route needs recorded sizes: leave out --tokens-per-rank.",
+        "some tokens have no route, so --capacity needs the recorded sizes: leave out --tokens-per-rank.",
     )
     plan_made.save(out)
     lines = {

@@ -111,7 +111,7 @@ class PlanProblem:
         )
         require(
             load.ep_size == topology.ep_size and load.num_ep_groups == topology.num_ep_groups,
-            f"the load is for {load.num_ep_groups} EP groups of {load.ep_size} ranks, the topology for "
+            f"the load is for {load.num_ep_groups} EP groups of {load.ep_size} ranks, but the topology is for "
             f"{topology.num_ep_groups} of {topology.ep_size}.",
         )
         topology.experts_per_rank(self.model.num_experts)
@@ -125,7 +125,7 @@ class PlanProblem:
                 self.sequence_load.shape == want,
                 f"sequence_load must be [S, L, E] = {list(want)}, got {list(self.sequence_load.shape)}.",
             )
-            require(self.sequence_tokens is not None, "sequence_load needs sequence_tokens beside it.")
+            require(self.sequence_tokens is not None, "sequence_load requires sequence_tokens.")
             negative = self.sequence_load.size and int(self.sequence_load.min()) < 0
             require(not negative, "sequence_load holds a negative count.")
         require(
@@ -218,12 +218,15 @@ class Planner(ABC):
         and the policy's own parameters. Raises `InvalidInputError` where the policy cannot leave homes where they are,
         and where homes may move under resident copies that stay.
         """
-        require(may.move_homes or self.keeps_homes, f"policy {self.name!r} moves experts in every plan.")
+        require(
+            may.move_homes or self.keeps_homes,
+            f"policy {self.name!r} moves experts in every plan, which is not allowed here.",
+        )
         current = problem.current_placement
         residents = current is not None and bool((current.resident_experts >= 0).any())
         require(
             may.choose_residents or not (may.move_homes and residents),
-            "homes cannot move under resident copies that stay: let the plan choose residents, too.",
+            "homes cannot move while resident copies stay in place: let the plan choose the residents, too.",
         )
         if not self.levers.choose_residents:
             problem = replace(problem, resident_slots=0)

@@ -148,7 +148,7 @@ class MoeRlPlanner(Planner):
         )
         core, engine = native_core(), engine_of(problem.domain_balance) if self.replicate else None
         if core is None:
-            require(engine is None, f"moe-rl over {problem.domain_balance} needs the C++ core; {why_not_native()}.")
+            require(engine is None, f"moe-rl with {problem.domain_balance} needs the C++ core; {why_not_native()}.")
             return self._plan_by_reference(problem, may)
         workers_deal = False
         if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
@@ -219,7 +219,7 @@ class MoeRlPlanner(Planner):
         current = problem.current_placement
         require(
             current is None or current.resident_slots == 0,
-            f"moe-rl: copies that stay for a step need the C++ core; {why_not_native()}.",
+            f"moe-rl: copies that stay for a whole step need the C++ core; {why_not_native()}.",
         )
         options = ReferenceOptions(
             reorder=may.move_homes,

@@ -25,7 +25,7 @@ from moe_rl.planner.variants import MoeRlUnpackedPlanner, StaticPackPlanner
 def _check(policy: type[Planner]) -> None:
     """Raise unless `policy` is a class of planners whose parameters all have defaults."""
     is_planner = inspect.isclass(policy) and issubclass(policy, Planner) and not inspect.isabstract(policy)
-    require(is_planner, f"policy {policy.name!r} is not a subclass of moe_rl.planner.Planner with a plan().")
+    require(is_planner, f"policy {policy.name!r} must be a subclass of moe_rl.planner.Planner that defines plan().")
     parameters = inspect.signature(policy).parameters
     lacking = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     require(not lacking, f"policy {policy.name!r}: {', '.join(lacking)} must have a default.")

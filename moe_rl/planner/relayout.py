@@ -33,7 +33,7 @@ def load_for_layout(
     layout.check(lengths)
     require(
         layout.num_dp_ranks == topology.num_dp_ranks,
-        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, the topology has {topology.num_dp_ranks}.",
+        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, but the topology has {topology.num_dp_ranks}.",
     )
     _, num_layers, num_experts = sequence_load.shape
     shape = (topology.num_ep_groups, layout.num_micro_batches, topology.ep_size)
@@ -76,7 +76,7 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
         return problem.load_of_layout(layout)
     require(
         problem.sequence_load is not None and problem.sequence_tokens is not None,
-        "the layout differs from the problem's, and the loads of its sequences are not known.",
+        "the layout differs from that of the problem, and the loads of its sequences are unknown.",
     )
     assert problem.sequence_load is not None
     assert problem.sequence_tokens is not None

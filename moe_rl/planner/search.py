@@ -77,9 +77,7 @@ class Searcher:
         self.outlook = outlook
         self.current = problem.starting_placement().home_rank
         largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
-        require(
-            largest < 2**31, f"a micro-batch of {largest} token-expert pairs is more than the planner counts (2^31)."
-        )
+        require(largest < 2**31, f"a micro-batch of {largest} token-expert pairs exceeds the planner's limit of 2^31.")
         layout = problem.layout
         self.given_place = (layout.micro_batch * layout.num_dp_ranks + layout.dp_rank).astype(np.int32)
         self.given_order = np.empty(layout.num_sequences, np.int32)

@@ -97,10 +97,10 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
     for spec in sorted(specs.values(), key=lambda spec: (spec.start, spec.stop)):
         # No array may reach into another, and no byte may belong to none.
         if spec.start != position:
-            raise CorruptFileError("its arrays overlap or leave a hole")
+            raise CorruptFileError("its arrays overlap or leave a gap")
         position = spec.stop
     if position != size:
-        raise CorruptFileError(f"it has {size} bytes where its header asks for {position}")
+        raise CorruptFileError(f"it has {size} bytes, but its header calls for {position}")
     return specs
 
 

@@ -93,7 +93,7 @@ class TransformersRecorder:
         return [len(batch[0]["tokens"]) for batch in self._batches]
 
     def __enter__(self) -> Self:
-        require(not self._handles, "this recorder is recording already.")
+        require(not self._handles, "this recorder is already recording.")
         for index, (_, name, router) in enumerate(self._routers):
             self._handles.append(router.register_forward_hook(self._router_hook(index, name)))
         self._handles.append(self._model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -112,7 +112,7 @@ class TransformersRecorder:
         A sequence of P prompt and N generated tokens has P + N - 1 rows: the last token is never fed. In a batch that
         goes on after one of its sequences has ended, that sequence stops before its end-of-sequence token.
         """
-        require(len(self._batches) > 0, "nothing was recorded: call the model that was given to record_routing.")
+        require(len(self._batches) > 0, "nothing was recorded: call the model that was passed to record_routing.")
         return [sequence for batch in self._batches for sequence in self._split(batch)]
 
     def trace(
@@ -217,7 +217,7 @@ class TransformersRecorder:
         )
         require(
             len(rows_kept[0]["tokens"]) == len(rows["tokens"]),
-            f"the batch went from {len(rows_kept[0]['tokens'])} to {len(rows['tokens'])} sequences while cached.",
+            f"the batch went from {len(rows_kept[0]['tokens'])} to {len(rows['tokens'])} sequences with one cache.",
         )
         self._batches[-1] = [*rows_kept, rows]
 
@@ -344,13 +344,13 @@ def _cached_tokens(arguments: dict[str, Any], num_tokens: int) -> int:
     mask_tokens = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else num_tokens
     require(
         mask_tokens <= num_tokens,
-        f"the model was called with {num_tokens} tokens and an attention_mask of {mask_tokens}, but with no key-value "
-        "cache that the recorder knows (an argument with get_seq_length).",
+        f"the model was called with {num_tokens} tokens and an attention_mask of {mask_tokens}, but without a "
+        "key-value cache that the recorder recognizes (an argument with get_seq_length).",
     )
     require(
         num_tokens != 1 or arguments.get("use_cache") is False,
-        "the model was called with one token per sequence and with no key-value cache that the recorder knows (an "
-        "argument with get_seq_length): it cannot tell a decoded token from a sequence of one token. Pass the cache, "
+        "the model was called with one token per sequence and without a key-value cache that the recorder recognizes "
+        "(an argument with get_seq_length): this may be a decoded token or a sequence of one token. Pass the cache, "
         "or use_cache=False for sequences of one token.",
     )
     return 0
@@ -364,7 +364,7 @@ def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:
     got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
     require(
         fits,
-        f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches make such masks: "
+        f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches use other masks: "
         "generate with the default, dynamic one.",
     )
     # A mask that covers the cache too ends with the new tokens.

@@ -106,7 +106,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     require(survey.num_routed > 0, f"{path} is empty: no row holds a route.")
     require(
         survey.highest_id < MAX_EXPERTS,
-        f"{path} holds expert id {survey.highest_id}: no model has so many experts.",
+        f"{path} holds expert id {survey.highest_id}: no model has that many experts.",
     )
     num_experts = options.num_experts
     inferred: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class _Survey:
         hint = " If their order is [layers, tokens, top-k], swap the first two axes (array.swapaxes(0, 1))."
         require(
             (self.layer_ids, self.top_k) == (layer_ids, top_k),
-            f"{where} has {len(layer_ids)} layers and top-{top_k}, the sequences before it "
+            f"{where} has {len(layer_ids)} layers and top-{top_k}, but the sequences before it have "
             f"{len(self.layer_ids)} and top-{self.top_k}.{hint if swapped else ''}",
         )
         ids, valid = select_rows(record, options, where)
@@ -208,8 +208,8 @@ class _Survey:
         row, count = self._rows.most_common(1)[0]
         if count > REPEATED_ROW_SHARE * counted:
             logger.warning(
-                "%s: %d %% of the rows of the first MoE layer are the same ids %s. Engines are known to return rows of "
-                "their profile run; loads from such a trace are wrong.",
+                "%s: %d %% of the rows in the first MoE layer hold the same ids %s. Engines are known to return rows "
+                "of their profiling run; loads from such a trace are wrong.",
                 path,
                 round(100 * count / counted),
                 np.frombuffer(row, np.int32).tolist(),
@@ -226,7 +226,7 @@ def picked_layers(
         moe = tuple(layer for layer in record.layers if layer >= options.first_k_dense)
         require(
             len(moe) > 0,
-            f"{where} has {recorded} layers, all of them dense by first_k_dense = {options.first_k_dense}.",
+            f"{where} has {recorded} layers, all of them dense according to first_k_dense = {options.first_k_dense}.",
         )
         # Dense layers lead, so the MoE layers are a slice: a view, where a list of layers would copy.
         return slice(recorded - len(moe), None), moe
@@ -237,7 +237,7 @@ def picked_layers(
     missing = sorted(set(ids) - set(record.layers))
     require(
         not missing,
-        f"{where} holds {recorded} layers, which are neither the {len(ids)} of moe_layer_ids nor include {missing}.",
+        f"{where} holds {recorded} layers, but moe_layer_ids names {len(ids)}, of which {missing} are missing.",
     )
     return [record.layers.index(layer) for layer in ids], ids
 
@@ -251,8 +251,8 @@ def _check_dense_layers(record: RecordedSequence, options: ImportOptions, where:
         routed = layer < options.first_k_dense and int(record.routes[valid, position].max(initial=0)) > 0
         require(
             not routed,
-            f"{where} holds routes in layer {layer}, which is dense by first_k_dense = {options.first_k_dense}: the "
-            "recorded layers are counted from 0, and only the leading ones without routes may be left out.",
+            f"{where} holds routes in layer {layer}, which first_k_dense = {options.first_k_dense} makes dense: the "
+            "recorded layers count from 0, and only leading layers without routes may be left out.",
         )
 
 
@@ -277,8 +277,8 @@ def select_rows(
         # All rows zero is a layer that was not captured, which has a better sentence.
         elif holes.any() and not holes[valid].all():
             raise InvalidInputError(
-                f"{where}: {int(holes.sum())} of {int(valid.sum())} rows, row {int(np.argmax(holes))} the first, name "
-                "expert 0 for every layer and choice: the engine did not capture them. Mask such rows "
+                f"{where}: {int(holes.sum())} of {int(valid.sum())} rows, first row {int(np.argmax(holes))}, name "
+                "expert 0 in every layer and choice: the engine did not capture them. Mask these rows "
                 "(--mask-capture-holes) or record again."
             )
     return ids, valid

@@ -84,7 +84,7 @@ class Manifest:
             finite = not isinstance(value, float) or math.isfinite(value)
             require(
                 isinstance(value, str | int | float | bool) and finite,
-                f"origin {name!r} must be a string, a number or a truth value, got {value!r}.",
+                f"origin {name!r} must be a string, a number or a Boolean, got {value!r}.",
             )
         first_sequence = 0
         for shard in self.shards:
@@ -136,9 +136,7 @@ class Manifest:
         schema = document.get("schema") if isinstance(document, dict) else None
         require(isinstance(schema, str), f"{path} is not the manifest of a trace: it names no schema.")
         schemas = (SCHEMA, CODED_SCHEMA)
-        require(
-            schema in schemas, f"{path} has schema {schema!r}, this version of moe_rl reads {' and '.join(schemas)}."
-        )
+        require(schema in schemas, f"{path} has schema {schema!r}, but this moe_rl reads {' and '.join(schemas)}.")
         crc = document.pop("crc32", None)
         require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
         document["coded"] = document.pop("schema") == CODED_SCHEMA

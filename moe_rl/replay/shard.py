@@ -77,7 +77,7 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
     expected = expected_arrays(manifest, num_tokens=shard.num_tokens, num_sequences=shard.num_sequences)
     if manifest.coded and len(header.get("routed_experts", (0, ()))[1]) == 1:
         expected["routed_experts"] = (np.dtype(np.uint8), header["routed_experts"][1])  # of any number of bytes
-    require(header == expected, f"{path} is corrupt: its arrays are not those that the manifest describes.")
+    require(header == expected, f"{path} is corrupt: its arrays do not match the manifest.")
 
 
 def check_shard_bytes(path: Path, shard: ShardRecord) -> None:
@@ -100,13 +100,13 @@ def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
             if manifest.coded:
                 arrays["routed_experts"] = CodedRoutes(arrays["routed_experts"])
                 fits = arrays["routed_experts"].num_experts == manifest.num_experts
-                require(fits, "its routes are of another number of experts than the manifest says.")
+                require(fits, "its routes and the manifest differ in the number of experts.")
             trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
             if not manifest.coded:  # else they are checked as they are decoded
                 _check_ids(trace)
-    require(bool((trace.step == shard.step).all()), f"{path} holds sequences of other steps than {shard.step}.")
+    require(bool((trace.step == shard.step).all()), f"{path} holds sequences of steps other than {shard.step}.")
     total = int(trace.sequence_lengths.sum())
-    require(total == shard.num_tokens, f"{path} holds {total} tokens, the manifest says {shard.num_tokens}.")
+    require(total == shard.num_tokens, f"{path} holds {total} tokens, but the manifest says {shard.num_tokens}.")
     return trace
 
 
@@ -119,7 +119,7 @@ def _check_ids(trace: RoutingTrace) -> None:
     """Raise for an id that the dtype can hold but the model does not have: a write by other hands."""
     # A byte of 2 is neither True nor False to numpy: `~` and sums would go wrong silently.
     flags: NDArray[np.uint8] = trace.valid.view(np.uint8)
-    require(not flags.size or int(flags.max()) <= 1, "valid holds something else than true and false.")
+    require(not flags.size or int(flags.max()) <= 1, "valid holds values other than true and false.")
     if trace.num_experts == int(np.iinfo(trace.routed_experts.dtype).max) + 1:
         return
     for start, ids in trace.chunks():

@@ -60,7 +60,7 @@ def _recognize(path: Path, stated_format: str | None) -> str:
         )
         names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
         hint = f" {SAVE_ARRAYS}" if path.suffix in PICKLED else ""
-        raise InvalidInputError(f"{path} is in no known trace format. Name one with --format: {names}.{hint}")
+        raise InvalidInputError(f"{path} is not in a known trace format. Name the format with --format: {names}.{hint}")
     # A guess between two formats would read one of them wrong without a word.
     require(len(matches) == 1, f"{path} could be {' or '.join(matches)}: name the format with --format.")
     return matches[0]
@@ -88,7 +88,7 @@ def recorded_sequences(
         return
     for part in TraceReader(path).parts():
         if not isinstance(part, RoutingTrace):
-            raise InvalidInputError(f"{path} holds counts, and no routes.")
+            raise InvalidInputError(f"{path} holds counts but no routes.")
         versions = part.policy_version
         for index, (start, stop) in enumerate(pairwise(part.cu_seqlens.tolist())):
             yield RecordedSequence(

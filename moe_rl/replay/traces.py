@@ -169,10 +169,12 @@ def convert_trace(
     path = Path(path)
     require(
         "num_experts" not in source.inferred_fields,
-        f"{source.path} does not say how many experts the model has, and a copy would keep the guess of "
+        f"{source.path} does not say how many experts the model has, and a copy would store the guess of "
         f"{source.num_experts}: give --num-experts, or --model with a name that `moe-rl models` lists.",
     )
-    require(counts_only or not source.counts_only, f"{source.path} holds counts: its routes cannot be brought back.")
+    require(
+        counts_only or not source.counts_only, f"{source.path} holds only counts, from which routes cannot be restored."
+    )
     # Resolved: a link to the source, or `..` in the path, must not overwrite what is being read.
     source_path, target_path = source.path.resolve(), path.resolve()
     require(source_path != target_path, f"{path} is the source itself: choose another path.")

@@ -77,7 +77,7 @@ class TraceWriter:
         else:
             # An empty folder is as good as none: schedulers make the output folder before the job starts.
             empty = not self.path.exists() or not any(self.path.iterdir())
-            require(empty or overwrite, f"{self.path} exists already: choose another path, or append or overwrite.")
+            require(empty or overwrite, f"{self.path} already exists: choose another path, or append or overwrite.")
 
     def append(self, trace: Trace) -> None:
         """Check every id of the trace and add its sequences, cut by step and by `max_shard_bytes`.
@@ -118,7 +118,9 @@ class TraceWriter:
             given = attributes(wanted, ("num_experts", "top_k", "moe_layer_ids", "counts_only"))
             for name, want in (given | self._given).items():
                 have = getattr(found, name)
-                require(want in (None, have), f"{self.path} has {name} = {have!r}, cannot append {name} = {want!r}.")
+                require(
+                    want in (None, have), f"{self.path} has {name} = {have!r}, so {name} = {want!r} cannot be appended."
+                )
             self._manifest = found
             self._remove_unlisted()
         except BaseException:
@@ -164,7 +166,9 @@ class TraceWriter:
             os.close(descriptor)
             raise InvalidInputError(f"{self.path} is being written by another process.") from error
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): keep other writers away from it.", self.path, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): make sure that nothing else writes to it.", self.path, error.strerror
+            )
         self._lock = descriptor
 
     def _add_shard(self, step: int, piece: Trace) -> None:

@@ -102,7 +102,7 @@ def _evidence(
         weights = np.asarray(sequence.combine_weights)
     require(
         weights is None or weights.shape[1:] == routes.shape[1:],
-        f"combine weights must be [T, {routes.shape[1]}, {routes.shape[2]}], as the routes are.",
+        f"combine weights must be [T, {routes.shape[1]}, {routes.shape[2]}] like the routes.",
     )
     right_routes = [other.routes if other.reference is None else other.reference for other in other_sequences]
     return Evidence(

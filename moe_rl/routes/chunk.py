@@ -239,7 +239,7 @@ class ChunkScan:
 
     def _check_end(self, position: int, number: int) -> None:
         mark = self.data[position:].tobytes()
-        require(mark == end_mark(number), f"the end of the routes is corrupt: {number} chunks stand before it.")
+        require(mark == end_mark(number), f"the end of the routes is corrupt: {number} chunks precede it.")
         self.closed = True
 
 
@@ -248,17 +248,17 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     # Sizes are compared with what is there before anything is read by them.
     left = len(data) - position
     head = data[position : position + HEADER.size].tobytes()
-    require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin as routes of moe_rl do.")
-    require(left >= HEADER.size, f"{where} is truncated: {left} bytes are left of a header of {HEADER.size}.")
+    require(
+        head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin like a file of moe_rl routes."
+    )
+    require(left >= HEADER.size, f"{where} is truncated: only {left} of {HEADER.size} header bytes are there.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
     newer = version > VERSION or flags & ~HAS_WEIGHTS
-    require(not newer, f"{where} is newer (version {version}) than this moe_rl reads.")
-    require(
-        version == VERSION, f"{where} is of version {version}, before blocks had spans: write the routes once more."
-    )
+    require(not newer, f"{where} is newer (version {version}) than this moe_rl can read.")
+    require(version == VERSION, f"{where} has the old version {version}, without block spans: write the routes again.")
     require(
         stored + body <= left - HEADER.size,
-        f"{where} is truncated: {left - HEADER.size} of {stored + body} bytes are there.",
+        f"{where} is truncated: only {left - HEADER.size} of {stored + body} bytes are there.",
     )
     begin = position + HEADER.size
     # The header with 0 in place of its checksum, then the tables: one number covers both.
@@ -314,7 +314,7 @@ def _tables(
     sizes = {name: math.prod(extents) * np.dtype(dtype).itemsize for name, (dtype, extents) in layout.items()}
     require(
         layers > 0 and sum(sizes.values()) == len(data),
-        f"{where} is corrupt: its tables have another size than its header says.",
+        f"{where} is corrupt: the size of its tables does not match its header.",
     )
     arrays: dict[str, NDArray[Any]] = {}
     for name, (dtype, extents) in layout.items():

@@ -73,7 +73,7 @@ class RoutesReader:
             return reader
         require(
             reader.closed,
-            f"{path} was not closed by its writer, or is cut behind a chunk: rows may be missing. "
+            f"{path} was not closed by its writer, or is cut off after a chunk: rows may be missing. "
             "RoutesReader.open(path, salvage=True) reads what is there.",
         )
         return reader
@@ -181,7 +181,7 @@ class RoutesReader:
     def _check_same(self, chunk: Chunk, head: Chunk) -> None:
         like = (self._chunks[0] if self._chunks else head).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
-        require(same, "the chunks are of different models: their experts, top-k or layers differ.")
+        require(same, "the chunks come from different models: their experts, top-k or layers differ.")
 
     def _pieces(self, key: int, begin: int, end: int) -> Iterator[tuple[_Extent, int]]:
         """Yield (rows of a chunk, where they stand among the rows asked for)."""
@@ -243,7 +243,7 @@ class RoutesReader:
         if self._map is None:
             return
         size, left = len(self._map), self._map.size()
-        require(left >= size, f"{self._name} was cut to {left} of {size} bytes since it was opened.")
+        require(left >= size, f"{self._name} has been cut to {left} of {size} bytes since it was opened.")
 
 
 def _sound_bytes(data: NDArray[np.uint8]) -> int:
@@ -274,7 +274,7 @@ def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, star
             left -= prefix[-1].rows
     if left:
         raise InvalidInputError(
-            f"sequence {key} begins with {start} rows of sequence {parent}, of which {start - left} are in this stream."
+            f"sequence {key} begins with {start} rows of sequence {parent}, but this stream holds only {start - left}."
         )
     return tuple(prefix)
 

@@ -114,7 +114,7 @@ def read_rows(
             length = len(routes[span.sequence])
             require(
                 span.first + span.rows <= length,
-                f"sequence {span.sequence} has {length} rows, row {span.first + span.rows - 1} was asked for.",
+                f"sequence {span.sequence} has {length} rows, but row {span.first + span.rows - 1} was requested.",
             )
             routes[span.sequence].read(slice(span.first, span.first + span.rows), layers, place)
         elif round_robin:

@@ -50,7 +50,8 @@ class RoutesWriter:
         self.layer_ids = tuple(int(layer) for layer in layer_ids)
         ids = np.asarray(self.layer_ids)
         require(
-            0 < len(ids) < 1 << 16 and int(ids.min()) >= 0 and int(ids.max()) < 1 << 16, "layer_ids must be layers."
+            0 < len(ids) < 1 << 16 and int(ids.min()) >= 0 and int(ids.max()) < 1 << 16,
+            "layer_ids must be layer numbers, 0 .. 65535.",
         )
         require(chunk_rows >= 1, f"chunk_rows must be at least 1, got {chunk_rows}.")
         self._chunk_rows = chunk_rows
@@ -109,7 +110,7 @@ class RoutesWriter:
             row, layer = sets.twice
             raise InvalidInputError(
                 f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
-                f"{rows[row, layer].tolist()} is the choice of no router."
+                f"no router chooses {rows[row, layer].tolist()}."
             )
         sequence = _Leader(key=key, ids=sets.ids, valid=has_route, weights=weights)
         parent, start, skip = self._prefix(start, parent, group, sequence)
@@ -179,13 +180,13 @@ class RoutesWriter:
         if self._has_weights is None:
             self._has_weights = weights is not None
         mixed = self._has_weights != (weights is not None)
-        require(not mixed, "some rows of the stream have combine weights and others not; give them with all, or none.")
+        require(not mixed, "some rows of the stream have combine weights and others do not: give them for all or none.")
         if weights is None:
             return None
         values = np.asarray(weights)
         require(
             values.shape == ids.shape,
-            f"combine_weights must be {list(ids.shape)} as the ids, got {list(values.shape)}.",
+            f"combine_weights must be {list(ids.shape)} like the ids, got {list(values.shape)}.",
         )
         return in_order_of(ids, values)
 
@@ -201,7 +202,8 @@ class RoutesWriter:
             have = self._length.get(parent)
             if have is None or start > have:
                 raise InvalidInputError(
-                    f"sequence {sequence.key} goes on at row {start}, of sequence {parent} {have or 0} rows are known."
+                    f"sequence {sequence.key} continues at row {start} of sequence {parent}, which has only "
+                    f"{have or 0} rows."
                 )
             return parent, start, 0
         if group is None:

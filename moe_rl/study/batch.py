@@ -165,7 +165,9 @@ def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: Sim
                 lost |= rng.random(len(lost)) < options.unknown_pairs
             parts_kept.append(_without_rows(part, lost))
         else:
-            require(options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens: the trace holds counts alone.")
+            require(
+                options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens, but the trace holds only counts."
+            )
             parts_kept.append(_without_sequences(counts_of(part), is_hidden))
     return tuple(parts_kept)
 

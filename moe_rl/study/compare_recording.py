@@ -30,7 +30,8 @@ class PredictedStep:
             return 1.0, ["the recording does not say which micro-batches it holds: it is taken as whole steps."]
         require(
             recorded <= predicted,
-            f"the recording holds {recorded} micro-batches, the prediction {predicted}: it is of another step.",
+            f"the recording holds {recorded} micro-batches, more than the prediction ({predicted}): they are of "
+            "different steps.",
         )
         if recorded == predicted:
             return 1.0, []
@@ -56,12 +57,12 @@ def read_prediction(path: Path, policy: str) -> PredictedStep:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidInputError(f"--predicted {path} is not a JSON file: {error}.") from None
     is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
-    require(is_ours, f"--predicted {path} is not a file of moe-rl simulate --json ({SCHEMA}).")
+    require(is_ours, f"--predicted {path} was not written by moe-rl simulate --json ({SCHEMA}).")
     rows = {**document.get("yardsticks", {}), **document.get("policies", {})}
     require_known(policy, rows, f"--policy-name {policy!r} is not in {path}.")
     breakdown = rows[policy].get("breakdown_s")
     timed = isinstance(breakdown, dict)
-    require(timed, f"{path} holds no times of {policy!r}: simulate with --objective time to compare.")
+    require(timed, f"{path} holds no times for {policy!r}: simulate with --objective time to compare.")
     return PredictedStep(
         policy=policy,
         breakdown_s={name: float(seconds) for name, seconds in breakdown.items()},

@@ -29,7 +29,7 @@ def executor_named(name: str, *, jobs: int | None = None, ray_address: str | Non
     require(jobs is None or jobs >= 1, f"jobs must be at least 1, got {jobs}.")
     if name == "ray":
         return partial(run_on_ray, ray_address)
-    require(ray_address is None, "ray_address is the address of a Ray cluster: it needs executor 'ray'.")
+    require(ray_address is None, "ray_address requires executor 'ray'.")
     # A container may be given fewer cores than os.cpu_count() sees.
     return partial(run_here, jobs or len(os.sched_getaffinity(0)))
 
@@ -66,8 +66,8 @@ def run_here(jobs: int, task: Task, indices: Sequence[int]) -> Generator[tuple[i
             raise failure
     except BrokenProcessPool:
         raise InvalidInputError(
-            "a worker process was killed, perhaps for want of memory: the same command goes on, --jobs sets how "
-            "many run at once."
+            "a worker process was killed, perhaps for lack of memory: repeat the command to continue; a lower --jobs "
+            "runs fewer workers at once."
         ) from None
     finally:
         if not finished:
@@ -105,11 +105,11 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
                 if isinstance(error.cause, ray.exceptions.RaySystemError):  # before the task began
                     reason = str(error.cause).splitlines()[0]
                     raise InvalidInputError(
-                        f"a Ray worker cannot load the task, for which moe_rl must be installed there: {reason}"
+                        f"a Ray worker cannot load the task; moe_rl must be installed on every worker: {reason}"
                     ) from error
                 raise error.cause from error
             except ray.exceptions.WorkerCrashedError as error:
-                raise InvalidInputError(f"a Ray worker was lost {RETRIES + 1} times at one task: {error}") from error
+                raise InvalidInputError(f"a Ray worker was lost {RETRIES + 1} times on one task: {error}") from error
     finally:
         if started_here:
             ray.shutdown()

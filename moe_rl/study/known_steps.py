@@ -153,13 +153,13 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
     """Return what the step timed of the command's own setting; raise where the command does not forecast that."""
     if not priced_runs:
         raise InvalidInputError(
-            f"--known-step {step.text}: this command has no setting of its own; say which one took so long with "
+            f"--known-step {step.text}: this command has no setting of its own; describe the measured one with "
             "--known-step-config, a YAML file of its options."
         )
     part = step.part or next(iter(priced_runs))
     require(
         part in priced_runs,
-        f"--known-step {step.text}: it timed a {part}, and this command forecasts a {' or a '.join(priced_runs)}.",
+        f"--known-step {step.text}: it timed a {part}, but this command forecasts a {' or a '.join(priced_runs)}.",
     )
     return priced_runs[part]
 
@@ -216,20 +216,20 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
             # The first iterations compile and fill caches.
             return [StatedStep(text=text, seconds=median(values[1:] or values), part=part)]
     raise InvalidInputError(
-        f"neither seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of rows (.yaml), nor a line or file of a log "
+        f"give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of rows (.yaml), or a line or file of a log "
         f"of {FRAMEWORKS}."
     )
 
 
 def _amount(text: str, value: float, unit: str) -> StatedStep:
-    require(value > 0, "a step takes more than no time.")
+    require(value > 0, "a step must take more than 0 s.")
     if unit.startswith("tok"):
         return StatedStep(text=text, tokens_per_s_per_gpu=value)
     return StatedStep(text=text, seconds=value * {"s": 1.0, "ms": 1e-3, "min": 60.0}[unit])
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    require(path.is_file(), "there is no such file.")
+    require(path.is_file(), "the file does not exist.")
     content = read_yaml(path)
     rows = content.get("steps", content.get("points"))
     require(isinstance(rows, list) and len(rows) > 0, "the file needs a list `steps` (or `points`) of rows.")
@@ -338,7 +338,7 @@ def _check_model(model: str, options: SimulationOptions) -> None:
     if FROM_TRACE in (model, options.model):
         return
     stated, other = load_model(model).spec.name, load_model(options.model).spec.name
-    require(stated == other, f"it is a step of {stated}, and the forecast is of {other}: give one of the same model.")
+    require(stated == other, f"it is a step of {stated}, but the forecast is of {other}: give one of the same model.")
 
 
 def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownStep:
@@ -362,15 +362,15 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
     for unit, rate in {"tokens/s/GPU": throughput, "tokens/s of all GPUs": throughput * run.gpus}.items():
         if step.seconds is not None and run.tokens > 1 and abs(log(seconds / rate)) < log(LARGEST_FACTOR) / 2:
             raise InvalidInputError(
-                f"it looks like {unit} (the forecast is {rate:,.0f}); seconds are expected, or a number with "
-                "tokens/s/gpu behind it."
+                f"it looks like {unit} (the forecast is {rate:,.0f}); give seconds, or a number followed by "
+                "tokens/s/gpu."
             )
     least = run.flops / (run.gpus * 1e12 * priors[0].hardware.gemm_tflops * 2.0)
     if seconds < least:
-        raise InvalidInputError(f"no step is so short: its products alone take {least:.3g} s at twice the BF16 rate.")
+        raise InvalidInputError(f"no step is so short: its GEMMs alone take {least:.3g} s at twice the BF16 rate.")
     times = f"{np.exp(abs(nearest)):.0f} times as {'long' if nearest > 0 else 'short'} as"
     raise InvalidInputError(
-        f"it is {times} the forecast of {forecast:.3g} s: it seems to be a step of another model, batch, number of "
+        f"it is {times} the forecast of {forecast:.3g} s: it seems to be for another model, batch, number of "
         "GPUs or part of the step."
     )
 
@@ -392,7 +392,7 @@ class KnownMemory:
         off = log(known_gib / forecast_gib)
         require(
             abs(off) < log(2.0),
-            f"--known-memory {known_gib:g}: the forecast is {forecast_gib:.1f} GiB; it seems to be a peak of another "
+            f"--known-memory {known_gib:g}: the forecast is {forecast_gib:.1f} GiB; it seems to be the peak of another "
             "setting, or not in GiB.",
         )
         shared, alone = MEMORY_SHARED**2, MEMORY_ALONE**2

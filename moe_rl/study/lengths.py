@@ -25,7 +25,7 @@ def drawn_sequences(lengths: NDArray[np.int64], tokens: int, *, seed: int) -> ND
     Whoever draws from the same recorded `lengths` with the same seed gets the same batch.
     """
     require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
-    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to draw: at most {LARGEST:,}.")
+    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to sample: at most {LARGEST:,}.")
     # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
     rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
     while int(lengths[drawn_ids].sum()) < tokens:
@@ -50,7 +50,7 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
 def needed(options: LengthOptions, name: str) -> int:
     """Return an option without which there are no lengths; raise where it is absent or below 1."""
     value, flag = getattr(options, name), SHOWN[name].flags[0]
-    require(value is not None, f"without a trace {flag} is needed.")
+    require(value is not None, f"{flag} is required without a trace.")
     require(value >= 1, f"{flag} must be at least 1, got {value}.")
     return int(value)
 

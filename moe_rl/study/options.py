@@ -262,8 +262,8 @@ class SimulationOptions(TraceOptions):
         )
         require(
             self.exp_avg_dtype == self.exp_avg_sq_dtype,
-            f"--exp-avg-dtype {self.exp_avg_dtype} and --exp-avg-sq-dtype {self.exp_avg_sq_dtype} differ: both moments "
-            "are priced alike.",
+            f"--exp-avg-dtype {self.exp_avg_dtype} and --exp-avg-sq-dtype {self.exp_avg_sq_dtype} must be the same: "
+            "both moments are priced alike.",
         )
         require(
             self.recompute_granularity == "selective" or "recompute_modules" not in self.model_fields_set,
@@ -271,7 +271,7 @@ class SimulationOptions(TraceOptions):
         )
         require(
             self.global_batch_tokens is None or self.global_batch_size is None,
-            "--global-batch-tokens and --global-batch-size both say how large the batch is: give one.",
+            "--global-batch-tokens and --global-batch-size both set the batch size: give only one.",
         )
         for name, of in (("global_batch_tokens", DRAWN), ("global_batch_size", DRAWN), ("tokens_per_rank", SCALED)):
             require(
@@ -282,14 +282,14 @@ class SimulationOptions(TraceOptions):
         # FSDP2 gathers all experts of a layer in every pass: another program than Megatron's FSDP beside EP.
         require(
             self.expert_model_parallel_size > 1 or not self.use_megatron_fsdp,
-            "--use-megatron-fsdp with --ep 1 is a training loop without expert parallelism, as FSDP2 trainers run it: "
-            "its gathering of all experts in every layer is not priced.",
+            "--use-megatron-fsdp with --ep 1 gathers all experts in every layer, as FSDP2 trainers without expert "
+            "parallelism do: this is not priced.",
         )
         self.chosen_software()  # Raises for an unknown name now, not after the trace is read.
         require(0 <= self.reroute <= 1, f"--reroute must lie in 0 .. 1, got {self.reroute}.")
         for name in ("unknown_routes", "unknown_pairs", "capacity_risk"):
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            require(0 <= value < 1, f"{flag} must lie in 0 .. 1, 1 excluded, got {value}.")
+            require(0 <= value < 1, f"{flag} must be at least 0 and below 1, got {value}.")
         return self
 
     @property
@@ -306,7 +306,7 @@ class SimulationOptions(TraceOptions):
     def given_slots(self, name: str, of: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `of` has no rule for."""
         slots, flag = getattr(self, name), name.replace("_", "-")
-        require(slots != AUTO, f"--{flag} {AUTO} chooses for a step of training; {of} needs a number.")
+        require(slots != AUTO, f"--{flag} {AUTO} only works for a training step; {of} needs a number.")
         return int(slots)
 
     def of_one_policy(self) -> Self:
@@ -447,7 +447,7 @@ def whole_names(schema: type[BaseModel], options: Mapping[str, Any]) -> dict[str
             f"unknown key {name!r}. Did you mean {near!r}?",
         )
     for name, field in short.items():
-        require(not {name, field} <= set(options), f"{name} and {field} are one option: give one.")
+        require(not {name, field} <= set(options), f"{name} and {field} are the same option: give only one.")
     return {short.get(name, name): value for name, value in options.items()}
 
 

@@ -24,8 +24,8 @@ def check_population(options: SimulationOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
         not (options.use_megatron_fsdp and options.optimizer_offload_fraction > 0),
-        "--use-megatron-fsdp with --optimizer-offload-fraction is not forecast: the one published run with both takes "
-        "seven times as long as the model says (235B on 64 H100, marin-community/marin#8653).",
+        "--use-megatron-fsdp with --optimizer-offload-fraction is not forecast: the only published run with both takes "
+        "seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
     )
 
 

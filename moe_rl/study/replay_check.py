@@ -68,14 +68,14 @@ def check_recorded(
     references: Iterator[Reference] = iter(())
     num_experts = import_options.num_experts
     if reference is not None and (Path(reference) / "config.json").is_file():
-        require(tokens is not None, f"{reference} is a model: give the sequences' tokens too (--tokens).")
+        require(tokens is not None, f"{reference} is a model: also give the tokens of the sequences (--tokens).")
         references, num_experts = _model_choices(Path(reference), Path(str(tokens)))
     elif reference is not None:
         records = recorded_sequences(reference, options=import_options)
         references = ((_rows(record), None) for record in records)
     stored = (path for path in (routes, reference) if num_experts is None and path is not None and is_native(path))
     num_experts = next((open_source(path).num_experts for path in stored), num_experts)
-    require(num_experts is not None, "the number of experts is not known: give --num-experts.")
+    require(num_experts is not None, "the number of experts is unknown: give --num-experts.")
     names: list[str] = []
     verdicts: list[Verdict] = []
     recorded = recorded_sequences(routes, format=options.format, options=import_options)
@@ -142,7 +142,7 @@ def _model_choices(folder: Path, tokens: Path) -> tuple[Iterator[Reference], int
 
         from moe_rl.replay.hf_recorder import find_routers, router_choices
     except ImportError as error:
-        raise InvalidInputError(f"a model as reference needs torch and transformers: {error}.") from error
+        raise InvalidInputError(f"using a model as the reference needs torch and transformers: {error}.") from error
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
         lines = tokens.read_text(encoding="utf-8").splitlines()
@@ -165,5 +165,5 @@ def _token_ids(line: str, number: int, path: Path) -> list[int]:
     if isinstance(value, list):
         ids = value
     is_list_of_ids = len(ids) > 1 and all(type(token) is int and token >= 0 for token in ids)
-    require(is_list_of_ids, f"{path}, line {number}, holds no list of two token ids or more.")
+    require(is_list_of_ids, f"{path}, line {number}, is not a list of at least two token ids.")
     return ids

@@ -59,7 +59,7 @@ def open_scenario(
 def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Progress) -> Scenario:
     """Return the scenario under the constants that known steps of `measured_scenario`, or of others, show."""
     options = scenario.options
-    options.require_times("--known-step is time")
+    options.require_times("--known-step is a time")
     progress("pricing known steps", 0, 1)
     plans = make_plans(measured_scenario, ["static"], lambda *_: None)
     simulate, _ = pricing_of(measured_scenario, plans)
@@ -144,7 +144,7 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) 
     options.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
-        f"{flag} needs a forecast of memory, and {', '.join(model.assumed_fields)} of the model would be assumed: "
+        f"{flag} needs a memory forecast, but {', '.join(model.assumed_fields)} of the model is only assumed: "
         "name the --model, or give a number.",
     )
     levers = {policy: POLICIES[policy].levers for policy in options.policy}

@@ -167,11 +167,11 @@ class TrainingPasses:
 
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
-    options.require_times("a step of RL is time")
+    options.require_times("an RL step is a time")
     check_population(options)
     require(
         not options.forward_only and not options.log_prob_passes,
-        "--forward-only and --log-prob-passes describe a single pass: a step of RL has its own passes.",
+        "--forward-only and --log-prob-passes describe a single pass, but an RL step has its own passes.",
     )
     if trace is None:
         passes = _of_lengths(options)
@@ -189,7 +189,7 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
     require(
         scenario.options.batch != SCALED,
-        f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads: a step of RL has the samples of "
+        f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads, but an RL step uses the samples of "
         "the trace.",
     )
     plans = make_plans(scenario, beside_static(options.policy), progress)
@@ -334,7 +334,8 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     gpus = needed(options, "train_gpus" if options.gpus is None else "gpus")
     require(
-        options.train_gpus in (None, gpus), f"--train-gpus {options.train_gpus} and --gpus {gpus} differ: give one."
+        options.train_gpus in (None, gpus),
+        f"--train-gpus {options.train_gpus} and --gpus {gpus} differ: give only one.",
     )
     # As a simulation of a trace cuts it where nothing is said.
     slices = options.tensor_model_parallel_size * options.context_parallel_size

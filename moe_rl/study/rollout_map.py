@@ -89,7 +89,7 @@ def plan_rollout_map(
     engine = ROLLOUT_ENGINES[engine_name]
     require(
         "policy" not in options.model_fields_set or options.policy == [POLICY],
-        f"a map for {engine.name} is made by moe-rl, with {engine.name}'s EPLB beside it: leave --policy out.",
+        f"moe-rl makes the map for {engine.name} and compares it with {engine.name}'s EPLB: leave --policy out.",
     )
     copies = options.given_slots("resident_slots", "an expert map")
     rollouts = _Rollouts.read(trace, options, progress)
@@ -124,7 +124,9 @@ class _Rollouts:
     def read(cls, trace: TraceLike, options: SimulationOptions, progress: Progress) -> "_Rollouts":
         for name in ("batch", "micro_batch_tokens", "tokens_per_rank"):
             flag = "--" + name.replace("_", "-")
-            require(getattr(options, name) is None, f"{flag} is of training: --ep-group-tokens says what is decoded.")
+            require(
+                getattr(options, name) is None, f"{flag} is for training: set the decode batch with --ep-group-tokens."
+            )
         progress("reading the trace", 0, 1)
         source, model = open_trace_of_model(trace, options)
         spec, ranks = model.spec, options.expert_model_parallel_size
@@ -136,7 +138,7 @@ class _Rollouts:
         per_rank = topology.experts_per_rank(spec.num_experts) + copies
         require(
             copies >= 0 and per_rank <= spec.num_experts,
-            f"--resident-slots {copies} makes {per_rank} slots per rank of {spec.num_experts} experts.",
+            f"--resident-slots {copies} makes {per_rank} slots per rank, but the model has {spec.num_experts} experts.",
         )
         requests = options.ep_group_tokens or REQUESTS_PER_RANK * ranks
         planned, scored, sentences = _planned_and_scored(source, options)

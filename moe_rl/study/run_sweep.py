@@ -75,7 +75,9 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
     for name, values in axes:
         field = name_by_flag.get(name.strip().removeprefix("--").replace("-", "_"))
         if field is None:
-            raise InvalidInputError(f"--sweep {name!r} is not an option to sweep.{nearest_name(name, name_by_flag)}")
+            raise InvalidInputError(
+                f"--sweep {name!r} is not an option that can be swept.{nearest_name(name, name_by_flag)}"
+            )
         require(field not in values_of, f"--sweep names {field} twice.")
         require(
             isinstance(values, list | tuple | range) and len(values) > 0,

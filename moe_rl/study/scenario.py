@@ -167,7 +167,7 @@ def state_scenario(
     layers = model.spec.num_layers
     require(
         chunks <= layers,
-        f"{chunks} pipeline stages and model chunks are more than the {layers} layers of model {model.spec.name!r}.",
+        f"{chunks} pipeline stages and model chunks exceed the {layers} layers of model {model.spec.name!r}.",
     )
     step = source.steps[-1] if options.step is None else options.step
     recorded_parts = tuple(source.parts(step))
@@ -268,7 +268,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
     slices = options.tensor_model_parallel_size * options.context_parallel_size
     require(
         options.micro_batch_tokens is None or options.tokens_per_rank is None,
-        "--micro-batch-tokens and --tokens-per-rank both say how large a drawn micro-batch is: give one.",
+        "--micro-batch-tokens and --tokens-per-rank both set the size of a sampled micro-batch: give only one.",
     )
     ranks = max(1, options.expert_model_parallel_size * _num_ep_groups(options, slices) // slices)
     if options.ep_group_tokens is not None and options.tokens_per_rank is None:
@@ -278,7 +278,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
     budget = max(tokens_asked, longest)
     if options.micro_batch_tokens is not None and tokens_asked < longest:
         logger.warning(
-            "micro-batches hold up to %d tokens, not %d: the longest sequence is not cut, as in slime.",
+            "micro-batches hold up to %d tokens, not %d: as in slime, the longest sequence is not cut.",
             longest,
             tokens_asked,
         )
@@ -351,7 +351,7 @@ def _model_of_trace(source: TraceSource, options: SimulationOptions) -> LoadedMo
 
 def named_model(options: SimulationOptions, of: str) -> MoeModelSpec:
     """Return the model of `--model` where there is no trace; `of` names the command in the error."""
-    require(options.model != FROM_TRACE, f"without a trace {of} needs a --model.")
+    require(options.model != FROM_TRACE, f"{of} needs --model when no trace is given.")
     return _named(options).spec
 
 
@@ -393,7 +393,7 @@ def check_policies(options: SimulationOptions) -> None:
         unmet = planner.unmet_dispatchers.get(options.moe_token_dispatcher_type)
         require(
             unmet is None,
-            f"--policy {name} is not forecast with --moe-token-dispatcher-type {options.moe_token_dispatcher_type}: "
+            f"--policy {name} cannot be forecast with --moe-token-dispatcher-type {options.moe_token_dispatcher_type}: "
             f"{unmet} (python -m benchmarks.validate_model).",
         )
     for option in options.policy_option:
@@ -418,11 +418,11 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
     degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
     require(
         groups >= 1 and rest == 0,
-        f"--gpus {options.gpus} is no multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
+        f"--gpus {options.gpus} is not a multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
     )
     require(
         options.num_ep_groups in (None, groups),
-        f"--gpus {options.gpus} makes {groups} EP groups, --num-ep-groups says {options.num_ep_groups}: give one.",
+        f"--gpus {options.gpus} makes {groups} EP groups, --num-ep-groups is {options.num_ep_groups}: give only one.",
     )
     require(
         options.ep_group_tokens is None or groups == 1,
@@ -485,7 +485,7 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
     require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
     require(
         ep_size in possible,
-        f"--ep {ep_size} is more than a node of {per_node} ranks and fills no whole number of them (--ranks-per-node); "
+        f"--ep {ep_size} exceeds a node of {per_node} ranks and is not a multiple of it (--ranks-per-node); "
         f"{sizes} fits.",
     )
 
@@ -498,7 +498,7 @@ def _check_slots(options: SimulationOptions, num_experts: int) -> None:
         # EP1 has no other ranks, and the default of one slot is no mistake there.
         require(
             slots == AUTO or slots <= max(1, elsewhere),
-            f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold {elsewhere} experts in all.",
+            f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold only {elsewhere} experts in all.",
         )
 
 
@@ -527,14 +527,14 @@ def _check_model_fits(model: LoadedModel, source: TraceSource) -> None:
     ):
         require(
             in_trace == in_model,
-            f"{source.path} has {counted(in_trace, singular, several)}, model {spec.name!r} has {in_model}: the model "
-            "is not the one of the trace.",
+            f"{source.path} has {counted(in_trace, singular, several)}, but model {spec.name!r} has {in_model}: this "
+            "is not the model of the trace.",
         )
     # A trace that numbers its layers 0, 1, ... may count MoE layers alone: then their number is all there is to check.
     counted_from_zero = source.moe_layer_ids == tuple(range(len(source.moe_layer_ids)))
     require(
         counted_from_zero or source.moe_layer_ids == spec.moe_layer_ids,
-        f"{source.path} covers layers {listed(source.moe_layer_ids)}, the MoE layers of model {spec.name!r} are "
+        f"{source.path} covers layers {listed(source.moe_layer_ids)}, but the MoE layers of model {spec.name!r} are "
         f"{listed(spec.moe_layer_ids)}.",
     )
 
@@ -546,8 +546,8 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
     telling = int(per_expert.sum()) >= TELLING_PAIRS_PER_EXPERT * load.num_experts
     require(
         not telling or 2 * (highest + 1) > load.num_experts,
-        f"{source.path} never names an expert above {highest}, model {model.spec.name!r} has {load.num_experts} "
-        f"experts: the model is not the one of the trace (if it is, give --num-experts {load.num_experts}).",
+        f"{source.path} never names an expert above {highest}, but model {model.spec.name!r} has {load.num_experts} "
+        f"experts: the model is not that of the trace (if it is, give --num-experts {load.num_experts}).",
     )
 
 
@@ -558,7 +558,9 @@ def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, ba
         return options
     left_out = _forecasting(options)
     for name in left_out:
-        logger.warning("%s is left out: it plans on an earlier step, and the trace has one of one micro-batch.", name)
+        logger.warning(
+            "%s is left out: it plans from an earlier step, but the trace has one step of one micro-batch.", name
+        )
     return options.model_copy(update={"policy": [name for name in options.policy if name not in left_out]})
 
 
@@ -585,7 +587,7 @@ def _history(
     half = batch.load.num_micro_batches // 2
     require(
         half >= 1,
-        f"policy {forecasting[0]!r} needs an earlier step, and the trace has one step of one micro-batch: "
+        f"policy {forecasting[0]!r} needs an earlier step, but the trace has one step of one micro-batch: "
         "use eplb-oracle.",
     )
     return batch.load.micro_batches(np.arange(half)), "first half of this step's micro-batches"

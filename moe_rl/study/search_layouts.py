@@ -573,8 +573,8 @@ def _check_batch(options: TuneOptions) -> None:
     scaled = options.batch == SCALED or options.tokens_per_rank is not None
     require(
         not scaled and options.ep_group_tokens is None,
-        "tune lays out sequences, and searches micro-batches of a data-parallel rank: give --micro-batch-tokens in "
-        "place of --batch scaled, --tokens-per-rank and --ep-group-tokens.",
+        "tune packs sequences into the micro-batches of a data-parallel rank: give --micro-batch-tokens instead of "
+        "--batch scaled, --tokens-per-rank and --ep-group-tokens.",
     )
 
 

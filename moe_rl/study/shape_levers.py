@@ -215,7 +215,7 @@ def _routed_s(policy: PolicyResult, share: float) -> float:
 
 def model_of_routes(options: TuneOptions) -> MoeModelSpec:
     """Return the model whose routes are made; raise where it has no name."""
-    require(options.model != FROM_TRACE, "--routes-like makes routes of a --model: give its name.")
+    require(options.model != FROM_TRACE, "--routes-like generates routes for a model: name it with --model.")
     return override_model(load_model(options.model), options.model_overrides()).spec
 
 
@@ -231,5 +231,5 @@ def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:
 def require_routes(trace: object) -> RoutingTrace:
     """Return the trace; raise where it holds counts alone."""
     if not isinstance(trace, RoutingTrace):
-        raise InvalidInputError("the trace holds counts alone: levers need the routes of single tokens.")
+        raise InvalidInputError("the trace holds only counts, but levers need the routes of single tokens.")
     return trace

@@ -130,9 +130,9 @@ def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile
     for number, text in enumerate(complete_lines.splitlines(), start=1):
         line = _parsed(path, number, text)
         other = _first_difference(line["settings"], settings)
-        require(not other, f"{path} was made with {other}: go on with the same settings, or give another --out.")
+        require(not other, f"{path} was made with {other}: continue with the same settings, or give another --out.")
         finished[_key(line["point"])] = line
-    require(bool(finished) or not content, f"{path} is not a file of moe-rl sweep: it has no complete line.")
+    require(bool(finished) or not content, f"{path} was not written by moe-rl sweep: it has no complete line.")
     if len(complete_lines) < len(content):
         os.ftruncate(descriptor, len(complete_lines))
     return SweepFile(path, descriptor, settings, finished, dropped=len(complete_lines) < len(content))

@@ -103,7 +103,7 @@ def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace
     """Return the routes of a step of a trace, by default the first; raise where it holds counts alone."""
     routes = concatenate(tuple(source.parts(source.steps[0] if step is None else step)))
     if not isinstance(routes, RoutingTrace):
-        raise InvalidInputError(f"{source.path} holds counts alone, and the routes of single tokens are needed.")
+        raise InvalidInputError(f"{source.path} holds only counts, but the routes of single tokens are needed.")
     return routes
 
 
@@ -114,7 +114,7 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     try:
         shape = _shape(load_model(model).spec)
     except InvalidInputError as error:
-        raise InvalidInputError(f"{error} For a model that is not known give --num-experts.") from error
+        raise InvalidInputError(f"{error} For an unknown model, give --num-experts.") from error
     shape["moe_router_topk"] = shape.pop("top_k")
     stated = {name: getattr(options, name) for name in options.model_fields_set}
     return options.model_copy(update={**shape, **stated})

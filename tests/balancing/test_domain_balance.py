@@ -21,7 +21,7 @@ def test_settings_that_contradict_an_engine_are_refused() -> None:
         BalancerConfig(static_rows=True)
 
 
-@pytest.mark.skipif(native_core() is None, reason="moe-rl over an engine needs the C++ core")
+@pytest.mark.skipif(native_core() is None, reason="moe-rl with an engine needs the C++ core")
 @pytest.mark.parametrize("engine", ["engine:moonep", "engine:hybridep", "engine:ultraep"])
 def test_plans_of_a_run_hold_homes_and_copies_across_nodes_alone(engine: str) -> None:
     config = BalancerConfig(domain_balance=engine, replica_slots=0, cross_node_slots=1, ranks_per_node=4)

@@ -75,7 +75,7 @@ def test_the_plan_is_of_the_cells_that_the_schedule_names(rng: np.random.Generat
         ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "as many micro-batches, got [1, 2]"),
         ([[[0, 1, 2, 3, 4, 5]], [[5]]], "each of the 7 samples once"),
         ([[[0, 1, 2, 3, 4, 5]], [[]]], "each of the 7 samples once"),
-        ([[[0, 1, 2, 3, 4, 5, 6]]], "1 data-parallel ranks, the topology has 2"),
+        ([[[0, 1, 2, 3, 4, 5, 6]]], "1 data-parallel ranks, but the topology has 2"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused(

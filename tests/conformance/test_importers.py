@@ -81,5 +81,5 @@ def test_an_option_that_a_format_does_not_read_is_refused(saver: str, tmp_path: 
     given_values = {"prompt_lengths": (1, 1, 1), "layout_path": tmp_path, "pipeline_size": 2}
     for option, value in given_values.items():
         if option not in IMPORTERS[format_of(saver)].reads:
-            with pytest.raises(InvalidInputError, match=f"read as {format_of(saver)}, which has no use for {option}"):
+            with pytest.raises(InvalidInputError, match=f"read as {format_of(saver)}, which does not use {option}"):
                 open_source(path, options=ImportOptions(**{**more, option: value}))

@@ -22,7 +22,7 @@ from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_of_plan
 from moe_rl.study import simulate
 
-needs_core = pytest.mark.skipif(native_core() is None, reason="moe-rl over an engine needs the C++ core")
+needs_core = pytest.mark.skipif(native_core() is None, reason="moe-rl with an engine needs the C++ core")
 
 
 @settings(max_examples=60)

@@ -48,8 +48,8 @@ class Abstract(Planner):
     ("policy", "wanted"),
     [
         (NeedsTwo, "two must have a default"),
-        (Abstract, "not a subclass of moe_rl.planner.Planner"),
-        (SimpleNamespace(name="object"), "not a subclass of moe_rl.planner.Planner"),
+        (Abstract, "must be a subclass of moe_rl.planner.Planner"),
+        (SimpleNamespace(name="object"), "must be a subclass of moe_rl.planner.Planner"),
     ],
 )
 def test_what_is_no_policy_is_not_registered(policy: Any, wanted: str) -> None:

@@ -106,7 +106,7 @@ def test_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 def test_a_trace_is_not_written_over_by_accident(tmp_path: Path) -> None:
     trace, other = random_trace(0, [5, 2]), random_trace(1, [4])
     path = write(tmp_path / "t", trace)
-    with pytest.raises(InvalidInputError, match="exists already"):
+    with pytest.raises(InvalidInputError, match="already exists"):
         writer_for(path, other)
     assert_same(TraceReader(path).load(), trace)
     write(path, other, overwrite=True)
@@ -287,11 +287,11 @@ def reseal(path: Path, **changes: object) -> None:
         ({"top_k": 0}, "top_k must lie in"),
         ({"moe_layer_ids": []}, "moe_layer_ids must be ascending"),
         ({"moe_layer_ids": [1, 1, 2]}, "moe_layer_ids must be ascending"),
-        ({"moe_layer_ids": [1, 2, 3, 4]}, "its arrays are not those"),
+        ({"moe_layer_ids": [1, 2, 3, 4]}, "its arrays do not match"),
         ({"moe_layer_ids": {"a": 1}}, "moe_layer_ids: Input should be a valid array"),
         ({"provenance": "R9"}, "provenance 'R9' is unknown"),
         ({"optional_columns": [["x"]]}, "malformed"),
-        ({"optional_columns": ["router_logprobs"]}, "its arrays are not those"),
+        ({"optional_columns": ["router_logprobs"]}, "its arrays do not match"),
         ({"dtype": "uint16"}, "dtype 'uint16' does not fit"),
         ({"origin": []}, "origin: Input should be an object"),
         ({"origin": {"a": None}}, "origin.a.*: Input should be"),

@@ -341,7 +341,7 @@ def test_a_decoded_token_without_a_cache_that_says_its_length_is_refused(rng: np
     model = Model()
     with record_routing(model) as recorder:
         model(tokens_of(rng, 2, 5), memory=OpaqueCache())
-        with pytest.raises(InvalidInputError, match="cannot tell a decoded token from a sequence of one token"):
+        with pytest.raises(InvalidInputError, match="may be a decoded token or a sequence of one token"):
             model(tokens_of(rng, 2, 1), memory=OpaqueCache())
         with pytest.raises(InvalidInputError, match="called with 2 tokens and an attention_mask of 7"):
             model(tokens_of(rng, 2, 2), attention_mask=torch.ones(2, 7), memory=OpaqueCache())

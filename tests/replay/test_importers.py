@@ -135,7 +135,7 @@ def test_rows_of_the_profile_run_are_warned_of(tmp_path: Path, caplog: pytest.Lo
         ids[:70] = ids[0]
         producers.write_npz(tmp_path / "bad.npz", [ids], 32)
         open_source(tmp_path / "bad.npz", options=rollout.options())
-    assert "35 % of the rows of the first MoE layer are the same ids" in caplog.text
+    assert "35 % of the rows in the first MoE layer hold the same ids" in caplog.text
 
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_capture_holes_are_refused_unless_masked(tmp_path: Path) -> None:
     rollout = make_rollout(lengths=(5,))
     rollout.sequences[0][1:3] = 0
     torch.save({"rollout_id": 0, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "0.pt")
-    with pytest.raises(InvalidInputError, match=r"2 of 5 rows, row 1 the first, name expert 0 .*--mask-capture-holes"):
+    with pytest.raises(InvalidInputError, match=r"2 of 5 rows, first row 1, name expert 0 .*--mask-capture-holes"):
         open_source(tmp_path / "0.pt", options=rollout.options())
     trace = open_source(tmp_path / "0.pt", options=rollout.options(mask_capture_holes=True)).load()
     assert trace.valid.tolist() == [True, False, False, True, True, False]

@@ -122,7 +122,7 @@ def test_prompt_groups_and_turns_store_new_rows_only():
     whole = np.concatenate([prompt, answers[300:400], answers[:50], answers[:200]])
     np.testing.assert_array_equal(reader.ids(3), np.sort(whole, axis=2))
     np.testing.assert_array_equal(reader.ids(9), np.sort(np.concatenate([whole[:400], answers[:10]]), axis=2))
-    with pytest.raises(InvalidInputError, match="begins with 1000 rows of sequence 3, of which 0"):
+    with pytest.raises(InvalidInputError, match="begins with 1000 rows of sequence 3, but this stream holds only 0"):
         RoutesReader(messages[1])
 
 
@@ -199,7 +199,7 @@ def test_newer_and_foreign_data_are_told_apart():
     with pytest.raises(InvalidInputError, match=r"newer .version 3."):
         read_all(bytes(other))
     other[8] = 1
-    with pytest.raises(InvalidInputError, match="version 1, before blocks had spans"):
+    with pytest.raises(InvalidInputError, match="old version 1, without block spans"):
         read_all(bytes(other))
     with pytest.raises(InvalidInputError, match="foreign"):
         read_all(b"\x93NUMPY" + bytes(200))
@@ -282,7 +282,7 @@ def test_a_damaged_end_mark_is_corrupt(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt: 3 chunks stand before it"):
+    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt: 3 chunks precede it"):
         RoutesReader.open(path)
     assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
 
@@ -330,7 +330,7 @@ def test_a_file_that_is_cut_under_an_open_reader_is_an_error_and_no_signal(tmp_p
     np.testing.assert_array_equal(reader.ids(1), routes[1])
     with path.open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(InvalidInputError, match="was cut to 100 of"):
+    with pytest.raises(InvalidInputError, match="has been cut to 100 of"):
         reader.ids(1)
 
 
@@ -375,7 +375,7 @@ def test_all_rows_of_a_stream_have_weights_or_none_has():
     ids = random_routes(np.random.default_rng(15), 10, 1, 32, 4)
     writer = RoutesWriter([].append, num_experts=32, top_k=4, layer_ids=(0,))
     writer.add(0, ids)
-    with pytest.raises(InvalidInputError, match="some rows of the stream have combine weights and others not"):
+    with pytest.raises(InvalidInputError, match="some rows of the stream have combine weights and others do not"):
         writer.add(1, ids, combine_weights=np.ones(ids.shape, np.float32))
     with pytest.raises(InvalidInputError, match="these routes hold no combine weights"):
         RoutesReader(DATA).combine_weights(0)

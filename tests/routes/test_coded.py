@@ -122,7 +122,7 @@ def test_damage_and_foreign_shapes_are_one_sentence(tmp_path):
     shard.write_bytes(good)
     other = replace(reader.manifest, num_experts=64)
     other.write(reader.path)
-    with pytest.raises(InvalidInputError, match="another number of experts"):
+    with pytest.raises(InvalidInputError, match="differ in the number of experts"):
         TraceReader(reader.path).load()
     with pytest.raises(InvalidInputError, match="experts must lie in"):
         TraceWriter(tmp_path / "big.moetrace", num_experts=5000, moe_layer_ids=[0], top_k=2, coded=True)

@@ -116,5 +116,5 @@ def test_the_command_line_makes_a_trace_like_another(tmp_path: Path) -> None:
     assert moe_rl("trace", "convert", given, counts, "--num-experts", 8, "--counts-only").code == 0
     refused = moe_rl("trace", "synth", "preset_b", tmp_path / "n.moetrace", "--like", counts)
     assert refused.code == 2
-    assert "holds counts alone, and the routes of single tokens are needed" in refused.err
+    assert "holds only counts, but the routes of single tokens are needed" in refused.err
     assert not (tmp_path / "n.moetrace").exists()

@@ -129,9 +129,9 @@ def test_gpus_set_the_number_of_ep_groups_and_stand_in_the_header(path: Path) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gpus": 6}, r"--gpus 6 is no multiple of 4, the GPUs of one EP group \(EP 4\)\."),
-        ({"gpus": 2}, "--gpus 2 is no multiple of 4"),
-        ({"gpus": 8, "num_ep_groups": 1}, "--gpus 8 makes 2 EP groups, --num-ep-groups says 1: give one."),
+        ({"gpus": 6}, r"--gpus 6 is not a multiple of 4, the GPUs of one EP group \(EP 4\)\."),
+        ({"gpus": 2}, "--gpus 2 is not a multiple of 4"),
+        ({"gpus": 8, "num_ep_groups": 1}, "--gpus 8 makes 2 EP groups, --num-ep-groups is 1: give only one."),
         ({"gpus": 8, "ep_group_tokens": 200}, "--ep-group-tokens describes one EP group: leave --gpus at 4."),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_trace_in_memory_is_cut_into_its_steps(tmp_path: Path) -> None:
     assert (stored.steps, stored.num_tokens) == (trace.steps, trace.num_tokens)
     for name in trace.steps:
         assert np.array_equal(stored.load(name).routed_experts, trace.load(name).routed_experts)
-    with pytest.raises(InvalidInputError, match="exists already"):
+    with pytest.raises(InvalidInputError, match="already exists"):
         trace.save(tmp_path / "s.moetrace")
 
 
@@ -326,7 +326,7 @@ def test_short_names_of_the_command_line_are_taken_and_shown(path: Path) -> None
     assert figures(moe_rl.simulate(path, ep=4, policy="static", **small)) == figures(
         moe_rl.simulate(path, policy="static", **SMALL)
     )
-    with pytest.raises(InvalidInputError, match="ep and expert_model_parallel_size are one option"):
+    with pytest.raises(InvalidInputError, match="ep and expert_model_parallel_size are the same option"):
         moe_rl.simulate(path, ep=4, **SMALL)
     for call in (moe_rl.simulate, moe_rl.plan, moe_rl.sweep, moe_rl.tune, moe_rl.rl_step):
         shown = inspect.signature(call).parameters

@@ -39,7 +39,7 @@ def test_the_command_and_the_library_say_what_buffers_need(tmp_path: Path) -> No
     assert "recorded sizes" in refused.err
 
 
-@pytest.mark.skipif(native_core() is None, reason="moe-rl over an engine needs the C++ core")
+@pytest.mark.skipif(native_core() is None, reason="moe-rl with an engine needs the C++ core")
 def test_a_report_says_capacity_and_what_an_engine_leaves_to_foresight(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "run.npz", sequences=16, tokens=64)
     report = simulate(

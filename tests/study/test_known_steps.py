@@ -156,15 +156,15 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
 @pytest.mark.parametrize(
     ("known", "sentence"),
     [
-        (("--known-step", "nonsense"), "neither seconds (41.2), tokens/s/gpu"),
-        (("--known-step", "0"), "a step takes more than no time"),
+        (("--known-step", "nonsense"), "give seconds (41.2), tokens/s/gpu"),
+        (("--known-step", "0"), "a step must take more than 0 s"),
         (("--known-step", "50"), "times as long as the forecast"),
-        (("--known-step", "1e-9"), "no step is so short: its products alone take"),
-        (("--known-step", "timing_s/step:41.2"), "it timed a step of RL, and this command forecasts a update"),
-        (("--known-step", "absent.yaml"), "there is no such file"),
+        (("--known-step", "1e-9"), "no step is so short: its GEMMs alone take"),
+        (("--known-step", "timing_s/step:41.2"), "it timed a step of RL, but this command forecasts a update"),
+        (("--known-step", "absent.yaml"), "the file does not exist"),
         (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "give one for each"),
-        (("--known-step", "1", "--objective", "imbalance"), "--known-step is time"),
-        (("--known-memory", "900"), "it seems to be a peak of another setting"),
+        (("--known-step", "1", "--objective", "imbalance"), "--known-step is a time"),
+        (("--known-memory", "900"), "it seems to be the peak of another setting"),
     ],
 )
 def test_a_wrong_step_gets_a_sentence(trace: Path, known: tuple[str, ...], sentence: str) -> None:
@@ -183,7 +183,7 @@ def test_tokens_per_second_for_seconds_and_another_models_step_are_recognized(tm
     config.write_text("model: deepseek-v3\ntrain_gpus: 256\nep: 16\n")
     ran = moe_rl("rl-step", *RL, "--known-step", 40, "--known-step-config", config)
     assert ran.code == 2
-    assert "it is a step of DeepSeek-V3, and the forecast is of Qwen3-30B-A3B" in ran.err
+    assert "it is a step of DeepSeek-V3, but the forecast is of Qwen3-30B-A3B" in ran.err
 
 
 def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, trace: Path) -> None:
@@ -208,6 +208,6 @@ def test_a_policy_whose_published_gain_is_not_met_is_refused_for_that_dispatcher
     own = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static,llep")
     refused = moe_rl("simulate", trace, *own, "--moe-token-dispatcher-type", "alltoall")
     assert refused.code == 2
-    assert "--policy llep is not forecast" in refused.err
+    assert "--policy llep cannot be forecast" in refused.err
     assert "18 to 68 % too high" in refused.err
     assert moe_rl("simulate", trace, *own).code == 0

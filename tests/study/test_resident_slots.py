@@ -103,7 +103,7 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"resident_slots": "many"}, "neither a whole number nor auto (got 'many')"),
-        ({"hidden_size": None}, "needs a forecast of memory, and hidden_size of the model would be assumed"),
+        ({"hidden_size": None}, "needs a memory forecast, but hidden_size of the model is only assumed"),
         ({"objective": "imbalance"}, "looks for the shortest step, which objective imbalance does not compute"),
         (
             {"policy": ["static", "ultraep"], "policy_option": []},
@@ -131,4 +131,4 @@ def test_an_expert_map_needs_a_number(path: Path, tmp_path: Path) -> None:
     shape = ("--num-experts", 8, "--ep", 4, "--resident-slots", "auto")
     ran = command_line("plan", path, *shape, "--export", "sglang", "-o", tmp_path / "map.json")
     assert ran.code == 2
-    assert "--resident-slots auto chooses for a step of training; an expert map needs a number." in ran.err
+    assert "--resident-slots auto only works for a training step; an expert map needs a number." in ran.err

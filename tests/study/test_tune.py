@@ -142,7 +142,7 @@ def test_what_is_given_is_not_searched() -> None:
     [
         (("--gpus", 0), "--gpus must be at least 1"),
         (("--gpus", 8, "--expert-model-parallel-size", 3), "no parallel layout"),
-        (("--batch", "scaled"), "tune lays out sequences"),
+        (("--batch", "scaled"), "tune packs sequences"),
         (("--tokens-per-rank", 4096), "give --micro-batch-tokens"),
         (("--model", "deepseek-v3"), "does not fit on 8 GPUs"),
         (("--plot", "a.png"), "must end in .html"),
@@ -157,7 +157,7 @@ def test_what_cannot_be_asked_is_refused(arguments: tuple[object, ...], message:
 
 
 def test_without_lengths_it_asks_for_them() -> None:
-    with pytest.raises(InvalidInputError, match="--num-samples is needed"):
+    with pytest.raises(InvalidInputError, match="--num-samples is required"):
         product.tune(model="gpt-oss-20b", gpus=8)
 
 

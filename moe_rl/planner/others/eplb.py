@@ -41,8 +41,8 @@ class EplbPlanner(Planner):
         """Return the loads that the placement is made for; raise where they are not known."""
         if problem.history is None:
             raise InvalidInputError(
-                f"policy {self.name!r} plans on the loads of an earlier step and was given none: "
-                "give a history, or use 'eplb-oracle'."
+                f"policy {self.name!r} plans from the loads of an earlier step, but none were given: "
+                "give a history or use 'eplb-oracle'."
             )
         return problem.history
 
@@ -81,7 +81,7 @@ def eplb_placement(problem: PlanProblem, known_load: StepLoad, *, hierarchical: 
     load, topology = problem.load, problem.topology
     require(
         known_load.num_layers == load.num_layers and known_load.num_experts == load.num_experts,
-        f"the history has {known_load.num_layers} MoE layers of {known_load.num_experts} experts, the step "
+        f"the history has {known_load.num_layers} MoE layers of {known_load.num_experts} experts, but the step has "
         f"{load.num_layers} of {load.num_experts}.",
     )
     per_rank = topology.experts_per_rank(load.num_experts) + problem.replica_slots
@@ -171,7 +171,7 @@ def _check_divisions(num_experts: int, num_physical: int, num_groups: int, num_n
     ):
         require(
             divisor >= 1 and number % divisor == 0,
-            f"EPLB: {number} {what} cannot be shared equally by {divisor} {divisor_name}.",
+            f"EPLB: {number} {what} cannot be split evenly across {divisor} {divisor_name}.",
         )
     require(num_physical >= num_experts, f"EPLB: {num_physical} physical experts cannot hold {num_experts} experts.")
 

@@ -93,7 +93,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         routes = _as_ids(values, options, f"{path}: {key!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
-            require(index < len(options.prompt_lengths), f"{path} has more sequences than prompt lengths were given.")
+            require(index < len(options.prompt_lengths), f"{path} has more sequences than there are prompt lengths.")
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
             routes = np.concatenate([prompt, routes])
@@ -125,7 +125,7 @@ def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: b
         )
     if first:
         logger.warning(
-            "%s: router logits; the %d highest of %d are taken as routes, which is wrong for a router with groups or "
+            "%s holds router logits; the %d highest of %d become routes, which is wrong for a router with groups or "
             "an expert bias.",
             what,
             top_k,

@@ -35,7 +35,7 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.in
     wanted = math.prod(shape) * np.dtype(dtype).itemsize
     require(
         all(extent >= 0 for extent in shape) and wanted == len(data),
-        f"{dtype} routes of shape {list(shape)} take {wanted} bytes, the payload has {len(data)}.",
+        f"{dtype} routes of shape {list(shape)} take {wanted} bytes, but the payload has {len(data)}.",
     )
     array: NDArray[np.integer] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
     return array
@@ -62,7 +62,7 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
     try:
         version = npy.read_magic(file)
         formats = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        require(version in formats, f"the .npy file has format version {version}, which is not read.")
+        require(version in formats, f"the .npy file has format version {version}, which is not supported.")
         shape, order, dtype = formats[version](file)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise InvalidInputError("the payload is not a .npy file, or its header is damaged.") from error

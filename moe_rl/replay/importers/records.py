@@ -49,9 +49,9 @@ class RecordedSequence:
             value = getattr(self, name)
             require(-1 <= value < 1 << 31, f"{name} must lie in -1 .. {(1 << 31) - 1}, got {value}.")
         if self.valid is not None:
-            require(self.valid.shape == routes.shape[:1], "the mask of valid rows has another length than the routes.")
+            require(self.valid.shape == routes.shape[:1], "the mask of valid rows differs in length from the routes.")
         weights = self.combine_weights
-        require(weights is None or weights.shape == routes.shape, "combine weights have another shape than the routes.")
+        require(weights is None or weights.shape == routes.shape, "combine weights differ in shape from the routes.")
         if self.layer_ids is not None:
             require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
 
@@ -133,7 +133,7 @@ def require_of_use(path: Path, format: str, options: ImportOptions, reads: tuple
         set_here = getattr(options, item.name) != item.default
         require(
             not set_here or item.name in OF_EVERY_TRACE or item.name in reads,
-            f"{path} is read as {format}, which has no use for {item.name}: leave it out.",
+            f"{path} is read as {format}, which does not use {item.name}: leave it out.",
         )
 
 

@@ -131,7 +131,7 @@ def load_torch_file(path: Path, *, verify: bool = True) -> Any:
     Raises `InvalidInputError` for anything that is not such a file; the older format without a zip archive included.
     """
     if not zipfile.is_zipfile(path):
-        raise InvalidInputError(f"{path} is not a zip archive as torch.save writes it since version 1.6.")
+        raise InvalidInputError(f"{path} is not a zip archive from torch.save 1.6 or later.")
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
@@ -159,13 +159,13 @@ def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], ve
 
 def _stored_bytes(file_bytes: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: bool) -> NDArray[np.uint8]:
     """Return a member's bytes as a view of the file; torch stores them without compression."""
-    require(member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, torch.save never does that")
+    require(member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, which torch.save never does")
     # The local header's name and extra field may be longer than the directory's: read their lengths from it.
     header = file_bytes[member.header_offset : member.header_offset + 30]
     require(len(header) == 30, f"the zip entry of {member.filename} is damaged")
     name_length, extra_length = np.frombuffer(header[26:30].tobytes(), "<u2").tolist()
     start = member.header_offset + 30 + name_length + extra_length
-    require(start + member.file_size <= len(file_bytes), f"{member.filename} ends after the end of the file")
+    require(start + member.file_size <= len(file_bytes), f"{member.filename} extends past the end of the file")
     data = file_bytes[start : start + member.file_size]
     crc = 0
     for chunk_start in range(0, len(data) if verify else 0, CHECK_BYTES):
@@ -182,7 +182,7 @@ def _number_dtype(code: str) -> np.dtype[Any]:
         dtype = np.dtype(code)
     except TypeError as error:
         raise InvalidInputError(f"unknown array dtype {code!r}") from error
-    require(dtype.kind in "iufb" and dtype.fields is None, f"arrays of {code!r} are not read")
+    require(dtype.kind in "iufb" and dtype.fields is None, f"arrays of {code!r} are not supported")
     return dtype
 
 
@@ -219,7 +219,7 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
         return np.zeros(extents, dtype)
     # as_strided checks nothing: the furthest element decides whether the view stays inside.
     last_byte = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
-    require(last_byte < len(flat), f"a tensor of shape {list(extents)} leaves its storage of {len(flat)} values")
+    require(last_byte < len(flat), f"a tensor of shape {list(extents)} exceeds its storage of {len(flat)} values")
     count = math.prod(extents)
     if strides == tuple(math.prod(extents[axis + 1 :]) for axis in range(len(extents))):
         return flat[start : start + count].reshape(extents)
