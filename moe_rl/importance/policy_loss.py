@@ -232,8 +232,8 @@ def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
     if rule.widths in ("ratio", "log ratio") and low is not None and low < noise and not torch.compiler.is_compiling():
         warnings.warn(
             f"{rule.name}'s clip_ratio_low of {low:g} is narrower than the noise of 1 - gamma, {noise:g}: with the "
-            "router shift before the clip, what has a negative advantage may get no gradient at all. Take order "
-            "'after-clip', center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
+            "router shift before the clip, tokens with a negative advantage may get no gradient at all. Use order "
+            "'after-clip' or center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
             stacklevel=3,
         )
 

@@ -197,8 +197,8 @@ class RouterStore:
         wrong = largest if smallest >= -1 else smallest
         require(
             smallest >= -1 and largest < self.num_tokens,
-            f"{named_by} key {wrong}, but old_pass was opened for {self.num_tokens} tokens: keys 0 .. "
-            f"{self.num_tokens - 1}, and -1 for padding.",
+            f"{named_by} key {wrong}, but old_pass was opened for {self.num_tokens} tokens: use keys 0 .. "
+            f"{self.num_tokens - 1}, or -1 for padding.",
         )
 
     @property
@@ -231,8 +231,8 @@ class RouterStore:
             row = int(wrong.nonzero()[0])
             key, seen = int(keys[row]), int(self._tokens[keys[row] + 1])
             raise InvalidInputError(
-                f"tap.rows names key {key} for a row whose input id is {int(input_ids[row])}, and for that key it was "
-                f"{seen}: the keys are of other tokens, another step, or doubled."
+                f"tap.rows names key {key} for a row with input id {int(input_ids[row])}, but this key had input id "
+                f"{seen} before: the keys belong to other tokens or another step, or occur twice."
             )
 
     @property
@@ -331,7 +331,7 @@ def rollout_router_shift(
     sums, layers = torch.zeros(2, len(expert_ids), device=combine_weights.device), {}
     for router in range(expert_ids.shape[1]):
         stored = store.of(router, torch.arange(len(expert_ids)))
-        require(stored.words.dtype == torch.int32, "the gamma of a rollout needs a store of torch.int32 words.")
+        require(stored.words.dtype == torch.int32, "the gamma of a rollout needs a store with torch.int32 words.")
         trainer_ids, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
         rollout_ids, their_order = expert_ids[:, router].sort(dim=1)
         new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)
@@ -385,12 +385,12 @@ class RouterTap:
         _refuse_strange_routers(modules, router_ids)
         # A stage of dense layers hands on what the stages before it summed.
         known_kinds = ", ".join(ROUTER_KINDS.names)
-        require(bool(routers) or pipeline is not None, f"no router of a known kind ({known_kinds}) in the model.")
+        require(bool(routers) or pipeline is not None, f"the model has no router of a known kind ({known_kinds}).")
         for module, kind in routers:
             named = kind.score_function(module)
             require(
                 named in _READ_AS,
-                f"{type(module).__name__} scores its logits by {named!r}, which is not read; these are: "
+                f"{type(module).__name__} scores its logits by {named!r}, which is not supported; supported are "
                 f"{', '.join(_READ_AS)}.",
             )
         self._routers, self._chunks, self._pipeline, self._split = routers, chunks, pipeline, split
@@ -421,7 +421,7 @@ class RouterTap:
     def rows(self, keys: Tensor | None) -> None:
         require(
             keys is None or keys.dtype in (torch.int64, torch.int32),
-            f"tap.rows holds keys, int64, and not {None if keys is None else keys.dtype}.",
+            f"tap.rows must hold int64 keys, not {None if keys is None else keys.dtype}.",
         )
         self._forward = None if keys is None else _ForwardRows(keys.long())
         self._rows_were_set |= keys is not None
@@ -459,7 +459,7 @@ class RouterTap:
     def _require_store(self, store: RouterStore) -> None:
         require(
             store.num_routers == len(self),
-            f"the store is of a model with {store.num_routers} routers, and this one has {len(self)}.",
+            f"the store is for a model with {store.num_routers} routers, but this one has {len(self)}.",
         )
 
     @contextmanager
@@ -517,7 +517,7 @@ class RouterTap:
             finally:
                 self._forward = None  # keys of this pass must not serve the next one
         if self._routers and self._rows_were_set:
-            require(self._rows_were_read, f"tap.rows was set in this pass, and no router ran. {_COMPILED_BEFORE}")
+            require(self._rows_were_read, f"tap.rows was set in this pass, but no router ran. {_COMPILED_BEFORE}")
 
     def _hook(
         self, number: int, kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
@@ -547,7 +547,7 @@ class RouterTap:
             if places:
                 require(
                     forward is not None and bool(forward.readers),
-                    f"a forward ran, and none of its routers was seen. {_COMPILED_BEFORE}",
+                    f"a forward pass ran, but none of its routers was seen. {_COMPILED_BEFORE}",
                 )
             if forward is None:
                 raise InvalidInputError(_NO_ROWS)
@@ -570,12 +570,12 @@ class RouterTap:
             lost = [self._places[place] for place in sorted(places) if old.read_by(place)]
             require(
                 not lost,
-                f"the old pass has read {', '.join(lost)}, and this forward ran without being seen there. "
+                f"the old pass read {', '.join(lost)}, but this forward pass ran without being seen there. "
                 f"{_COMPILED_BEFORE}",
             )
         elif places:
             names = ", ".join(self._places[place] for place in sorted(places))
-            text = f"a forward ran, and was not seen in these routers: {names}. gamma is of the others."
+            text = f"a forward pass ran without being seen in these routers: {names}. gamma covers only the others."
             warnings.warn(f"{text} {_COMPILED_BEFORE}", stacklevel=2)
 
     def _keys_for(self, router: int, logits: Tensor) -> Tensor:
@@ -687,7 +687,7 @@ def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], router_ids
         routes = kind.endswith(("router", "gating", "gate")) and "shared" not in name
         if routes and id(module) not in router_ids and not any(id(child) in router_ids for child in module.modules()):
             raise InvalidInputError(
-                f"{name} ({type(module).__name__}) looks like a router, but no known kind reads it "
+                f"{name} ({type(module).__name__}) looks like a router, but is of no known kind "
                 f"({', '.join(ROUTER_KINDS.names)}): register one in ROUTER_KINDS."
             )
 

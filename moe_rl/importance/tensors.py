@@ -75,7 +75,7 @@ def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
         require(
             not _too_many(lost, valid),
             f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): more than "
-            f"{LARGEST_LOSS:.0%} is an error in what was handed over, which would be left out in silence.",
+            f"{LARGEST_LOSS:.0%} points to wrong inputs, which would otherwise be dropped silently.",
         )
     return dict(zip(metrics, numbers, strict=False))
 
@@ -157,7 +157,7 @@ def say_losses(lost: Mapping[str, Tensor], *, consequence: str = LEFT_OUT) -> No
 def _warn_of_losses(sentences: tuple[str, ...], counts: Tensor) -> None:
     for sentence, (lost, valid) in zip(sentences, counts.tolist(), strict=True):
         if _too_many(lost, valid):
-            warnings.warn(f"{sentence} as_floats of the metrics says at how many.", stacklevel=3)
+            warnings.warn(f"{sentence} as_floats of the metrics gives their number.", stacklevel=3)
 
 
 def _too_many(lost: float, valid: float) -> bool:

@@ -325,11 +325,13 @@ def test_what_is_not_understood_is_refused_by_name() -> None:
     class StrangeGating(nn.Module):
         pass
 
-    with pytest.raises(InvalidInputError, match=r"1 \(StrangeGating\) looks like a router, but no known kind reads it"):
+    with pytest.raises(InvalidInputError, match=r"1 \(StrangeGating\) looks like a router, but is of no known kind"):
         RouterTap(nn.Sequential(ExampleTopKRouter(), StrangeGating()))
     router = ExampleTopKRouter()
     router.score_fn = nn.Tanh()
-    with pytest.raises(InvalidInputError, match=r"ExampleTopKRouter scores its logits by 'Tanh', which is not read"):
+    with pytest.raises(
+        InvalidInputError, match=r"ExampleTopKRouter scores its logits by 'Tanh', which is not supported"
+    ):
         RouterTap(router)
 
 

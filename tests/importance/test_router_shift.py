@@ -229,7 +229,9 @@ def test_storage_refuses_what_it_cannot_keep() -> None:
         store_router_log_probs(ids, zeros, num_experts=200)
     with pytest.raises(InvalidInputError, match=r"words, not torch\.bfloat16"):
         store_router_log_probs(ids, zeros, num_experts=256, word=torch.bfloat16)
-    with pytest.raises(InvalidInputError, match=r"2048 experts leave 5 bits of a torch\.int16 word: use torch\.int32"):
+    with pytest.raises(
+        InvalidInputError, match=r"2048 experts leave only 5 bits of a torch\.int16 word: use torch\.int32"
+    ):
         store_router_log_probs(ids, zeros, num_experts=2048)
 
 

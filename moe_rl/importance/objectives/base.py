@@ -255,7 +255,7 @@ class Objective:
             # Whether somebody set 0.2 or left it, nobody can tell, and for a sequence's mean 0.2 is no clip at all.
             widths = {name: width for name, width in widths.items() if width not in (0.2, None)}
             for name, width in widths.items():
-                require(name in self.options, f"{flag} {width:g} does not act on {self.name!r}, which has no {name}.")
+                require(name in self.options, f"{flag} {width:g} has no effect on {self.name!r}, which has no {name}.")
         return self.from_settings(widths, options)
 
     @property
@@ -283,8 +283,8 @@ class Objective:
         of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
         require(
             not (of_sequence and _TOKEN_WIDTH <= value < math.inf),
-            f"{option} {value:g} is a token's width, but the ratio of {self.name!r} is a sequence's mean, which does "
-            f"not move so far: less than {_TOKEN_WIDTH:g} is plausible, 3e-4 is usual, infinity is no clip.",
+            f"{option} {value:g} is a token's width, but the ratio of {self.name!r} is a sequence's mean, which "
+            f"moves less: below {_TOKEN_WIDTH:g} is plausible, 3e-4 is usual, infinity turns the clip off.",
         )
         require(
             of_sequence or not 0.0 < value < _BFLOAT16_STEP,
