@@ -92,7 +92,7 @@ class BalancerConfig:
         )
         require(
             not self.static_rows or self.experts == "grouped",
-            f"static_rows needs experts='grouped', which takes counts on the device, not {self.experts!r}.",
+            f"static_rows needs experts='grouped', which reads counts on the device, not {self.experts!r}.",
         )
         require(
             self.capacity_risk is None or (self.static_rows and 0.0 <= self.capacity_risk < 1.0),
@@ -103,15 +103,17 @@ class BalancerConfig:
             f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
         )
         for name in ("static_rows", "placement_bitwise"):
-            require(not (self.observe and getattr(self, name)), f"{name} has no effect: observe carries nothing out.")
+            require(
+                not (self.observe and getattr(self, name)), f"{name} has no effect: observe does not change the run."
+            )
         require(
             not self.observe or self.experts == "megatron",
             f"experts={self.experts!r} has no effect: observe leaves the experts to the framework.",
         )
         require(
             engine_of(self.domain_balance) is None or (self.replica_slots, self.policy) == (0, "moe-rl"),
-            f"domain_balance {self.domain_balance!r} copies experts inside a node by itself, and policy 'moe-rl' plans "
-            f"over it: set replica_slots to 0, not {self.replica_slots}, and leave the policy at 'moe-rl'.",
+            f"domain_balance {self.domain_balance!r} copies experts inside a node by itself, and only policy 'moe-rl' "
+            f"plans with it: set replica_slots to 0, not {self.replica_slots}, and leave the policy at 'moe-rl'.",
         )
         if self.dispatcher not in (None, *DISPATCHERS):
             raise InvalidInputError(
@@ -119,7 +121,7 @@ class BalancerConfig:
             )
         require(
             self.history_steps <= 1 or self.steps_served > 1,
-            f"history_steps={self.history_steps} has no effect: homes learn from earlier steps where steps_served is "
+            f"history_steps={self.history_steps} has no effect: homes learn from earlier steps only if steps_served is "
             "above 1.",
         )
         for name in ("replica_slots", "cross_node_slots", "resident_slots"):

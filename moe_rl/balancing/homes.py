@@ -120,8 +120,8 @@ class ExpertHomes:
         require(bool((everyone[:, :-2] == digest).all()), "the ranks were given different placements.")
         if everyone[:, -1].any():
             raise GradientsWaitError(
-                "gradients of experts wait for an optimizer step, and would stay behind: reorder after the step, or "
-                "after they were set to zero (zero_grad_buffer() of the model, zero_grad() of the optimizer)."
+                "expert gradients are waiting for an optimizer step and would be lost: reorder after the step, or "
+                "after zeroing them (zero_grad_buffer() of the model, zero_grad() of the optimizer)."
             )
         received = 0
         if everyone[:, -2].any():

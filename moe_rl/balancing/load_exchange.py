@@ -110,7 +110,7 @@ def common_num_micro_batches(notices: Notices) -> int | None:
 def require_one_number(numbers: Sequence[int | None]) -> None:
     """Raise unless all numbers of micro-batches are the same."""
     listed = ", ".join(sorted(map(str, set(numbers))))
-    require(len(set(numbers)) == 1, f"the ranks gave routes of different numbers of micro-batches: {listed}.")
+    require(len(set(numbers)) == 1, f"the ranks disagree on the number of micro-batches with routes: {listed}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def plan_from_local(
     if expert_dp_group is not None:
         of_groups = gathered(of_groups[0], expert_dp_group)
     numbers = sorted({len(loads_of_rank) for of_group in of_groups for loads_of_rank in of_group})
-    require(len(numbers) == 1, f"the ranks gave counts of different numbers of micro-batches: {numbers}.")
+    require(len(numbers) == 1, f"the ranks disagree on the number of micro-batches: {numbers}.")
     everyone = np.array(of_groups, np.int32).transpose(0, 2, 3, 1, 4)
     load = StepLoad(
         pairs=np.ascontiguousarray(everyone),

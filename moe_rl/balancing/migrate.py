@@ -194,8 +194,8 @@ def migrate(
             groups.all_true(True)
         except Exception as error:  # a lost connection, or a message that the group's backend refuses
             raise ReorderError(
-                f"round {index + 1} of {len(transfers)} of the reorder failed; the experts are where the rounds before "
-                f"it put them, each whole and in one place: {error}"
+                f"round {index + 1} of {len(transfers)} of the reorder failed; experts are where the earlier rounds "
+                f"put them, each whole and in one place: {error}"
             ) from error
         for number, ((_, target), received) in enumerate(zip(transfer.receives, pieces, strict=True)):
             for place in (target, *transfer.mirrors.get(number, ())):

@@ -59,8 +59,8 @@ class PassNotices:
             consequence = "those beyond ran without copies"
         if dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: a pass was planned for %d micro-batches and ran %d: %s. Results are right, metrics are of "
-                "those that ran.",
+                "moe_rl: a pass was planned for %d micro-batches, but ran %d: %s. Results are correct; metrics cover "
+                "the micro-batches that ran.",
                 announced,
                 ran,
                 consequence,

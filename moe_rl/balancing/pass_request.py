@@ -57,9 +57,9 @@ class PassRequest:
             return
         for name in SIZES_OF_PLACEMENT:
             of_plan, of_run = getattr(self.plan.placement, name), getattr(self.placement, name)
-            require(of_plan == of_run, f"the plan has {name} {of_plan}, this run has {of_run}.")
+            require(of_plan == of_run, f"the plan has {name} {of_plan}, but this run has {of_run}.")
         groups = self.plan.replicas.num_ep_groups
-        require(groups in (1, num_ep_groups), f"the plan is for {groups} EP groups, this run has {num_ep_groups}.")
+        require(groups in (1, num_ep_groups), f"the plan is for {groups} EP groups, but this run has {num_ep_groups}.")
 
     @property
     def digest(self) -> str:

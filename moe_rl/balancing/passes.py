@@ -213,9 +213,12 @@ class PassCycle(RoutePlanner[Tables]):
         self._require_ready()
         self._settle_homes(source, forward_only=forward_only)
         if source is not None:
-            require(not self._queue.passes, "a prepared pass waits: begin it first, by begin_pass() without a source.")
+            require(
+                not self._queue.passes,
+                "a prepared pass is waiting: begin it first, with begin_pass() without a source.",
+            )
             self.prepare(source, forward_only=forward_only)
-        require(bool(self._queue.passes), "a pass needs a PassSource, or a prepare() before it.")
+        require(bool(self._queue.passes), "begin_pass() needs a PassSource or an earlier prepare().")
         started = time.perf_counter()
         prepared = self._queue.passes.popleft()
         with ranges.range("plan"):
@@ -351,5 +354,5 @@ class PassCycle(RoutePlanner[Tables]):
     def _require_no_pass(self, what: str) -> None:
         require(
             self._running is None,
-            f"a pass is under way: call end_pass() before {what}, or give_up() where its code raised.",
+            f"a pass is under way: call end_pass() before {what}, or give_up() if its code raised an error.",
         )

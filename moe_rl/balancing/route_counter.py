@@ -138,7 +138,7 @@ class RouteCounter:
             return sequence_of_row.new_zeros(num_rows)
         require(
             len(sequence_of_row) == num_rows,
-            f"micro-batch {micro_batch}: {len(sequence_of_row)} rows were announced, the routers get {num_rows}.",
+            f"micro-batch {micro_batch}: {len(sequence_of_row)} rows were announced, but the routers get {num_rows}.",
         )
         return sequence_of_row
 

@@ -103,14 +103,14 @@ def pack_schedule(
     """
     policy = POLICIES[config.policy]
     packing = ", ".join(policy.name for policy in POLICIES if policy.levers.pack)
-    require(policy.levers.pack, f"policy {config.policy!r} packs no sequences: use one of {packing}.")
+    require(policy.levers.pack, f"policy {config.policy!r} does not pack sequences: use one of {packing}.")
     trace = _as_trace(samples, model)
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
     batches_of_ranks = [[list(batch) for batch in batches] for batches in schedule]
     over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if over > token_budget:
-        logger.warning("moe_rl: a micro-batch has %d tokens, over %d: not packed again.", over, token_budget)
+        logger.warning("moe_rl: a micro-batch has %d tokens, more than %d: not repacked.", over, token_budget)
         return batches_of_ranks
     packed = plan_of_load(
         read_load([trace], layout=layout, topology=topology),
@@ -128,7 +128,7 @@ def pack_schedule(
     pairs = (pair for ranks in zip(batches_of_ranks, cells, strict=True) for pair in zip(*ranks, strict=True))
     emptied = sum(bool(before) and not after for before, after in pairs)
     if emptied:
-        logger.warning("moe_rl: packing would leave %d micro-batches empty: not packed again.", emptied)
+        logger.warning("moe_rl: packing would leave %d micro-batches empty: not repacked.", emptied)
         return batches_of_ranks
     return cells
 
@@ -136,7 +136,9 @@ def pack_schedule(
 def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequences: int) -> BatchLayout:
     """Return `schedule[dp_rank][micro_batch]` = sample indices as a layout; raise unless it holds each sample once."""
     counts = {len(micro_batches) for micro_batches in schedule}
-    require(len(counts) == 1, f"every data-parallel rank must run as many micro-batches, got {sorted(counts)}.")
+    require(
+        len(counts) == 1, f"every data-parallel rank must run the same number of micro-batches, got {sorted(counts)}."
+    )
     places = [
         (sample, micro_batch, dp_rank, order)
         for dp_rank, micro_batches in enumerate(schedule)
@@ -285,7 +287,7 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     usable = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
-            f"policy {config.policy!r} copies any number of experts onto a rank, and a run has buffers for "
+            f"policy {config.policy!r} copies any number of experts onto a rank, but a run has buffers for only "
             f"{config.spare_slots}: use one of {usable}."
         )
     if not may.move_homes and not policy.keeps_homes:
@@ -300,13 +302,13 @@ def require_useful_slots(config: BalancerConfig) -> None:
     levers = POLICIES[config.policy].levers
     require(
         not config.reorders or levers.move_homes or (levers.choose_residents and config.resident_slots > 0),
-        f"reorders has no effect: policy {config.policy!r} moves no expert in a run.",
+        f"reorders has no effect: policy {config.policy!r} never moves experts in a run.",
     )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
         filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]
         require(
             not getattr(config, slots) or config.policy in filling,
-            f"{slots} has no effect: policy {config.policy!r} leaves such slots empty; use one of "
+            f"{slots} has no effect: policy {config.policy!r} leaves these slots empty; use one of "
             f"{', '.join(filling)}, or 0.",
         )
 

@@ -70,7 +70,7 @@ def test_of_an_unknown_pass_no_sequence_has_a_name() -> None:
 def test_sources_that_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="num_micro_batches must be at least 1, got 0"):
         PassSource.unknown(0)
-    with pytest.raises(InvalidInputError, match="routes of 2 micro-batches, and sequences of 1"):
+    with pytest.raises(InvalidInputError, match="routes for 2 micro-batches, but sequences for 1"):
         PassSource.replayed(ROUTES, SEQUENCES[:1])
 
 
