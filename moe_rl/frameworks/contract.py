@@ -36,7 +36,7 @@ class Symbol:
             for attribute in path.split(".") if path else ():
                 value = getattr(value, attribute)
         except (ImportError, AttributeError) as error:
-            raise InvalidInputError(f"{self.name} is not there: {error}.") from error
+            raise InvalidInputError(f"{self.name} cannot be imported: {error}.") from error
         return value
 
     def problem(self) -> str:
@@ -117,7 +117,7 @@ class Framework:
                 ", ".join(self.tested),
             )
         problems = self.problems()
-        require(not problems, f"{self.name} {version} is not what the adapter knows: {' '.join(problems)}")
+        require(not problems, f"{self.name} {version} does not match what the adapter expects: {' '.join(problems)}")
         return version
 
 

@@ -287,7 +287,7 @@ class EpBalancer(PassCycle[EpTables]):
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every pass with a backward from now on, as `path`/dp<rank>.moetrace of this rank."""
-        require(self._run_layers.recording is None, "routing is being recorded already.")
+        require(self._run_layers.recording is None, "routing is already being recorded.")
         self._require_no_pass("record()")
         self._run_layers.recording = PassRecording(path, self._recorder, model=self.model, provenance=self._provenance)
 
@@ -316,4 +316,4 @@ def require_supported(config: BalancerConfig, *also: str) -> None:
     default, supported = BalancerConfig(), (*USED, *also)
     names = [field.name for field in fields(BalancerConfig) if field.name not in supported]
     unsupported = [name for name in names if getattr(config, name) != getattr(default, name)]
-    require(not unsupported, f"{', '.join(unsupported)}: only inside Megatron (moe_rl.megatron).")
+    require(not unsupported, f"{', '.join(unsupported)}: only supported inside Megatron (moe_rl.megatron).")

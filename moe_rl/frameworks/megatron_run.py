@@ -49,7 +49,7 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     levers = POLICIES[config.policy].levers
     require(
         "pack" not in stated or not config.pack or levers.pack,
-        f"pack has no effect: policy {config.policy!r} packs no sequences.",
+        f"pack has no effect: policy {config.policy!r} does not pack sequences.",
     )
     if "reorders" not in stated:
         config = replace(config, reorders=levers.move_homes)
@@ -120,7 +120,7 @@ class MicroBatchLimit:
         # Said when the limit first falls, not at every update of a run that stays below it.
         if tokens < limit and self.tokens in (None, limit):
             logger.warning(
-                "moe_rl: micro-batches have at most %d tokens per GPU: %s's limit, %d, is forecast not to fit.",
+                "moe_rl: micro-batches have at most %d tokens per GPU: by the forecast, %s's limit, %d, does not fit.",
                 tokens,
                 self._framework_name,
                 limit,
@@ -313,7 +313,7 @@ class MegatronRun:
         if dist.get_rank() == 0:
             logger.warning(
                 "moe_rl: switched off after %d updates (until): every expert is where Megatron puts it, and the run "
-                "goes on unbalanced.", self._updates,
+                "continues unbalanced.", self._updates,
             )  # fmt: skip
 
     def _around(

@@ -48,4 +48,4 @@ def unbalanced(framework: str, error: InvalidInputError, *, strict: bool) -> Non
     """Raise `error` where that was asked for, else say that the run goes on without balance."""
     if strict:
         raise error
-    logger.warning("moe_rl: this %s run goes on unbalanced (MOE_RL_STRICT=1 stops it): %s", framework, error)
+    logger.warning("moe_rl: this %s run continues unbalanced (MOE_RL_STRICT=1 stops it): %s", framework, error)

@@ -85,8 +85,8 @@ class RouterShiftRun:
                     self._num_tokens += len(tokens)
             elif start is None:
                 raise InvalidInputError(
-                    "the router shift compares an update with the pass of its old log-probabilities, and a sequence "
-                    "was in none: let the trained model compute them, on the ranks that train (no bypass mode)."
+                    "the router shift compares an update with the pass of its old log-probabilities, but one sequence "
+                    "was in no such pass: compute them with the trained model, on the training ranks (no bypass mode)."
                 )
             keys.append(torch.full((len(tokens),), -1) if start is None else start + torch.arange(len(tokens)))
         return keys
@@ -100,7 +100,7 @@ class RouterShiftRun:
 
     def of(self, keys: Tensor) -> RouterShift:
         """Return the router shift at these tokens, whose forward has run on the last stage; a collective."""
-        require(self._update is not None, "gamma is read in the loss function of an update.")
+        require(self._update is not None, "gamma can only be read in the loss function of an update.")
         assert self._update is not None
         self._asked.append(keys.reshape(-1))
         return self._update.finish(keys, floor=self._floor, sum_over_ranks=all_reduce_sum(self._split))

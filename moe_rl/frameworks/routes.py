@@ -24,7 +24,7 @@ def of_moe_layers(routes: Any, model: MoeModelSpec) -> NDArray[np.signedinteger]
     layers, choices = ids.shape[-2:]
     require(
         layers in (model.num_moe_layers, model.num_layers) and choices == model.top_k,
-        f"the routes are of another model: {layers} layers of {choices} choices, and not {model.num_moe_layers} MoE "
+        f"the routes are from another model: {layers} layers of {choices} choices, not {model.num_moe_layers} MoE "
         f"layers (or all {model.num_layers} layers) of {model.top_k}.",
     )
     # Rows of dense layers hold zeros or what memory held before: counted, they would be a hot expert 0.
@@ -47,7 +47,7 @@ def signed(ids: NDArray[Any]) -> NDArray[np.signedinteger]:
 def with_missing_last_rows(routes: Any, num_rows: int) -> NDArray[np.signedinteger]:
     """Return [T, L, K] of `num_rows` rows: engines return no route for the last token, which they never feed."""
     ids = signed(as_array(routes))
-    require(len(ids) <= num_rows, f"{len(ids)} rows of routes for {num_rows} tokens.")
+    require(len(ids) <= num_rows, f"there are {len(ids)} rows of routes for {num_rows} tokens.")
     if len(ids) == num_rows:
         return ids
     rows = np.full((num_rows, *ids.shape[1:]), -1, ids.dtype)

@@ -172,7 +172,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     if variables_of_process.get(SWITCH):
         require(
             "policy" not in block or variables_of_process.get(f"{PREFIX}POLICY") is None,
-            "MOE_RL and MOE_RL_POLICY are one.",
+            "MOE_RL and MOE_RL_POLICY are the same setting: give only one.",
         )
         if variables_of_process[SWITCH] == OBSERVE:
             block["observe"] = True

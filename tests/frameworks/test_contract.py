@@ -42,8 +42,8 @@ def test_another_version_gives_one_warning_with_both(
 @pytest.mark.parametrize(
     ("symbol", "sentence"),
     [
-        (Symbol(name="no_such_package.module:name"), "no_such_package.module:name is not there"),
-        (Symbol(name="json:JSONEncoder.gone"), "json:JSONEncoder.gone is not there"),
+        (Symbol(name="no_such_package.module:name"), "no_such_package.module:name cannot be imported"),
+        (Symbol(name="json:JSONEncoder.gone"), "json:JSONEncoder.gone cannot be imported"),
         (Symbol(name="json:dumps", parameters=("object",)), r"json:dumps takes \(obj, .*\), and not \(object, ...\)"),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="moe_rl.frameworks"):
         unbalanced("verl", error, strict=False)
     assert caplog.messages == [
-        "moe_rl: this verl run goes on unbalanced (MOE_RL_STRICT=1 stops it): the model has no MoELayer."
+        "moe_rl: this verl run continues unbalanced (MOE_RL_STRICT=1 stops it): the model has no MoELayer."
     ]
     with pytest.raises(InvalidInputError, match="no MoELayer"):
         unbalanced("verl", error, strict=True)
@@ -98,7 +98,7 @@ def test_an_adapter_to_an_absent_framework_is_a_sentence(monkeypatch: pytest.Mon
     for name, needs in (("trl", "trl"), ("transformers", "transformers.distributed.expert_parallel")):
         monkeypatch.setitem(sys.modules, needs, None)
         monkeypatch.delitem(sys.modules, f"moe_rl.frameworks.{name}.attach", raising=False)
-        with pytest.raises(InvalidInputError, match="is not there"):
+        with pytest.raises(InvalidInputError, match="cannot be imported"):
             importlib.import_module(f"moe_rl.frameworks.{name}.attach")
 
 

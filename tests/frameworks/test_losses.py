@@ -184,7 +184,7 @@ def test_every_registered_loss_runs_with_verls_defaults_and_refuses_what_it_cann
     with pytest.raises(InvalidInputError, match=r"clip_ratio_high 0.3 is a token's width, but the ratio of 'gspo'"):
         verl.checked_settings(config)
     config.policy_loss.loss_mode = "moe_rl_decoupled_ppo"
-    with pytest.raises(InvalidInputError, match=r"verl cannot feed moe_rl_decoupled_ppo"):
+    with pytest.raises(InvalidInputError, match=r"verl cannot run moe_rl_decoupled_ppo"):
         verl.checked_settings(config)
 
 
@@ -273,7 +273,9 @@ def test_areal(setting: str) -> None:
     level = given.pop("importance_sampling_level", None)  # the objective says it
     refused = {"importance_sampling_level": level} if level else {"use_sapo_loss": given.pop("use_sapo_loss", False)}
     if any(refused.values()):
-        with pytest.raises(InvalidInputError, match=rf"{next(iter(refused))}=.* is not read by this loss"):
+        with pytest.raises(
+            InvalidInputError, match=rf"{next(iter(refused))}=.* would be silently ignored by this loss"
+        ):
             areal.grpo_loss_fn(log_prob, torch.zeros(()), data, objective=setting, **given, **refused)
     logged: list[dict[str, float]] = []
     loss = areal.grpo_loss_fn(
@@ -314,11 +316,15 @@ def areals_module(**changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("objective", "settings", "sentence"),
     [
-        ("ppo", {"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' is not read"),
-        ("ppo", {"use_sapo_loss": True}, r"use_sapo_loss=True is not read by this loss"),
-        ("ppo", {"m2_threshold": 0.04}, r"m2_threshold=0.04 is not read by this loss"),
-        ("decoupled_ppo", {"prox_logp_method": "loglinear"}, r"prox_logp_method='loglinear' is not read"),
-        ("ppo", {"rejection_sampling": object()}, r"rejection_sampling=.* is not read by this loss"),
+        (
+            "ppo",
+            {"importance_sampling_level": "sequence"},
+            r"importance_sampling_level='sequence' would be silently ignored",
+        ),
+        ("ppo", {"use_sapo_loss": True}, r"use_sapo_loss=True would be silently ignored by this loss"),
+        ("ppo", {"m2_threshold": 0.04}, r"m2_threshold=0.04 would be silently ignored by this loss"),
+        ("decoupled_ppo", {"prox_logp_method": "loglinear"}, r"prox_logp_method='loglinear' would be silently ignored"),
+        ("ppo", {"rejection_sampling": object()}, r"rejection_sampling=.* would be silently ignored by this loss"),
         ("gspo", {"eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
         ("sapo", {"eps_clip": 0.1}, r"eps_clip\* 0.1 does not act on 'sapo'"),
     ],

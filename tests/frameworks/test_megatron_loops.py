@@ -54,7 +54,7 @@ def test_micro_batches_that_are_looked_at_again_are_never_held_together() -> Non
     assert run(data_iterator=data, num_microbatches=6) is data
     assert max(alive) <= 2
     assert len(balancer.begin_pass.call_args.args[0].routes) == 6
-    with pytest.raises(InvalidInputError, match="`again` yields 6 micro-batches, the call wants 7"):
+    with pytest.raises(InvalidInputError, match="`again` yields 6 micro-batches, but the call needs 7"):
         run(data_iterator=data, num_microbatches=7)
 
 
@@ -68,7 +68,7 @@ def test_a_loop_reads_the_router_shift_in_its_own_passes(outcome: list[Any]) -> 
         assert rank["keys"] == [4 * 2 * 16, -1]
         # One of two layers; 17 tokens of a sequence have places, and one row takes padding; top-2, in 32-bit words.
         assert rank["bytes"] == (4 * 2 * 17 + 1) * 2 * 4
-        assert "a sequence was in none" in rank["said"]
+        assert "one sequence was in no such pass" in rank["said"]
     assert [rank["last"] for rank in outcome] == [False, True]
 
 
@@ -78,8 +78,8 @@ def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -
         refused = rank.pop("refused")
         assert all(rank.values()), rank
         assert "is a dict" in refused[0]
-        assert "holds 1 micro-batches, the call wants 2" in refused[1]
-        assert "of another model: 2 layers of 1 choices" in refused[2]
+        assert "holds 1 micro-batches, but the call needs 2" in refused[1]
+        assert "from another model: 2 layers of 1 choices" in refused[2]
 
 
 @pytest.mark.parametrize(

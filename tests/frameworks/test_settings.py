@@ -109,13 +109,13 @@ def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout()
 
     config = SimpleNamespace(policy_loss=SimpleNamespace(loss_mode="vanilla"))
     checked_settings(config)
-    with pytest.raises(InvalidInputError, match="loss_mode is vanilla: take one that begins with moe_rl_"):
+    with pytest.raises(InvalidInputError, match="loss_mode is vanilla: use one that begins with moe_rl_"):
         checked_settings(config, router_shift=True)
     for args, sentence in (
-        ({}, "weighs the loss of moe_rl.frameworks.slime.losses"),
+        ({}, "needs the loss of moe_rl.frameworks.slime.losses"),
         (
             {"custom_loss_function_path": "moe_rl.frameworks.slime.losses.policy_loss_function"},
-            "needs the pass that --use-rollout-logprobs leaves out",
+            "needs the pass that --use-rollout-logprobs skips",
         ),
     ):
         with patch.dict(os.environ, {"MOE_RL_ROUTER_SHIFT": "0.8"}), pytest.raises(InvalidInputError, match=sentence):

@@ -68,7 +68,7 @@ def objective_of(
     for name, value in settings.items():
         require(
             value is None or value is False or _DEFAULTS.get(name) == value,
-            f"{name}={value!r} is not read by this loss, which would change in silence: choose the objective and its "
+            f"{name}={value!r} would be silently ignored by this loss: choose the objective and its "
             "options instead (gspo, sapo, decoupled_ppo with behavior_filter, m2po_mask).",
         )
     high = eps_clip if eps_clip_higher is None else eps_clip_higher
@@ -102,7 +102,7 @@ def grpo_loss_fn(
     default, it is refused.
     """
     rule = objective_of(objective, options, eps_clip, eps_clip_higher, c_clip, **settings)
-    require("teacher_logp" not in input_data, "the distillation from a teacher is not part of this loss.")
+    require("teacher_logp" not in input_data, "this loss does not support distillation from a teacher.")
     behavior, proximal = input_data["logprobs"], input_data.get("prox_logp")
     mask: Tensor = input_data["loss_mask"].bool()
     tokens = policy_token_loss(

@@ -41,7 +41,7 @@ try:
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.moe.ep_count import count_tokens_per_expert
 except ImportError as error:
-    raise InvalidInputError(f"DeepSpeed's AutoEP is not there: {error}.") from error
+    raise InvalidInputError(f"DeepSpeed's AutoEP cannot be imported: {error}.") from error
 
 let_registry_take_names()
 
@@ -68,7 +68,7 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     spec, _ = model_of_config(engine.module.config.to_dict(), where=type(engine.module).__name__)
     require(
         len(modules) == spec.num_moe_layers,
-        f"the engine has {len(modules)} AutoEP layers, the model's configuration names {spec.num_moe_layers}.",
+        f"the engine has {len(modules)} AutoEP layers, but the model's configuration names {spec.num_moe_layers}.",
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     clock = MicroBatchClock(engine.module)
@@ -176,8 +176,12 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
         "in DeepSpeed's configuration.",
     )
     module = modules[0]
-    require("forward" not in vars(module.router), "a balancer is attached to this engine: call its detach() first.")
-    require(hasattr(engine.module, "config"), f"{type(engine.module).__name__} has no config that says its MoE layers.")
+    require(
+        "forward" not in vars(module.router), "a balancer is already attached to this engine: call its detach() first."
+    )
+    require(
+        hasattr(engine.module, "config"), f"{type(engine.module).__name__} has no config that names its MoE layers."
+    )
     stage = engine.zero_optimization_stage()
     handles = module.folding_group_handles
     folded = 1 if handles is None else handles.spec.tp_size
@@ -185,7 +189,7 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
     require(stage < 3, f"zero_optimization.stage is {stage}: it shards every expert over ranks; use stage 0, 1 or 2.")
     require(
         folded == 1,
-        f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it that plans do not know.",
+        f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it; plans do not support it.",
     )
     require(
         module.comm_backend == "comm",
@@ -215,6 +219,6 @@ def _at_home(engine: Any, balancer: EpBalancer, name: str) -> Callable[[], None]
 def _require_home(balancer: EpBalancer, *_: Any) -> None:
     require(
         balancer.at_home,
-        "experts are reordered: take the state dict inside balancer.canonical(weights_only=True), which brings them "
-        "home.",
+        "experts are reordered: take the state dict inside balancer.canonical(weights_only=True), which moves them "
+        "back.",
     )

@@ -58,7 +58,7 @@ def forward_backward(
             known, held = routes(micro_batches), tokens and tokens(micro_batches)
         else:
             each = [(routes([one]), tokens and tokens([one])) for one in islice(again(), count)]
-            require(len(each) == count, f"`again` yields {len(each)} micro-batches, the call wants {count}.")
+            require(len(each) == count, f"`again` yields {len(each)} micro-batches, but the call needs {count}.")
             parts = [part for part, _ in each if part is not None]
             known = None
             if len(parts) == count:
@@ -169,11 +169,11 @@ def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
         return parts[0][0], [iterator for _, iterator in parts]
     if not isinstance(data, Iterator):
         raise InvalidInputError(
-            f"data_iterator is a {type(data).__name__}: routes can be looked up in an iterator over micro-batches, or "
-            "in a list of them, one per model chunk."
+            f"data_iterator is a {type(data).__name__}: routes can be read from an iterator over micro-batches, or "
+            "from a list of iterators, one per model chunk."
         )
     coming = list(islice(data, count))
-    require(len(coming) == count, f"the data iterator holds {len(coming)} micro-batches, the call wants {count}.")
+    require(len(coming) == count, f"the data iterator holds {len(coming)} micro-batches, but the call needs {count}.")
     return coming, _Replayed(coming, data)
 
 

@@ -130,11 +130,11 @@ def _document(expert_map: ExpertMap) -> Document:
 def _rows(document: Document, shape: RunShape) -> dict[int, list[int]] | None:
     if KEY not in document:
         return None
-    require(len(document) == 1, f"SGLang takes no key beside {KEY}, and the file has {', '.join(document)}.")
+    require(len(document) == 1, f"SGLang takes only the key {KEY}, but the file has {', '.join(document)}.")
     rows = document[KEY]
     require(
         isinstance(rows, list) and len(rows) == shape.num_layers,
-        f"{KEY} must have one row per hidden layer ({shape.num_layers}), and has "
+        f"{KEY} must have one row per hidden layer ({shape.num_layers}), but has "
         f"{len(rows) if isinstance(rows, list) else 'none'}.",
     )
     return subset(rows, shape.moe_layer_ids)

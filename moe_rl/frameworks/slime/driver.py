@@ -40,7 +40,7 @@ def schedules_of_steps(
     for rank, batches in enumerate(micro_batch_indices):
         require(
             len(batches) == total,
-            f"rank {rank} has {len(batches)} micro-batches, its optimizer steps run {total}.",
+            f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps run {total}.",
         )
     ends = np.cumsum([0, *num_microbatches]).tolist()
     return [
@@ -146,7 +146,7 @@ def _by_step(
     model: MoeModelSpec,
 ) -> Iterator[tuple[list[int], list[NDArray[np.signedinteger]], list[list[list[int]]]]]:
     """Yield, by step, the global ids of its samples, their routes, the schedule with samples numbered from 0 on."""
-    require(len(routes) == len(lengths), f"there are routes of {len(routes)} samples and lengths of {len(lengths)}.")
+    require(len(routes) == len(lengths), f"there are routes for {len(routes)} samples, but lengths for {len(lengths)}.")
     for schedule in steps:
         # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
         ids = sorted({sample for batches in schedule for batch in batches for sample in batch})

@@ -140,7 +140,7 @@ def objective_of(args: Any) -> Objective:
     corrected = getattr(args, "moe_rl_rollout_correction", None) is not None
     for name, acts in (("use_tis", corrected), ("use_opsm", False)):
         instead = {"use_tis": "moe_rl_rollout_correction", "use_opsm": "moe_rl_objective opsm"}[name]
-        require(acts or not getattr(args, name, False), f"{name} does not act inside this loss: set {instead}.")
+        require(acts or not getattr(args, name, False), f"{name} has no effect in this loss: set {instead} instead.")
     low, high = getattr(args, "eps_clip", 0.2), getattr(args, "eps_clip_high", None)
     objective = OBJECTIVES[getattr(args, "moe_rl_objective", "grpo")]
     if objective.name == "gspo":

@@ -112,7 +112,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
         raise InvalidInputError(f"{file} is not a train dump of format version 2: it has no dp_shards.")
     require(
         dump.get("rollout_id") == rollout_id,
-        f"{file} is of rollout {dump.get('rollout_id')}, the samples are of rollout {rollout_id}.",
+        f"{file} is of rollout {dump.get('rollout_id')}, but the samples are of rollout {rollout_id}.",
     )
     layout: dict[int, Place] = {}
     steps = 1
@@ -122,7 +122,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
         for position, place in places.items():
             require(
                 0 <= position < num_samples and position not in layout,
-                f"{file}: sample {position} is not in the rollout dump, or was trained twice.",
+                f"{file}: sample {position} is not in the rollout dump, or was trained on twice.",
             )
             layout[position] = place
     return layout, steps
@@ -151,7 +151,7 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
             index = integer(local, "a micro-batch index")
             require(0 <= index < len(partition), f"micro-batch index {index} is outside the partition.")
             position = integer(partition[index], "a position in the partition")
-            require(position not in places, f"sample {position} stands in two micro-batches.")
+            require(position not in places, f"sample {position} appears in two micro-batches.")
             places[position] = {"step": step, "micro_batch": number, "dp_rank": dp_rank}
     return places, len(per_step)
 

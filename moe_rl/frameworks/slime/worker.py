@@ -67,9 +67,9 @@ class Worker:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
             return
         if self.settings.router_shift:
-            require(is_own_loss, "MOE_RL_ROUTER_SHIFT weighs the loss of moe_rl.frameworks.slime.losses: choose it.")
+            require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs the loss of moe_rl.frameworks.slime.losses: choose it.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
-            require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs leaves out.")
+            require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs skips.")
             require(is_packed(args), "the router shift needs --qkv-format thd, without --allgather-cp.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
@@ -126,7 +126,7 @@ class Worker:
         data = self.call_data(kwargs)
         tokens = data.tokens()
         if tokens is None:
-            raise InvalidInputError("the router shift finds no micro-batches in what Megatron's schedule is given.")
+            raise InvalidInputError("the router shift finds no micro-batches in the arguments of Megatron's schedule.")
         keys = [self.router_shift.keys(sequences, forward_only=forward_only) for sequences in tokens]
         return [(keys_of_batch, torch.from_numpy(data.rows(keys_of_batch))) for keys_of_batch in keys]
 

@@ -39,7 +39,7 @@ from moe_rl.replay.hf_recorder import find_routers, record_routing
 try:
     from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 except ImportError as error:
-    raise InvalidInputError(f"expert parallelism of transformers is not there: {error}.") from error
+    raise InvalidInputError(f"expert parallelism of transformers cannot be imported: {error}.") from error
 
 NAME = "moe_rl"
 # Experts module -> what runs it.
@@ -122,14 +122,14 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     require(head.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
     require(
         head.tp_mesh.size() == 1,
-        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it that plans do not know.",
+        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it; plans do not support it.",
     )
     attached = any(implementation.layer is not None for implementation in implementations)
-    require(not attached, "a balancer is attached to this model: call its detach() first.")
+    require(not attached, "a balancer is already attached to this model: call its detach() first.")
     spec, _ = model_of_config(inner.config.to_dict(), where=type(model).__name__)
     require(
         len(routers) == len(implementations) == spec.num_moe_layers,
-        f"the model has {len(implementations)} expert modules and {len(routers)} routers, its configuration names "
+        f"the model has {len(implementations)} expert modules and {len(routers)} routers, but its configuration names "
         f"{spec.num_moe_layers} MoE layers.",
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})

@@ -24,7 +24,7 @@ from moe_rl.replay.hf_recorder import RoutedSequence, record_routing
 try:
     from trl import GRPOTrainer
 except ImportError as error:
-    raise InvalidInputError(f"trl is not there: {error}.") from error
+    raise InvalidInputError(f"trl cannot be imported: {error}.") from error
 
 # Beside `prompt_ids` and `completion_ids` in TRL's batches: [B, prompt + completion, L, K] int16, -1 unknown.
 ROUTES = "routed_experts"

@@ -114,11 +114,11 @@ def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> O
     """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
     for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
         require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
-    require(not getattr(trainer, "_entropy_bonus_enabled", False), "the entropy bonus is not part of this trainer.")
+    require(not getattr(trainer, "_entropy_bonus_enabled", False), "this trainer does not support the entropy bonus.")
     level = trainer.importance_sampling_level
     require(
         level == "token" or rule.ratio_level == level,
-        f"importance_sampling_level {level!r} does not act on {rule.name!r}: choose the objective `gspo`.",
+        f"importance_sampling_level {level!r} has no effect on {rule.name!r}: choose the objective `gspo`.",
     )
     low, high, dual = trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
     # TRL's default leaves both widths equal, and then neither was chosen for cispo.
@@ -238,5 +238,5 @@ def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any]
         return per_sequence.mean() / steps
     if kind == "bnpo":
         return loss.sum() / mask.sum().clamp(min=1) / steps
-    require(kind == "dr_grpo", f"loss_type {kind!r} of TRL is not known here.")
+    require(kind == "dr_grpo", f"loss_type {kind!r} of TRL is not supported.")
     return loss.sum() / float(loss.shape[0] * trainer.max_completion_length) / steps

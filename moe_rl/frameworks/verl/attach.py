@@ -85,7 +85,7 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
             FRAMEWORK.check()
             for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
                 value = getattr(self.engine_config, name, wanted)
-                require(value == wanted, f"MOE_RL_ROUTER_SHIFT wants {name}={wanted} of verl's engine.")
+                require(value == wanted, f"MOE_RL_ROUTER_SHIFT requires {name}={wanted} in verl's engine.")
             run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
         RUNS[self.module[0]] = EngineRun(engine=self, run=run, look_ahead=LookAhead())
     return optimizer

@@ -122,7 +122,7 @@ def expert_names(bridge: Any, model: Any) -> dict[int, list[str]]:
         if len(templates) != 3 or [name.format(expert=1) for name in templates] != per_expert[1]:
             raise InvalidInputError(
                 "checkpoint_engine.backend=moe_rl sends gate, up and down of every expert by name; "
-                f"{type(bridge).__name__} has {per_expert[0]} for one."
+                f"{type(bridge).__name__} has {per_expert[0]} for an expert."
             )
         names[index] = templates
     return names

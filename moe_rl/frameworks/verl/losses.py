@@ -123,7 +123,7 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
         other_names = [name for name in named if not name.startswith(PREFIX)]
         require(
             not other_names,
-            f"rollout_correction: {', '.join(other_names)} must have the prefix {PREFIX} too, as the rest has.",
+            f"rollout_correction: {', '.join(other_names)} must have the prefix {PREFIX} like the rest.",
         )
         weights, mask, metrics = rollout_correction(
             *tensors,
@@ -203,11 +203,11 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     mode = str(getattr(getattr(config, "policy_loss", None), "loss_mode", ""))
     require(
         mode.startswith(PREFIX) or not router_shift,
-        f"MOE_RL_ROUTER_SHIFT weighs losses of moe_rl, and policy_loss.loss_mode is {mode}: take one that begins with "
+        f"MOE_RL_ROUTER_SHIFT needs a loss of moe_rl, but policy_loss.loss_mode is {mode}: use one that begins with "
         f"{PREFIX}, such as {PREFIX}ppo for vanilla.",
     )
     if mode.startswith(PREFIX):
-        require(f"{mode}" in policy_losses(), f"verl cannot feed {mode}: it hands over no rollout log-probabilities.")
+        require(f"{mode}" in policy_losses(), f"verl cannot run {mode}: it passes no rollout log-probabilities.")
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
 
 

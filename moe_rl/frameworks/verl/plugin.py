@@ -32,7 +32,7 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
 
     correction = next(symbol for symbol in FRAMEWORK.beside if "rollout_corr_helper" in symbol.name)
     if problem := correction.problem():
-        logger.warning("moe_rl: no moe_rl_* names in rollout_correction: %s", problem)
+        logger.warning("moe_rl: the moe_rl_* names of rollout_correction are not available: %s", problem)
         return
     helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
 

@@ -59,8 +59,8 @@ def check_rollout(rollout_config: Any) -> None:
         )
         require(
             getattr(rollout_config, "quantization", None) is None,
-            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 goes past verl's "
-            "quantizer: leave rollout.quantization out, or ep_size.",
+            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 bypasses verl's "
+            "quantizer: leave out rollout.quantization or ep_size.",
         )
 
 
@@ -81,12 +81,12 @@ def refuse_reshuffled(rollout: str, launch: Mapping[str, Any], quantization: str
     require(
         quantization in QUANTIZED_ON_ARRIVAL,
         f"checkpoint_engine.backend=moe_rl sends bf16, which engines quantize on arrival; rollout.quantization="
-        f"{quantization} keeps experts in a layout that a loader cannot write again: leave it out, or use fp8.",
+        f"{quantization} keeps experts in a layout that a loader cannot rewrite: leave it out or use fp8.",
     )
     option, kernels = RESHUFFLING_KERNELS.get(rollout, ("", ()))
     chosen = launch.get(option)
     require(
         chosen not in kernels,
-        f"checkpoint_engine.backend=moe_rl writes experts through {rollout}'s loader, and {option}={chosen} keeps them "
-        f"in an order of its own after the first load: choose triton.",
+        f"checkpoint_engine.backend=moe_rl writes experts through {rollout}'s loader, but {option}={chosen} keeps them "
+        f"in another order after the first load: choose triton.",
     )

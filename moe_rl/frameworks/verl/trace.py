@@ -72,7 +72,7 @@ def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:
         f"routed_experts must be integers [batch, tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
     )
     if not isinstance(mask, np.ndarray) or mask.shape != routes.shape[:2]:
-        raise InvalidInputError("attention_mask must be [batch, tokens] as routed_experts is: it marks the padding.")
+        raise InvalidInputError("attention_mask must be [batch, tokens] like routed_experts: it marks the padding.")
     for index, (ids, is_token) in enumerate(zip(routes, mask.astype(np.bool_), strict=True)):
         positions = np.flatnonzero(is_token)
         if not len(positions):

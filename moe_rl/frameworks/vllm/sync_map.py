@@ -46,12 +46,12 @@ def take_map(model_runner: Any, slots: NDArray[np.int32]) -> None:
     layers = [module for module in model_runner.model.modules() if hasattr(module, "build_expert_params_mapping")]
     require(
         len(layers) == len(slots),
-        f"the sync brings a map of {len(slots)} MoE layers, this vLLM worker has {len(layers)}: with pipeline stages "
+        f"the sync sends a map of {len(slots)} MoE layers, but this vLLM worker has {len(layers)}: under pipelining "
         "vLLM takes no map.",
     )
     for number, (layer, row) in enumerate(zip(layers, slots, strict=True)):
         width = layer.moe_config.num_experts
-        require(len(row) == width, f"MoE layer {number}: the sync brings {len(row)} slots, vLLM has {width}.")
+        require(len(row) == width, f"MoE layer {number}: the sync sends {len(row)} slots, but vLLM has {width}.")
     num_experts = layers[0].moe_config.num_logical_experts if layers else 0
     _tell_routers(model_runner, slots, num_experts)
     for layer, row in zip(layers, slots, strict=True):
@@ -76,7 +76,10 @@ def table_of_map(start_table: list[TableEntry], row: NDArray[np.int32]) -> list[
             of_expert[int(named[1])].append(entry)
     table = common
     for slot, expert in enumerate(row.tolist()):
-        require(expert in of_expert, f"slot {slot} is of expert {expert}, which vLLM's table of names does not have.")
+        require(
+            expert in of_expert,
+            f"slot {slot} holds expert {expert}, which is missing from vLLM's table of weight names.",
+        )
         table += [entry._replace(slot=slot) for entry in of_expert[expert]]
     return table
 
@@ -88,8 +91,8 @@ def _tell_routers(model_runner: Any, slots: NDArray[np.int32], num_experts: int)
         start_map = np.arange(slots.shape[1])
         require(
             bool((slots == start_map).all()),
-            "the sync brings an expert map, and vLLM runs without enable_eplb: its routers know no map. Set "
-            "enable_eplb, with a step_interval beyond the run so that it moves nothing itself, or leave expert_map "
+            "the sync sends an expert map, but vLLM runs without enable_eplb, so its routers cannot use it. Set "
+            "enable_eplb, with a step_interval longer than the run so that vLLM moves nothing, or leave expert_map "
             "out.",
         )
         return

@@ -130,5 +130,5 @@ def test_its_loss_is_not_made_where_no_pass_of_old_log_probabilities_runs() -> N
     losses: Any = SimpleNamespace(ClippedPGLossFn=ClippedPGLossFn)
     nemo.refuse_on_policy(losses)
     assert losses.ClippedPGLossFn(SimpleNamespace(force_on_policy_ratio=False)).cfg
-    with pytest.raises(InvalidInputError, match="which force_on_policy_ratio leaves out"):
+    with pytest.raises(InvalidInputError, match="which force_on_policy_ratio skips"):
         losses.ClippedPGLossFn(SimpleNamespace(force_on_policy_ratio=True))

@@ -103,14 +103,14 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
-        "megatron": "placement_bitwise, experimental: only inside Megatron",
+        "megatron": "placement_bitwise, experimental: only supported inside Megatron",
         "ranks": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
-        "twice": "a balancer is attached to this model",
-        "model": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
-        "nothing": "a pass needs a PassSource, or a prepare() before it",
+        "twice": "a balancer is already attached to this model",
+        "model": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
+        "nothing": "begin_pass() needs a PassSource or an earlier prepare()",
         "reorder": "experts cannot be moved here",
         "canonical": "experts cannot be moved here",
-        "rows": "micro-batch 0: the routes have 16 rows, the router gets 32.",
+        "rows": "micro-batch 0: the routes have 16 rows, but the router gets 32.",
     }
     for rank in outcome:
         for name, sentence in expected.items():

@@ -31,9 +31,9 @@ def test_engines_that_load_experts_by_name_are_taken(config: Any) -> None:
 
 @pytest.mark.parametrize(("config", "sentence"), [
     (rollout("sglang", ep_size=8), "custom_weight_loader"),
-    (rollout("sglang", ep_size=8, quantization="fp8", custom_weight_loader=[LOADER]), "past verl's quantizer"),
-    (rollout("vllm", moe_backend="flashinfer_trtllm"), "moe_backend=flashinfer_trtllm keeps them in an order"),
-    (rollout("sglang", moe_runner_backend="marlin"), "moe_runner_backend=marlin keeps them in an order"),
+    (rollout("sglang", ep_size=8, quantization="fp8", custom_weight_loader=[LOADER]), "bypasses verl's quantizer"),
+    (rollout("vllm", moe_backend="flashinfer_trtllm"), "moe_backend=flashinfer_trtllm keeps them in another order"),
+    (rollout("sglang", moe_runner_backend="marlin"), "moe_runner_backend=marlin keeps them in another order"),
     (rollout("vllm", quantization="torchao"), "quantization=torchao keeps experts in a layout"),
 ])  # fmt: skip
 def test_engines_that_reshuffle_or_mix_up_experts_are_refused_by_name(config: Any, sentence: str) -> None:
@@ -80,5 +80,5 @@ def test_a_map_of_sglang_has_rows_for_dense_layers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0], [9, 9], [0, 1]]}))
     assert engine._slots(1, facts).tolist() == [[1, 0], [0, 1]]
     path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0]]}))
-    with pytest.raises(InvalidInputError, match="has 2 layers, and layer 3 has experts"):
+    with pytest.raises(InvalidInputError, match="has 2 layers, but layer 3 has experts"):
         engine._slots(1, facts)

@@ -229,7 +229,7 @@ def test_losses_and_rollout_correction_are_offered_under_our_names(outcome: list
         assert rank["num_metrics"][0] == rank["num_metrics"][1] > 20
         assert rank["binary_kl"] > 0
         assert rank["bypass"][""] == pytest.approx(rank["bypass"]["moe_rl_"], abs=1e-12)
-        assert "token must have the prefix moe_rl_ too" in rank["mixed"]
+        assert "token must have the prefix moe_rl_ like the rest" in rank["mixed"]
         assert rank["loss"].startswith("gspo")
         assert not rank["balanced"], "MOE_RL is not set"
 
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
         "dense": "the model has no MoE layer: there is nothing to balance.",
         "packing": "use_remove_padding is False: verl packs the routes that it replays, not the tokens.",
         "versions": "verl: ranks must have the version of moe_rl in common: rank 1 has 0.1, rank 0 has 0.0.",
-        "routes": "the routes are of another model: 5 layers of 2 choices, and not 3 MoE layers",
+        "routes": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
     }
     for index, rank in enumerate(outcome):
         assert rank["metrics"] == [{}]
