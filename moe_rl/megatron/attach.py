@@ -215,7 +215,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if type(layer) not in (MoELayer, ElasticMoELayer):
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
-        raise InvalidInputError("a balancer is attached to this model already: call its detach() first.")
+        raise InvalidInputError("a balancer is already attached to this model: call its detach() first.")
     copies = config.foreign_slots > 0 or config.experts == "grouped"
     facts = {"experts": config.experts, "static_rows": config.static_rows}
     _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
@@ -225,22 +225,22 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     require(
         layer.config.cuda_graph_impl == "none" or captured <= CAPTURED,
         f"cuda_graph_scope captures {', '.join(sorted(captured - CAPTURED))}: a plan changes what an MoE layer does "
-        f"from one micro-batch to the next; capture {' or '.join(sorted(CAPTURED))} alone.",
+        f"from one micro-batch to the next; capture only {' or '.join(sorted(CAPTURED))}.",
     )
     require(
         layer.config.cuda_graph_impl == "none" or "moe_router" not in captured or layer.router.router_replay is None,
-        "cuda_graph_scope captures moe_router: its graph would replay the routes that were there at capture; leave it "
+        "cuda_graph_scope captures moe_router: its graph would replay the routes of the capture; leave it "
         "out, or moe_enable_routing_replay.",
     )
     require(
         not (_overlaps(layer) and config.cross_node_slots),
-        "cross_node_slots do not go with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while "
+        "cross_node_slots do not work with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while "
         "another micro-batch uses them.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(
         not (config.placement_bitwise and layer.config.moe_permute_fusion),
-        "placement_bitwise does not go with moe_permute_fusion: the map of rows is TransformerEngine's own then.",
+        "placement_bitwise does not work with moe_permute_fusion, with which TransformerEngine makes the row map.",
     )
     require(
         not config.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,

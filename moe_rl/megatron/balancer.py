@@ -227,4 +227,4 @@ class Balancer(PassCycle[PassTables]):
 
     def _require_ready(self) -> None:
         super()._require_ready()
-        require(not self._offloaded, "the buffers are given back: call onload() before begin_pass().")
+        require(not self._offloaded, "the buffers are offloaded: call onload() before begin_pass().")

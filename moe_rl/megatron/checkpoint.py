@@ -66,17 +66,17 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
     own_placement = balancer.placement
     require(
         saved.home_rank.shape == own_placement.home_rank.shape,
-        f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, this model has "
+        f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, but this model has "
         f"{list(own_placement.home_rank.shape)}.",
     )
     if saved.resident_slots > own_placement.resident_slots or (
         saved.resident_slots and saved.ep_size != own_placement.ep_size
     ):
-        logger.warning("moe_rl: the resident copies of %s do not fit this run: it begins without any.", path)
+        logger.warning("moe_rl: the resident copies of %s do not fit this run: it starts without them.", path)
         saved = ExpertPlacement.from_home_rank(saved.home_rank, ep_size=saved.ep_size)
     if saved.ep_size != own_placement.ep_size:
         logger.warning(
-            "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as they can.",
+            "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as possible.",
             path,
             saved.ep_size,
             own_placement.ep_size,

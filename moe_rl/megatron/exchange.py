@@ -154,7 +154,7 @@ class ReplicatedExperts:
         foreseen = self.transport.buffers.trained
         unforeseen = any(p.requires_grad and not trains for p, trains in zip(slots[0], foreseen, strict=True))
         require(
-            not unforeseen, "parameters of experts that were frozen at attach train now: detach() and attach again."
+            not unforeseen, "expert parameters that were frozen at attach are trained now: detach() and attach again."
         )
         return [parameter for parameters in slots for parameter in parameters if parameter.requires_grad]
 

@@ -44,8 +44,8 @@ class ExpertOptimizerState:
                 dtype = getattr(chained.config, option, torch.float32)
                 require(
                     not chained.config.use_precision_aware_optimizer or dtype in MOVABLE_DTYPES,
-                    f"reorder() does not support {option} {dtype}: the optimizer scales every tensor as a whole, and a "
-                    "moved expert may lie in parts of two.",
+                    f"reorder() does not support {option} {dtype}: the optimizer scales every tensor as a whole, but a "
+                    "moved expert may be in two tensors.",
                 )
             instances = getattr(chained.ddp_config, "num_distributed_optimizer_instances", 1)
             require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
@@ -106,7 +106,7 @@ class ExpertOptimizerState:
             for buffer in optimizer.buffers:
                 if parameter in buffer.param_index_map:
                     return optimizer, buffer
-        raise InvalidInputError("an expert's parameters are not in the optimizer that attach was given.")
+        raise InvalidInputError("an expert's parameters are not in the optimizer that attach received.")
 
 
 class MegatronExperts:
@@ -150,7 +150,7 @@ class MegatronExperts:
 
     def ready(self) -> tuple[list[Experts], ExpertOptimizerState]:
         """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
-        require(self._optimizer is not None, "attach was given no optimizer: a reorder would leave its state behind.")
+        require(self._optimizer is not None, "attach received no optimizer: a reorder would leave its state behind.")
         state = ExpertOptimizerState(self._optimizer)
         self.complete_gathers()
         return [layer_state.experts for layer_state in self._states], state

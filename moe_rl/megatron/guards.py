@@ -149,7 +149,7 @@ def _asking(state_is_home: Callable[[], bool], does: str) -> Callable[..., Any]:
     def asking(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         require(
             state_is_home(),
-            f"the optimizer's state of experts is not where Megatron puts it, so nothing can be {does}: {HINT}",
+            f"the optimizer state of the experts is not where Megatron puts it, so nothing can be {does}: {HINT}",
         )
         return function(*args, **kwargs)
 

@@ -108,7 +108,7 @@ class RoutingRecorder:
         `columns` are any of sample_id and group_id, one entry per sequence of this data-parallel rank, in the order of
         the micro-batches. Recomputation is not recorded. Where the step fails, nothing of it is kept.
         """
-        require(not self._recording, "a step is being recorded already.")
+        require(not self._recording, "a step is already being recorded.")
         self._recording = True
         try:
             yield

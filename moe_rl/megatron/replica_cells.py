@@ -68,7 +68,7 @@ class ReplicaCells:
         num_layers = replicas.num_layers
         cell, expert, physical_id = replicas.index_of_replica(), replicas.expert, replicas.physical_id
         used = np.stack([cell, physical_id], axis=1)
-        require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer lie in the same slot.")
+        require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer are in the same slot.")
         first_slot = placement.slots_per_rank - placement.spare_slots
         stays = placement.physical_to_logical_map[cell % num_layers, physical_id] == expert
         stays &= physical_id % placement.slots_per_rank < first_slot  # these are pushed once, and not by the cell

@@ -127,8 +127,8 @@ class ResidentCopies:
         owing = sum(layer.owed for layer in self.layers.values())
         require(
             not owing,
-            f"the pass ended before its last micro-batch, in which gradients of resident copies go home: those of "
-            f"{owing} layers are lost. begin_pass() must be told of every micro-batch that runs.",
+            f"the pass ended before its last micro-batch, which returns the gradients of resident copies: those of "
+            f"{owing} layers are lost. Give begin_pass() every micro-batch that runs.",
         )
         self._pushed = self._checksums()
 

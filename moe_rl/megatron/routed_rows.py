@@ -82,7 +82,8 @@ def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, whe
     for index, (sequence_routes, length) in enumerate(zip(routed_experts, np.diff(ends).tolist(), strict=True)):
         ids = _ids(sequence_routes, dimensions=3)
         require(
-            len(ids) <= length, f"sequence {index} has {len(ids)} rows of routes, its padded length is {length} tokens."
+            len(ids) <= length,
+            f"sequence {index} has {len(ids)} rows of routes, but its padded length is {length} tokens.",
         )
         all_rows = np.full((length, *ids.shape[1:]), -1, np.int64)
         all_rows[: len(ids)] = ids
@@ -123,9 +124,7 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     for layer in layers:
         replay = getattr(layer.router, "router_replay", None)
         if replay is None:
-            raise InvalidInputError(
-                "the model was built without moe_enable_routing_replay: its routers replay nothing."
-            )
+            raise InvalidInputError("the model was built without moe_enable_routing_replay: its routers cannot replay.")
         lists.append(list(replay.replay_backward_list))
     counts = {len(recorded) for recorded in lists}
     require(
@@ -149,7 +148,7 @@ def zigzag(positions: Ints, where: RowSlice) -> Ints:
     chunks = 2 * where.cp_size
     require(
         len(positions) % chunks == 0,
-        f"context parallelism cuts every sequence into {chunks} equal chunks, one has {len(positions)} tokens.",
+        f"context parallelism cuts every sequence into {chunks} equal chunks, but one has {len(positions)} tokens.",
     )
     by_chunk = positions.reshape(chunks, -1)
     return np.concatenate([by_chunk[where.cp_rank], by_chunk[chunks - 1 - where.cp_rank]])

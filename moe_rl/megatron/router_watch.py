@@ -35,7 +35,7 @@ class RouterWatch:
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             has_margin = router.score_function in ("softmax", "sigmoid")
-            require(has_margin, f"the watch reads routers of softmax and sigmoid, not of {router.score_function}.")
+            require(has_margin, f"the watch supports softmax and sigmoid routers, not {router.score_function}.")
         self._check, self._telemetry, self._ranks_per_node = check, telemetry, ranks_per_node
         self._samples: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._counts: dict[int, torch.Tensor] = {}

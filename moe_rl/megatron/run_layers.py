@@ -156,7 +156,7 @@ class MegatronLayers(RunLayers[PassTables]):
         _, error = attempted(lambda: ExpertOptimizerState(self._optimizer))
         if self._optimizer is not None and error is None:
             return None
-        return str(error or "attach was given no optimizer")
+        return str(error or "attach received no optimizer")
 
     def of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
         """Return the placement with the layers of every stage as that stage has them; a collective of the run."""

@@ -16,17 +16,17 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
     expected = {
         "no_moe": "no MoELayer",
         "one_rank_without": "no MoELayer",
-        "twice": "attached to this model already",
+        "twice": "already attached to this model",
         "end_first": "no pass is under way",
-        "nothing": "a pass needs a PassSource",
+        "nothing": "needs a PassSource",
         "ids": "expert ids 100 .. 107",
         "layers": "L = 2 MoE layers",
-        "uneven": "different numbers of micro-batches: 2, 3",
+        "uneven": "disagree on the number of micro-batches with routes: 2, 3",
         "nested": "call end_pass() before the next begin_pass()",
         "detach": "call end_pass() before detach()",
-        "slots": "the plan has slots_per_rank 5, this run has 6",
+        "slots": "the plan has slots_per_rank 5, but this run has 6",
         "no_groups": "call initialize_model_parallel before attach",
-        "world_size": "built for expert_model_parallel_size 2, Megatron's groups have 1",
+        "world_size": "built for expert_model_parallel_size 2, but Megatron's groups have 1",
     }
     for rank in outcome:
         assert rank.pop("after_detach") == ""
@@ -130,7 +130,7 @@ def test_what_ranks_lack_in_common_is_named_with_the_rank_and_both_values(outcom
 def test_ranks_that_pack_to_other_limits_are_told(outcome: list[Any]) -> None:
     for found in outcome:
         assert found["one_limit"] == 2
-        assert found["limits"].startswith("ranks must pack with one token_budget: rank 1 has ")
+        assert found["limits"].startswith("ranks must pack with the same token_budget: rank 1 has ")
 
 
 @attach_case("resident_slots_of_least_memory")

@@ -34,4 +34,4 @@ def test_training_with_fused_permutation_is_plain_megatrons(name: str, outcome: 
 
 @fused_case("refusal")
 def test_what_needs_megatrons_map_of_rows_is_refused(outcome: list[Any]) -> None:
-    assert all("placement_bitwise does not go with moe_permute_fusion" in sentence for sentence in outcome)
+    assert all("placement_bitwise does not work with moe_permute_fusion" in sentence for sentence in outcome)

@@ -138,7 +138,7 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         "recipe": "unknown recipe 'fp9'",
         "recipe_alone": "recipe 'fp8-block' and backend 'auto' need experts='grouped'",
         "rowwise": "its backward needs a second, transposed copy",
-        "backend": "it wants the weights of all experts in one tensor",
+        "backend": "it needs the weights of all experts in one tensor",
         "activation": "needs a gated activation of silu or quick_gelu",
         "bf16_gradients": "set grad_reduce_in_fp32=True",
         "bf16_gradients_by_spec": "set grad_reduce_in_fp32=True",

@@ -30,12 +30,12 @@ class GroupedCompute:
         require(
             self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
             f"recipe {recipe} is not supported inside Megatron: its backward needs a second, transposed copy of every "
-            "weight; take bf16, fp8-block or fp8-block-pow2.",
+            "weight; use bf16, fp8-block or fp8-block-pow2.",
         )
         require(
             backend == "auto" or BACKENDS[backend].reads_tables,
-            f"backend {backend!r} is not supported inside Megatron: it wants the weights of all experts in one tensor; "
-            f"take {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
+            f"backend {backend!r} is not supported inside Megatron: it needs the weights of all experts in one tensor; "
+            f"use {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
         )
         self.backend = backend
         self._transpose = transposed_codes

@@ -41,6 +41,6 @@ def experts_of(
         raise InvalidInputError(experimental_sentence(kind.__name__, view.never_run))
     if compute is None:
         return view.own_compute(module, spare_slots=spare_slots)
-    require(not module.config.fp8, "fp8 does not go with experts='grouped', which has FP8 recipes of its own.")
+    require(not module.config.fp8, "fp8 does not work with experts='grouped', which has its own FP8 recipes.")
     compute.require_device(next(module.parameters()).device)
     return GroupedSlots(view(module), module.config, compute)
