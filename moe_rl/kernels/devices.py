@@ -34,5 +34,5 @@ def require_capability(name: str, actual: tuple[int, int], needed: tuple[int, in
     """Refuse GPUs before `needed`; the interpreter has none to refuse."""
     if (0, 0) < actual < needed:
         raise UnsupportedGpuError(
-            f"{name} needs compute capability {needed[0]}.{needed[1]}, this GPU has {actual[0]}.{actual[1]}."
+            f"{name} needs compute capability {needed[0]}.{needed[1]}, but this GPU has {actual[0]}.{actual[1]}."
         )

@@ -90,7 +90,7 @@ class GroupedExperts:
         for name, matrix in (("fc1", fc1), ("fc2", fc2)):
             require(
                 matrix.weights.block_shape == self.recipe.weight_block_shape,
-                f"GroupedExperts: {name} has blocks {matrix.weights.block_shape}, recipe {self.recipe.name} needs "
+                f"GroupedExperts: {name} has blocks {matrix.weights.block_shape}, but recipe {self.recipe.name} needs "
                 f"{self.recipe.weight_block_shape}.",
             )
         require_same_device("GroupedExperts", x, fc1=fc1.weights.data, fc2=fc2.weights.data)

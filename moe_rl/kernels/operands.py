@@ -15,7 +15,10 @@ def require_same_device(name: str, rows: torch.Tensor, **operands: torch.Tensor 
     """Refuse operands that are not where the rows are: a kernel would read addresses of another device."""
     for other, tensor in operands.items():
         if tensor is not None:
-            require(tensor.device == rows.device, f"{name}: {other} is on {tensor.device}, the rows on {rows.device}.")
+            require(
+                tensor.device == rows.device,
+                f"{name}: {other} is on {tensor.device}, but the rows are on {rows.device}.",
+            )
 
 
 def require_form(
@@ -46,7 +49,7 @@ def require_form(
         f"{what}: the last axis must have stride 1, got {tensor.stride(-1)}.",
     )
     if beside is not None:
-        require(tensor.device == beside.device, f"{what} is on {tensor.device} and must be on {beside.device}.")
+        require(tensor.device == beside.device, f"{what} is on {tensor.device}, but must be on {beside.device}.")
 
 
 def check_offsets(name: str, m_offsets: torch.Tensor, device: torch.device, num_rows: int) -> None:
@@ -55,7 +58,7 @@ def check_offsets(name: str, m_offsets: torch.Tensor, device: torch.device, num_
         m_offsets.dtype == torch.int32 and m_offsets.dim() == 1 and len(m_offsets) >= 2 and m_offsets.is_contiguous(),
         f"{name}: m_offsets must be dense int32 [G + 1], got {m_offsets.dtype} {tuple(m_offsets.shape)}.",
     )
-    require(m_offsets.device == device, f"{name}: m_offsets is on {m_offsets.device}, the rows on {device}.")
+    require(m_offsets.device == device, f"{name}: m_offsets is on {m_offsets.device}, but the rows are on {device}.")
     if m_offsets.device.type != "cpu" or isinstance(m_offsets, FakeTensor) or torch.compiler.is_compiling():
         return
     values = m_offsets.tolist()
@@ -63,7 +66,7 @@ def check_offsets(name: str, m_offsets: torch.Tensor, device: torch.device, num_
         values[0] == 0 and all(low <= high for low, high in itertools.pairwise(values)),
         f"{name}: m_offsets must start at 0 and never decrease, got {values}.",
     )
-    require(values[-1] <= num_rows, f"{name}: m_offsets ends at {values[-1]}, there are {num_rows} rows.")
+    require(values[-1] <= num_rows, f"{name}: m_offsets ends at {values[-1]}, but there are {num_rows} rows.")
 
 
 def unit_columns(grad: torch.Tensor) -> torch.Tensor:

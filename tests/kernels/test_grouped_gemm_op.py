@@ -248,7 +248,7 @@ def test_the_order_of_sums_does_not_follow_the_batch() -> None:
 
 def test_old_gpus_are_refused_with_what_they_lack() -> None:
     problem = GemmProblem(op="forward", scaling="block", num_rows=1, num_groups=1, n=16, k=16, capability=(8, 0))
-    with pytest.raises(InvalidInputError, match=r"needs compute capability 8\.9, this GPU has 8\.0"):
+    with pytest.raises(InvalidInputError, match=r"needs compute capability 8\.9, but this GPU has 8\.0"):
         require_supported(problem)
 
 
@@ -285,8 +285,8 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 4, dtype=torch.int64)), "must be dense int32"),
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 3, 2)), r"never decrease, got \[0, 3, 2\]"),
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(1, 2, 4)), "start at 0"),
-    (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 5)), "ends at 5, there are 4 rows"),
-    (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 4)), "has 1 groups, the weights have 2"),
+    (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 5)), "ends at 5, but there are 4 rows"),
+    (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 4)), "has 1 groups, but the weights have 2"),
     (lambda: grouped_gemm(bf16(32, 32).t(), bf16(2, 16, 32), offsets(0, 2, 4)), "rows of a must be dense"),
     (lambda: grouped_gemm(bf16(4, 40)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4), backend="tritn"), "'triton'"),
     (lambda: grouped_gemm(bf16(4, 33)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4)), "step by multiples of 16 bytes"),

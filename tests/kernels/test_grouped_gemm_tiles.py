@@ -156,7 +156,7 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     for _ in range(3):
         assert proven_on(CHIP).tiles == ()
     assert [line.getMessage() for line in caplog.records] == [
-        f"grouped GEMM on sm_90-132: plain loop; no such GPU has proven faster tiles (no {path})"
+        f"grouped GEMM on sm_90-132: plain loop; no faster tiles are proven on such a GPU (no {path})"
     ]
     record(*SPECIAL).save(path)
     proven_on.cache_clear()
@@ -164,7 +164,7 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     record(*SPECIAL, chip="sm_90-114").save(path)
     proven_on.cache_clear()
     assert proven_on(CHIP).tiles == ()
-    assert caplog.messages[-1].endswith("is of sm_90-114")
+    assert caplog.messages[-1].endswith("is for sm_90-114")
     path.write_text("{}")
     proven_on.cache_clear()
     with pytest.raises(InvalidInputError, match="does not hold proven tiles"):

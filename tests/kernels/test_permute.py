@@ -304,7 +304,7 @@ def _rows() -> RowMap:
             r"rows must be floating \[4, H\], got torch.float32 \(2, 4\)",
         ),
         (lambda: unpermute(torch.zeros(4, 4), None, _rows(), backend="deepgem"), "unknown kernel backend"),
-        (lambda: permute(torch.zeros(2, 4, device="meta"), None, _rows()), "x is on meta and must be on cpu"),
+        (lambda: permute(torch.zeros(2, 4, device="meta"), None, _rows()), "x is on meta, but must be on cpu"),
         (
             lambda: RowMap(m_offsets=torch.zeros(2), row_to_token=torch.zeros(1), token_k_to_row=torch.zeros(1, 1)),
             "m_offsets must be contiguous int32",

@@ -350,7 +350,7 @@ def test_the_ops_pass_opcheck(device: str) -> None:
         ),
         (
             lambda: quantize_columns(torch.zeros(4, 4), torch.tensor([0, 5], dtype=torch.int32)),
-            "ends at 5, there are 4 rows",
+            "ends at 5, but there are 4 rows",
         ),
         (
             lambda: quantize_columns(

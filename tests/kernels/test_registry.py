@@ -123,7 +123,7 @@ def test_gpus_without_fp8_are_refused_before_anything_is_launched(device: str, m
         lambda: quantize_columns(rows, offsets, backend="triton"),
         lambda: swiglu_quantize(rows, backend="triton"),
     ):
-        with pytest.raises(InvalidInputError, match=r"needs compute capability 8\.9, this GPU has 8\.0"):
+        with pytest.raises(InvalidInputError, match=r"needs compute capability 8\.9, but this GPU has 8\.0"):
             call()
 
 

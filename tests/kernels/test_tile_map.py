@@ -63,7 +63,7 @@ def test_the_op_passes_opcheck(device: str) -> None:
 
 MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: tile_map(torch.tensor([0, 4]), 4, 2), "must be dense int32"),
-    (lambda: tile_map(offsets_of((3, 2)), 4, 2), "ends at 5, there are 4 rows"),
+    (lambda: tile_map(offsets_of((3, 2)), 4, 2), "ends at 5, but there are 4 rows"),
     (lambda: tile_map(torch.tensor([0, 3, 1], dtype=torch.int32), 4, 2), "never decrease"),
     (lambda: tile_map(offsets_of((3,)), 4, 0), "block_m must be at least 1"),
 ]

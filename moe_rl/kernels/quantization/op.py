@@ -168,7 +168,7 @@ def quantize_weights(
     room for those. All matrices have one dtype.
     """
     require_rounding("quantize_weights", rounding)
-    require(len(weights) == len(into), f"quantize_weights: {len(weights)} matrices, room for {len(into)}.")
+    require(len(weights) == len(into), f"quantize_weights: {len(weights)} matrices, but room for {len(into)}.")
     if not weights:
         return
     sample, transpose = weights[0], into[0].transposed is not None
@@ -178,7 +178,7 @@ def quantize_weights(
         require(weight.is_contiguous(), f"{what} must be dense, got strides {weight.stride()}.")
         require(
             codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,
-            f"{what} is {tuple(weight.shape)}, its codes {tuple(codes.plain.data.shape)}.",
+            f"{what} is {tuple(weight.shape)}, but its codes are {tuple(codes.plain.data.shape)}.",
         )
         require(
             weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0,
