@@ -62,11 +62,11 @@ def outputs(tmp_path: Path) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("gpt-oss-20b", "has 3 MoE layers, model 'gpt-oss-20b' has 24"),
-        ("layers-2", "has 3 MoE layers, model 'mine' has 2"),
+        ("gpt-oss-20b", "has 3 MoE layers, but model 'gpt-oss-20b' has 24"),
+        ("layers-2", "has 3 MoE layers, but model 'mine' has 2"),
         ("experts-16", "never names an expert above 7, but model 'mine' has 16 experts"),
         ("experts-4", "holds expert id 7, outside 0 .. 3"),
-        ("topk-3", "has 2 experts per token, model 'mine' has 3"),
+        ("topk-3", "has 2 experts per token, but model 'mine' has 3"),
     ],
 )
 def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, model: str, expected: str) -> None:
@@ -94,7 +94,7 @@ def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, m
     ("change", "expected"),
     [
         (["--num-experts", 16], "num_experts = 8, not 16"),
-        (["--model", "olmoe"], "has 3 MoE layers, model 'OLMoE-1B-7B' has 16"),
+        (["--model", "olmoe"], "has 3 MoE layers, but model 'OLMoE-1B-7B' has 16"),
     ],
 )
 def test_a_stored_trace_says_its_own_shape(tmp_path: Path, stored: Path, change: list[object], expected: str) -> None:

@@ -48,4 +48,4 @@ def test_without_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(bench, "BENCHMARKS", tmp_path)
     ran = moe_rl("bench", "planner")
     assert (ran.code, ran.out) == (2, "")
-    assert "benchmarks are part of a checkout" in ran.err
+    assert "benchmarks need a checkout" in ran.err

@@ -67,7 +67,7 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
         (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "--micro-batch-tokens is for training"),
         (("--export", "sglang", "--ep", 3, "-o", "m.json"), "--ep 3 does not divide the 8 experts"),
         (("--export", "sglang", "--step", 3, "-o", "m.json"), "has no step 3"),
-        (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json goes with --export"),
+        (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json requires --export"),
     ],
 )
 def test_what_cannot_be_exported_leaves_nothing(
@@ -89,7 +89,7 @@ def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> N
     assert "holds only counts, but the routes of single tokens are needed" in ran.err
     ran = moe_rl("simulate", trace, "--expert-map", tmp_path / "m.json", "--html", tmp_path / "page.html")
     assert ran.code == 2
-    assert "--expert-map has no --html" in ran.err
+    assert "--expert-map does not take --html" in ran.err
 
 
 def traced(num_groups: int, *, steps: int = 1, experts: int = EXPERTS) -> RoutingTrace:

@@ -79,7 +79,7 @@ def planner(
 def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise if there is no checkout (in an installed wheel)."""
     path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")
-    require(path.is_file(), f"benchmarks are part of a checkout, there is no file {path}.")
+    require(path.is_file(), f"benchmarks need a checkout of moe_rl: there is no file {path}.")
     sys.path.insert(0, str(BENCHMARKS.parent))
     return importlib.import_module(f"benchmarks.{name}")
 

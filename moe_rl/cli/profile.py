@@ -68,7 +68,7 @@ def profile(
     if measurements is not None and shape is not None:
         require(profiled.busy is not None, "--measurements needs recordings of a GPU: these hold CPU operators only.")
         derived = derive_measurements(profiled.work, profiled.waiting, shape)
-        require(len(derived.rows) > 0, f"--measurements: the recording allows no row: {' '.join(derived.remarks)}")
+        require(len(derived.rows) > 0, f"--measurements: the recording yields no row: {' '.join(derived.remarks)}")
         write_outputs({measurements: measurements_csv(derived.rows).encode()})
     if as_json:
         print_json(_document(profiled, prediction))

@@ -38,7 +38,7 @@ def simulate_trace(
     if expert_map is not None:
         flags = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
         refused = [name for name, value in flags.items() if value]
-        require(not refused, f"--expert-map has no {', '.join(refused)}: it scores the engine's decoding.")
+        require(not refused, f"--expert-map does not take {', '.join(refused)}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
         return
     if trace_out is not None:
@@ -88,7 +88,9 @@ def demo(
     if train:
         flags = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
         refused = [name for name, value in (flags | {"--cluster": cluster, "--policy": policy}).items() if value]
-        require(not refused, f"demo --train has no {', '.join(refused)}: its settings are in examples/countdown.")
+        require(
+            not refused, f"demo --train does not take {', '.join(refused)}: its settings are in examples/countdown."
+        )
         train_demo(html, command=command_line())
         return
     settings = {
@@ -127,7 +129,7 @@ def plan(
         export_map(trace, export, options, out or Path(f"{trace.stem}.{export}.json"), json_path)
         return
     out = out or Path(f"{trace.stem}.plan.npz")
-    require(json_path is None, "--json goes with --export; a plan is written to --out.")
+    require(json_path is None, "--json requires --export; a plan is written to --out.")
     options = options.of_one_policy()
     if capacity:
         options = options.for_static_buffers()

@@ -102,7 +102,7 @@ def convert(
 def _steps(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     is_number = all(part.isascii() and part.isdigit() for part in parts)
-    require(is_number, f"--steps {text!r} must be whole numbers with commas between them.")
+    require(is_number, f"--steps {text!r} must be comma-separated whole numbers.")
     return [int(part) for part in parts]
 
 

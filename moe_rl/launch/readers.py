@@ -17,6 +17,6 @@ def interpret(raw: RawRun, framework: str | None = None) -> ReadRun:
         if reader.recognizes(raw):
             return reader.read(raw)
     raise InvalidInputError(
-        f"{', '.join(raw.files)}: not readable as a run, no framework has these settings; name one by --framework "
-        f"({', '.join(sorted(READERS.names))}) if it is one of theirs."
+        f"{', '.join(raw.files)}: not readable as a run: no framework has all these settings; name it with --framework "
+        f"({', '.join(sorted(READERS.names))}) if it uses one of these."
     )

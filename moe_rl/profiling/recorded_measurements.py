@@ -51,7 +51,7 @@ def derive_measurements(
     """
     require(
         shape.model.activation != "gelu",
-        f"model {shape.model.name!r}: measurements are of gated experts, not {shape.model.activation}.",
+        f"model {shape.model.name!r}: measurements need gated experts, not {shape.model.activation}.",
     )
     remarks = [NO_HOST_TIME]
     if len(per_rank) < shape.ep_size:
@@ -62,7 +62,7 @@ def derive_measurements(
         if seconds:
             rows.append(_row(shape, "expert_gemm", phase, seconds))
         else:
-            remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
+            remarks.append(f"no expert_gemm rows of {phase}: no expert work is inside a moe_rl range of that phase.")
     refused = _why_no_transfers(len(per_rank), waiting, shape)
     if waiting is None or refused:
         measured = {}
@@ -73,7 +73,7 @@ def derive_measurements(
         if transfers:
             rows.append(_row(shape, "all_to_all", phase, transfers))
         else:
-            remarks.append(f"no all_to_all rows of {phase}: no all-to-all lies in a moe_rl range of that phase.")
+            remarks.append(f"no all_to_all rows of {phase}: no all-to-all is inside a moe_rl range of that phase.")
     return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refused] if refused else [])))
 
 

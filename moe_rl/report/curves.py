@@ -99,7 +99,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         for x, y in visible_points[name]:
             places.append(x)
             heights.append(y)
-    require(len(heights) > 0, f"there is nothing to draw as {axes.y} against {axes.x}.")
+    require(len(heights) > 0, f"there is nothing to plot as {axes.y} against {axes.x}.")
     for line in lines.values():
         # A band may reach beyond every line, and must not leave the plot.
         for _, *ends in line.band:

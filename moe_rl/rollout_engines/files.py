@@ -35,19 +35,21 @@ def read_expert_map(path: Path | str, shape: RunShape) -> tuple[RolloutEngine, E
             if rows is not None:
                 read = _checked(rows, shape)
                 return engine, read
-    raise InvalidInputError(f"{path} is of no known engine: {', '.join(ROLLOUT_ENGINES.names)}.")
+    raise InvalidInputError(
+        f"{path} does not match the format of any known engine ({', '.join(ROLLOUT_ENGINES.names)})."
+    )
 
 
 def _checked(rows: dict[int, list[int]], shape: RunShape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
-    require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have as many.")
+    require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have the same number.")
     # `true` is an int to Python, and 3.0 is what a careless script writes.
     is_integral = all(type(expert) is int for row in rows.values() for expert in row)
-    require(is_integral, "the rows must hold whole numbers alone.")
+    require(is_integral, "the rows must hold only whole numbers.")
     slots = np.array([rows[layer] for layer in shape.moe_layer_ids], np.int64)
     require(
         not slots.size or (int(slots.min()) >= 0 and int(slots.max()) < shape.num_experts),
-        f"experts must lie in 0 .. {shape.num_experts - 1}, the file names {slots.min()} .. {slots.max()}.",
+        f"experts must lie in 0 .. {shape.num_experts - 1}, but the file names {slots.min()} .. {slots.max()}.",
     )
     read = ExpertMap(
         slots=slots.astype(np.int32),
@@ -67,5 +69,5 @@ def _decoded(path: Path) -> Document:
         raise InvalidInputError(f"there is no expert map {path}.") from None
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"{path} cannot be read as an expert map: {error}.") from error
-    require(isinstance(document, dict), f"{path} is no expert map: it holds no names with values.")
+    require(isinstance(document, dict), f"{path} is not an expert map: it holds no JSON object.")
     return dict(document)

@@ -110,7 +110,7 @@ class RoutesWriter:
             row, layer = sets.twice
             raise InvalidInputError(
                 f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
-                f"no router chooses {rows[row, layer].tolist()}."
+                f"{rows[row, layer].tolist()} is not a choice that a router makes."
             )
         sequence = _Leader(key=key, ids=sets.ids, valid=has_route, weights=weights)
         parent, start, skip = self._prefix(start, parent, group, sequence)

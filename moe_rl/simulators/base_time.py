@@ -57,7 +57,7 @@ class SourceWork:
         require(
             layout.num_dp_ranks == topology.num_dp_ranks and layout.num_micro_batches == load.num_micro_batches,
             f"the layout has {layout.num_micro_batches} micro-batches on {layout.num_dp_ranks} data-parallel ranks, "
-            f"load and topology have {load.num_micro_batches} on {topology.num_dp_ranks}.",
+            f"but load and topology have {load.num_micro_batches} on {topology.num_dp_ranks}.",
         )
         tokens = load.tokens.astype(np.float64)
         if step.setting.sequence_length is not None:

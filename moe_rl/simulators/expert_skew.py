@@ -19,7 +19,10 @@ def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats
     no spread gives that imbalance: at most P.
     """
     require(num_experts % ep_size == 0, f"engine_size {ep_size} does not divide the {num_experts} experts.")
-    require(imbalance < ep_size, f"an imbalance of {imbalance} is more than {ep_size} ranks can have.")
+    require(
+        imbalance < ep_size,
+        f"an imbalance of {imbalance} is impossible on {ep_size} ranks: it must be below {ep_size}.",
+    )
     drawn = np.random.default_rng(1).standard_normal(num_experts)
     low, high = 0.0, 16.0
     shares = np.full(num_experts, 1.0 / num_experts)

@@ -138,7 +138,7 @@ class RlStepSetting:
         require_words(self, rollout_precision=PRECISIONS)
         require(
             not self.weight_sync_control_s or bool(self.weight_sync_transport),
-            f"weight_sync_control_s {self.weight_sync_control_s:g} is added to a transport's seconds: name "
+            f"weight_sync_control_s {self.weight_sync_control_s:g} adds to the time of a transport: also set "
             "weight_sync_transport.",
         )
         if self.weight_sync_transport:
@@ -146,12 +146,12 @@ class RlStepSetting:
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map places experts of uneven loads: say how uneven by rollout_imbalance.",
+            "rollout_map balances uneven expert loads: give their rollout_imbalance.",
         )
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         require(
             self.staleness == 0 or not self.colocated,
-            f"staleness {self.staleness} lets rollouts run beside training: that needs rollout_gpus of their own.",
+            f"staleness {self.staleness} lets rollouts run during training: give them their own rollout_gpus.",
         )
         require(
             self.decoding_gpus % self.engine_size == 0,
@@ -162,11 +162,11 @@ class RlStepSetting:
         """Raise for a transport between GPUs of another kind than the setting's."""
         require(
             transport.colocated or not self.colocated,
-            f"weight_sync_transport {transport.name} is between different GPUs: that needs rollout_gpus.",
+            f"weight_sync_transport {transport.name} connects different GPUs: set rollout_gpus.",
         )
         require(
             self.colocated or not transport.colocated,
-            f"weight_sync_transport {transport.name} is between processes on the same GPUs: leave rollout_gpus out.",
+            f"weight_sync_transport {transport.name} connects processes on the same GPUs: leave rollout_gpus out.",
         )
 
     @property
@@ -424,7 +424,7 @@ class _Engine:
         self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - weight_bytes
         require(
             self.room_bytes > 0,
-            f"an engine of {size} GPUs of {hardware.name} does not hold the weights of {model.name}: engine_size.",
+            f"{size} GPUs of {hardware.name} cannot hold the weights of {model.name}: raise engine_size.",
         )
         self.cache_bytes = BF16_BYTES * _cached_layers(model) * _cache_width(model, self.attending)  # per token
         # Probability that a token does not choose a given expert.

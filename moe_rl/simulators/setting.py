@@ -112,7 +112,7 @@ class StepSetting:
         )  # fmt: skip
         require(
             self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
-            "cuda_graph 'full_iteration' cannot hold the alltoall dispatcher: its host reads counts in every layer.",
+            "cuda_graph 'full_iteration' cannot capture the alltoall dispatcher: its host reads counts in every layer.",
         )
         require(
             not self.fused_grouped_mlp or self.precision == "fp8",
@@ -124,7 +124,7 @@ class StepSetting:
         )
         require(
             not (self.forward_only and self.log_prob_passes),
-            f"log_prob_passes ({self.log_prob_passes}) counts passes beside an update; forward_only has none.",
+            f"log_prob_passes ({self.log_prob_passes}) counts passes beside an update, but forward_only has no update.",
         )
 
     @property

@@ -276,7 +276,7 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     load, model = step.load, step.model
     require(
         (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts),
-        f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, model {model.name!r} has "
+        f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, but model {model.name!r} has "
         f"{model.num_moe_layers} of {model.num_experts}.",
     )
     for name, plan in plans.items():

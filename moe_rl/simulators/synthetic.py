@@ -88,7 +88,7 @@ class SequenceModel:
         require(0 <= self.token_persistence < 1, f"token_persistence must lie in [0, 1), got {self.token_persistence}.")
         require(
             self.step_logit_change <= math.sqrt(2) * self.policy_sigma or self.step_drift == 0,
-            f"step_drift ({self.step_drift}) is more than two unrelated policies of this model differ by.",
+            f"step_drift ({self.step_drift}) exceeds the difference between unrelated policies of this model.",
         )
 
     @property

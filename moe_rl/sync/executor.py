@@ -240,7 +240,7 @@ def in_process(
             sizes = {other: message.numel() for other, message in inboxes[rank].items()}
             if sizes != exchange.expected:
                 raise SyncError(
-                    f"rank {rank}, round {number}: messages of {sizes} bytes came, {exchange.expected} are due."
+                    f"rank {rank}, round {number}: got messages of {sizes} bytes, expected {exchange.expected}."
                 )
             try:
                 waiting[rank] = works[rank].send(inboxes[rank])

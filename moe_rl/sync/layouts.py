@@ -38,7 +38,7 @@ def even_stages(num_layers: int, *, pp_size: int = 1, vpp_size: int = 1) -> tupl
     chunks = pp_size * vpp_size
     require(
         num_layers % chunks == 0,
-        f"{num_layers} MoE layers are no multiple of {pp_size} stages of {vpp_size} chunks: name their stages.",
+        f"{num_layers} MoE layers are not a multiple of {pp_size} stages of {vpp_size} chunks: name their stages.",
     )
     per_chunk = num_layers // max(1, chunks)
     return tuple(layer // per_chunk % pp_size for layer in range(num_layers))
@@ -143,7 +143,7 @@ class EngineLayout:
         require(self.slots.ndim == 2, f"an engine's slots must be [L, W], got shape {list(self.slots.shape)}.")
         require(
             self.slots.shape[1] % self.ep_size == 0,
-            f"{self.slots.shape[1]} slots of an engine cannot be shared equally by {self.ep_size} ranks.",
+            f"{self.slots.shape[1]} slots of an engine cannot be split evenly across {self.ep_size} ranks.",
         )
 
     @property
@@ -203,7 +203,7 @@ class SyncProblem:
         for number, engine in enumerate(self.engines):
             require(
                 len(engine.slots) == num_layers,
-                f"engine {number} has {len(engine.slots)} MoE layers, the trainer {num_layers}.",
+                f"engine {number} has {len(engine.slots)} MoE layers, but the trainer has {num_layers}.",
             )
             counts = np.zeros((num_layers, num_experts), np.int64)
             is_expert = (engine.slots >= 0) & (engine.slots < num_experts)

@@ -174,8 +174,8 @@ def test_every_word_keeps_its_line() -> None:
         ("for i in 1 2; run; done", "'do' is missing."),
         ("case x in\n a) run", "'esac' is missing."),
         ("run )", "is not understood."),
-        ("for ((;;)); do :; done", "loop for ever"),
-        ("f() { f; }\nf", "calls itself for ever"),
+        ("for ((;;)); do :; done", "loop forever"),
+        ("f() { f; }\nf", "calls itself forever"),
         ("A=(1 2", "')' is missing."),
     ],
 )

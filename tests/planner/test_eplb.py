@@ -107,7 +107,7 @@ def test_history_is_planned_on_and_never_guessed() -> None:
 def test_the_hierarchical_policy_needs_groups_that_fill_the_nodes() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, ranks_per_node=2)
     load = load_of(random_pairs(np.random.default_rng(0), (1, 1, 1, 4, 8), most=30), 2)
-    with pytest.raises(InvalidInputError, match="1 expert groups cannot be shared equally by 2 nodes"):
+    with pytest.raises(InvalidInputError, match="1 expert groups cannot be split evenly across 2 nodes"):
         make_planner("eplb-oracle", hierarchical=True).plan(problem_of(load, topology))
     plan = make_planner("eplb-oracle", hierarchical=True).plan(problem_of(load, topology, num_expert_groups=4))
     assert rank_load(plan, load).sum() == load.pairs.sum()

@@ -309,9 +309,9 @@ def test_slime_optimizer_steps_become_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(rollout_id=4), "is of rollout 4, the samples are of rollout 3"),
+        (lambda d: d.update(rollout_id=4), "is of rollout 4, but the samples are of rollout 3"),
         (lambda d: d.pop("dp_shards"), "it has no dp_shards"),
-        (lambda d: d["dp_shards"][0].update(partition=[0, 0]), "sample 0 stands in two micro-batches"),
+        (lambda d: d["dp_shards"][0].update(partition=[0, 0]), "sample 0 appears in two micro-batches"),
         (lambda d: d["dp_shards"][0].update(partition=[0, 9]), "not in the rollout dump"),
         (lambda d: d["dp_shards"][0].update(micro_batch_indices=[[0], [7]]), "outside the partition"),
         (lambda d: d["dp_shards"][0].update(num_microbatches=[5]), "does not add up"),

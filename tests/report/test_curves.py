@@ -45,7 +45,7 @@ def test_values_that_cannot_be_drawn_are_left_out() -> None:
     points = [(0.0, 1.0), (1.0, float("nan")), (2.0, 0.0), (3.0, 10.0)]
     assert len(drawn(points, Axes(x="x", y="y"))) == 3
     assert len(drawn(points, Axes(x="x", y="y", log=True))) == 2
-    with pytest.raises(InvalidInputError, match="nothing to draw"):
+    with pytest.raises(InvalidInputError, match="nothing to plot"):
         drawn([(0.0, 0.0)], Axes(x="x", y="y", log=True))
 
 

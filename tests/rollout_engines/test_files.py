@@ -42,9 +42,9 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
 @pytest.mark.parametrize(
     ("name", "document", "sentence"),
     [
-        ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., and has 5"),
-        ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "takes no key beside physical_to_logical_map"),
-        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "slots: all must have as many"),
+        ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., but has 5"),
+        ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "takes only the key physical_to_logical_map"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "slots: all must have the same number"),
         ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "cannot be split evenly across 2 ranks"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 0, 1, 2, 3, 1], ROW]}, "rank 0 holds expert 0 twice"),
         (
@@ -54,8 +54,8 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
         ),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "experts must lie in 0 .. 3"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2.5, 3, 0], ROW]}, "whole numbers"),
-        ("m.json", {"logical_count": [[1, 2]]}, "of no known engine"),
-        ("m.json", [1, 2], "no names with values"),
+        ("m.json", {"logical_count": [[1, 2]]}, "does not match the format of any known engine"),
+        ("m.json", [1, 2], "no JSON object"),
     ],
 )
 def test_a_file_that_an_engine_would_break_on_is_refused(

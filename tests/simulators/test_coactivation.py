@@ -79,7 +79,7 @@ def test_a_generator_is_made_like_a_trace_of_another_shape() -> None:
 
 def test_experts_that_meet_more_than_topics_can_bring_about_are_refused(rng: np.random.Generator) -> None:
     twins = rng.integers(0, 8, 4000)
-    with pytest.raises(InvalidInputError, match="more than 8 topics can bring about"):
+    with pytest.raises(InvalidInputError, match="more than 8 topics allow"):
         like(SMALL, trace_of(np.stack([2 * twins, 2 * twins + 1], axis=1)[:, None], 16))
 
 

@@ -281,7 +281,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--policy names a policy twice: ['static', 'static'].", {"policy": ["static", "static"]}),
     ("policy 'ultraep' has no parameter 'x'. Known:", {"policy": "ultraep", "policy_option": "ultraep.x=1"}),
     ("unknown cluster 'h1000'. Did you mean 'h100'?", {"cluster": "h1000"}),
-    ("has 3 MoE layers, model 'OLMoE-1B-7B' has 16", {"model": "olmoe"}),
+    ("has 3 MoE layers, but model 'OLMoE-1B-7B' has 16", {"model": "olmoe"}),
     ("good.npz has no step 9: it holds steps 0.", {"step": 9}),
     ("--num-nodes must be at least 1, got 0.", {"num_nodes": 0}),
     ("--expert-model-parallel-size must be at least 1, got 0.", {"expert_model_parallel_size": 0}),

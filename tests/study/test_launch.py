@@ -238,4 +238,4 @@ def test_a_script_that_contradicts_itself_is_refused(script: Path, tmp_path: Pat
     )
     ran = moe_rl("simulate", write_npz(tmp_path / "t.npz"), "--launch", script, "--ep-group-tokens", 200)
     assert (ran.code, ran.out) == (2, "")
-    assert "cannot hold the alltoall dispatcher" in ran.err
+    assert "cannot capture the alltoall dispatcher" in ran.err

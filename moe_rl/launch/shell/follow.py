@@ -76,7 +76,7 @@ class Shell(Expansion):
         for command in body:
             self.steps += 1
             if self.steps > MAX_STEPS:
-                raise InvalidInputError(f"{self.path} runs more than {MAX_STEPS} commands: it seems to loop for ever.")
+                raise InvalidInputError(f"{self.path} runs more than {MAX_STEPS} commands: it seems to loop forever.")
             result = self._run_one(command)
         return result
 
@@ -285,7 +285,7 @@ class Shell(Expansion):
 
     def _call(self, name: str, arguments: list[Text]) -> bool | None:
         if self.depth > MAX_DEPTH:
-            raise InvalidInputError(f"{self.path}: the function {name} calls itself for ever.")
+            raise InvalidInputError(f"{self.path}: the function {name} calls itself forever.")
         # $1, $2 and $@ are the function's own and come back behind it; all other variables are global.
         before, self.variables["@"] = self.variables.get("@"), arguments
         self.depth += 1
