@@ -54,9 +54,9 @@ class PassNotices:
         if ran == announced or self._warned_of_micro_batches:
             return
         self._warned_of_micro_batches = True
-        consequence = "copies for the others served nobody"
+        consequence = "copies for the missing ones were not used"
         if ran > announced:
-            consequence = "those beyond ran without copies"
+            consequence = "the additional ones ran without copies"
         if dist.get_rank() == 0:
             logger.warning(
                 "moe_rl: a pass was planned for %d micro-batches, but ran %d: %s. Results are correct; metrics cover "

@@ -83,7 +83,7 @@ class PassRequest:
             return Misfit(kind="placement", sentence=sentence)
         count = plan.replicas.num_micro_batches
         if num_micro_batches not in (None, count):
-            sentence = f"the plan is for {count} micro-batches, the routes are of {num_micro_batches}"
+            sentence = f"the plan is for {count} micro-batches, but the routes are for {num_micro_batches}"
             return Misfit(kind="micro-batches", sentence=sentence)
         if layout is not None and not _same_layout(plan.layout, layout):
             return Misfit(kind="layout", sentence="the plan is for another batch layout")

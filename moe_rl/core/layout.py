@@ -105,7 +105,7 @@ class BatchLayout:
         require(
             len(missing) == 0,
             f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
-            "give --micro-batch-tokens, the tokens per rank at a time (such as 8192), or --ep-group-tokens.",
+            "give --micro-batch-tokens, the tokens per rank and micro-batch (such as 8192), or --ep-group-tokens.",
         )
         return cls._of(micro_batch, dp_rank, np.arange(len(micro_batch)), num_dp_ranks=num_dp_ranks, fixed=True)
 

@@ -152,7 +152,7 @@ def _no_pairs(groups: int, micro_batches: int, layers: int, ranks: int, experts:
     )
     require(
         size <= MAX_LOAD_BYTES,
-        f"the loads of this step take {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: {axes}, 4 bytes "
+        f"the loads of this step take {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: {axes}, at 4 bytes "
         "each. Reduce one of them: use a smaller batch, fewer EP groups (--num-ep-groups), or larger micro-batches.",
     )
     return np.zeros((groups * micro_batches, layers, ranks, experts), np.int32)

@@ -80,9 +80,9 @@ def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay
     asked for them: where they cannot act is part of the framework's page.
     """
     if config.pack and not config.observe and POLICIES[config.policy].levers.pack and native_core() is None:
-        yield f"pack is on and does nothing, because {why_not_native()}: sequences stay in their micro-batches."
+        yield f"pack is on but does nothing, because {why_not_native()}: sequences stay in their micro-batches."
     if config.reorders and "reorders" in stated and why_homes_stay is not None:
-        yield f"reorders is on and does nothing, because {why_homes_stay}: experts stay where Megatron puts them."
+        yield f"reorders is on but does nothing, because {why_homes_stay}: experts stay where Megatron puts them."
 
 
 def say_once(sentence: str) -> None:
@@ -209,7 +209,7 @@ class MegatronRun:
             config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
             if not guarded:
-                balancer.run.homes_stay = f"{framework.name} reads and writes weights where nobody brings them home"
+                balancer.run.homes_stay = f"{framework.name} reads and writes weights without moving experts back first"
             for sentence in idle_levers(config, settings.given, balancer.run.why_homes_stay):
                 say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)

@@ -107,7 +107,7 @@ def usable_tokens(
     bad = {f"{name} is not finite": ~value.isfinite() for name, value in finite.items() if value is not None}
     bad |= unusable or {}
     if response_mask.dtype != torch.bool:
-        bad["response_mask must hold only 0 and 1: it does not"] = valid & (response_mask != 1)
+        bad["response_mask holds values other than 0 and 1"] = valid & (response_mask != 1)
     number = valid.sum()
     lost = {what: torch.stack([(where & valid).sum(), number]) for what, where in bad.items()}
     if non_finite == "raise":

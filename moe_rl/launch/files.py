@@ -104,8 +104,8 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
     best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
     if _num_settings(best.words) and loose:
         run.notes.append(
-            f"{loose[0].where}: these arguments stand as a command of their own (is a backslash missing at the end of "
-            "the line before?); they are taken for the run's."
+            f"{loose[0].where}: these arguments form a command of their own (is a backslash missing at the end of "
+            "the line before?); they are read as arguments of the run."
         )
     # A model file of slime's sets arrays and starts nothing.
     partial = not _num_settings(best.words) and not loose

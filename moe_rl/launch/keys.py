@@ -110,7 +110,7 @@ class Reader:
             num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
             unresolved=tuple(undecided[name] for name in undecided if name in KINDS),
             undecided=undecided,
-            notes=conditions + tuple(f"{name} is not there: its values are known." for name in known_files),
+            notes=conditions + tuple(f"{name} does not exist, but its values are known." for name in known_files),
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,

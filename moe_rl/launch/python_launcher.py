@@ -72,7 +72,7 @@ def _tree(path: Path, text: str) -> ast.Module:
 
 def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
     """Return the words of all strings that hold flags, in source order."""
-    run.notes.append(f"{path} is Python: what it computes was not followed.")
+    run.notes.append(f"{path} is Python: values that it computes were not read.")
     words: list[Text] = []
     branches: list[int] = []
     for string, line, in_branch in _strings(tree, _defaults(tree), inside_branch=False):

@@ -77,7 +77,9 @@ def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
         if target.is_file():
             read_yaml_file(target, read_text(target), run, depth + 1)
         else:
-            run.absent[name] = f"{path} starts from {name}, which is not there: values that only it sets are not known."
+            run.absent[name] = (
+                f"{path} starts from {name}, which does not exist: values that only it sets are not known."
+            )
     run.entries.extend(entry for entry in entries if entry.key != "defaults")
 
 

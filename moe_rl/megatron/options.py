@@ -34,6 +34,6 @@ def unknown_sentence(option: str, value: object) -> str:
     """Return what is said of an unknown option that is switched on."""
     newest = list(KNOWN)[-1]
     return (
-        f"{option}={value!r} is not an option that moe_rl knows of megatron-core up to {newest}: what it does to "
-        "replicas and moved experts was not looked at."
+        f"moe_rl does not know megatron-core's option {option}={value!r} (it knows {newest} and older): its effect "
+        "on replicas and moved experts was not checked."
     )

@@ -35,11 +35,11 @@ def idle_levers(plan: Plan, problem: PlanProblem, may: Levers) -> tuple[str, ...
 
 def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
     if problem.topology.num_nodes == 1:
-        return "all ranks are in one node, so they have no way to save"
+        return "all ranks are in one node, so no transfer can be saved"
     if not may.choose_residents:
-        return "none are in force, and this plan leaves homes and residents as they are; a reorder chooses them"
+        return "there are none yet, and this plan does not change residents; the next reorder chooses them"
     if problem.load.routes is None:
-        return "the routes of single tokens are not known, and counts do not say which copies save a way"
+        return "the routes of single tokens are unknown, and counts do not show which copies save a transfer"
     if not problem.objective.in_seconds:
         return f"they save time, which objective {problem.objective.name!r} does not count"
     return "none saves more time than its transfer takes"

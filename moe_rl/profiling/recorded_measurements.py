@@ -79,16 +79,16 @@ def derive_measurements(
 
 def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedShape) -> str:
     if recorded != shape.ep_size:
-        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so waiting is not known."
+        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so the waiting time is unknown."
     if shape.model.num_expert_groups > 1:
-        return f"no all_to_all rows: the router of {shape.model.name} is limited to groups, calibration knows none."
+        return f"no all_to_all rows: calibration does not support the group-limited router of {shape.model.name}."
     if waiting is None:
         return "no all_to_all rows: waiting cannot be told from transfer."
     imbalance = waiting.expert_imbalance
     if imbalance is not None and imbalance > BALANCED_WITHIN:
         return (
-            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean, calibration takes "
-            "routing as uniform (record with --moe-router-force-load-balancing)."
+            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean; calibration assumes "
+            "uniform routing (record with --moe-router-force-load-balancing)."
         )
     return ""
 

@@ -325,7 +325,7 @@ class _Watch:
         passed = int(round_number) > waiting.round_number
         posted = int(round_number) == waiting.round_number and is_waiting == "1"
         if passed or posted:
-            self._fail(f"rank {self.rank}, round {waiting.round}: the message of rank {partner} did not come.")
+            self._fail(f"rank {self.rank}, round {waiting.round}: the message of rank {partner} did not arrive.")
 
     def _fail(self, sentence: str) -> None:
         self.failure = self.store.compare_set(FAILURE, "", sentence).decode()
@@ -339,12 +339,12 @@ def verdict(ballots: Sequence[Ballot], twins: Sequence[Sequence[int]]) -> str:
             return f"rank {rank}: {ballot.problem}"
     for rank, ballot in enumerate(ballots):
         if ballot.step != first_ballot.step:
-            return f"rank {rank} wants to sync step {ballot.step}, rank 0 step {first_ballot.step}."
+            return f"rank {rank} wants to sync step {ballot.step}, but rank 0 step {first_ballot.step}."
         if ballot.plan_digest != first_ballot.plan_digest:
-            return f"rank {rank} has another plan of step {first_ballot.step} than rank 0: its layouts or maps differ."
+            return f"rank {rank} and rank 0 have different plans of step {first_ballot.step}: layouts or maps differ."
     for ranks in twins:
         if len({ballots[rank].weights_sum for rank in ranks}) > 1:
             return (
-                f"trainers {', '.join(map(str, ranks))} should hold the same experts and do not: one is not gathered."
+                f"trainers {', '.join(map(str, ranks))} should hold the same experts, but do not: one is not gathered."
             )
     return ""

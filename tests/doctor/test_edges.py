@@ -300,7 +300,7 @@ def test_interpolations_are_resolved_or_named(tmp_path: Path) -> None:
 def test_a_file_that_defaults_name_and_that_is_not_there_becomes_a_note(tmp_path: Path) -> None:
     text = "defaults: ../base.yaml\npolicy:\n  megatron_cfg:\n    enabled: true\n"
     run = interpret(read_run([write(tmp_path / "recipe.yaml", text)]))
-    assert any("starts from ../base.yaml, which is not there" in note for note in run.notes)
+    assert any("starts from ../base.yaml, which does not exist" in note for note in run.notes)
     composed = "defaults:\n- actor@actor_rollout_ref.actor: ${engine}_actor\n- _self_\nactor_rollout_ref: {hybrid: 1}\n"
     run = interpret(read_run([write(tmp_path / "trainer.yaml", composed)]))
     assert any("give the composed configuration" in note for note in run.notes)

@@ -117,7 +117,7 @@ def test_a_run_of_which_nobody_knows_whether_it_has_experts_is_not_readable(tmp_
     found = verdict(tmp_path / "run.sh", f"source models/some.sh\npython train.py {flags} ${{MODEL[@]}}\n")
     assert found.word == "not readable"
     assert found.reasons[0].startswith("nothing in these files says that the model has experts. ")
-    assert found.reasons[0].endswith("run.sh sources models/some.sh, which is not there: give that file too.")
+    assert found.reasons[0].endswith("run.sh sources models/some.sh, which does not exist: give that file, too.")
 
 
 def test_a_file_that_is_not_there_is_a_condition(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_there_is_a_condition(tmp_path: Path) -> None:
     found = verdict(tmp_path / "run.sh", text)
     assert found.word == "attaches, but"
     assert len(found.reasons) == 1, "the environment's set-up says nothing about the run"
-    assert found.reasons[0].endswith("run.sh sources models/some.sh, which is not there: give that file too.")
+    assert found.reasons[0].endswith("run.sh sources models/some.sh, which does not exist: give that file, too.")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_what_python_computes_is_not_taken_for_accepted(tmp_path: Path) -> None:
     found = diagnose(_written(tmp_path / "computed.py", text)).run
     assert found is not None
     assert "`choose(here)`" in found.undecided["moe_pad_expert_input_to_capacity"]
-    assert any("what it computes was not followed" in note for note in found.notes)
+    assert any("values that it computes were not read" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,8 @@ def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: lis
 @loop_case("levers_that_cannot_act")
 def test_a_lever_that_was_asked_for_and_cannot_act_says_so_once(outcome: list[Any]) -> None:
     expected = {
-        "without the core": "pack is on and does nothing, because the core was not built: sequences stay in their",
-        "not guarded": "reorders is on and does nothing, because megatron reads and writes weights where nobody",
+        "without the core": "pack is on but does nothing, because the core was not built: sequences stay in their",
+        "not guarded": "reorders is on but does nothing, because megatron reads and writes weights without moving",
     }
     for index, said in enumerate(outcome):
         for name, sentences in said.items():

@@ -152,7 +152,7 @@ KNOWN: dict[Callable[[Run], None], str] = {
     one_layer_that_was_compiled_before: r"the old pass read layers.1.router, but this forward pass ran without",
     a_copy_of_the_model_runs: "tap.rows was set in this pass, but no router ran",
     tokens_that_the_old_pass_has_not_seen: "has no route at more than 1% of the valid tokens: their gamma is 1",
-    a_mask_that_leaves_no_token: "response_mask must hold only 0 and 1: it does not at more than 1%",
+    a_mask_that_leaves_no_token: "response_mask holds values other than 0 and 1 at more than 1%",
 }
 
 

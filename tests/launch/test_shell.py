@@ -197,7 +197,7 @@ def test_sourced_files_are_followed_and_missing_ones_are_named(tmp_path: Path) -
     raw = read_run([run])
     assert {entry.key: entry.value for entry in raw.entries}["num_experts"] == ("8",)
     assert [path.rpartition("/")[2] for path in raw.files] == ["run.sh", "m.sh"]
-    assert any("gone.sh, which is not there" in sentence for sentence in raw.absent.values())
+    assert any("gone.sh, which does not exist" in sentence for sentence in raw.absent.values())
     assert any("$ELSEWHERE is not known" in sentence for sentence in raw.absent.values())
 
 
@@ -225,7 +225,7 @@ def test_arguments_cut_off_by_a_missing_backslash_are_named_and_taken(tmp_path: 
     run.write_text(f"python train.py --num-layers 4 --colocate\n  ${{MODEL[@]}} \\\n  {FLAGS} --moe-router-topk 2\n")
     raw = read_run([run])
     assert {entry.key for entry in raw.entries} >= {"colocate", "num_layers", "moe_router_topk"}
-    assert any("run.sh:2: these arguments stand as a command of their own" in note for note in raw.notes)
+    assert any("run.sh:2: these arguments form a command of their own" in note for note in raw.notes)
 
 
 def test_variables_that_a_script_exports_or_hands_to_ray_are_kept(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def test_an_unknown_option_is_told_by_its_name() -> None:
     assert is_unknown("moe_new_dispatch")
     assert not is_unknown("hidden_size")
     assert not is_unknown("use_transformer_engine_op_fuser")
-    assert unknown_sentence("moe_new_dispatch", True).startswith("moe_new_dispatch=True is not an option")
+    assert unknown_sentence("moe_new_dispatch", True).startswith(
+        "moe_rl does not know megatron-core's option moe_new_dispatch=True"
+    )
 
 
 @pytest.mark.multi_rank(world_size=2, case="attach_cases.unknown_option")

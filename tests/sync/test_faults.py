@@ -45,12 +45,12 @@ def test_an_engine_that_joins_gets_everything() -> None:
 
 
 SENTENCES = {
-    "cut": "the message of rank 1 did not come",
+    "cut": "the message of rank 1 did not arrive",
     "flipped": "is not what its trainer sent",
     "stale_twin": "trainers 0, 2 should hold the same experts",
-    "other_step": "rank 5 wants to sync step 1, rank 0 step 2",
-    "other_plan": "rank 1 has another plan of step 2 than rank 0",
-    "other_map": "has another plan of step 2 than rank 0",
+    "other_step": "rank 5 wants to sync step 1, but rank 0 step 2",
+    "other_plan": "rank 1 and rank 0 have different plans of step 2",
+    "other_map": "and rank 0 have different plans of step 2",
 }
 
 

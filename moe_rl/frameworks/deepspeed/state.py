@@ -24,7 +24,7 @@ def why_fixed(engine: Any) -> str:
     """Return why the experts of this engine cannot move; empty where they can."""
     stage, optimizer = engine.zero_optimization_stage(), type(engine.optimizer).__name__
     if stage not in (1, 2) or optimizer != "DeepSpeedZeroOptimizer":
-        return f"that needs DeepSpeedZeroOptimizer of ZeRO 1 or 2, and this engine has {optimizer} at stage {stage}."
+        return f"that needs DeepSpeedZeroOptimizer of ZeRO 1 or 2, but this engine has {optimizer} at stage {stage}."
     if engine.optimizer.cpu_offload:
         return "zero_optimization.offload_optimizer is on, with which a move has never been run."
     return ""

@@ -56,8 +56,8 @@ def _check_settings(actor: ModuleType) -> None:
         gamma = bool(_settings and _settings.router_shift)
         checked_settings(self, router_shift=gamma)
         if _settings is not None and "megatron" not in self.strategy:
-            wanted = "MOE_RL_ROUTER_SHIFT reads" if gamma else "MOE_RL balances"
-            sentence = f"actor.strategy is {self.strategy}, and {wanted} verl's Megatron engine alone."
+            wanted = "MOE_RL_ROUTER_SHIFT" if gamma else "MOE_RL"
+            sentence = f"actor.strategy is {self.strategy}, but {wanted} only works with verl's Megatron engine."
             unbalanced("verl", InvalidInputError(sentence), strict=_settings.strict or gamma)
 
     wrap(actor.ActorConfig, "__post_init__", checked)

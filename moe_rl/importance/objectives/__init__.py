@@ -95,7 +95,7 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     """Return the objective of that name with `options`; an instance is returned as it is and takes no options."""
     if isinstance(objective, Objective):
         if options:
-            raise InvalidInputError(f"give options {sorted(options)} to the objective itself: it is not given by name.")
+            raise InvalidInputError(f"set options {sorted(options)} on the objective, which is not given by name.")
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")

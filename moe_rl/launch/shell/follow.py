@@ -267,14 +267,14 @@ class Shell(Expansion):
             return True
         if target.missing:
             self.run.absent[target.text] = (
-                f"{sentence}, and {', '.join(target.missing)} is not known: give that file too."
+                f"{sentence}, but {', '.join(target.missing)} is not known: give that file, too."
             )
             return None
         # From where the doctor runs, as the script itself would look; else beside the script.
         candidates = [Path(target.text), self.path.parent / target.text]
         sourced = next((path for path in candidates if path.is_file()), None)
         if sourced is None:
-            self.run.absent[target.text] = f"{sentence}, which is not there: give that file too."
+            self.run.absent[target.text] = f"{sentence}, which does not exist: give that file, too."
             return None
         if self.depth > MAX_DEPTH:
             raise InvalidInputError(f"{sentence}: files that source one another in a circle.")

@@ -66,9 +66,9 @@ def glu_spec(config: TransformerConfig) -> GluSpec:
     )
     refused = {
         "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
-        "use_te_activation_func": "the activation is ours",
+        "use_te_activation_func": "moe_rl computes the activation itself",
         "activation_func_fp8_input_store": "GroupedExperts keeps the activation's input as it is",
-        "moe_mlp_glu_interleave_size": "GroupedExperts reads the gate's rows before the others",
+        "moe_mlp_glu_interleave_size": "GroupedExperts expects the rows of the gate first",
     }
     for option, reason in refused.items():
         require(not getattr(config, option, False), f"experts='grouped' does not support {option}: {reason}.")
