@@ -64,7 +64,7 @@ def attach(
     require_in_common(config)
     chunks_and_layers, experts = agreed(lambda: _looked_at(chunks, config))
     shared = gathered(_digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group())
-    agreed(lambda: require(len(set(shared)) == 1, "ranks of an EP group hold different adapters of all experts."))
+    agreed(lambda: require(len(set(shared)) == 1, "adapters that all experts share differ inside an EP group."))
     layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in chunks_and_layers])
     # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
     groups = ExpertGroups.current()

@@ -187,7 +187,8 @@ class RoutingRecorder:
             return
         chunk_of_ids = self._chunks[0]
         require(
-            bool(chunk_of_ids.boundaries), "the step ran no forward of the recorded model: there is nothing to append."
+            bool(chunk_of_ids.boundaries),
+            "the step ran no forward pass of the recorded model: there is nothing to append.",
         )
         sequences, valid, micro_batch = [], [], []
         for index, (ends, side_by_side) in enumerate(

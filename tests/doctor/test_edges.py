@@ -89,8 +89,8 @@ def test_the_table_shows_why_and_what_to_do(tmp_path: Path) -> None:
         ("bool_tag.yaml", "a: !!bool 3", "bool_tag.yaml:1: '3' is not a value of its YAML type"),
         ("knot.yaml", "a: &a {b: *a}", "holds a mapping inside itself."),
         ("text.sh", "echo hello\n", "holds no arguments"),
-        ("other.sh", "ls --all --color=never\n", "no framework has all these settings"),
-        ("other.yaml", "a: 1", "no framework has all these settings"),
+        ("other.sh", "ls --all --color=never\n", "no known framework has these settings"),
+        ("other.yaml", "a: 1", "no known framework has these settings"),
         ("open.sh", f"run {MEGATRON} 'x", "open.sh:1: a single quote is not closed."),
         (
             "word.sh",

@@ -112,7 +112,7 @@ def test_the_installed_verls_loss_is_ours_under_its_recipes(recipe: recipe_losse
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 does not act on 'sapo'"),
+        ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 has no effect on 'sapo'"),
         ({"moe_rl_objective": "gspo", "eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
         ({"use_tis": True}, r"use_tis has no effect in this loss"),
         ({"use_opsm": True}, r"use_opsm has no effect in this loss"),
@@ -161,7 +161,7 @@ def test_slimes_widths_act_on_its_own_objectives() -> None:
     ("settings", "objective", "sentence"),
     [
         ({"importance_sampling_level": "sequence"}, "ppo", r"'sequence' has no effect on 'ppo'"),
-        ({"epsilon_high": 0.28}, "sapo", r"epsilon_high or delta 0.28 does not act on 'sapo'"),
+        ({"epsilon_high": 0.28}, "sapo", r"epsilon_high or delta 0.28 has no effect on 'sapo'"),
         ({"_entropy_bonus_enabled": True}, "ppo", r"this trainer does not support the entropy bonus"),
         ({"top_entropy_quantile": 0.2}, "ppo", r"top_entropy_quantile belongs to TRL's own"),
     ],

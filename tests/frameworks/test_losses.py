@@ -326,7 +326,7 @@ def areals_module(**changes: Any) -> tuple[Any, Any]:
         ("decoupled_ppo", {"prox_logp_method": "loglinear"}, r"prox_logp_method='loglinear' would be silently ignored"),
         ("ppo", {"rejection_sampling": object()}, r"rejection_sampling=.* would be silently ignored by this loss"),
         ("gspo", {"eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
-        ("sapo", {"eps_clip": 0.1}, r"eps_clip\* 0.1 does not act on 'sapo'"),
+        ("sapo", {"eps_clip": 0.1}, r"eps_clip\* 0.1 has no effect on 'sapo'"),
     ],
 )
 def test_areal_makes_no_actor_whose_settings_would_not_act(

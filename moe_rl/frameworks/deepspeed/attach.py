@@ -189,7 +189,8 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
     require(stage < 3, f"zero_optimization.stage is {stage}: it shards every expert over ranks; use stage 0, 1 or 2.")
     require(
         folded == 1,
-        f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it; plans do not support it.",
+        f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it, which plans do not "
+        "support.",
     )
     require(
         module.comm_backend == "comm",

@@ -122,7 +122,7 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     require(head.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
     require(
         head.tp_mesh.size() == 1,
-        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it; plans do not support it.",
+        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it, which plans do not support.",
     )
     attached = any(implementation.layer is not None for implementation in implementations)
     require(not attached, "a balancer is already attached to this model: call its detach() first.")

@@ -344,8 +344,8 @@ class PlannedCheckpointEngine:
         tp_size = settings.tp_size or per_replica // settings.ep_size
         require(
             settings.num_replicas * settings.ep_size * tp_size == len(self.node_of) - self.trainers,
-            f"engine_kwargs.moe_rl: {settings.num_replicas} replicas of EP {settings.ep_size} and TP {tp_size} do not "
-            f"the {len(self.node_of) - self.trainers} rollout ranks.",
+            f"engine_kwargs.moe_rl: {settings.num_replicas} replicas of EP {settings.ep_size}, TP {tp_size} do not "
+            f"fill the {len(self.node_of) - self.trainers} rollout ranks.",
         )
         engines = tuple(
             EngineLayout(

@@ -165,5 +165,7 @@ def _fits(name: str, device: torch.device) -> bool:
     kernel = next(kernel for kernel in archive.kernels.values() if name in kernel.tiles)
     max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
     if max_clusters < wanted:
-        logger.warning("grouped GEMM: plain loop; %d clusters of %s, GPU holds only %d", wanted, name, max_clusters)
+        logger.warning(
+            "grouped GEMM: plain loop; %d clusters of %s are needed, the GPU holds %d", wanted, name, max_clusters
+        )
     return max_clusters >= wanted
