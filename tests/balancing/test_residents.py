@@ -70,6 +70,6 @@ def test_empty_resident_slots_say_why() -> None:
         assert (plan.placement.resident_experts == -1).all()
         return next(each for each in plan.notes if each.startswith("no resident copies: "))
 
-    assert "the routes of single tokens are not known" in note(PLACEMENT)
-    assert "a reorder chooses them" in note(COPIES)
+    assert "the routes of single tokens are unknown" in note(PLACEMENT)
+    assert "the next reorder chooses them" in note(COPIES)
     assert "all ranks are in one node" in note(PLACEMENT, ranks_per_node=4)

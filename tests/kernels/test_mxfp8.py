@@ -157,6 +157,6 @@ def test_dgrad_is_a_forward_gemm_on_weights_quantized_along_the_other_axis(devic
 
 def test_gpus_before_blackwell_are_refused_in_a_sentence() -> None:
     problem = GemmProblem(op="forward", scaling="mx", num_rows=1, num_groups=1, n=16, k=32, capability=(9, 0))
-    with pytest.raises(InvalidInputError, match=r"'mx' needs compute capability 10.0, this GPU has 9.0"):
+    with pytest.raises(InvalidInputError, match=r"'mx' needs compute capability 10.0, but this GPU has 9.0"):
         require_supported(problem)
     require_supported(replace(problem, capability=(10, 0)))

@@ -37,4 +37,4 @@ def test_an_unknown_option_is_told_by_its_name() -> None:
 @pytest.mark.multi_rank(world_size=2, case="attach_cases.unknown_option")
 def test_attach_warns_of_an_unknown_option_that_is_switched_on(outcome: list[Any]) -> None:
     assert [len(said) for said in outcome] == [1, 0], "rank 0 says it once"
-    assert "moe_new_dispatch=True is not an option that moe_rl knows" in outcome[0][0]
+    assert "moe_rl does not know megatron-core's option moe_new_dispatch=True" in outcome[0][0]
