@@ -278,7 +278,7 @@ def reseal(path: Path, **changes: object) -> None:
     [
         (
             {"schema": "moe_rl.trace/3"},
-            r"schema .moe_rl\.trace/3., this version of moe_rl reads moe_rl\.trace/1 and moe_rl\.trace/2",
+            r"schema .moe_rl\.trace/3., but this moe_rl reads moe_rl\.trace/1 and moe_rl\.trace/2",
         ),
         ({"schema": 1}, "names no schema"),
         ({"num_experts": "8"}, "num_experts: Input should be a valid integer"),

@@ -261,7 +261,7 @@ def test_a_conversion_that_fails_changes_nothing(tmp_path: Path) -> None:
     before = TraceReader(tmp_path / "old").load()
     (tmp_path / "t" / "shard-000001.safetensors").unlink()
     for overwrite in (False, True):
-        with pytest.raises(InvalidInputError, match=r"exists already|cannot be read"):
+        with pytest.raises(InvalidInputError, match=r"already exists|cannot be read"):
             convert_trace(source, tmp_path / "old", overwrite=overwrite)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         convert_trace(source, tmp_path / "new")
