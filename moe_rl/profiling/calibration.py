@@ -134,10 +134,10 @@ def calibrate(
     unseen = [name for name in constants if name not in seen]
     require(
         not unseen,
-        f"the measurements do not depend on {', '.join(unseen)}: add measurements that do, or leave it out.",
+        f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
     )
     moving = tuple(constants) or tuple(seen)
-    require(len(moving) > 0, "the measurements do not depend on any constant.")
+    require(len(moving) > 0, "the measurements depend on no constant.")
     fit = _Fit.of(measurements, hardware, software, moving, predict)
 
     def group_error(group: str) -> GroupError:

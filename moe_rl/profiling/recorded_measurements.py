@@ -51,7 +51,7 @@ def derive_measurements(
     """
     require(
         shape.model.activation != "gelu",
-        f"model {shape.model.name!r}: measurements need gated experts, not {shape.model.activation}.",
+        f"model {shape.model.name!r}: measurements are of gated experts, not {shape.model.activation}.",
     )
     remarks = [NO_HOST_TIME]
     if len(per_rank) < shape.ep_size:
@@ -62,7 +62,7 @@ def derive_measurements(
         if seconds:
             rows.append(_row(shape, "expert_gemm", phase, seconds))
         else:
-            remarks.append(f"no expert_gemm rows of {phase}: no expert work is inside a moe_rl range of that phase.")
+            remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
     refused = _why_no_transfers(len(per_rank), waiting, shape)
     if waiting is None or refused:
         measured = {}
@@ -73,22 +73,22 @@ def derive_measurements(
         if transfers:
             rows.append(_row(shape, "all_to_all", phase, transfers))
         else:
-            remarks.append(f"no all_to_all rows of {phase}: no all-to-all is inside a moe_rl range of that phase.")
+            remarks.append(f"no all_to_all rows of {phase}: no all-to-all lies in a moe_rl range of that phase.")
     return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refused] if refused else [])))
 
 
 def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedShape) -> str:
     if recorded != shape.ep_size:
-        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so the waiting time is unknown."
+        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so waiting is not known."
     if shape.model.num_expert_groups > 1:
-        return f"no all_to_all rows: calibration does not support the group-limited router of {shape.model.name}."
+        return f"no all_to_all rows: the router of {shape.model.name} is limited to groups, calibration knows none."
     if waiting is None:
         return "no all_to_all rows: waiting cannot be told from transfer."
     imbalance = waiting.expert_imbalance
     if imbalance is not None and imbalance > BALANCED_WITHIN:
         return (
-            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean; calibration assumes "
-            "uniform routing (record with --moe-router-force-load-balancing)."
+            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean, calibration takes "
+            "routing as uniform (record with --moe-router-force-load-balancing)."
         )
     return ""
 

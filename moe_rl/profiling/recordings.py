@@ -48,5 +48,5 @@ def read_recordings(
         runs[run.rank], file_of[run.rank] = run, path
     require(len(runs) > 0, "no recordings were given.")
     devices = {run.device for run in runs.values()}
-    require(len(devices) == 1, "some recordings hold GPU kernels and some only CPU operators: they cannot be compared.")
+    require(len(devices) == 1, "some recordings hold GPU kernels and some only CPU operators: they do not compare.")
     return dict(sorted(runs.items()))
