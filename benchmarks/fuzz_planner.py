@@ -14,7 +14,7 @@ step is more than `TOLERANCE` faster. Policies that hold more copies than the sl
 import argparse
 import datetime
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -146,8 +146,8 @@ def long_tailed_batch(trace: RoutingTrace, *, tokens: int, longest: int, seed: i
     return RoutingTrace.from_sequences(sequences, num_experts=trace.num_experts)
 
 
-def judged(setting: DrawnSetting) -> Verdict:
-    """Plan the setting with every policy and price the plans."""
+def judged(setting: DrawnSetting, rivals: Sequence[str] | None = None) -> Verdict:
+    """Plan the setting with `moe-rl` and its rivals, every policy with the same slots unless named; price the plans."""
     started, trace, asked = time.process_time(), trace_of(setting.routes), dict(setting.options)
     ep_size, seed = int(str(asked["expert_model_parallel_size"])), int(str(asked["seed"]))
     ranks = max(8, ep_size)
@@ -165,7 +165,7 @@ def judged(setting: DrawnSetting) -> Verdict:
         total, longest = int(trace.sequence_lengths.sum()), int(trace.sequence_lengths.max())
         asked |= {"ep_group_tokens": max(longest, total // 4), "tokens_per_rank": setting.tokens}
     compared = [one.name for one in POLICIES if one.slot_limits and not one.needs_history]
-    compared = [name for name in compared if name not in MORE_COPIES]
+    compared = [name for name in compared if name not in MORE_COPIES and (rivals is None or name in (OURS, *rivals))]
     options = SimulationOptions(model=FROM_TRACE, policy=compared, **asked)
     scenario = state_scenario(trace, options, lambda *_: None)
     plans = make_plans(scenario, compared, lambda *_: None)

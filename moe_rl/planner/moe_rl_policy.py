@@ -25,6 +25,7 @@ from moe_rl.planner.base import ALL_LEVERS, Levers, Planner, PlanProblem
 from moe_rl.planner.domain_engine import DomainEngine, engine_of, within_domains, without_copies
 from moe_rl.planner.migration import migration_time, residents_time
 from moe_rl.planner.objective import PlanObjective
+from moe_rl.planner.others.relibra import RelibraPlanner
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.packing import best_start, packed_on_their_ranks, starts_for_routes
 from moe_rl.planner.predict import cell_seconds
@@ -49,6 +50,10 @@ RESIDENT_ROUNDS = 3
 PEAK_TURNS, PEAK_STEP, PEAK_COOLER = 6, 0.98, 6
 """Turns of packing for static buffers, each for 2 % fewer rows, and halvings of their heat. At EP32, 2,048 tokens per
 group, the fullest rank's rows fall from 298 to 260, and those of the busiest ranks together rise by 0.5 %."""
+MOVES_MATTER, DEARER_MOVES = 0.02, (2.0, 4.0)
+"""Share of the step from which on moves of homes are searched again as if they cost so many times as much. The search
+charges a move an even share of its link, but the step waits for the busiest rank's: of two plans that move 74 and 56
+experts across nodes the second was 1.5 % faster."""
 COOL_ROUNDS, COOLER = 2, 4
 """Turns of packing and reordering from a layout that lengths made, and halvings of their heat. Five turns without the
 halvings made steps of three length distributions (EP8 and EP16) 0.2 to 0.5 % slower."""
@@ -304,13 +309,18 @@ class _Run:
     """[L, E] homes in force."""
     first: SearchState | None = None
     """`Searcher.ordered` on this layout, where it is known: the search over homes takes half of a plan's time."""
+    move_price: float = 1.0
+    """How many times as dear as an even share of its NIC a move between nodes is to the searches."""
 
     def best(self) -> Candidate:
         """Return the candidate whose predicted cost, moves included, is lowest."""
         problem, crosses = self.problem, self._crosses and self.problem.objective.in_seconds
         alone = crosses and not (self.options.packs or self.options.reorders or self.may.choose_residents)
         nothing = self._candidate(self.start, problem.layout, problem.load, final=alone)
-        best = nothing if alone else min([nothing, *self._found(nothing)], key=self._with_moves)
+        if alone:
+            best = nothing
+        else:
+            best = self._with_fewer_moves([nothing, *self._found(nothing)])
         if not crosses:
             return best
         # Judged by a part, it may be no better than nothing after all, or than the same without copies across.
@@ -323,6 +333,30 @@ class _Run:
             final = self._candidate(best.home, best.layout, best.load, best.residents, final=True)
         final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
         return min(bare, replace(level, across_save=0.0), final, key=self._with_moves)
+
+    def _with_fewer_moves(self, candidates: list[Candidate]) -> Candidate:
+        """Return the cheapest candidate, or a cheaper one whose homes move less, where moves are much of a step.
+
+        On its layout, on the given one, and packed anew; `relibra`'s homes, too, which stay near those in force. The
+        first of the candidates moves nothing.
+        """
+        nothing, best = candidates[0], min(candidates, key=self._with_moves)
+        without_moves = min(candidates, key=lambda candidate: candidate.price)
+        may_gain = self.options.reorders and self.outlook is None
+        if not may_gain or self._moves_s(without_moves) < MOVES_MATTER * without_moves.price:
+            return best
+        homes = RelibraPlanner().homes(self.problem).astype(np.int32)
+        candidates = [best, self._candidate(homes, self.problem.layout, self.problem.load)]
+        if best.layout is not self.problem.layout:
+            candidates.append(self._candidate(homes, best.layout, best.load))
+        for price in DEARER_MOVES:
+            thrifty = replace(self, move_price=price)
+            candidates += thrifty._candidates(nothing)
+            if self.options.packs:
+                unpacked = replace(thrifty, options=replace(self.options, packs=False))
+                candidates += unpacked._candidates(nothing)
+                candidates += unpacked._on(best.layout)._candidates(nothing)
+        return min(candidates, key=self._with_moves)
 
     def with_lower_peak(self, best: Candidate) -> Candidate:
         """Return the candidate with sequences moved until the fullest rank of all cells gets no fewer rows."""
@@ -478,6 +512,7 @@ class _Run:
     def _searcher(self, options: SearchOptions) -> Searcher:
         steps = self.problem.steps_served if self.outlook is None else self.outlook.steps
         weights = SearchWeights.of(self.problem, by_rank=options.by_rank, steps_served=steps)
+        weights = replace(weights, move_cost=round(self.move_price * weights.move_cost))
         return Searcher(self.problem, weights, options, self.core, self.outlook)
 
     def _candidates(self, unmoved: Candidate) -> list[Candidate]:
@@ -516,7 +551,7 @@ class _Run:
         homes, weights = [state], searcher.weights
         if several and self.options.reorders and weights.whole_row_cost != weights.row_cost:
             homes.insert(0, searcher.reorder(state, turn, row_cost=weights.whole_row_cost))
-        if self.options.reorders and not self.options.by_rank:
+        if self.options.reorders and (not self.options.by_rank or self.move_price > 1.0):
             ordered_in_nodes = [searcher.reorder(proposal, turn, in_nodes=True) for proposal in homes]
             homes = [*homes, *ordered_in_nodes] if several else ordered_in_nodes
         return [proposal.home for proposal in homes], state

@@ -61,13 +61,13 @@ class RelibraPlanner(Planner):
         placement, replicas = problem.starting_placement(), no_replicas(problem)
         if may.move_homes:
             placement = ExpertPlacement.from_home_rank(
-                self._homes(problem), ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
+                self.homes(problem), ep_size=problem.load.ep_size, spare_slots=problem.spare_slots
             )
         if may.replicate:
             replicas = replicate_in_node(problem, placement, tolerance=self.tolerance, min_tokens=self.min_tokens)
         return finish_plan(problem, self, may=may, placement=placement, replicas=replicas)
 
-    def _homes(self, problem: PlanProblem) -> Ints:
+    def homes(self, problem: PlanProblem) -> Ints:
         """Return [L, E] home ranks: nodes are chosen over all experts, then ranks inside every node."""
         topology = problem.topology
         total = problem.load.per_expert().sum(axis=(0, 1))
