@@ -8,7 +8,9 @@ Routes are those of the development trace, 32 H100, 32,768 tokens per rank, one 
 that verl makes, `run` the one of a run with moe_rl (the driver packs by lengths alone, equally many sequences per rank;
 workers deal those of their rank by routes), `free` that of a search with routes over all ranks; homes and replicas are
 planned for each. `kept` is the share of what `free` saves that `run` saves, too. With `--routes` there is a column for
-a driver that has routes and keeps equal counts: what it does not keep is lost by that rule.
+a driver that has routes and keeps equal counts: what it does not keep is lost by that rule. With `--paddings 4` there
+is one for ranks that may have four sequences more than others, as if the others were filled with padding samples of no
+cost (trainer v1 of verl makes such samples of 2 tokens; a run of moe_rl makes none).
 """
 
 import argparse
@@ -42,23 +44,31 @@ class PackedUpdate:
     """CPU seconds of the plan of a run."""
     equal_s: float | None = None
     """Equally many sequences per rank, packed with routes; None: not planned."""
+    padded_s: float | None = None
+    """A run whose ranks are filled up with padding samples; None: not planned."""
 
     @property
     def kept(self) -> float:
         """Share of the gain of free packing that a run has, too."""
-        return (self.verl_s - self.run_s) / (self.verl_s - self.free_s)
+        return self.share_of_gain(self.run_s)
+
+    def share_of_gain(self, seconds: float) -> float:
+        """Return which share of what free packing saves on verl's layout an update of so many seconds saves."""
+        return (self.verl_s - seconds) / (self.verl_s - self.free_s)
 
     def row(self, drawing: int) -> str:
         """Return the row of the table."""
         columns = [self.static_s, self.verl_s, self.run_s, self.free_s]
-        columns += [] if self.equal_s is None else [self.equal_s]
+        columns += [seconds for seconds in (self.equal_s, self.padded_s) if seconds is not None]
         figures = [f"{seconds:.3f}" for seconds in columns]
         return " | ".join(
             [f"{self.lengths}, {drawing}", str(self.ep_size), *figures, f"{self.kept:.0%}", f"{self.plan_s:.1f}"]
         )
 
 
-def packed_update(trace: RoutingTrace, name: str, ep_size: int, *, with_routes: bool = False) -> PackedUpdate:
+def packed_update(
+    trace: RoutingTrace, name: str, ep_size: int, *, with_routes: bool = False, paddings: int = 0
+) -> PackedUpdate:
     """Plan and price one batch under the rules."""
     scenario = scenario_of(trace, "gpt-oss-20b", ep_size, LONGEST)
     free = replace(scenario.problem, layout=with_rule(scenario.problem.layout, "verl", "free"))
@@ -70,6 +80,9 @@ def packed_update(trace: RoutingTrace, name: str, ep_size: int, *, with_routes: 
     plans["free"] = make_planner("moe-rl").plan(free)
     if with_routes:
         plans["equal"] = make_planner("moe-rl").plan(replace(run, layout=replace(run.layout, lengths_alone=False)))
+    if paddings:
+        most = (run.layout.most_sequences or 0) + paddings
+        plans["padded"] = make_planner("moe-rl").plan(replace(run, layout=replace(run.layout, most_sequences=most)))
     simulate, _ = pricing_of(scenario, plans)
     result = simulate(scenario.training_step.setting)
     seconds = {f"{each}_s": result.policies[each].step_time_s for each in plans}
@@ -77,20 +90,27 @@ def packed_update(trace: RoutingTrace, name: str, ep_size: int, *, with_routes: 
 
 
 def updates(
-    ep_sizes: Sequence[int], tokens: int, seeds: Sequence[int], names: Sequence[str], *, with_routes: bool
+    ep_sizes: Sequence[int],
+    tokens: int,
+    seeds: Sequence[int],
+    names: Sequence[str],
+    *,
+    with_routes: bool,
+    paddings: int,
 ) -> list[PackedUpdate]:
     """Return all batches, printed as rows of a table."""
     source = open_trace(DEV_TRACE)
     (recorded,) = source.parts(source.steps[-1])
     assert isinstance(recorded, RoutingTrace)
-    of_routes = ["equal counts, routes"] if with_routes else []
-    heads = ["lengths, drawing", "EP", "`static`", "verl's", "run", "free", *of_routes, "kept", "plan, CPU s"]
+    more = ["equal counts, routes"] if with_routes else []
+    more += [f"{paddings} paddings"] if paddings else []
+    heads = ["lengths, drawing", "EP", "`static`", "verl's", "run", "free", *more, "kept", "plan, CPU s"]
     print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
     found = []
     for name, seed in product(names, seeds):
         trace = batch_of(recorded, lengths_of(name, tokens, seed), alike=SHARED if name == "agentic" else 1)
         for ep_size in ep_sizes:
-            one = packed_update(trace, name, ep_size, with_routes=with_routes)
+            one = packed_update(trace, name, ep_size, with_routes=with_routes, paddings=paddings)
             print(f"| {one.row(seed)} |", flush=True)
             found.append(one)
     return found
@@ -105,13 +125,20 @@ def main() -> None:
     parser.add_argument("--drawings", type=int, default=1, help="seeds, from --seed on")
     parser.add_argument("--lengths", action="append", choices=LONG_TAILED)
     parser.add_argument("--routes", action="store_true", help="also equal counts with routes at the driver")
+    parser.add_argument("--paddings", type=int, default=0, help="also ranks with so many sequences more than others")
     asked = parser.parse_args()
     seeds = range(asked.seed, asked.seed + asked.drawings)
     names = asked.lengths or LONG_TAILED
-    found = updates(asked.ep or (8, 16, 32), asked.tokens, seeds, names, with_routes=asked.routes)
-    for name, ep_size in sorted({(one.lengths, one.ep_size) for one in found}):
-        kept = [one.kept for one in found if (one.lengths, one.ep_size) == (name, ep_size)]
-        print(f"kept, {name}, EP{ep_size}: {np.mean(kept):.0%} on average, {min(kept):.0%} at least")
+    ep_sizes = asked.ep or (8, 16, 32)
+    batches = updates(ep_sizes, asked.tokens, seeds, names, with_routes=asked.routes, paddings=asked.paddings)
+    for name, ep_size in sorted({(batch.lengths, batch.ep_size) for batch in batches}):
+        alike = [batch for batch in batches if (batch.lengths, batch.ep_size) == (name, ep_size)]
+        kept = [batch.kept for batch in alike]
+        line = f"kept, {name}, EP{ep_size}: {np.mean(kept):.1%} on average, {min(kept):.1%} at least"
+        if asked.paddings:
+            padded = [batch.share_of_gain(batch.padded_s) for batch in alike if batch.padded_s is not None]
+            line += f"; with {asked.paddings} paddings {np.mean(padded):.1%} and {min(padded):.1%}"
+        print(line)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_planner.py                    tables for people, then one JSON document on the last line
     python benchmarks/bench_planner.py --output FILE      the JSON document into FILE as well
-    python benchmarks/bench_planner.py --sections speed   only some of: trace, synthetic, time, perturbed, speed
+    python benchmarks/bench_planner.py --sections speed   only some of: trace, synthetic, time, perturbed, speed, scale
     pytest benchmarks/bench_planner.py                    some cases under pytest-benchmark
     moe-rl bench planner                                  the same tables
 
@@ -10,7 +10,8 @@ Sections. `trace`: GPT-OSS-20B routing (`../shared/data/gptoss_dev.npz`, or `--t
 imbalance, R = 1, nodes of 8, micro-batches of 2048 and 8192 tokens of the EP group. `synthetic`: generator presets A
 and B. `time`: objective time at 8192 tokens per rank on Dirichlet loads of Qwen3 shapes; predicted, not measured on a
 GPU. `perturbed`: the ranking there when single constants are 30 % off. `speed`: seconds of the searches, with the CPU
-time of the process beside the clock because other programs may share the machine.
+time of the process beside the clock because other programs may share the machine. `scale`: seconds and memory of the
+largest steps, only if it is named.
 
 Columns: `bound` is the least imbalance of any split over the plan's own instances, `in node` that of any plan with its
 homes and replicas inside nodes; `NIC` the most cross-node copies that one NIC receives/sends for one layer.
@@ -23,7 +24,9 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,7 @@ import numpy as np
 
 from benchmarks.dirichlet import DIRICHLET_SCENARIOS, dirichlet_steps, expected_load
 from benchmarks.hardware import record_hardware
+from benchmarks.memory import peak_resident_bytes
 from benchmarks.planner_rows import PolicyRow, measure_policies, policy_table
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import layer_cost_params
@@ -231,12 +235,16 @@ def whole_plan_problem(
     name: str = "qwen3-235b-a22b",
     ep_size: int = 32,
     routed_tokens: int = 0,
+    longest: int = 3000,
 ) -> PlanProblem:
-    """Sequences with tastes of their own in four domains; of each, `routed_tokens` carry their routes."""
+    """Sequences with tastes of their own in four domains; of each, `routed_tokens` carry their routes.
+
+    Lengths are lognormal around a fifth of the `longest`.
+    """
     rng = np.random.default_rng(0)
     given = load_model(name).spec
     experts, top_k = given.num_experts, given.top_k
-    tokens = np.minimum(rng.lognormal(np.log(600), 0.6, sequences), 3000).astype(np.int64)
+    tokens = np.minimum(rng.lognormal(np.log(longest / 5), 0.6, sequences), longest).astype(np.int64)
     base, domain = rng.normal(0, 0.6, (layers, experts)), rng.normal(0, 0.6, (4, layers, experts))
     load = np.empty((sequences, layers, experts), np.int32)
     routes = np.empty((layers, sequences * routed_tokens, top_k), np.uint16)
@@ -249,7 +257,8 @@ def whole_plan_problem(
             some = slice(sequence * routed_tokens, (sequence + 1) * routed_tokens)
             routes[:, some] = np.argpartition(-score, top_k, axis=2)[:, :, :top_k]
     topology = ClusterTopology(hardware=HARDWARE, ep_size=ep_size, slices_per_dp_rank=ep_size)
-    layout = BatchLayout.ep_group(tokens, token_budget=int(tokens.sum() / micro_batches * 1.08))
+    token_budget = max(int(tokens.max()), int(tokens.sum() / micro_batches * 1.08))
+    layout = BatchLayout.ep_group(tokens, token_budget=token_budget)
     model = reshaped(given, layers=layers, experts=experts, top_k=top_k)
     counted = load_for_layout(load, tokens, layout, topology, top_k)
     if routed_tokens:
@@ -373,6 +382,62 @@ def speed() -> Iterator[Record]:
             yield {"what": what, "wall_s": plan.solve_time_s, "cpu_s": cpu}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeStep:
+    """A step of `scale`: all MoE layers of a model, all levers."""
+
+    model: str
+    ep_size: int
+    micro_batches: int
+    longest: int = 3000
+    """Tokens of the longest sequence."""
+    sequences_per_micro_batch: int = 8
+
+    @property
+    def what(self) -> str:
+        """The name of its row."""
+        shape = f"{self.model}, EP{self.ep_size}, {self.micro_batches} micro-batches"
+        return (
+            f"{shape}, {self.micro_batches * self.sequences_per_micro_batch} sequences of up to {self.longest} tokens"
+        )
+
+
+LARGE_STEPS = (
+    *(LargeStep(model="qwen3-235b-a22b", ep_size=32, micro_batches=count) for count in (64, 128, 256)),
+    *(LargeStep(model="qwen3-235b-a22b", ep_size=ranks, micro_batches=64) for ranks in (64, 128)),
+    *(LargeStep(model="deepseek-v3", ep_size=64, micro_batches=count) for count in (64, 128)),
+    *(LargeStep(model="kimi-k2", ep_size=64, micro_batches=count) for count in (32, 64)),
+    LargeStep(model="qwen3-235b-a22b", ep_size=32, micro_batches=64, longest=1_000_000),
+)
+
+
+def planned_large_step(step: LargeStep) -> Record:
+    """Return seconds and memory of one plan; for a process of its own, whose peak counts."""
+    problem = whole_plan_problem(
+        "time",
+        sequences=step.sequences_per_micro_batch * step.micro_batches,
+        micro_batches=step.micro_batches,
+        layers=load_model(step.model).spec.num_moe_layers,
+        name=step.model,
+        ep_size=step.ep_size,
+        routed_tokens=16,
+        longest=step.longest,
+    )
+    before, cpu = peak_resident_bytes(), time.process_time()
+    plan = make_planner("moe-rl").plan(problem)
+    cpu = time.process_time() - cpu
+    peak = peak_resident_bytes()
+    memory = {"peak_gb": peak / 1e9, "of_planning_gb": (peak - before) / 1e9}
+    return {"what": step.what, "wall_s": plan.solve_time_s, "cpu_s": cpu, **memory}
+
+
+def scale() -> Iterator[Record]:
+    """Yield the times and the memory of large steps, how they grow with micro-batches and with ranks."""
+    for step in LARGE_STEPS:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            yield process.submit(planned_large_step, step).result()
+
+
 SECTIONS: dict[str, Callable[[Path], Iterator[tuple[str, PlanProblem]]]] = {
     "trace": trace_problems,
     "synthetic": lambda _: synthetic_problems(),
@@ -382,6 +447,8 @@ SECTIONS: dict[str, Callable[[Path], Iterator[tuple[str, PlanProblem]]]] = {
 
 
 ALL_SECTIONS = (*SECTIONS, "speed")
+BY_NAME = {"speed": speed, "scale": scale}
+"""Sections of times. `scale` takes minutes, and 4 GB: it is left out unless it is named."""
 
 
 def quality(section: str, trace: Path) -> Record:
@@ -404,20 +471,28 @@ def run_sections(sections: Sequence[str], trace: Path = DEV_TRACE, *, command: s
     machine = record_hardware(ROOT) | {"native": native_core() is not None}
     document: Record = {"benchmark": "planner", "command": command, "machine": machine}
     for section in sections:
-        if section != "speed":
+        if section in SECTIONS:
             document |= quality(section, trace)
-    if "speed" in sections:
-        document["speed"] = records = list(speed())
-        for record in records:
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in record.items() if name != "what")
-            print(f"{record['what']}: {figures}")
+    for section, measured in BY_NAME.items():
+        if section in sections:
+            document[section] = shown(measured())
     return document
+
+
+def shown(measured: Iterator[Record]) -> list[Record]:
+    """Return the records, printed as they come."""
+    records = []
+    for record in measured:
+        figures = ", ".join(f"{name} {value:.3f}" for name, value in record.items() if name != "what")
+        print(f"{record['what']}: {figures}", flush=True)
+        records.append(record)
+    return records
 
 
 def main() -> None:
     """Run the sections asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="*", default=ALL_SECTIONS, choices=ALL_SECTIONS)
+    parser.add_argument("--sections", nargs="*", default=ALL_SECTIONS, choices=(*ALL_SECTIONS, "scale"))
     parser.add_argument("--trace", type=Path, default=DEV_TRACE)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -68,7 +68,7 @@ def planner(
     else:
         names = list(all_sections)
     for section in names:
-        require_known(section, all_sections, f"--sections: {section!r} is unknown.")
+        require_known(section, (*all_sections, "scale"), f"--sections: {section!r} is unknown.")
     require(trace is None or trace.is_file(), f"there is no trace at {trace}.")
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
