@@ -27,7 +27,8 @@ lose .1 and .3 %, and a synthetic trace at EP64 loses .7 %. Where few tokens mee
 one node 1 is better, so homes for both are proposed.
 
 With .5, three seeds each, both slots: the development trace is .3 (EP16) and .6 % (EP32) slower, the synthetic one at
-EP64 and the bundled one are the same within seeds; steps of Qwen3-235B's shape (6 layers, EP32) are .3 to .9 % slower."""
+EP64 and the bundled one are the same within seeds; steps of Qwen3-235B's shape (6 layers, EP32) are .3 to .9 %
+slower."""
 LEVELLED_OVER_ENGINE = 0.1
 """The same where a dispatcher levels the ranks of a node. Copies between nodes at EP16, of static's: .382 to .387 with
 four seeds of the search, .402 to .415 with .25; steps are within .3 % of those, and nodes at 1.002 of their mean."""
