@@ -101,7 +101,7 @@ def fitted(name: str, targets: Sequence[tuple[PublishedSync, float]]) -> float:
     low, high = CONSTANTS[name] / SEARCHED_FACTOR, CONSTANTS[name] * SEARCHED_FACTOR
     if name.endswith("_share"):
         high = 1.0
-    return min(np.geomspace(low, high, GRID + 1).tolist(), key=error)
+    return float(min(np.geomspace(low, high, GRID + 1), key=error))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from moe_rl.sync.executor import Exchange
 FAILURE = "failure"
 BEAT_S = 0.5
 LINGER_S = 8.0
-"""Longest wait of the store for ranks that have not heard of a failure: all must have within 10 s."""
+"""Longest wait of the store for ranks that have not heard of a failure."""
 RUN_BITS = 32
 
 
@@ -109,14 +109,12 @@ class SyncGroup:
 
     def _leave_failed_sync(self) -> None:
         """Note that this rank knows the failure. The rank that keeps the store leaves after the others, so that all
-        hear the same sentence; a dead one keeps it here for `LINGER_S`.
+        hear the same sentence.
         """
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this rank
             self.store.set(f"left/{self.rank}", "1")
-            deadline = time.monotonic() + LINGER_S * self._serves
-            everybody = [f"left/{rank}" for rank in range(self.size)]
-            while time.monotonic() < deadline and not self.store.check(everybody):
-                time.sleep(BEAT_S / 10)
+            if self._serves:
+                wait_for_others(self.store, set(range(self.size)) - {self.rank}, silence_s=self.silence_s)
 
     def agree(self, ballot: Ballot, *, twins: Sequence[Sequence[int]] = ()) -> None:
         """Raise `SyncError` on every rank, with the same sentence, unless all ballots fit each other and have no
@@ -263,6 +261,41 @@ class _Waiting:
         return self.round_number % (1 << RUN_BITS)
 
 
+class _Hearts:
+    """Since when the hearts of other ranks have shown the same beat, from the first look at them."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[str, float]] = {}  # last beat of a rank, and since when it is that one
+
+    def beat(self, rank: int) -> str:
+        """Return a rank's last beat, "" before its first."""
+        key = f"beat/{rank}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def silent_s(self, rank: int) -> float:
+        """Return for how many seconds a rank's beat has been what it is now."""
+        beat, now = self.beat(rank), time.monotonic()
+        last_beat, since = self._seen.get(rank, ("", now))
+        if beat != last_beat:
+            since = now
+        self._seen[rank] = beat, since
+        return now - since
+
+
+def wait_for_others(store: Any, others: set[int], *, silence_s: float) -> None:
+    """Return once every rank knows the failure or has been silent for half of `silence_s`, or after `LINGER_S`.
+
+    Example: rank 3 is stopped. Its partner notices after 5 s; 2.5 s later rank 0 takes it for dead and leaves.
+    """
+    hearts, waiting, deadline = _Hearts(store), set(others), time.monotonic() + LINGER_S
+    while waiting and time.monotonic() < deadline:
+        for rank in sorted(waiting):
+            if store.check([f"left/{rank}"]) or hearts.silent_s(rank) > silence_s / 2:
+                waiting.remove(rank)
+        time.sleep(BEAT_S / 10)
+
+
 class _Watch:
     """A thread that shows this rank's heartbeat, reads the flag, and looks after the rank that is waited for."""
 
@@ -271,7 +304,7 @@ class _Watch:
         self.waiting = _Waiting(partner=None, round_number=-1, receives=False, since=time.monotonic())
         self.failure = ""
         self._closing = threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}  # last beat of a partner, and since when it is that one
+        self._hearts = _Hearts(store)
         threading.Thread(target=self._loop, daemon=True, name="moe_rl sync watch").start()
 
     def waits_for(self, partner: int | None, *, round_number: int | None = None, receives: bool = False) -> None:
@@ -297,6 +330,7 @@ class _Watch:
                 self.store.set(f"beat/{self.rank}", f"{beat} {waiting.round_number} {int(is_waiting)}")
                 if self.store.check([FAILURE]):
                     self.failure = self.store.get(FAILURE).decode()
+                    self.store.set(f"left/{self.rank}", "1")  # this rank needs the store no more
                     return
                 self._look_after(waiting)
             except Exception as error:
@@ -309,16 +343,11 @@ class _Watch:
     def _look_after(self, waiting: _Waiting) -> None:
         """Set the flag if the rank that is waited for is dead, or if its message can come no more."""
         partner, now = waiting.partner, time.monotonic()
-        if partner is None or now - waiting.since < self.silence_s / 2:
+        if partner is None:
             return
-        key = f"beat/{partner}"
-        beat = self.store.get(key).decode() if self.store.check([key]) else ""
-        last_word, since = self._seen.get(partner, ("", now))
-        if beat != last_word or partner not in self._seen:
-            self._seen[partner] = beat, now
-            since = now
-        if now - since > self.silence_s:
+        if self._hearts.silent_s(partner) > self.silence_s:
             self._fail(f"rank {partner} has been silent for {self.silence_s:g} s; rank {self.rank} waits for it.")
+        beat = self._hearts.beat(partner)
         if not beat or not waiting.receives or now - waiting.since < self.silence_s:
             return
         _, round_number, is_waiting = beat.split()
