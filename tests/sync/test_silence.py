@@ -52,7 +52,7 @@ def store() -> Iterator[Store]:
 
 def noticed_s(store: Store, partner: int) -> float:
     """Seconds until a rank that waits for another from the start sets the flag; infinite after a minute without."""
-    with patch.object(ranks.threading, "Thread"):
+    with patch("moe_rl.sync.ranks.threading.Thread"):
         watch = _Watch(store, 0, SILENCE_S)
     waiting = _Waiting(partner=partner, round_number=4, receives=False, since=store.now)
     while store.now < 60 and not watch.failure:
