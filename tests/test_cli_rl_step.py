@@ -63,7 +63,7 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 describes a step without a trace"),
         (("--train-gpus", 32), "--train-gpus 32 describes a step without a trace: with one, give --gpus 32."),
-        (("--sweep", "ep=4,8"), "must read NAME=VALUE,VALUE with an option of the RL step"),
+        (("--sweep", "ep=4,8"), "must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step"),
         (("--mini-batches", 0), "--mini-batches must be at least 1"),
     ],
 )
@@ -88,8 +88,8 @@ def test_lengths_alone_make_a_step() -> None:
 @pytest.mark.parametrize(
     ("imbalance", "title"),
     [
-        (1.5, r"Perfect balance would make the update 1\.\d\dx and the step of RL 1\.\d\dx as fast"),
-        (1, "Balancing the update saves no time in this step of RL"),
+        (1.5, r"Perfect balance would make the update 1\.\d\dx and the RL step 1\.\d\dx as fast"),
+        (1, "Balancing the update saves no time in this RL step"),
     ],
 )
 def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, title: str) -> None:

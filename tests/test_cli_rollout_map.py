@@ -114,7 +114,7 @@ def test_it_is_scored_on_what_it_was_not_planned_on() -> None:
     groups = planned_on(traced(3))
     assert "the other prompt groups" in str(groups.facts["scored_on"])
     alone = planned_on(traced(1))
-    assert any("scored on what it was planned on" in note for note in alone.notes)
+    assert any("scored on the sequences that it was planned on" in note for note in alone.notes)
 
 
 def test_one_expert_and_one_rank_have_maps_too() -> None:

@@ -356,7 +356,7 @@ def test_a_step_that_no_balance_makes_fit_is_announced_once(tmp_path: Path, trac
     (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 2_000_000, "--html", page)
     assert note.startswith("out of memory even with perfect balance: the forecast peak of 2")
     assert "exceeds the 79.6 GiB of h100 (logits " in note
-    assert note.endswith("no plan changes that.")
+    assert note.endswith("no plan can change that.")
     assert note in page.read_text()
     assert page.read_text().count("does not fit") == 4  # static, ultraep and the two yardsticks
 

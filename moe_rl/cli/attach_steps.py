@@ -4,12 +4,13 @@ Sizes are those of `docs/megatron.md`, "What it costs": a slot holds one expert 
 all layers share the slots for copies of one micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from moe_rl.config import load_model
-from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
+from moe_rl.launch.keys import listed_model
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
 
@@ -32,6 +33,9 @@ NODE = 8  # GPUs of a node where the files do not say.
 MATRICES = 3  # Of a gated expert: gate, up, down.
 SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
 MIB = 2**20
+OTHER_MEMORY = (
+    "not included: two NCCL groups and, while experts move, up to 1 GiB (reorder_scratch_bytes, docs/megatron.md)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +50,28 @@ class Step:
         return asdict(self)
 
 
-def steps_to_attach(run: ReadRun) -> tuple[Step, ...]:
-    """Return what to write into the run's files, what then changes, what it takes and how to undo it."""
+def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step, ...]:
+    """Return what to write into the run's files, what then changes, what it takes and how to undo it.
+
+    `errors` stop or spoil the run with moe_rl and without: their remedies come first.
+    """
+    repairs: list[Step] = []
+    if errors:
+        repairs.append(Step(title="fix first", sentences=tuple(_repair(finding) for finding in errors)))
     return (
+        *repairs,
         Step(title="write", sentences=tuple(_lines(run))),
         Step(title="changes", sentences=tuple(_levers(run.settings))),
-        Step(title="memory", sentences=(_memory(run.settings),)),
+        Step(title="memory", sentences=(_memory(run.settings), OTHER_MEMORY)),
         Step(title="look first", sentences=(_look(run.settings),)),
         Step(title="undo", sentences=(_undo(run.settings),)),
     )
+
+
+def _repair(finding: Finding) -> str:
+    if finding.places:
+        return f"{finding.trap.name} ({', '.join(finding.places)}): {finding.remedy}"
+    return f"{finding.trap.name}: {finding.remedy}"
 
 
 def _lines(run: ReadRun) -> Iterator[str]:
@@ -73,7 +90,7 @@ def _lines(run: ReadRun) -> Iterator[str]:
                 place += f", beside {arguments}"
             yield f"{line}   ({place})"
         elif line.startswith("export"):
-            yield f"export MOE_RL=observe   (in {run.files[0]}, above the command that starts the training)"
+            yield f"{line}   (in {run.files[0]}, above the command that starts the training)"
         else:
             yield f"{line}   (in the environment of every worker)"
 
@@ -82,21 +99,21 @@ def _levers(settings: RunSettings) -> Iterator[str]:
     """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
-    yield f"hot experts are copied inside a node for one micro-batch ({switches['replicas']})"
+    yield f"hot experts are copied to other ranks of their node for one micro-batch ({switches['replicas']})"
     ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
     if ranks is None:
-        yield "copies across nodes if an EP group spans nodes; its size is not in the files"
+        yield "experts are copied across nodes if an EP group spans nodes; the files do not give its size"
     elif ranks <= node:
-        yield f"no copies across nodes: an EP group of {ranks} ranks fits into a node of {node}"
+        yield f"no copies across nodes: the EP group of {ranks} ranks fits into a node of {node} GPUs"
     elif overlaps:
         yield f"no copies across nodes, because {overlaps} fills buffers one layer ahead"
     else:
-        spans = f"an EP group has {ranks} ranks and a node {node}"
-        yield f"copies across nodes and copies that stay for an update, because {spans} ({switches['across']})"
+        spans = f"an EP group has {ranks} ranks and a node has {node}"
+        yield f"experts are also copied across nodes, some for a whole update: {spans} ({switches['across']})"
     yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
     if by_variable:
-        yield f"sequences change micro-batches if the run forms these by tokens ({switches['packing']})"
+        yield f"sequences may change micro-batches if the run packs them by tokens ({switches['packing']})"
 
 
 def _ranks_of_ep_group(settings: RunSettings) -> int | None:
@@ -125,7 +142,8 @@ def _memory(settings: RunSettings) -> str:
     across = ranks is not None and ranks > _ranks_of_node(settings)
     num_slots, slots, stay = 1, "one slot", ""
     if across:  # One slot across nodes has two buffers.
-        num_slots, slots, stay = 3, "3 slots", "; copies that stay take at most another 5 % of the GPU's memory"
+        num_slots, slots = 3, "3 slots"
+        stay = "; copies that stay for an update take at most another 5 % of the GPU's memory"
     widths = _widths(settings)
     if widths is None:
         return f"{slots} per GPU; the files do not say how large an expert is{stay}"
@@ -140,14 +158,10 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
     hidden, ffn = settings.value_of("hidden_size"), settings.value_of("moe_ffn_hidden_size")
     if isinstance(hidden, int) and isinstance(ffn, int):
         return hidden, ffn
-    # Where a run names a Hugging Face model, its number of layers is known from that name: `model.path=Qwen/...`.
-    if settings.num_layers is None:
+    name = listed_model(settings)
+    if not name:
         return None
-    named = settings.num_layers.written.partition("=")[2]
-    try:
-        spec = load_model(named).spec
-    except InvalidInputError:
-        return None
+    spec = load_model(name).spec
     return spec.hidden_size, spec.moe_ffn_hidden_size
 
 
@@ -157,13 +171,13 @@ def _look(settings: RunSettings) -> str:
     if settings.framework in BY_VARIABLE:
         how = "MOE_RL=observe"
     return (
-        f"under {how} nothing moves; for some updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, and "
-        "moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe by moe-rl"
+        f"under {how} nothing moves; for a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, and "
+        "moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe with moe-rl"
     )
 
 
 def _undo(settings: RunSettings) -> str:
     """Return how to go back to the plain framework."""
     if settings.framework in BY_VARIABLE:
-        return "unset MOE_RL; with MOE_RL_UNTIL=FILE, balancing also ends once FILE exists. Checkpoints are plain"
-    return "balancer.detach(); checkpoints saved inside balancer.canonical() are plain"
+        return "unset MOE_RL (or create the file that MOE_RL_UNTIL names); checkpoints have the plain layout"
+    return "balancer.detach(); checkpoints saved inside balancer.canonical() have the plain layout"

@@ -54,10 +54,9 @@ def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
     """Return what to write and what it changes; empty unless --attach was given and the run can attach."""
     from moe_rl.cli.attach_steps import steps_to_attach  # imports the adapters' contracts
 
-    accepted = diagnosis.verdict is not None and diagnosis.verdict.word in ("attaches", "attaches, but")
-    if not accepted or diagnosis.run is None:
+    if diagnosis.verdict is None or not diagnosis.verdict.accepts or diagnosis.run is None:
         return ()
-    return steps_to_attach(diagnosis.run)
+    return steps_to_attach(diagnosis.run, diagnosis.errors)
 
 
 def print_adapter(name: str, *, as_json: bool) -> None:
@@ -77,5 +76,7 @@ def print_adapter(name: str, *, as_json: bool) -> None:
         results().print("Write:")
         for line in framework.lines:
             results().print(f"    {line}")
+        if "export MOE_RL=observe" in framework.lines:
+            results().print("Under observe nothing moves. If the metrics show a gain, replace observe with moe-rl.")
     if not all(good for _, good in report):
         raise typer.Exit(UNHEALTHY)

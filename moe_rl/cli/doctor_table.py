@@ -75,6 +75,8 @@ def verdict_lines(diagnosis: Diagnosis) -> list[str]:
         return []
     sentences = {finding.sentence for finding in diagnosis.findings}
     reasons = [f"  {reason}" for reason in verdict.reasons if reason not in sentences]
+    if verdict.accepts and diagnosis.errors:
+        reasons.append("  the errors above stop or spoil this run even without moe_rl: fix them first.")
     return [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
 
 

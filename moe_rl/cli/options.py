@@ -40,12 +40,12 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             values.pop("help_all", None)
             settings = {name: values.pop(name) for name in schema.model_fields}
             typed = {name for name, value in settings.items() if value is not None}
-            if launch and issubclass(schema, SimulationOptions):
-                below = _launched(launch, schema)
-            else:
-                below = {}
-            below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
+            below: dict[str, Any] = {}
             try:
+                if launch and issubclass(schema, SimulationOptions):
+                    gpus = merge_options(schema, {"gpus": settings["gpus"]}, config).gpus
+                    below = _launched(launch, schema, gpus)
+                below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
                 options = merge_options(schema, settings, config, below=below)
             except InvalidInputError as error:
                 raise InvalidInputError(_as_typed(str(error))) from error
@@ -88,11 +88,11 @@ def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
     return _keyword("help_all", Annotated[bool, option], False)
 
 
-def _launched(files: list[Path], schema: type[SimulationOptions]) -> dict[str, Any]:
+def _launched(files: list[Path], schema: type[SimulationOptions], gpus: int | None) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
     from moe_rl.study.launch import launch_options
 
-    options, sentences = launch_options(files, schema)
+    options, sentences = launch_options(files, schema, gpus=gpus)
     say_notes(sentences)
     return options
 

@@ -78,9 +78,9 @@ def _headline(point: "RlPoint") -> str:
     update = static.parts_s["update"] / best.parts_s["update"]
     step = static.step_time_s / best.step_time_s
     if step <= 1.0:
-        return "Balancing the update saves no time in this step of RL"
+        return "Balancing the update saves no time in this RL step"
     if name == FORCED:
-        return f"Perfect balance would make the update {update:.2f}x and the step of RL {step:.2f}x as fast"
+        return f"Perfect balance would make the update {update:.2f}x and the RL step {step:.2f}x as fast"
     return f"{name}: update {update:.2f}x, RL step {step:.2f}x against static placement"
 
 

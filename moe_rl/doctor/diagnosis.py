@@ -56,10 +56,14 @@ class Diagnosis:
         return sum(finding.severity == severity for finding in self.findings)
 
     @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Findings that stop the run, hang it, or make it compute something else."""
+        return tuple(finding for finding in self.findings if finding.severity == ERROR)
+
+    @property
     def healthy(self) -> bool:
         """Whether there is no error and, with `attach`, the run would be accepted."""
-        accepted = self.verdict is None or self.verdict.word in ("attaches", "attaches, but")
-        return self.count(ERROR) == 0 and accepted
+        return not self.errors and (self.verdict is None or self.verdict.accepts)
 
     def as_json(self) -> dict[str, object]:
         """Return the document; keys may be added, never renamed."""

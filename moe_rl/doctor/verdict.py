@@ -26,6 +26,11 @@ class AttachVerdict:
     reasons: tuple[str, ...] = ()
     """Sentences: why not, or under which conditions; empty if the run attaches without conditions."""
 
+    @property
+    def accepts(self) -> bool:
+        """Whether `attach` accepts the run, perhaps under conditions."""
+        return self.word in ("attaches", "attaches, but")
+
     def as_json(self) -> dict[str, object]:
         """Return the verdict's part of the document."""
         return {"attach": self.word, "reasons": list(self.reasons)}

@@ -1,5 +1,6 @@
 """How a reader is written: a table from the framework's keys to fields of `RunSettings`."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -214,21 +215,38 @@ def last_value(raw: RawRun, key: str) -> object:
     return entry.value
 
 
+def listed_name(text: str) -> str:
+    """Return the listed model that a Hugging Face id or a path names; empty if moe_rl lists none of that name.
+
+    Example: `Qwen/Qwen3-30B-A3B` on the hub and `/models/Qwen3-30B-A3B/` on a disk are both qwen3-30b-a3b.
+    """
+    from moe_rl.config import model_names  # numpy, which no help of a command waits for
+
+    candidates = {text.lower(), PurePath(text).name.lower()}
+    return next((name for name in model_names() if name in candidates), "")
+
+
 def with_model(settings: Known, raw: RawRun, key: str) -> Known:
     """Add the experts and layers of the model that `key` names, where moe_rl knows it; what the files say wins."""
-    from moe_rl.config import load_model, model_names  # numpy, which no help of a command waits for
+    from moe_rl.config import load_model  # numpy, as above
 
     entry = last_entry(raw, key)
     if entry is None or entry.missing or not isinstance(entry.value, str):
         return settings
-    # `Qwen/Qwen3-30B-A3B` on the hub, `/models/Qwen3-30B-A3B` on a disk.
-    candidates = {entry.value.lower(), PurePath(entry.value).name.lower()}
-    spec = next((load_model(name).spec for name in model_names() if name in candidates), None)
-    if spec is None:
+    name = listed_name(entry.value)
+    if not name:
         return settings
+    spec = load_model(name).spec
     pattern = [int(layer in spec.moe_layer_ids) for layer in range(spec.num_layers)]
     shape = {"num_moe_experts": spec.num_experts, "num_layers": spec.num_layers, "moe_layer_freq": pattern}
     return {field: said_by(entry, value) for field, value in shape.items()} | settings
+
+
+def listed_model(settings: RunSettings) -> str:
+    """Return the listed model that the files name, of which `with_model` took the layers; empty if they name none."""
+    if settings.num_layers is None:
+        return ""
+    return listed_name(re.split("=|: ", settings.num_layers.written, maxsplit=1)[-1])
 
 
 def other_trainer(entry: Entry | None) -> Known:

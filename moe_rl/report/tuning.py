@@ -290,20 +290,20 @@ class Tuned:
         ]
         if self.num_alike > 1:
             sentences.append(
-                f"{self.num_alike} settings are equal within the error: the 80 % interval of their speed relative to "
-                f"the fastest contains 1. Of those within {ALIKE:.0%}, the one with the fewest kinds of parallelism is "
-                "first."
+                f"{self.num_alike} settings are equally fast within the error: the 80 % interval of their speed "
+                f"relative to the fastest contains 1. Of those within {ALIKE:.0%}, the one with the fewest kinds of "
+                "parallelism comes first."
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
             name, more = self._grown_part(best, row)
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 sentences.append(
-                    f"With EP{ep} the step takes at least {longer:.1%} longer ({row.name}): "
-                    f"{name} adds {more:.1%} of the best step."
+                    f"With EP{ep}, the step takes at least {longer:.1%} longer than the best step ({row.name}): {name} "
+                    f"alone adds {more:.1%}."
                 )
             elif row is not best:
-                behind = f"is probably {longer:.1%} slower, which is" if longer >= ALIKE else "is equal"
+                behind = f"is probably {longer:.1%} slower, but" if longer >= ALIKE else "is equally fast"
                 sentences.append(
                     f"EP{ep} {behind} within the error of the forecast: {row.name}, {row.tokens_per_s_per_gpu:,.0f} "
                     f"tokens/s/GPU, peak {row.peak_gib:.1f} GiB."
@@ -327,8 +327,8 @@ class Tuned:
             behind = best.fastest / other.fastest - 1.0
             name, more = self._grown_part(best.setting, other.setting)
             said.append(
-                f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} adds "
-                f"{more:.1%} of the best shape's step."
+                f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} alone "
+                f"adds {more:.1%}."
             )
         return said
 

@@ -122,7 +122,7 @@ def chosen_by(options: SimulationOptions) -> str:
         return "--known-step"
     if options.shows_tuned_software:
         return "graphs, fused operators or overlap in the setting"
-    return "nothing known"
+    return "the default"
 
 
 def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
@@ -130,12 +130,12 @@ def software_note(scenario: Scenario, result: SimulationResult, simulate: Simula
     name = scenario.software.name
     other = TYPICAL if name == TUNED else TUNED
     if scenario.options.known_step:
-        return f"software: {name} ({chosen_by(scenario.options)}), with the constants that the known steps show."
+        return f"software: {name} ({chosen_by(scenario.options)}), with constants fitted on the known steps."
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
     return (
-        f"software: {name} ({chosen_by(scenario.options)}); with --software {other} static takes "
+        f"software: {name} ({chosen_by(scenario.options)}); with --software {other}, static takes "
         f"{priced.static.step_time_s:.3g} s instead of {result.static.step_time_s:.3g} s, and {best} is {gain:.2f}x as "
         "fast."
     )
@@ -151,11 +151,12 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
         exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
-            at = "at no size tried"
+            at = "at no size that was tried"
             if tokens is not None:
-                at = f"from {format_count(round(tokens))} tokens per rank on"
+                at = f"from {format_count(round(tokens))} tokens per rank upward"
             sentences.append(
-                f"{name}: its copies pay {at}, with this step's shares (micro-batches of static placement)."
+                f"{name}: copies save more time than they cost {at}, if loads are distributed as in this step (sizes "
+                "are of micro-batches under static placement)."
             )
     return sentences
 
@@ -219,7 +220,7 @@ def model_caution(scenario: Scenario) -> str:
         return ""
     reason = "The trace names no model"
     if name:
-        reason = f"The trace names {encodable(name)}, which is not in moe-rl models, or there with another shape"
+        reason = f"The trace names {encodable(name)}, which moe-rl models does not list, or lists with another shape"
     return f"{reason}: hidden sizes, heads and vocabulary are assumed. Give --model."
 
 
@@ -247,8 +248,8 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     if options.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
     return [
-        f"The trace fills {tokens_recorded / budget:.0%} of the budget, {tokens_recorded:,.0f} of {budget:,.0f} tokens "
-        "per rank and micro-batch: --batch drawn fills them with sequences drawn from it."
+        f"The trace fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens ({tokens_recorded / budget:.0%}) "
+        "that a rank's micro-batch may hold; --batch drawn fills it with sequences sampled from the trace."
     ]
 
 
@@ -270,8 +271,8 @@ def _moves_that_cost(
     spread = simulate(replace(setting, reorder_interval=served)).policies
     return [
         f"{name} is {seconds.speedup_vs_static:.2f}x as fast as static because moving experts takes "
-        f"{seconds.reorder_share:.0%} of this step; with homes that serve {served} steps (--reorder-interval {served}) "
-        f"and fit them as well it would be {spread[name].prediction.speedup_vs_static:.2f}x."
+        f"{seconds.reorder_share:.0%} of this step; it would be {spread[name].prediction.speedup_vs_static:.2f}x if "
+        f"the same homes served {served} steps equally well (--reorder-interval {served})."
         for name, seconds in slow.items()
     ]
 
@@ -287,7 +288,7 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
         parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
         return [
             f"out of memory even with perfect balance: the forecast peak of {balanced.peak_bytes / GIB:.1f} GiB "
-            f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}); no plan changes that."
+            f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}); no plan can change that."
         ]
     lacking = {name: policy.memory for name, policy in result.policies.items() if not policy.memory.fits}
     if not lacking:

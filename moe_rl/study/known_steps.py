@@ -33,7 +33,7 @@ from moe_rl.yaml_files import FROM_TRACE, read_yaml
 
 Floats = NDArray[np.float64]
 
-UPDATE, RL_STEP = "update", "step of RL"
+UPDATE, RL_STEP = "update", "RL step"
 # What a line of a log measures, by framework: Megatron, verl, slime, NeMo-RL. Groups: the number.
 NUMBER = r"[\s:='\"]*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
 LOG_LINES: tuple[tuple[str, str, float], ...] = (
@@ -159,7 +159,7 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
     part = step.part or next(iter(priced_runs))
     require(
         part in priced_runs,
-        f"--known-step {step.text}: it timed a {part}, but this command forecasts a {' or a '.join(priced_runs)}.",
+        f"--known-step {step.text}: it timed an {part}, but this command forecasts an {' or an '.join(priced_runs)}.",
     )
     return priced_runs[part]
 

@@ -12,6 +12,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.mappings import without
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
+from moe_rl.launch.keys import listed_model
 from moe_rl.launch.settings import ReadRun, RunSettings
 from moe_rl.study.options import SimulationOptions
 
@@ -44,25 +45,32 @@ OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_
 
 
 def launch_options(
-    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions
+    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions, *, gpus: int | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options that the run's files set, and notes that say which were read and which could not be.
 
     The options are keywords for `moe_rl.simulate`, or fields of another `schema`. An option that the files do not set
     is absent: its default holds. So is one with a value that is not priced, which a note names.
+
+    Of the run's batch, a simulation gets the part of its own GPUs: `gpus` if given (--gpus), else as few EP groups as
+    hold whole data-parallel ranks. A layout search gets the whole batch.
     """
     run = interpret(read_run(list(files)))
-    everything = {**_options(run.settings), **_batch_options(run)}
+    share = 1.0 if schema.of_all_gpus else _simulated_share(run, gpus)
+    everything = {**_options(run.settings), **_batch_options(run, share)}
     priced, left_out = _priced({name: value for name, value in everything.items() if name in schema.model_fields})
     names = ", ".join(path.name for path in files)
     listed = ", ".join(f"{name} {_word(value)}" for name, value in priced.items())
-    sentences = [
-        f"from {names} ({run.settings.framework}): {listed}." if priced else f"{names} sets nothing that is priced."
-    ]
+    sentences = [f"{names} sets no option that affects the forecast."]
+    if priced:
+        sentences = [f"from {names} ({run.settings.framework}): {listed}."]
     sentences += [
         f"{names}: {sentence}" for name, sentence in run.undecided.items() if name in (*SAME_NAME, *OTHER_NAME)
     ]
     sentences += [f"{names}: {sentence}" for sentence in left_out]
+    model = listed_model(run.settings)
+    if model:
+        sentences.append(f"{names} trains {model}: without --model {model}, the model of the trace is simulated.")
     return priced, sentences
 
 
@@ -78,13 +86,14 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         sentences.append(f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
     for name, needed in NEEDS.items():
         if name in remaining and not all(remaining.get(other) == value for other, value in needed.items()):
-            sentences.append(f"{name} {_word(remaining.pop(name))} is left out: it works with {needed} alone.")
+            required = ", ".join(f"{other} {_word(value)}" for other, value in needed.items())
+            sentences.append(f"{name} {_word(remaining.pop(name))} is ignored: it requires {required}.")
     if remaining.get("num_virtual_stages_per_pipeline_rank") and remaining.get("pipeline_model_parallel_size", 1) == 1:
-        sentences.append("virtual stages are left out: there is one pipeline stage.")
+        sentences.append("virtual stages are ignored: there is only one pipeline stage.")
         del remaining["num_virtual_stages_per_pipeline_rank"]
     if remaining.get("use_megatron_fsdp") and remaining.get("expert_model_parallel_size", 1) == 1:
         sentences.append(
-            "use_megatron_fsdp is left out: without expert parallelism its gathering of experts is not priced."
+            "use_megatron_fsdp is ignored: without expert parallelism, its gathering of experts cannot be priced."
         )
         del remaining["use_megatron_fsdp"]
     for name in list(remaining):
@@ -93,16 +102,19 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             SimulationOptions.model_validate({**companions, name: remaining[name]}).step_setting()
         except (InvalidInputError, ValidationError):
             if name in SimulationOptions.model_fields:
-                sentences.append(f"{name} {_word(remaining.pop(name))} is not priced: its default holds.")
+                sentences.append(f"{name} {_word(remaining.pop(name))} cannot be priced: the default is used.")
     return remaining, sentences
 
 
-def _batch_options(run: ReadRun) -> dict[str, Any]:
-    """Return what the files say of the batch: budget and sequences of an update, samples and engine of a step of RL."""
+def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
+    """Return what the files say of the batch: budget and sequences of an update, samples and engine of an RL step.
+
+    `share` of an update's sequences belongs to the simulated GPUs; None if it is not known.
+    """
     batch, settings = run.batch, run.settings
-    sizes = {name: int(settings.value_of(name) or 1) for name in SIZES}  # type: ignore[call-overload]
+    context_parallel_size = _sizes(settings)["context_parallel_size"]
     batch_sizes = {
-        "micro_batch_tokens": batch.micro_batch_tokens(sizes["context_parallel_size"]),
+        "micro_batch_tokens": batch.micro_batch_tokens(context_parallel_size),
         "samples_per_prompt": batch.samples_per_prompt,
         "rollout_engine_size": batch.engine_size,
         "num_samples": batch.samples,
@@ -110,24 +122,29 @@ def _batch_options(run: ReadRun) -> dict[str, Any]:
     }
     if batch.samples and batch.update_samples and batch.samples % batch.update_samples == 0:
         batch_sizes["mini_batches"] = batch.samples // batch.update_samples
-    share = _share_of_one_group(batch.gpus, sizes)
     if batch.update_samples and share is not None:
         batch_sizes["global_batch_size"] = max(1, round(batch.update_samples * share))
     return {name: value for name, value in batch_sizes.items() if value}
 
 
-def _share_of_one_group(gpus: int | None, sizes: Mapping[str, int]) -> float | None:
-    """Return the share of a batch that the simulated ranks train on; None if the number of GPUs is not known.
+def _sizes(settings: RunSettings) -> dict[str, int]:
+    return {name: int(str(settings.value_of(name) or 1)) for name in SIZES}
 
-    As few EP groups are simulated as hold whole data-parallel ranks: 32 GPUs with EP8 and PP2 are two EP groups, of
-    which one is simulated with half of the batch. The others have batches like it.
+
+def _simulated_share(run: ReadRun, simulated: int | None) -> float | None:
+    """Return the share of a batch that the simulated GPUs train on; None if the run's number of GPUs is not known.
+
+    Without `simulated`, these are as few EP groups as hold whole data-parallel ranks: 32 GPUs with EP8 and PP2 are two
+    EP groups, of which one is simulated with half of the batch. The other has a batch like it.
     """
-    if gpus is None:
+    if run.batch.gpus is None:
         return None
-    experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
-    slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
-    simulated = math.lcm(experts, slices) * sizes["pipeline_model_parallel_size"]
-    return min(1.0, simulated / gpus)
+    if simulated is None:
+        sizes = _sizes(run.settings)
+        experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
+        slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
+        simulated = math.lcm(experts, slices) * sizes["pipeline_model_parallel_size"]
+    return min(1.0, simulated / run.batch.gpus)
 
 
 def _options(settings: RunSettings) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from moe_rl.study.rl_options import KnownStepOptions, LengthOptions
 
 # Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
 FULL_SIZE_TOKENS = 8192
+IN_WORDS = {"mean_length": ": the mean number of tokens per sample, prompt included; launch scripts do not contain it"}
 FULL_BATCHES = 4  # Micro-batches of a batch whose size nobody gives.
 
 
@@ -50,7 +51,7 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
 def needed(options: LengthOptions, name: str) -> int:
     """Return an option without which there are no lengths; raise where it is absent or below 1."""
     value, flag = getattr(options, name), SHOWN[name].flags[0]
-    require(value is not None, f"{flag} is required without a trace.")
+    require(value is not None, f"{flag} is required without a trace{IN_WORDS.get(name, '')}.")
     require(value >= 1, f"{flag} must be at least 1, got {value}.")
     return int(value)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -172,6 +172,9 @@ def _default_policies() -> list[str]:
 
 class SimulationOptions(TraceOptions):
     """Options of a plan or a simulation."""
+
+    of_all_gpus: ClassVar[bool] = False
+    """Whether the batch is that of all GPUs of the run, not of the EP groups that are simulated."""
 
     model: str = FROM_TRACE
     hidden_size: int | None = None

@@ -24,8 +24,8 @@ def check_population(options: SimulationOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
         not (options.use_megatron_fsdp and options.optimizer_offload_fraction > 0),
-        "--use-megatron-fsdp with --optimizer-offload-fraction is not forecast: the only published run with both takes "
-        "seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
+        "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast: the only published run with both "
+        "took seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
     )
 
 
@@ -42,8 +42,8 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
     if not outside:
         return []
     return [
-        f"outside the runs that {software} software was fitted on: {'; '.join(outside)}. The interval was not checked "
-        "there; --known-step brings the forecast to your own run."
+        f"outside the runs that {software} software was fitted on: {'; '.join(outside)}. The interval has not been "
+        "checked there; calibrate the forecast to your own run with --known-step."
     ]
 
 
@@ -52,12 +52,11 @@ def population_cautions(options: SimulationOptions, *, packed: bool) -> list[str
     sentences = []
     if options.expert_model_parallel_size == 1:
         sentences.append(
-            "outside the fitted runs: no expert parallelism. Published runs without it take 44 to 57 % longer than "
-            "forecast."
+            "outside the fitted runs: without expert parallelism, published runs took 44 to 57 % longer than forecast."
         )
     if options.context_parallel_size > 1 and packed and options.seq_length is None:
         sentences.append(
-            "outside the fitted runs: packed sequences under context parallelism are priced as whole ones. Four "
-            "published runs of that kind took 5 to 16 times as long as forecast."
+            "outside the fitted runs: with context parallelism, packed sequences are priced like unpacked ones. Four "
+            "such published runs took 5 to 16 times as long as forecast."
         )
     return sentences

@@ -1,7 +1,7 @@
 """The options of `moe-rl rl-step` and `moe-rl tune`: a simulation's, the samples of a step, and how the rest is run."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_rl.study.options import SimulationOptions
 
@@ -86,5 +86,6 @@ class KnownStepOptions(RlStepOptions):
 class TuneOptions(LengthOptions):
     """A simulation's options: of `search_layouts.SEARCHED` those not given are found; the others hold everywhere."""
 
+    of_all_gpus: ClassVar[bool] = True
     gpus: int = 32
     routes_like: str | None = None

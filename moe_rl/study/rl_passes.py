@@ -258,16 +258,17 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
         return report
     if report.scaled:
         # The rollout would generate the recorded samples, and the update train on many times their tokens.
-        return replace(report, notes=(f"no step of RL: {SCALED} loads are of no samples; see --batch.", *report.notes))
+        note = f"no RL step: {SCALED} loads do not belong to samples; see --batch."
+        return replace(report, notes=(note, *report.notes))
     passes = _passes(scenario, plans, mini_batches=1)
     engine = _engine_size(passes.model, passes.hardware)
     if passes.train_gpus % engine:
-        note = f"no step of RL: a rollout engine would need {engine} GPUs, which do not divide the {passes.train_gpus}."
+        note = f"no RL step: {passes.train_gpus} GPUs cannot be divided into rollout engines of {engine} GPUs."
         return replace(report, notes=(note, *report.notes))
     gain = _gain(passes, report, engine)
     note = (
-        f"the step of RL spends {gain.shares['rollout']:.0%} on the rollout, a forecast; moe-rl rl-step takes your "
-        "rates and lengths."
+        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, which is a forecast; give your own rates and "
+        "lengths to moe-rl rl-step."
     )
     return replace(report, rl=gain, notes=(note, *report.notes))
 
@@ -341,7 +342,7 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     slices = options.tensor_model_parallel_size * options.context_parallel_size
     budget = options.micro_batch_tokens or FULL_SIZE_TOKENS * slices
     lengths = drawn_lengths(options)
-    model, hardware = named_model(options, "a step of RL"), load_cluster(options.cluster)
+    model, hardware = named_model(options, "an RL step"), load_cluster(options.cluster)
     setting = options.step_setting()
 
     def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
@@ -373,15 +374,15 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences += filter(None, [load_cluster(options.cluster).assumption()])
     if of_lengths:
         sentences.append(
-            f"no trace: static has {options.imbalance:g} times the mean rows on its fullest rank (--imbalance), and "
-            "forced_balance is the most that balancing alone can bring."
+            f"no trace: under static, the busiest rank gets {options.imbalance:g} times the mean rows (--imbalance); "
+            "forced_balance is the most that balancing alone can gain."
         )
     if options.rollout_tokens_per_s is None:
-        sentences.append("the rollout is a forecast: --rollout-tokens-per-s takes a measured rate.")
+        sentences.append("the rollout is a forecast; give your measured rate with --rollout-tokens-per-s.")
     elif options.rollout_enforce_eager:
-        sentences.append("--rollout-enforce-eager changes nothing beside a measured rate.")
+        sentences.append("--rollout-enforce-eager has no effect with a measured rate.")
     if options.prompt_tokens == 0:
-        sentences.append("prompts are taken to have no tokens: --prompt-tokens.")
+        sentences.append("prompts are assumed to be empty; set --prompt-tokens.")
     return sentences
 
 
@@ -396,19 +397,22 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     planned = price_sync("planned", sync_setting(passes.model, setting), passes.hardware)
     share = seconds / step.step_time_s
     after = step.step_time_s - seconds + min(seconds, planned.seconds)
-    head = f"the weight sync is {seconds:.2g} s, {share:.0%} of the step; a planned one (moe_rl.sync) is priced "
-    head += f"{planned.seconds:.2g} s, {planned.bound_s:.2g} s is the bound: "
+    head = f"the weight sync takes {seconds:.2g} s, {share:.0%} of the step; a planned sync (moe_rl.sync) would take "
+    head += f"{planned.seconds:.2g} s (its bound is {planned.bound_s:.2g} s), "
     if step.step_time_s / after < WORTH_SAYING:
-        return [*lines, f"{head}nothing to gain there."]
-    return [*lines, f"{head}{step.step_time_s / after:.2f}x of a step, not yet measured on a GPU."]
+        return [*lines, f"{head}which gains nothing."]
+    return [
+        *lines,
+        f"{head}and the RL step would be {step.step_time_s / after:.2f}x as fast (not yet measured on a GPU).",
+    ]
 
 
 def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
     """Return the seconds of every part of a named transport with their sources; what the forecast is without a name."""
     if not setting.weight_sync_transport:
         return (
-            "the weight sync is what the fit on whole steps of NeMo-RL 0.5 and 0.6 left for it, one trainer's NIC that "
-            "sends: --weight-sync-transport prices your own path (packed-broadcast is NeMo-RL's since)."
+            "the weight sync is fitted on whole steps of NeMo-RL 0.5 and 0.6, where one trainer sends over one NIC; "
+            "choose your own path with --weight-sync-transport (newer NeMo-RL uses packed-broadcast)."
         )
     price = sync_price(passes.model, passes.hardware, setting)
     parts = [f"{name} {seconds:.2g} s ({PART_SOURCES[name]})" for name, seconds in price.parts_s.items() if seconds]
@@ -420,24 +424,24 @@ def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
 def _rl_fit_note(passes: TrainingPasses) -> str:
     """Say what the parts of a step of RL were fitted on, and whether this one is of that kind."""
     sentence = (
-        "simulated: five constants of rollout, weight sync and framework were fitted on the totals of 14 published "
-        "steps of NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B and Qwen3-235B), within 7 % on average, and within 13 % when "
-        "their model is held out"
+        "simulated: five constants of rollout, weight sync and framework are fitted on 14 published step times of "
+        "NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B, Qwen3-235B); the mean error is 7 %, and 13 % on a model held out of "
+        "the fit"
     )
     elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
     if elsewhere:
-        return f"{sentence}; {passes.hardware.name} was not among them."
+        return f"{sentence}; none of them ran on {passes.hardware.name}."
     return f"{sentence}."
 
 
 def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:
     """Say which software was priced, and what the other kind would give."""
     if options.known_step:
-        return f"software: {software}, with the constants that the known steps show."
+        return f"software: {software}, with constants fitted on the known steps."
     other = load_software(TYPICAL if software == TUNED else TUNED)
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
     return (
-        f"software: {software} ({chosen_by(options)}); with --software {other.name} a step under static takes "
+        f"software: {software} ({chosen_by(options)}); with --software {other.name}, a static step takes "
         f"{priced['static'].step_time_s:.3g} s instead of {own['static'].step_time_s:.3g} s."
     )
 
@@ -462,7 +466,10 @@ def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> d
     name, _, values = sweep.partition("=")
     field = name.lstrip("-").replace("-", "_")
     swept = field in RlStepOptions.model_fields and SHOWN[field].panel == RL
-    require(bool(values) and swept, f"--sweep {sweep!r} must read NAME=VALUE,VALUE with an option of the RL step.")
+    require(
+        bool(values) and swept,
+        f"--sweep {sweep!r} must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step.",
+    )
     given = options.model_dump(exclude_unset=True)
     points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
     return {f"{field}={value}": RlPoint.of(passes, point) for value, point in points.items()}

@@ -125,7 +125,8 @@ class _Rollouts:
         for name in ("batch", "micro_batch_tokens", "tokens_per_rank"):
             flag = "--" + name.replace("_", "-")
             require(
-                getattr(options, name) is None, f"{flag} is for training: set the decode batch with --ep-group-tokens."
+                getattr(options, name) is None,
+                f"{flag} applies to training only: set the decode batch with --ep-group-tokens.",
             )
         progress("reading the trace", 0, 1)
         source, model = open_trace_of_model(trace, options)
@@ -146,18 +147,21 @@ class _Rollouts:
 
         def batches(of: RoutingTrace) -> DecodeBatches:
             decode_batches = DecodeBatches.of(of, num_requests=requests, ep_size=ranks, max_batches=MAX_BATCHES)
-            require(len(decode_batches.batch) > 0, "no row of the trace's rollouts holds a route.")
+            require(len(decode_batches.batch) > 0, "the rollouts of the trace contain no routes.")
             return decode_batches
 
-        notes = [] if planned is not scored else ["one prompt group: scored on what it was planned on."]
+        notes = []
+        if planned is scored:
+            notes.append("one prompt group only: the map is scored on the sequences that it was planned on.")
         if options.model == FROM_TRACE and spec.assumed_fields:
             notes.append(
-                f"{spec.num_layers} hidden layers, as many as the trace names: name the --model where there are more."
+                f"{spec.num_layers} hidden layers are assumed, as many as the trace has: if the model has more, give "
+                "--model."
             )
         if min(planned.num_sequences, scored.num_sequences) < requests:
             notes.append(
-                f"{requests} requests were asked to run at once, and there are {planned.num_sequences} sequences to "
-                f"plan on and {scored.num_sequences} to score on."
+                f"the decode batch should hold {requests} requests, but there are only {planned.num_sequences} "
+                f"sequences to plan on and {scored.num_sequences} to score on."
             )
         return cls(
             shape=RunShape(
@@ -193,8 +197,8 @@ class _Rollouts:
         notes = [*self.notes]
         if twins[EPLB]:
             notes.append(
-                f"EPLB puts {twins[EPLB]} copies on ranks that hold the expert already, which are not exported; its "
-                "figures count them as if they worked."
+                f"EPLB puts {twins[EPLB]} copies on ranks that already hold the expert; these are not exported, but "
+                "EPLB's score counts them as if they helped."
             )
         return RolloutMap(
             engine=engine,

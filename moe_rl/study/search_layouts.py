@@ -362,7 +362,10 @@ def tune(
     hardware, costs = posterior.likeliest.constants
     base, budget = replace(options.step_setting(), software=costs), options.micro_batch_tokens
     if budget is not None and budget < lengths.max():
-        tell(f"micro-batches hold up to {lengths.max():,} tokens, not {budget:,}: the longest sequence is not cut.")
+        tell(
+            f"micro-batches hold up to {lengths.max():,} tokens instead of {budget:,}, because the longest sequence is "
+            "not cut."
+        )
         budget = int(lengths.max())
     decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
     shaping = [name for name in ParallelLayout.__slots__ if name in decided]
@@ -391,8 +394,8 @@ def tune(
     }
     estimates = estimated_speeds(task, executor, progress)
     tell(
-        f"{len(shapes):,} parallel layouts fill {options.gpus} GPUs, {int((estimates > 0).sum()):,} fit into memory: "
-        "those that may be the fastest are laid out."
+        f"{len(shapes):,} parallel layouts fill {options.gpus} GPUs, and {int((estimates > 0).sum()):,} of them fit "
+        "into memory; only those that may be the fastest are simulated in full."
     )
     laid_out = dict[int, list[TunedSetting]]()
     while chosen := next_shapes(shapes, estimates, laid_out):
@@ -405,7 +408,7 @@ def tune(
     if not rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
-            f"layouts{listed}, whatever is recomputed: give more --gpus, or --optimizer-offload-fraction."
+            f"layouts{listed}, even with full recomputation: give more --gpus, or --optimizer-offload-fraction."
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
@@ -522,8 +525,8 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
         ]
         best = int(np.argmax(speeds))
         sentences = [
-            f"software: {software} ({chosen_by(options)}); with --software {other.name} {compared[best].name} would be "
-            f"first with {speeds[best]:,.0f} tokens/s/GPU."
+            f"software: {software} ({chosen_by(options)}); with --software {other.name}, {compared[best].name} would "
+            f"be the fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)
     best_cp = options.model_copy(update={"context_parallel_size": rows[0].context_parallel_size})

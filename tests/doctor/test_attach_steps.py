@@ -36,7 +36,7 @@ def test_slimes_arguments_are_put_beside_one_that_the_script_has() -> None:
 
 def test_copies_across_nodes_depend_on_the_size_of_the_ep_group(tmp_path: Path) -> None:
     assert "no copies across nodes" in megatron(tmp_path, "--expert-model-parallel-size 8\n")["changes"]
-    assert "copies across nodes and" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["changes"]
+    assert "experts are also copied across nodes" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["changes"]
     overlapped = "--expert-model-parallel-size 16 --overlap-moe-expert-parallel-comm\n"
     assert "no copies across nodes" in megatron(tmp_path, overlapped)["changes"]
 
@@ -64,3 +64,21 @@ def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: 
     path.write_text(MEGATRON + "--expert-model-parallel-size 4 --delay-wgrad-compute\n")
     assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", path).out)
     assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--json", VERL).out)
+
+
+def test_an_error_that_does_not_keep_attach_away_is_to_be_fixed_first(tmp_path: Path) -> None:
+    """The engine returns no routes, so replay fails on the first batch, balanced or not."""
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.read_text().replace("engine_returns_routes=True", "engine_returns_routes=False"))
+    ran = moe_rl("doctor", "--no-environment", "--attach", "--json", path)
+    (step, *_) = json.loads(ran.out)["steps"]
+    assert step["title"] == "fix first"
+    assert step["sentences"][0].startswith("replay-half-on (run.sh:")
+    assert "fix them first" in moe_rl("doctor", "--no-environment", "--attach", path).out
+
+
+def test_a_path_that_ends_in_a_listed_model_tells_the_size_of_an_expert(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.read_text().replace("Qwen/Qwen3-30B-A3B", "/models/Qwen3-30B-A3B"))
+    assert "/models/" in path.read_text()
+    assert sentences(path)["memory"].startswith("27 MiB per GPU: one slot for an expert of 2,048 x 768")

@@ -43,7 +43,7 @@ def test_more_foreign_experts_than_slots_are_said() -> None:
     problem = cell_problem([60, 60, 60, 60, 0, 0, 0, 0], ranks=2, ranks_per_node=2)
     plan = make_planner("llep").plan(problem)
     assert rank_load(plan, problem.load).ravel().tolist() == [120, 120]
-    assert plan.notes == ("up to 2 foreign experts on a rank, where other policies get 1.",)
+    assert plan.notes == ("a rank holds up to 2 foreign experts, other policies only 1.",)
     assert validate_plan(problem, plan) != []
 
 

@@ -160,7 +160,7 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
         (("--known-step", "0"), "a step must take more than 0 s"),
         (("--known-step", "50"), "times as long as the forecast"),
         (("--known-step", "1e-9"), "no step is so short: its GEMMs alone take"),
-        (("--known-step", "timing_s/step:41.2"), "it timed a step of RL, but this command forecasts a update"),
+        (("--known-step", "timing_s/step:41.2"), "it timed an RL step, but this command forecasts an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),
         (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "give one for each"),
         (("--known-step", "1", "--objective", "imbalance"), "--known-step is a time"),
@@ -197,9 +197,9 @@ def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, tr
 def test_what_published_runs_contradict_is_refused_or_named(tmp_path: Path, trace: Path) -> None:
     ran = moe_rl("simulate", trace, *SMALL, "--use-megatron-fsdp", "--optimizer-offload-fraction", 1)
     assert ran.code == 2
-    assert "--use-megatron-fsdp with --optimizer-offload-fraction is not forecast" in ran.err
+    assert "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast" in ran.err
     alone = simulated(tmp_path, trace, "--ep", 1, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static")
-    assert any("no expert parallelism" in note for note in alone["notes"])
+    assert any("without expert parallelism" in note for note in alone["notes"])
     elsewhere = simulated(tmp_path, trace, *SMALL, "--cluster", "b300")
     assert any("cluster b300 (fitted: h100" in note for note in elsewhere["notes"])
 

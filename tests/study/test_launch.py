@@ -9,7 +9,7 @@ from cli_runner import moe_rl, simulated, write_npz
 from benchmarks.public_recipes import SHAPES, Recipe, recipes
 from moe_rl.study.launch import launch_options
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.rl_options import RlStepOptions
+from moe_rl.study.rl_options import RlStepOptions, TuneOptions
 
 SCRIPT = """
 torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --num-layers 3 --num-experts 8 --moe-router-topk 2 \\
@@ -170,6 +170,32 @@ def test_the_batch_of_a_run_is_read(tmp_path: Path, name: str, text: str, expect
     SimulationOptions(**launch_options([path])[0])
 
 
+def test_the_batch_is_that_of_the_gpus_that_are_simulated(tmp_path: Path) -> None:
+    """32 samples of an update on 16 GPUs: 8 GPUs train on half of them, and a layout search on all."""
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=""))
+    sizes = {gpus: launch_options([path], gpus=gpus)[0]["global_batch_size"] for gpus in (None, 8, 16, 64)}
+    assert sizes == {None: 16, 8: 16, 16: 32, 64: 32}
+    assert launch_options([path], TuneOptions, gpus=8)[0]["global_batch_size"] == 32
+
+
+@pytest.mark.lengthy
+def test_typed_gpus_decide_the_batch_of_a_script(tmp_path: Path) -> None:
+    path, trace = tmp_path / "run.sh", write_npz(tmp_path / "t.npz", sequences=40, tokens=300)
+    path.write_text(VERL.format(more=""))
+    arguments = ("--launch", path, "--num-experts", 8, "--policy", "static")
+    one_group, both = (simulated(tmp_path, trace, *arguments, "--gpus", gpus) for gpus in (8, 16))
+    assert both["setting"]["num_ep_groups"] == 2 * one_group["setting"]["num_ep_groups"]
+    assert both["num_sequences"] == 2 * one_group["num_sequences"]
+
+
+def test_a_model_that_the_files_name_is_pointed_to(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more="actor_rollout_ref.model.path=/models/Qwen3-30B-A3B"))
+    _, notes = launch_options([path])
+    assert any("without --model qwen3-30b-a3b, the model of the trace is simulated" in note for note in notes)
+
+
 def test_a_step_of_rl_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(VERL.format(more=""))
@@ -204,7 +230,7 @@ def test_a_value_without_a_price_is_left_out_with_a_sentence(script: Path) -> No
     script.write_text(SCRIPT.format(graphs="none").replace("hybridep", "someone") + " --offload-modules unheard_of")
     found, said = launch_options([script])
     assert "moe_flex_dispatcher_backend" not in found
-    assert any("moe_flex_dispatcher_backend someone is not priced" in sentence for sentence in said)
+    assert any("moe_flex_dispatcher_backend someone cannot be priced" in sentence for sentence in said)
     SimulationOptions(**found).step_setting()
 
 

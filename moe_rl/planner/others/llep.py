@@ -23,7 +23,7 @@ class LlepPlanner(Planner):
     """Least-loaded spill of rows and weights, without a limit of slots."""
 
     name: ClassVar[str] = "llep"
-    summary: ClassVar[str] = "homes stay, rows above a cap spill to the least loaded ranks, any number of copies"
+    summary: ClassVar[str] = "homes stay; rows above a cap spill to the least loaded ranks, with any number of copies"
     levers: ClassVar[Levers] = Levers(replicate=True, cross_node=True)
     keeps_homes: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class LlepPlanner(Planner):
             home, ep_size=load.ep_size, spare_slots=max(problem.spare_slots, int(most_copies))
         )
         replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
-        note = f"up to {most_copies} foreign experts on a rank, where other policies get {problem.spare_slots}."
+        note = f"a rank holds up to {most_copies} foreign experts, other policies only {problem.spare_slots}."
         notes = (note,) if most_copies > problem.spare_slots else ()
         return finish_plan(problem, self, placement=placement, replicas=replicas, may=may, notes=notes)
 

@@ -24,7 +24,7 @@ class MoonEpPlanner(Planner):
     """Equal rows on every rank of a domain, with E/P slots for foreign experts on each."""
 
     name: ClassVar[str] = "moonep"
-    summary: ClassVar[str] = "homes stay, exactly equal rows on the ranks of a domain, E/P slots for copies"
+    summary: ClassVar[str] = "homes stay; all ranks of a domain get exactly equal rows, with E/P slots for copies"
     levers: ClassVar[Levers] = Levers(replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class MoonEpPlanner(Planner):
         )
 
     def _notes(self, problem: PlanProblem, unplaced: np.ndarray, slots: int) -> tuple[str, ...]:
-        slots_taken = f"up to {slots} foreign experts on a rank, where other policies get {problem.replica_slots}."
+        slots_taken = f"a rank holds up to {slots} foreign experts, other policies only {problem.replica_slots}."
         notes = (slots_taken,) if slots > problem.replica_slots else ()
         unfit = np.flatnonzero(unplaced)
         if not len(unfit):
@@ -77,6 +77,7 @@ class MoonEpPlanner(Planner):
         )
         return (
             *notes,
-            f"{len(unfit)} of {len(unplaced)} cells do not fit {slots} slots; most rows are left in micro-batch "
-            f"{micro_batch}, layer {layer}, EP group {group}: {int(unplaced.max())}.",
+            f"{len(unfit)} of {len(unplaced)} loads (micro-batch, layer, EP group) cannot be made equal with {slots} "
+            f"slots; the worst has {int(unplaced.max())} rows left: micro-batch {micro_batch}, layer {layer}, group "
+            f"{group}.",
         )

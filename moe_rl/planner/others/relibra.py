@@ -30,7 +30,7 @@ class RelibraPlanner(Planner):
     """Homes annealed on the step's totals, then quota replication per micro-batch, layer and node."""
 
     name: ClassVar[str] = "relibra"
-    summary: ClassVar[str] = "homes reordered once per step, replicas inside the node per micro-batch"
+    summary: ClassVar[str] = "homes change once per step; replicas inside the node change per micro-batch"
     levers: ClassVar[Levers] = Levers(move_homes=True, replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
