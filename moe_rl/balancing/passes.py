@@ -213,10 +213,7 @@ class PassCycle(RoutePlanner[Tables]):
         self._require_ready()
         self._settle_homes(source, forward_only=forward_only)
         if source is not None:
-            require(
-                not self._queue.passes,
-                "a prepared pass is waiting: begin it first, with begin_pass() without a source.",
-            )
+            require(not self._queue.passes, "a prepared pass is waiting: call begin_pass() without a source first.")
             self.prepare(source, forward_only=forward_only)
         require(bool(self._queue.passes), "begin_pass() needs a PassSource or an earlier prepare().")
         started = time.perf_counter()

@@ -100,7 +100,7 @@ def test_a_prepared_pass_is_the_pass_that_was_asked_for(outcome: list[Any]) -> N
 @pass_case("begins_before_it_is_ready")
 def test_prepare_returns_at_once_and_a_pass_waits_only_if_its_plan_is_not_ready(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert "begin it first" in rank.pop("other")
+        assert "call begin_pass() without a source first" in rank.pop("other")
         assert rank == {"returned before it was planned": True, "waited longer": True}
 
 
