@@ -301,7 +301,7 @@ def verdicts(runs: Sequence[Run]) -> str:
         f"collapses at least one step ahead and raised an alarm in {false} of {len(healthy)} healthy runs. Under its "
         f"present rule (two signs of different kinds, after the first step), it predicted {named_later} collapses at "
         f"least one step ahead and raised an alarm in {false_later} healthy runs. "
-        f"{len(runs) - len(collapsed) - len(healthy)} runs are neither.\n"
+        f"{len(runs) - len(collapsed) - len(healthy)} runs neither collapsed nor were healthy.\n"
     )
 
 

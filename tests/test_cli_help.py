@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from cli_runner import moe_rl, routes, write_npz
 
 from moe_rl.cli.commands import COMMANDS, command_named
@@ -24,6 +25,7 @@ from moe_rl.replay import TraceReader, TraceWriter
 from moe_rl.simulators.rl_step import FITTED, PRECISIONS
 from moe_rl.simulators.setting import OFFLOAD_MODULES
 from moe_rl.simulators.weight_sync import TRANSPORTS
+from moe_rl.study import options
 from moe_rl.study.options import GRAPHS, SHOWN, SimulationOptions
 from moe_rl.study.rl_options import KnownStepOptions, RlStepOptions, TuneOptions
 
@@ -173,6 +175,13 @@ def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
     assert SimulationOptions().replica_exposed == REPLICA_CONTENTION
     assert load_software("tuned").costs.framework_share == FITTED["framework_share"]
     assert set(SHOWN) == set(KnownStepOptions.model_fields) | set(TuneOptions.model_fields)
+
+
+def test_no_option_stands_in_two_panels() -> None:
+    """The later of two entries would win, and its help would be that of both."""
+    panels = yaml.safe_load((Path(options.__file__).with_suffix(".yaml")).read_text())
+    names = [name for entries in panels.values() for name in entries]
+    assert len(names) == len(set(names))
 
 
 def test_every_parameter_of_every_command_says_what_it_is() -> None:

@@ -6,6 +6,7 @@ all layers share the slots for copies of one micro-batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 
 from moe_rl.config import load_model
 from moe_rl.doctor.diagnosis import Finding
@@ -70,7 +71,8 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
 
 def _repair(finding: Finding) -> str:
     if finding.places:
-        return f"{finding.trap.name} ({', '.join(finding.places)}): {finding.remedy}"
+        places = ", ".join(PurePath(place).name for place in finding.places)
+        return f"{finding.trap.name} ({places}): {finding.remedy}"
     return f"{finding.trap.name}: {finding.remedy}"
 
 

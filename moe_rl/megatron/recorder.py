@@ -78,7 +78,7 @@ class RoutingRecorder:
         self._where = RowSlice.current()
         require(
             self._where.tp_size == 1 or layers[0].config.sequence_parallel,
-            "without sequence parallelism every tensor-parallel rank holds all rows: recording needs it.",
+            "recording needs sequence parallelism: without it, every tensor-parallel rank holds all rows.",
         )
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_size = parallel_state.get_data_parallel_world_size()

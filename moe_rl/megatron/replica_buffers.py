@@ -35,7 +35,7 @@ class ReplicaBuffers:
             require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
             require(
                 all(self.trained == _trained(experts.parameters_of(slot)) for slot in range(experts.num_local_experts)),
-                "experts differ in which parameters are frozen: replicas need the same ones frozen in all.",
+                "the experts have different frozen parameters: replicas need the same ones frozen in every expert.",
             )
         self.numel = sum(shape.numel() for shape in self.shapes)
         trained_shapes = [shape for shape, trains in zip(self.shapes, self.trained, strict=True) if trains]

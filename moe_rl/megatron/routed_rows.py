@@ -106,7 +106,7 @@ def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> 
     batch = len(pieces) if side_by_side else 1
     require(
         len(positions) % (where.tp_size * batch) == 0,
-        f"sequence parallelism cuts {len(positions) // max(1, batch)} positions into {where.tp_size} equal parts: "
+        f"sequence parallelism needs a multiple of {where.tp_size} positions, got {len(positions) // max(1, batch)}: "
         "pad them.",
     )
     own_part: Ints = positions.reshape(where.tp_size, -1)[where.tp_rank]

@@ -58,7 +58,10 @@ def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: 
     ran = moe_rl("doctor", "--no-environment", "--attach", VERL)
     assert "MOE_RL=observe" in ran.out
     assert "unset MOE_RL" in ran.out
-    titles = [step["title"] for step in json.loads(moe_rl("doctor", "--attach", "--json", VERL).out)["steps"]]
+    titles = [
+        step["title"]
+        for step in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", VERL).out)["steps"]
+    ]
     assert titles == ["write", "changes", "memory", "look first", "undo"]
     path = tmp_path / "run.sh"
     path.write_text(MEGATRON + "--expert-model-parallel-size 4 --delay-wgrad-compute\n")

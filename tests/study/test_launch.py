@@ -186,7 +186,7 @@ def test_typed_gpus_decide_the_batch_of_a_script(tmp_path: Path) -> None:
     arguments = ("--launch", path, "--num-experts", 8, "--policy", "static")
     one_group, both = (simulated(tmp_path, trace, *arguments, "--gpus", gpus) for gpus in (8, 16))
     assert both["setting"]["num_ep_groups"] == 2 * one_group["setting"]["num_ep_groups"]
-    assert both["num_sequences"] == 2 * one_group["num_sequences"]
+    assert [run["setting"]["global_batch_tokens"] for run in (one_group, both)] == [16 * 300, 32 * 300]
 
 
 def test_a_model_that_the_files_name_is_pointed_to(tmp_path: Path) -> None:

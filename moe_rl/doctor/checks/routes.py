@@ -109,7 +109,7 @@ def expert_bias_drifts(case: Case) -> Iterator[Found]:
     """
     bias, rate = case.settings.moe_router_enable_expert_bias, case.settings.moe_router_bias_update_rate
     if case.replays and bias and rate and above(rate, 0):
-        yield Found("{} is updated at {} under {}.", bias, rate, case.replays)
+        yield Found("{} and {} update the expert bias while {} replays routes.", bias, rate, case.replays)
 
 
 def rollout_places_experts(case: Case) -> Iterator[Found]:

@@ -40,7 +40,7 @@ def schedules_of_steps(
     for rank, batches in enumerate(micro_batch_indices):
         require(
             len(batches) == total,
-            f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps run {total}.",
+            f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps hold {total}.",
         )
     ends = np.cumsum([0, *num_microbatches]).tolist()
     return [

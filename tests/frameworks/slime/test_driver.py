@@ -151,7 +151,7 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
 
 
 def test_a_schedule_that_does_not_fit_its_steps_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="rank 0 has 3 micro-batches, but its optimizer steps run 5"):
+    with pytest.raises(InvalidInputError, match="rank 0 has 3 micro-batches, but its optimizer steps hold 5"):
         slime.schedules_of_steps([[0, 1, 2]], [[[0], [1], [2]]], [2, 2, 1])
     assert slime.schedule_from_steps([]) == ([], [], [])
 
