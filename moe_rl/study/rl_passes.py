@@ -442,7 +442,8 @@ def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: 
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
     return (
         f"software: {software} ({chosen_by(options)}); with --software {other.name}, a static step takes "
-        f"{priced['static'].step_time_s:.3g} s instead of {own['static'].step_time_s:.3g} s."
+        f"{priced['static'].step_time_s:.3g} s instead of {own['static'].step_time_s:.3g} s. Both are fitted on the "
+        "same published RL steps, so the difference does not say which software is faster."
     )
 
 
