@@ -55,7 +55,7 @@ def check_problem(
     require_same_device(name, data, weights=weights.data, scales=weights.scale)
     require(
         m_offsets.numel() - 1 == weights.num_groups,
-        f"{name}: m_offsets has {m_offsets.numel() - 1} groups, the weights have {weights.num_groups}.",
+        f"{name}: m_offsets has {m_offsets.numel() - 1} groups, but the weights have {weights.num_groups}.",
     )
 
 

@@ -91,7 +91,9 @@ class ExpertWeights(ExpertMatrices):
         self.check("expert weights")
         if self.is_table and self.scale is not None:
             require_table(self.scale, "scales of expert weights")
-            require(self.scale.shape == self.data.shape, "a table of weights and its table of scales differ in G.")
+            require(
+                self.scale.shape == self.data.shape, "the table of weights and the table of their scales differ in G."
+            )
         elif self.scale is not None:
             require_form("scales", self.scale, (self.num_groups, *self.scale_shape), (self.scale_dtype,))
 
