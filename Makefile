@@ -11,7 +11,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
-.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-frameworks-newest test-integrations test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
+.PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-frameworks-newest test-integrations test-integrations-slow test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
     lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
@@ -22,6 +22,7 @@ help:
 	@echo "make mutants      100 small faults of the day in the Megatron runtime: at least 95 of them must fail a test (MUTANTS=10: ten)"
 	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
 	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
+	@echo "make test-integrations-slow  the other breaks of the day in these frameworks, and a checkpoint that half the ranks resume"
 	@echo "make test-frameworks-newest  the runtime and the adapters on the newest releases of megatron-core, verl, Transformers, TRL, Ray and tensordict: what breaks, and whose fault it is"
 	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
 	@echo "make test-docs    the tutorial, literally, for every rollout engine; every command of README.md and docs/ that can run here"
@@ -140,6 +141,9 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
 	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow"
+
+test-integrations-slow: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/frameworks -m slow
 
 # The newest releases that pip finds, of what moves: an environment of its own, because all other tests run on the versions of
 # constraints.txt. From 0.17 on megatron-core asks for Python 3.12, for which PyPI has the CUDA build of torch alone: 5 GB.

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.routes.online import load_metrics, nodes_per_token, replay_metrics
 
 logger = logging.getLogger("moe_rl.megatron")
@@ -30,7 +30,8 @@ class RouterWatch:
     def __init__(self, chunks: Sequence[torch.nn.Module], *, check: bool, telemetry: bool, ranks_per_node: int) -> None:
         """`check`: compare replayed routes with the routers' own choice; `telemetry`: count every expert's tokens.
 
-        Raises `InvalidInputError` where a router scores by a function that is not read.
+        Raises `InvalidInputError` if a router scores by a function that is not read; its forward raises it if the
+        router returns anything but Megatron's (probabilities, routing map).
         """
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
@@ -78,10 +79,10 @@ class RouterWatch:
 
     def _hook(self, number: int, router: Any) -> Any:
         @torch.no_grad()
-        def watch(_: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def watch(_: Any, args: tuple[Any, ...], output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # recomputation, of a forward that was seen
-            routing_map = output[1]
+            routing_map = _routing_map(output, router.config.num_moe_experts)
             if self._telemetry:
                 counts = routing_map.sum(dim=0)
                 self._counts[number] = counts + self._counts[number] if number in self._counts else counts
@@ -118,6 +119,26 @@ class RouterWatch:
             own_node = parallel_state.get_expert_model_parallel_rank() // self._ranks_per_node
             metrics["moe_rl/nodes_per_token"] = nodes_per_token(routes, node, own_node)
         return metrics
+
+
+def _routing_map(output: Any, num_experts: int) -> torch.Tensor:
+    """Return the [n, E] routing map of a router's output; raise if there is none.
+
+    Counts of [n, K] expert ids, say, would be numbers too, and the metrics wrong without a word.
+    """
+    parts = output if isinstance(output, tuple) else (output,)
+    routing_map = parts[1] if len(parts) == 2 else None
+    if (
+        isinstance(routing_map, torch.Tensor)
+        and routing_map.dtype == torch.bool
+        and routing_map.shape[1:] == (num_experts,)
+    ):
+        return routing_map
+    kinds = [f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part) for part in parts]
+    raise InvalidInputError(
+        f"the watch reads routers that return (probabilities, routing map of bool [tokens, {num_experts}]); this one "
+        f"returned ({', '.join(kinds)})."
+    )
 
 
 def _own_choice(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

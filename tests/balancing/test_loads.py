@@ -1,4 +1,4 @@
-"""What reorders remember of the loads before them."""
+"""What is counted of routes, and what reorders remember of the loads before them."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import EarlierLoads
+from moe_rl.balancing.loads import EarlierLoads, count_routes
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
@@ -83,3 +83,12 @@ def test_at_least_one_step(name: str) -> None:
 def test_history_that_nothing_learns_from_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="history_steps=3 has no effect"):
         BalancerConfig(history_steps=3)
+
+
+@pytest.mark.parametrize("expert", [-2, 4])
+def test_ids_next_to_those_of_the_experts_are_refused(expert: int) -> None:
+    pairs, rows = count_routes([np.array([[[-1, 3]]])], num_layers=1, num_experts=4)
+    assert pairs.tolist() == [[[0, 0, 0, 1]]]
+    assert rows.tolist() == [1]
+    with pytest.raises(InvalidInputError, match=r"micro-batch 0 hold expert ids .*, outside -1 .. 3"):
+        count_routes([np.array([[[0, expert]]])], num_layers=1, num_experts=4)

@@ -74,26 +74,12 @@ def printed(notebook: Any) -> list[str]:
     return [output["text"] for output in outputs if output["output_type"] == "stream"]
 
 
-@pytest.mark.framework
-@pytest.mark.parametrize(
-    ("script", "line"),
-    [
-        ("transformers_ep.py", r"step \d, (loss .*), most loaded rank ([\d.]+)"),
-        ("deepspeed_autoep.py", r"step \d: (losses .*); busiest rank / mean ([\d.]+)"),
-    ],
-)
-def test_balanced_a_framework_learns_the_same_and_waits_less(script: str, line: str, tmp_path: Path) -> None:
-    found = re.findall(line, run(*TORCHRUN, str(EXAMPLES / script), folder=tmp_path))
-    plain, balanced = found[: len(found) // 2], found[len(found) // 2 :]
+@pytest.mark.framework  # those of Transformers and TRL run in the tests of these frameworks
+def test_balanced_deepspeed_learns_the_same_and_waits_less(tmp_path: Path) -> None:
+    printed_lines = run(*TORCHRUN, str(EXAMPLES / "deepspeed_autoep.py"), folder=tmp_path)
+    steps = re.findall(r"step \d: (losses .*); busiest rank / mean ([\d.]+)", printed_lines)
+    plain, balanced = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     assert len(plain) == len(balanced) == 3
     for (loss, busiest), (same, less) in zip(plain, balanced, strict=True):
         assert loss == same
         assert float(less) < float(busiest)
-
-
-@pytest.mark.framework
-def test_updates_in_trl_take_the_routes_of_generation(tmp_path: Path) -> None:
-    said = run(str(EXAMPLES / "trl_grpo.py"), folder=tmp_path)
-    shares = {name: (int(same), int(total)) for name, same, total in re.findall(r"(\w+): (\d+) of (\d+) routes", said)}
-    assert shares["replay"][0] == shares["replay"][1] > 0
-    assert shares["live"][0] < shares["live"][1]

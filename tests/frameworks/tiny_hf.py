@@ -51,10 +51,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Transformers imports a family when a class of it is first asked for, which takes 3 s of CPU: here, so that the process
+# that ranks are forks of does it once, and not every rank of every case.
+CLASSES = {
+    family: (getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM"))
+    for family in FAMILIES
+}
+
+
 def model_of(family: str = "Qwen3Moe", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    config_class, model_class = CLASSES[family]
+    model = model_class(config_class(**{**SHAPE, **FAMILIES[family], **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -18,14 +18,16 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from checkpoint_cases import load, save
+from matrix_cases import in_another_order
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from reorder_cases import distance, expert_tensors, random_placement, random_residents
+from reorder_cases import distance, random_placement, random_residents
 
 from moe_rl.balancing.pass_source import PassSource
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron import Balancer, BalancerConfig, attach
+from moe_rl.megatron.expert_state import ExpertOptimizerState
 
 MICRO_BATCHES = 3
 BROKEN, STEPS = 2, 5
@@ -193,6 +195,28 @@ FEW = ("Ctrl-C before a dispatch", "last backward")
 """Where weights of copies are on their way, and where gradients are."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertTensors:
+    """What a checkpoint has of this rank's experts, in slot order."""
+
+    weights: list[torch.Tensor]
+    moments: list[torch.Tensor]
+    """Adam's two of each weight, this rank's shard."""
+
+    @classmethod
+    def of_run(cls, run: tiny_gpt.Run) -> "ExpertTensors":
+        experts = [expert for layer in run.gpt.decoder.layers for expert in layer.mlp.experts.local_experts]
+        weights = [weight for expert in experts for _, weight in sorted(expert.named_parameters())]
+        state = ExpertOptimizerState(run.optimizer)
+        moments = [places[0] for weight in weights for places in state.tensors(weight)[:2]]
+        return cls(weights=[w.detach().clone() for w in weights], moments=[m.detach().clone() for m in moments])
+
+    def farthest_weight(self, other: "ExpertTensors") -> float:
+        """Return the largest absolute difference of a weight."""
+        pairs = zip(self.weights, other.weights, strict=True)
+        return max(float((own - theirs).abs().max()) for own, theirs in pairs)
+
+
 # --- the runs ---------------------------------------------------------------------------------------------------------
 def run_through(
     setting: Setting, breaks: Breaks, at: int, error: type[BaseException], *, balanced: bool
@@ -233,7 +257,7 @@ def run_through(
         except error as caught:
             found["raised"] = str(caught)
     with balancer.canonical() if balancer is not None else contextlib.nullcontext():
-        found["saved"] = expert_tensors(run)
+        found["saved"] = ExpertTensors.of_run(run)
     step_of(BROKEN, forward_only=True)
     # What does not fit is left out, as a framework does after an error of memory.
     for step in range(BROKEN + (error is torch.OutOfMemoryError), STEPS):
@@ -245,16 +269,24 @@ def run_through(
 
 
 def broken_off(name: str, places: dict[str, tuple[Breaks, int, type[BaseException]]]) -> dict[str, Any]:
-    """How a balanced run goes on after each break, beside plain Megatron after the same."""
+    """How a balanced run goes on after each break, beside plain Megatron after the same.
+
+    The yardstick of what is saved is plain Megatron with every micro-batch cut in two.
+    """
     setting, results = SETTINGS[name], {}
     with tiny_gpt.parallel(**setting.parallel):
+        other_order = tiny_gpt.build(**setting.build)
+        in_another_order(other_order, BROKEN, {"num_layers": setting.num_layers})
+        yardstick = ExpertTensors.of_run(other_order)
         for place, (breaks, at, error) in places.items():
             plain, ours = (run_through(setting, breaks, at, error, balanced=which) for which in (False, True))
             results[place] = {
                 "raised": [plain.get("raised"), ours.get("raised")],
                 "plain": plain["curve"],
                 "ours": ours["curve"],
-                "saved": distance(ours["saved"], plain["saved"]),
+                "weights": ours["saved"].farthest_weight(plain["saved"]),
+                "moments": distance(ours["saved"].moments, plain["saved"].moments),
+                "moments_yardstick": distance(yardstick.moments, plain["saved"].moments),
                 "imbalance": ours["imbalance"],
             }
     return results

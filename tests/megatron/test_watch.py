@@ -21,3 +21,13 @@ def test_replay_that_is_right_agrees_and_replay_that_is_wrong_alarms(outcome: li
         assert 0 < loads["moe_rl/nodes_per_token"] <= 1
         assert rank["zeros"]["moe_rl/load_drift"] > 0
     assert outcome[0]["replayed"]["moe_rl/expert_load_max"] == outcome[1]["replayed"]["moe_rl/expert_load_max"]
+
+
+@pytest.mark.multi_rank(world_size=2, case="watch_cases.watched")
+def test_a_router_that_returns_no_routing_map_is_refused(outcome: list[dict[str, Any]]) -> None:
+    for rank in outcome:
+        ids, other_experts, alone = rank["refused"]
+        assert "torch.int64 [" in ids
+        assert "routing map of bool" in ids
+        assert "torch.bool [" in other_experts
+        assert "torch.float32 [" in alone

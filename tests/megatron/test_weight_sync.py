@@ -16,3 +16,8 @@ def test_twins_agree_on_their_experts_only_once_gathers_are_complete(outcome: li
     for ranks in twins.values():
         assert len({rank["gathered"] for rank in ranks}) == 1
         assert len({rank["stale"] for rank in ranks}) == 2
+
+
+@pytest.mark.multi_rank(world_size=4, case="weight_sync_cases.parts_of_experts", launch="standins")
+def test_trainers_that_share_an_expert_read_their_own_parts(outcome: list[Any]) -> None:
+    assert outcome == [True] * 4

@@ -7,7 +7,32 @@ import tiny_gpt
 import torch
 from recorder_cases import live
 
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.megatron.router_watch import RouterWatch
+
+
+def refusals(run: Any) -> list[str]:
+    """What the watch says of routers that return ids, a map of other experts, and probabilities alone."""
+    router = tiny_gpt.gpt_of(run.models[0]).decoder.layers[0].mlp.router
+    hidden = torch.zeros(tiny_gpt.SEQUENCE, tiny_gpt.BATCH, router.config.hidden_size)
+    num_rows, num_experts = tiny_gpt.SEQUENCE * tiny_gpt.BATCH, router.config.num_moe_experts
+    probabilities = torch.zeros(num_rows, num_experts)
+    outputs = (
+        (probabilities, torch.zeros(num_rows, router.topk, dtype=torch.int64)),
+        (probabilities, torch.zeros(num_rows, num_experts + 1, dtype=torch.bool)),
+        probabilities,
+    )
+    sentences = []
+    for output in outputs:
+        watch = RouterWatch(run.models, check=False, telemetry=True, ranks_per_node=1)
+        with patch.object(router, "forward", lambda _, returned=output: returned):
+            try:
+                router(hidden)
+                sentences.append("")
+            except InvalidInputError as error:
+                sentences.append(str(error))
+        watch.close()
+    return sentences
 
 
 def watched() -> dict[str, Any]:
@@ -44,5 +69,6 @@ def watched() -> dict[str, Any]:
         watch.close()
         tiny_gpt.forward_backward(run, 0, [own.clone()], forward_only=True)
         found["closed"] = watch.end_pass()
+        found["refused"] = refusals(run)
         found["counts"] = torch.bincount(own[:, 0].ravel(), minlength=run.config.num_moe_experts).tolist()
         return found

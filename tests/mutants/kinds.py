@@ -38,6 +38,17 @@ class Source:
         for line in text.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
 
+    def nodes(self) -> Iterator[ast.AST]:
+        """Yield the nodes in which a fault changes what the program does: none of texts and annotations."""
+        waiting: list[ast.AST] = [self.tree]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            for name, value in ast.iter_fields(node):
+                if name not in ("annotation", "returns"):
+                    children = value if isinstance(value, list) else [value]
+                    waiting += [c for c in children if isinstance(c, ast.AST) and not isinstance(c, ast.JoinedStr)]
+
     def edit(self, kind: str, node: ast.AST, text: str) -> Edit:
         """Return the edit that puts `text` in the place of `node`."""
         begin, end = self.span(node)
@@ -71,7 +82,7 @@ def last_name(function: ast.AST) -> str:
 
 def off_by_one(source: Source) -> Iterator[Edit]:
     """Yield edits of a bound: a number in an index, a slice or a sum, and < for <=."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.Slice):
             parts = [node.lower, node.upper]
@@ -88,7 +99,7 @@ def off_by_one(source: Source) -> Iterator[Edit]:
 
 def wrong_group(source: Source) -> Iterator[Edit]:
     """Yield edits by which a collective is one of another group, or of the whole run."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         if isinstance(node, ast.keyword) and node.arg == "group" and not isinstance(node.value, ast.Constant):
             yield source.edit("wrong group", node.value, "None")
         if isinstance(node, ast.Attribute) and node.attr in ("gather_in_run", "gather_in_grid", "gather_over_groups"):
@@ -99,14 +110,14 @@ def wrong_group(source: Source) -> Iterator[Edit]:
 
 def missing_wait(source: Source) -> Iterator[Edit]:
     """Yield edits that leave out a statement that waits, or that gives back."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         if source.called(node) in WAITS:
             yield source.edit("missing wait", node, "pass")
 
 
 def dropped_fold(source: Source) -> Iterator[Edit]:
     """Yield edits that leave out a statement that adds, copies or sends."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         added = isinstance(node, ast.AugAssign)
         if source.called(node) in FOLDS or added:
             yield source.edit("dropped fold", node, "pass")
@@ -114,7 +125,7 @@ def dropped_fold(source: Source) -> Iterator[Edit]:
 
 def stale_homes(source: Source) -> Iterator[Edit]:
     """Yield edits after which something keeps what it was: an attribute that is not set, or homes as at the start."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Assign) and isinstance(inner.targets[0], ast.Attribute):
@@ -126,7 +137,7 @@ def stale_homes(source: Source) -> Iterator[Edit]:
 
 def swapped_operands(source: Source) -> Iterator[Edit]:
     """Yield edits that swap both sides of an operator, or two arguments of a call."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
             left, right = source.of(node.left), source.of(node.right)
             yield source.edit("swapped operands", node, f"({right}) {SIGNS[type(node.op)]} ({left})")
@@ -140,7 +151,7 @@ def swapped_operands(source: Source) -> Iterator[Edit]:
 
 def other_branch(source: Source) -> Iterator[Edit]:
     """Yield edits by which a condition is taken for its opposite."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes():
         if isinstance(node, ast.If | ast.IfExp) and not source.of(node.test).startswith("TYPE_CHECKING"):
             yield source.edit("other branch", node.test, f"not ({source.of(node.test)})")
 

@@ -61,6 +61,11 @@ def test_what_is_symmetric_is_not_swapped(kinds) -> None:  # type: ignore[no-unt
     assert not kinds.edits_of("a = max(b, c) + torch.equal(b, c)\n")
 
 
+def test_texts_and_annotations_stay_as_they_are(kinds) -> None:  # type: ignore[no-untyped-def]
+    """A sentence that says another number is a fault that only a test of its words could see."""
+    assert not kinds.edits_of('def f(a: "x[1:]") -> "y[1:]":\n    log(f"{a[1:]} of {a - 1}")\n')
+
+
 def test_every_mutated_module_has_tests_of_its_own_that_exist(program) -> None:  # type: ignore[no-untyped-def]
     entries = {name: program.entry_of(name) for name, _ in program.modules() if name not in program.PARTS}
     assert not [name for name, entry in entries.items() if entry in program.PARTS], "an entry below its room's"

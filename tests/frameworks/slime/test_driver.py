@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from slime_schedules import Made, made_schedule
 from strategies import model_spec
 
-from moe_rl.balancing import BalancerConfig, cluster_topology
+from moe_rl.balancing import BalancerConfig, cluster_topology, driver_packing
 from moe_rl.balancing.driver_packing import DriverPacking
 from moe_rl.balancing.schedule import pack_schedule
 from moe_rl.core.errors import InvalidInputError
@@ -126,6 +127,16 @@ def test_lengths_alone_pack_over_all_ranks(rng: np.random.Generator) -> None:
         assert all(0 < sum(made.lengths[sample] for sample in batch) <= made.budget for batch in cells)
     tight = replace(packing, token_budget=max(made.lengths) - 1)
     assert slime.packed_by_lengths(made.lengths, steps[:1], tight) in (steps[:1], packed[:1])
+
+
+@pytest.mark.skipif(native_core() is None, reason="packing needs the C++ core")
+def test_experts_cost_what_a_micro_batch_has_for_each_rank() -> None:
+    """12 sequences of 10 tokens, two ranks, at most 30 tokens each: two micro-batches, 120 / 2 / 2 tokens a rank."""
+    topology = cluster_topology(CONFIG, ep_size=2)
+    packing = DriverPacking(framework="slime", model=MODEL, topology=topology, setting=StepSetting(), token_budget=30)
+    with patch.object(driver_packing, "cost_of_lengths", wraps=driver_packing.cost_of_lengths) as cost:
+        packing.layout(np.full(12, 10))
+    assert cost.call_args.kwargs["tokens_per_rank"] == 30
 
 
 def trace_of(routes: list[np.ndarray], made: Made, step: Any) -> RoutingTrace:

@@ -3,6 +3,7 @@
 import sys
 import tempfile
 import warnings
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.frameworks.transformers import attach as transformers_ep
 from moe_rl.replay import TraceReader
 from moe_rl.replay.merge import merge_recordings
+
+if find_spec("deepspeed") is not None:
+    import deepspeed  # noqa: F401 - accelerate does where a model is saved: once here, or in every rank
 
 warnings.filterwarnings("ignore")
 CONFIG = BalancerConfig(objective="imbalance", replica_slots=2)

@@ -42,6 +42,13 @@ class Setting:
     build: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def device(self) -> contextlib.AbstractContextManager[None]:
+        """What a run is inside of: verl puts parameters away only where it sees a device."""
+        if self.build.get("param_offload"):
+            return verl_on_cpu.host_beside_device()
+        return contextlib.nullcontext()
+
+    @property
     def replayed(self) -> bool:
         return "mode" in self.build
 
@@ -57,6 +64,8 @@ SETTINGS = {
     "across nodes": Setting(variables=NODES_OF_ONE_RANK | {"MOE_RL_RESIDENT_SLOTS": "0"}),
     "recomputed": Setting(variables=NODES_OF_ONE_RANK, build={"transformer": FULL}),
     "replayed": Setting(variables=NODES_OF_ONE_RANK, build={"mode": "R3"}),
+    # The exception leaves verl's `train_mode`, which puts parameters away: weights of copies may be on their way.
+    "offloaded": Setting(variables=NODES_OF_ONE_RANK, build={"param_offload": True, "optimizer_offload": True}),
 }
 STAGES = Setting(variables=NODES_OF_ONE_RANK, build={"pipeline_model_parallel_size": 2, "num_layers": 4})
 ERRORS: dict[str, type[BaseException]] = {
@@ -181,7 +190,7 @@ def after_a_break(combination: Mapping[str, Any], setting: Setting) -> dict[str,
     """Plain verl, the balanced run and the yardstick, each after the same error; and a plain run of the checkpoint."""
     folder, break_ = shared_folder(), (combination["call"], ERRORS[combination["error"]])
     found: dict[str, Any] = {"combination": dict(combination)}
-    with verl_on_cpu.verl_on_cpu():
+    with verl_on_cpu.verl_on_cpu(), setting.device:
         found["plain"] = Run(made(setting), setting).broken_off(*break_, str(folder / "plain"))
         smaller = Run(made(setting), setting, limit=SMALLER)
         found["yardstick"] = smaller.broken_off(*break_, str(folder / "yardstick"))
@@ -215,7 +224,7 @@ two_stages = functools.partial(after_a_break, OF_STAGES[0], STAGES)
 def raises_alone(*, balanced: bool) -> None:
     """Rank 1's loss raises. It saves at once what it holds, and ends; then the other one waits for it no more."""
     setting = SETTINGS[ALONE[0]["setting"]]
-    with verl_on_cpu.verl_on_cpu(), balancing(setting) if balanced else contextlib.nullcontext():
+    with verl_on_cpu.verl_on_cpu(), setting.device, balancing(setting) if balanced else contextlib.nullcontext():
         run = Run(made(setting), setting)
         for step in (0, 1):
             run.log_probs(step)

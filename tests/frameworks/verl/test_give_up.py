@@ -17,7 +17,7 @@ SHARE = 1 / 20
 
 
 def drawn(case: str, *more: pytest.MarkDecorator, world_size: int = 2) -> Any:
-    marks = pytest.mark.multi_rank(world_size=world_size, case=f"break_cases.{case}", launch="give_up")
+    marks = pytest.mark.multi_rank(world_size=world_size, case=f"break_cases.{case}", launch="breaks")
     return pytest.param(marks=[marks, *more], id=case)
 
 

@@ -13,8 +13,8 @@ SHARE = 1 / 20
 """Of the distance between plain verl and plain verl with other micro-batches."""
 
 
-def resume_case(case: str) -> pytest.MarkDecorator:
-    return pytest.mark.multi_rank(world_size=2, case=f"resume_cases.{case}", launch="resume")
+def resume_case(case: str, world_size: int = 2) -> pytest.MarkDecorator:
+    return pytest.mark.multi_rank(world_size=world_size, case=f"resume_cases.{case}", launch="breaks")
 
 
 def check(rank: dict[str, Any]) -> None:
@@ -30,6 +30,14 @@ def check(rank: dict[str, Any]) -> None:
 
 @resume_case("four_combinations")
 def test_plain_and_balanced_runs_go_on_from_either_ones_checkpoint(outcome: list[Any]) -> None:
+    for rank in outcome:
+        assert len(rank["resumed"]) == 4
+        check(rank)
+
+
+@pytest.mark.slow
+@resume_case("other_width", world_size=4)
+def test_either_goes_on_from_either_in_hugging_faces_format_on_half_the_ranks(outcome: list[Any]) -> None:
     for rank in outcome:
         assert len(rank["resumed"]) == 4
         check(rank)

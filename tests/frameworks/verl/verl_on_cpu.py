@@ -117,11 +117,14 @@ class CpuPlatform(PlatformBase):
 
 impl = importlib.import_module("verl.workers.engine.megatron.transformer_impl")  # asks for the platform
 engine_utils = importlib.import_module("verl.workers.engine.megatron.utils")
+MBRIDGES_OWN: Any = None
+"""What loads Hugging Face's weights; `verl_on_cpu` leaves it out where a model is built."""
 
 
 @contextlib.contextmanager
 def verl_on_cpu() -> Iterator[None]:
     """Megatron on CPU, with attention that takes packed sequences; its own modules, or the stand-ins'."""
+    global MBRIDGES_OWN
     with cpu_megatron():
         import mbridge.core.llm_bridge as bridge
         import verl.models.mcore.mbridge  # noqa: F401
@@ -146,9 +149,10 @@ def verl_on_cpu() -> Iterator[None]:
         # verl after 0.9.1 seeds Megatron's generators of dropout for CUDA and NPU alone, not for this platform.
         if hasattr(engine_utils, "is_cuda_available"):
             engine_utils.is_cuda_available = True
+        MBRIDGES_OWN = MBRIDGES_OWN or Bridge.load_weights
         # mbridge knows the weights of TEGroupedMLP only, by name; `fill` gives the model its weights instead.
-        Bridge.load_weights = lambda *_, **__: None
-        yield
+        with patch.object(Bridge, "load_weights", lambda *_, **__: None):
+            yield
 
 
 TRANSFORMER = {
@@ -209,12 +213,14 @@ def engine(
     common: float = 0.0,
     model: Mapping[str, int] | None = None,
     transformer: Mapping[str, Any] | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
     **engine_config: Any,
 ) -> Any:
     """A tiny Qwen3-MoE (or Qwen3) in verl's engine, initialized, with weights that depend on their names alone.
 
     `common` is what all embeddings have in common, and what routers like in some experts, so that these take most.
-    `model`: other sizes, by Transformers' names; `transformer`: more of verl's `override_transformer_config`.
+    `model`: other sizes, by Transformers' names; `transformer`: more of verl's `override_transformer_config`;
+    `checkpoint`: of its `CheckpointConfig`.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -238,7 +244,7 @@ def engine(
             **engine_config,
         ),
         McoreOptimizerConfig(lr=lr, total_training_steps=10, lr_warmup_steps=0, clip_grad=1.0),
-        CheckpointConfig(),
+        CheckpointConfig(**(checkpoint or {})),
     )
     built.initialize()
     away = built.is_param_offload_enabled
@@ -262,8 +268,20 @@ def named_as_fused(built: Any) -> Iterator[None]:
 
     with (
         patch.object(model, "named_parameters", lambda: ((fused(name), each) for name, each in named())),
-        patch.object(model, "state_dict", lambda: {fused(name): each for name, each in state().items()}),
+        patch.object(model, "state_dict", lambda **_: {fused(name): each for name, each in state().items()}),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def as_hugging_face_has_it(built: Any) -> Iterator[None]:
+    """verl may save and load the weights in Hugging Face's format, by mbridge's own code."""
+    from mbridge.core.bridge import Bridge
+
+    assert MBRIDGES_OWN is not None
+    built.bridge.safetensor_io = built.bridge._get_safetensor_io(built.model_config.local_path)
+    without_tokenizer = patch.object(built.checkpoint_mananager, "processing_class", None)
+    with named_as_fused(built), without_tokenizer, patch.object(Bridge, "load_weights", MBRIDGES_OWN):
         yield
 
 
