@@ -121,6 +121,9 @@ def test_a_trace_that_leaves_micro_batches_empty_is_pointed_to_a_drawn_batch(tra
     said = " ".join(sparse.out.split())
     assert "The trace fills only 120 of the 8,192 tokens (1%) that a rank's micro-batch may hold;" in said
     assert "--batch drawn fills it" in said
+    drawn = ("--micro-batch-tokens", 32_768, "--global-batch-tokens", 2_000)
+    small = moe_rl("simulate", trace, "--ep", 4, *drawn, "--policy", "static")
+    assert "The batch fills only" in " ".join(small.out.split())
     full = moe_rl("simulate", trace, *BATCH, "--policy", "static", "--explain")
     assert "The trace fills" not in full.out
     scaled = moe_rl("simulate", trace, *BATCH, "--policy", "static", "--tokens-per-rank", 8192, "--explain")

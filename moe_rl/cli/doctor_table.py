@@ -75,9 +75,10 @@ def verdict_lines(diagnosis: Diagnosis) -> list[str]:
         return []
     sentences = {finding.sentence for finding in diagnosis.findings}
     reasons = [f"  {reason}" for reason in verdict.reasons if reason not in sentences]
+    lines = [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
     if verdict.accepts and diagnosis.errors:
-        reasons.append("  the errors above stop or spoil this run even without moe_rl: fix them first.")
-    return [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
+        lines.append("Fix the errors above first: they stop or spoil this run even without moe_rl.")
+    return lines
 
 
 def findings_table(diagnosis: Diagnosis) -> Table:

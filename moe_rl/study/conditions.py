@@ -18,7 +18,7 @@ from moe_rl.report.units import GIB, format_bytes, format_count
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
-from moe_rl.study.options import SimulationOptions
+from moe_rl.study.options import DRAWN, SimulationOptions
 from moe_rl.study.population import population_cautions, population_notes
 from moe_rl.study.scenario import Scenario, Simulate
 from moe_rl.yaml_files import read_yaml
@@ -241,15 +241,19 @@ def cautions(
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
-    """Name `--batch drawn` where the recorded batch is too short for the micro-batches that are asked for."""
+    """Say that the batch is too small for the micro-batches that are asked for, and how to get a larger one."""
     options, tokens_recorded = scenario.options, scenario.batch.recorded_tokens_per_rank
     # An EP group with one budget is one data-parallel rank of as many slices.
     budget = (options.ep_group_tokens or options.micro_batch_tokens or 0) / scenario.topology.slices_per_dp_rank
     if options.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
+    if options.batch == DRAWN:
+        whose, remedy = "batch", "a larger --global-batch-tokens fills it."
+    else:
+        whose, remedy = "trace", "--batch drawn fills it with sequences sampled from the trace."
     return [
-        f"The trace fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens ({tokens_recorded / budget:.0%}) "
-        "that a rank's micro-batch may hold; --batch drawn fills it with sequences sampled from the trace."
+        f"The {whose} fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens ({tokens_recorded / budget:.0%}) "
+        f"that a rank's micro-batch may hold; {remedy}"
     ]
 
 

@@ -77,7 +77,7 @@ def test_an_error_that_does_not_keep_attach_away_is_to_be_fixed_first(tmp_path: 
     (step, *_) = json.loads(ran.out)["steps"]
     assert step["title"] == "fix first"
     assert step["sentences"][0].startswith("replay-half-on (run.sh:")
-    assert "fix them first" in moe_rl("doctor", "--no-environment", "--attach", path).out
+    assert "Fix the errors above first" in moe_rl("doctor", "--no-environment", "--attach", path).out
 
 
 def test_a_path_that_ends_in_a_listed_model_tells_the_size_of_an_expert(tmp_path: Path) -> None:
