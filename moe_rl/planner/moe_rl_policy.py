@@ -55,6 +55,9 @@ MOVES_MATTER, DEARER_MOVES = 0.05, (2.0, 4.0)
 charges a move an even share of its link, but the step waits for the busiest rank's: of two plans that move 74 and 56
 experts across nodes the second was 1.5 % faster. Planning then takes two to four times as long, but only of steps as
 short as these: moves were 6 to 15 % of the two of 200 drawn settings that other homes won."""
+MOST_COUNTS_SEARCHED_AGAIN = 1 << 24
+"""Counts of a load (micro-batches x layers x ranks x experts) up to which they are searched again: a plan of so many
+takes 3 CPU s. 94 layers at EP128 with 64 micro-batches would take 50 instead of 12."""
 COOL_ROUNDS, COOLER = 2, 4
 """Turns of packing and reordering from a layout that lengths made, and halvings of their heat. Five turns without the
 halvings made steps of three length distributions (EP8 and EP16) 0.2 to 0.5 % slower."""
@@ -343,7 +346,8 @@ class _Run:
         """
         nothing, best = candidates[0], min(candidates, key=self._with_moves)
         without_moves = min(candidates, key=lambda candidate: candidate.price)
-        may_gain = self.options.reorders and self.outlook is None
+        small = self.problem.load.pairs.size <= MOST_COUNTS_SEARCHED_AGAIN
+        may_gain = self.options.reorders and self.outlook is None and small
         if not may_gain or self._moves_s(without_moves) < MOVES_MATTER * without_moves.price:
             return best
         homes = RelibraPlanner().homes(self.problem).astype(np.int32)
