@@ -475,6 +475,13 @@ def test_the_picture_is_of_the_kind_that_its_name_says(tmp_path: Path, trace: Pa
     assert plot.read_bytes().startswith(start)
 
 
+def test_a_picture_of_static_placement_alone_is_refused_before_any_point(tmp_path: Path, trace: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    ran = moe_rl("sweep", trace, "--sweep", "ep=2", "--policy", "static", "--out", out, "--html", tmp_path / "p.html")
+    assert (ran.code, "name another policy beside static" in ran.err) == (2, True), ran.err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("kind", ["png", "pdf"])
 def test_a_picture_that_cannot_be_made_is_refused_before_any_point(
     tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -55,6 +55,14 @@ def test_what_is_no_whole_number_is_refused(tmp_path: Path, written: str) -> Non
     assert "--micro-batch-tokens must be a whole number" in ran.err
 
 
+def test_two_names_of_one_page_are_refused_together(tmp_path: Path) -> None:
+    ran = moe_rl(
+        "simulate", write_npz(tmp_path / "t.npz"), "--html", tmp_path / "a.html", "--plot", tmp_path / "b.html"
+    )
+    assert (ran.code, ran.out) == (2, "")
+    assert "--html and --plot are two names of one output" in ran.err
+
+
 def test_python_m_is_the_command_and_says_which_copy_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moe_rl", "--version"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
+from moe_rl.core.errors import require
 from moe_rl.yaml_files import NAMES, read_yaml, with_names
 
 HELP_ALL = "moe_rl.help_all"  # Key of a command's context that is true under `--help-all`.
@@ -50,6 +51,16 @@ def plain_app(**settings: Any) -> typer.Typer:
 
 class TwoLevelCommand(TyperCommand):
     """A command whose `--help` shows only the common options if it also has `--help-all`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse two names of one output, of which the parser would keep the last."""
+        typed = {argument.partition("=")[0] for argument in args}
+        require(
+            not {"--html", "--plot"} <= typed,
+            "--html and --plot are two names of one output: give one of them, and a second command for another file.",
+        )
+        remaining: list[str] = super().parse_args(ctx, args)
+        return remaining
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options by panel; options that are left out here can still be parsed and completed."""

@@ -30,12 +30,17 @@ def sweep(
     --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg
     """
     from moe_rl.report.faces import PICTURES
+    from moe_rl.report.sweep import BASELINE
     from moe_rl.report.sweep_chart import check_picture
     from moe_rl.report.terminal import print_sweep
     from moe_rl.study.run_sweep import parse_grid, run_sweep
 
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
+    require(
+        plot is None or set(options.policy) != {BASELINE},
+        "--plot draws what policies gain over static placement: name another policy beside static.",
+    )
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))
     if plot is not None:
         check_picture(plot.suffix.removeprefix("."))

@@ -26,6 +26,10 @@ MAX_EXPERTS = 65_536
 SAMPLED_ROWS = 20_000
 # A first-layer row that fills more of a trace than this is reported: some engines return rows of their profile run.
 REPEATED_ROW_SHARE = 0.25
+# So many equal rows one after the other, over all layers: a token's position alone changes some of its choices.
+REPEATED_RUN = 16
+# Rows at the head of a sequence that tell its prompt.
+HEAD_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     layer_ids = survey.layer_ids or ()
     require_captured_layers(survey.captured, layer_ids, num_experts)
     survey.warn_of_repeated_rows(path)
+    survey.warn_of_shared_heads(path)
     return ImportedTrace(
         path=path,
         format=importer.name,
@@ -159,6 +164,8 @@ class _Survey:
         self.steps: dict[int, None] = {}
         self.groups: dict[str | int, int] = {}
         self._rows: Counter[bytes] = Counter()
+        self._stuck: list[int] = []  # Sequences with `REPEATED_RUN` equal rows.
+        self._heads: Counter[bytes] = Counter()  # The first `HEAD_ROWS` rows of sequences without a group.
 
     def add(self, record: RecordedSequence, options: ImportOptions, where: str) -> None:
         """Take in one sequence; raise where it does not fit to the ones before or holds impossible ids."""
@@ -184,6 +191,7 @@ class _Survey:
             self.highest_id = max(self.highest_id, int(routed.max()))
             self.captured |= routed.any(axis=(0, 2))
             self._count_rows(routed)
+            self._compare_rows(routed, in_group=record.group is not None)
         self.num_routed += len(routed)
         self.num_tokens += len(ids)
         # A dictionary keeps the recorded order, which a set would lose.
@@ -199,8 +207,45 @@ class _Survey:
             first_layer = np.ascontiguousarray(routed[:room, 0].astype(np.int32))
             self._rows.update(row.tobytes() for row in first_layer)
 
+    def _compare_rows(self, routed: NDArray[np.integer], *, in_group: bool) -> None:
+        """Look for a run of equal rows in this sequence, and for its head among the sequences before it."""
+        # Top-1 of one layer repeats by itself.
+        if self.top_k == 1 or len(routed) < REPEATED_RUN:
+            return
+        is_new = np.flatnonzero((routed[1:] != routed[:-1]).any(axis=(1, 2)))
+        runs = np.diff(np.concatenate([[-1], is_new, [len(routed) - 1]]))
+        if runs.max() >= REPEATED_RUN:
+            self._stuck.append(self.num_sequences)
+        if not in_group:
+            self._heads[np.ascontiguousarray(routed[:HEAD_ROWS], np.int32).tobytes()] += 1
+
+    def warn_of_shared_heads(self, path: Path) -> None:
+        """Say so if sequences without a prompt group begin alike: samples of one prompt, which belong together."""
+        shared = [count for count in self._heads.values() if count > 1]
+        if shared:
+            logger.warning(
+                "%s: %d of %d sequences begin with the same %d rows as another one, like samples of %d %s recorded "
+                "with the prompt. Keys group<number> of an .npz file, or group_id of a record, keep them together.",
+                path,
+                sum(shared),
+                self.num_sequences,
+                HEAD_ROWS,
+                len(shared),
+                "prompt" if len(shared) == 1 else "prompts",
+            )
+
     def warn_of_repeated_rows(self, path: Path) -> None:
-        """Say so where one row of ids makes up a large share of the first layer."""
+        """Say so if one row of ids makes up a large share of the first layer, or stands many times in a row."""
+        if self._stuck:
+            logger.warning(
+                "%s: %d of %d sequences (the first is sequence %d) hold one row of routes in all layers %d times or "
+                "more in a row, which no router does: see moe-rl replay check.",
+                path,
+                len(self._stuck),
+                self.num_sequences,
+                self._stuck[0],
+                REPEATED_RUN,
+            )
         counted = self._rows.total()
         # A share of a few rows says nothing.
         if counted < 64:

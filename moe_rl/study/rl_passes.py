@@ -183,7 +183,8 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
         value, flag = getattr(options, name), SHOWN[name].flags[0]
-        instead = f"with one, give --gpus {value}" if name == "train_gpus" else "leave it out"
+        # `--json out.json` makes out.json the trace, since --json takes no value here: name what was taken for one.
+        instead = f"with one, give --gpus {value}" if name == "train_gpus" else f"leave it or the trace ({trace}) out"
         require(value is None, f"{flag} {value} describes a step without a trace: {instead}.")
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)

@@ -33,6 +33,45 @@ def test_npz_rows_are_all_routes(rollout: Rollout) -> None:
         assert len(set(trace.group_id.tolist())) == len(rollout.sequences)
 
 
+@pytest.mark.parametrize("field", ["routed_experts", "experts"])
+def test_json_lines_of_ones_own_records_name_their_lists_as_they_like(tmp_path: Path, field: str) -> None:
+    rollout = make_rollout(lengths=(3, 2, 4))
+    records = [{"prompt_id": index // 2, field: ids.tolist()} for index, ids in enumerate(rollout.sequences)]
+    producers.write_json_lines(tmp_path / "t.jsonl", records)
+    (tmp_path / "list.json").write_text(json.dumps(records))
+    for name in ("t.jsonl", "list.json"):
+        trace = open_source(tmp_path / name, options=ImportOptions(num_experts=32)).load()
+        np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+        assert trace.group_id.tolist() == [0, 0, 1]
+    lines = [json.dumps(ids.tolist()) for ids in rollout.sequences]
+    (tmp_path / "bare.jsonl").write_text("\n".join(lines))
+    trace = open_source(tmp_path / "bare.jsonl", options=ImportOptions(num_experts=32)).load()
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+
+
+def test_a_record_with_two_lists_of_routes_is_refused(tmp_path: Path) -> None:
+    ids = make_rollout(lengths=(3,)).sequences[0].tolist()
+    producers.write_json_lines(tmp_path / "t.jsonl", [{"experts": ids, "again": ids}])
+    with pytest.raises(InvalidInputError, match=r"record 0: one field must hold nested lists.*experts, again"):
+        open_source(tmp_path / "t.jsonl", options=ImportOptions(num_experts=32))
+
+
+def test_stuck_rows_and_shared_prompts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sequence 0 holds one row 20 times; 1 and 2 begin alike. Without groups both are said, with groups the first."""
+    ids = [routes.copy() for routes in make_rollout(lengths=(40, 40, 40, 40)).sequences]
+    ids[0][20:] = ids[0][20]
+    ids[2][:10] = ids[1][:10]
+    np.savez(tmp_path / "alone.npz", **{f"s{index}": routes for index, routes in enumerate(ids)})
+    np.savez(tmp_path / "groups.npz", **{f"group{index // 3}_{index}": routes for index, routes in enumerate(ids)})
+    open_source(tmp_path / "alone.npz", options=ImportOptions(num_experts=32))
+    assert "1 of 4 sequences (the first is sequence 0) hold one row of routes" in caplog.text
+    assert "2 of 4 sequences begin with the same 8 rows as another one, like samples of 1 prompt " in caplog.text
+    caplog.clear()
+    open_source(tmp_path / "groups.npz", options=ImportOptions(num_experts=32))
+    assert "hold one row of routes" in caplog.text
+    assert "begin with the same" not in caplog.text
+
+
 def test_npz_prompt_lengths_add_rows_without_a_route(tmp_path: Path) -> None:
     rollout = make_rollout(lengths=(3, 2))
     producers.write_npz(tmp_path / "t.npz", rollout.sequences, 32)

@@ -23,17 +23,22 @@ def json_head(path: Path) -> str:
 
 def json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("<file>, record <n>", record) from JSON lines, from a JSON list, or from one JSON object."""
+    for where, record in json_values(path):
+        yield where, of_kind(record, dict, f"{where} is not a JSON object.")
+
+
+def json_values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ("<file>, record <n>", value) of JSON lines, of the items of a JSON list, or of one JSON value."""
     if path.suffix.lower() != ".json":
         with path.open("rb") as file:
             for number, line in enumerate(file):
                 if line.strip():
                     where = f"{path}, record {number}"
-                    yield where, of_kind(parsed(line, where), dict, f"{where} is not a JSON object.")
+                    yield where, parsed(line, where)
         return
     document = parsed(path.read_bytes(), str(path))
     for number, record in enumerate(document if isinstance(document, list) else [document]):
-        where = f"{path}, record {number}"
-        yield where, of_kind(record, dict, f"{where} is not a JSON object.")
+        yield f"{path}, record {number}", record
 
 
 def each_sequence(

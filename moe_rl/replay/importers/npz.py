@@ -1,16 +1,18 @@
 """`.npz`: one `[tokens, layers, K]` id array per sequence, under the sequence's name.
 
-A `.pt` file with a list of such tensors, or a `.json` file with a list of nested lists, is also read. An array
-`[tokens, K]` holds one layer; `axes` LTK means that layers come before tokens. Every row counts as a route. Floats
-`[tokens, layers, E]` are router logits: if K is given, the K highest become routes. This is wrong for a router with
-groups or an expert bias, so a warning says so. Keys that start with `group<number>` or `prompt<number>` put sequences
-into prompt groups.
+A `.pt` file with a list of such tensors, or a `.json` file with a list of nested lists, is also read. So are your own
+records, in `.jsonl` or a `.json` list: each is nested lists, or an object with one field of them under any name;
+`group_id` or `prompt_id` is its prompt group. An array `[tokens, K]` holds one layer; `axes` LTK means that layers come
+before tokens. Every row counts as a route. Floats `[tokens, layers, E]` are router logits: if K is given, the K highest
+become routes. This is wrong for a router with groups or an expert bias, so a warning says so. Keys that start with
+`group<number>` or `prompt<number>` put sequences into prompt groups.
 """
 
 import logging
 import re
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, located, require
-from moe_rl.replay.importers.json_files import json_head, parsed
+from moe_rl.replay.importers.json_files import SUFFIXES, json_head, json_values
 from moe_rl.replay.importers.payloads import as_array, from_npy, of_kind
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
 from moe_rl.replay.importers.torch_file import load_torch_file
@@ -31,6 +33,11 @@ MAX_DEFLATE_RATIO = 1100
 TORCH = (".pt", ".pth")
 # A list of sequences, tokens and layers (of one layer: of sequences and tokens) of numbers.
 NESTED_LISTS = re.compile(r"\s*(?:\[\s*){3,4}-?\d")
+# A field of a record with the same of one sequence, as in {"prompt_id": 3, "experts": [[[0, 5], [2, 7]], ...]}.
+FIELD_OF_LISTS = re.compile(r"[\[{,\s]\"[^\"]*\"\s*:\s*(?:\[\s*){3}-?\d")
+# What the answers of vLLM and SGLang have, which their own importers read.
+OF_ENGINES = ('"choices"', '"meta_info"')
+GROUP_FIELDS = ("group_id", "prompt_id")
 
 
 def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -65,8 +72,10 @@ def _recognizes(path: Path) -> bool:
     suffix = path.suffix.lower()
     if suffix == ".npz":
         return "routed_experts" not in npz_keys(path)
-    if suffix == ".json":
-        return NESTED_LISTS.match(json_head(path)) is not None
+    if suffix in SUFFIXES:
+        head = json_head(path)
+        is_record = FIELD_OF_LISTS.search(head) is not None and not any(word in head for word in OF_ENGINES)
+        return is_record or NESTED_LISTS.match(head) is not None
     return suffix in TORCH and path.is_file() and _is_list(load_torch_file(path, verify=False))
 
 
@@ -75,30 +84,64 @@ def _is_list(document: object) -> bool:
     return isinstance(document, list | tuple) and len(document) > 0 and isinstance(document[0], np.ndarray)
 
 
-def _arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield (name, array) of every sequence."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NamedArray:
+    """The ids, or the router logits, of one sequence as the file holds them."""
+
+    name: str
+    values: NDArray[Any]
+    group: str | int | None = None
+
+
+def _arrays(path: Path) -> Iterator[_NamedArray]:
+    """Yield the array of every sequence."""
     suffix = path.suffix.lower()
     if suffix == ".npz":
-        yield from npz_arrays(path)
-        return
-    document = parsed(path.read_bytes(), str(path)) if suffix == ".json" else load_torch_file(path)
-    sentence = f"{path} is not a list of arrays."
-    for index, value in enumerate(of_kind(document, list | tuple, sentence)):  # type: ignore[arg-type]
-        with located(f"{path}, sequence {index}"):
-            yield str(index), as_array(value)
+        for key, values in npz_arrays(path):
+            group = GROUP_KEY.match(key)
+            yield _NamedArray(name=key, values=values, group=group and group.group(1))
+    elif suffix in SUFFIXES:
+        for index, (where, value) in enumerate(json_values(path)):
+            with located(where):
+                yield _of_record(value, index)
+    else:
+        document = of_kind(load_torch_file(path), list | tuple, f"{path} is not a list of arrays.")  # type: ignore[arg-type]
+        for index, value in enumerate(document):
+            with located(f"{path}, sequence {index}"):
+                yield _NamedArray(name=str(index), values=as_array(value))
+
+
+def _of_record(value: object, index: int) -> _NamedArray:
+    """Return the array of one JSON value: nested lists, or an object with one field of them."""
+    if not isinstance(value, dict):
+        return _NamedArray(name=str(index), values=as_array(value))
+    nested = [name for name, item in value.items() if _depth(item) == 3]
+    require(
+        len(nested) == 1,
+        f"one field must hold nested lists [tokens][layers][top-k], got {', '.join(nested) or 'none'}.",
+    )
+    groups = [value[name] for name in GROUP_FIELDS if isinstance(value.get(name), int | str)]
+    return _NamedArray(name=str(index), values=as_array(value[nested[0]]), group=groups[0] if groups else None)
+
+
+def _depth(value: object) -> int:
+    """Return how deep lists are nested, by their first items."""
+    depth = 0
+    while isinstance(value, list) and value:
+        value, depth = value[0], depth + 1
+    return depth
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
-    for index, (key, values) in enumerate(_arrays(path)):
-        routes = _as_ids(values, options, f"{path}: {key!r}", first=index == 0)
+    for index, array in enumerate(_arrays(path)):
+        routes = _as_ids(array.values, options, f"{path}: {array.name!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
             require(index < len(options.prompt_lengths), f"{path} has more sequences than there are prompt lengths.")
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
             routes = np.concatenate([prompt, routes])
-        group = GROUP_KEY.match(key)
-        yield RecordedSequence(routes=routes, valid=valid, name=key, group=group.group(1) if group else None)
+        yield RecordedSequence(routes=routes, valid=valid, name=array.name, group=array.group)
 
 
 def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: bool) -> NDArray[np.integer]:
