@@ -139,6 +139,23 @@ def test_experts_cost_what_a_micro_batch_has_for_each_rank() -> None:
     assert cost.call_args.kwargs["tokens_per_rank"] == 30
 
 
+def test_ranks_of_a_stage_fill_ep_groups() -> None:
+    def packing(num_dp_ranks: int, ep_size: int) -> DriverPacking:
+        return DriverPacking.of_run(
+            "slime",
+            CONFIG,
+            model=MODEL,
+            shape=StepSetting(),
+            num_dp_ranks=num_dp_ranks,
+            ep_size=ep_size,
+            tokens_per_gpu=30,
+        )
+
+    assert packing(8, 4).topology.num_ranks == 8
+    with pytest.raises(InvalidInputError, match="4 ranks of a pipeline stage do not fill EP groups of 8"):
+        packing(4, 8)
+
+
 def trace_of(routes: list[np.ndarray], made: Made, step: Any) -> RoutingTrace:
     ids = sorted(sample for rank in step for batch in rank for sample in batch)
     rows = [with_missing_last_rows(routes[sample][:, 1:], made.lengths[sample]) for sample in ids]
