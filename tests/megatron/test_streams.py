@@ -18,7 +18,7 @@ import torch.distributed as dist
 from streams_model import StreamModel
 
 from moe_rl.balancing import migrate
-from moe_rl.balancing.streams import Arrival, LastUse
+from moe_rl.balancing.streams import Arrival, CudaStreams, LastUse
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron says of what it does without TransformerEngine and Apex
@@ -263,3 +263,50 @@ def test_the_vote_of_a_reorder_comes_when_its_messages_have_arrived() -> None:
         old, new = np.array([[0, 1]], np.int32), np.array([[1, 0]], np.int32)
         migrate.migrate(old, new, [experts], groups=grid, state=None, max_scratch_bytes=0, on_commit=lambda _: None)
     assert order == ["messages", "arrived", "vote"]
+
+
+class NamedStream:
+    """Notes what it is told to wait for, in the place of a CUDA stream."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
+
+    def wait_stream(self, other: "NamedStream") -> None:
+        self._calls.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self._calls.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self._calls.append(f"the host waits for {self.name}")
+
+
+def test_a_cuda_stream_aside_is_behind_the_callers_and_all_events() -> None:
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def on_stream(stream: NamedStream) -> Iterator[None]:
+        calls.append(f"onto {stream.name}")
+        yield
+        calls.append(f"off {stream.name}")
+
+    with (
+        patch.object(torch.cuda, "Stream", lambda device: NamedStream("aside", calls)),
+        patch.object(torch.cuda, "current_stream", lambda device: NamedStream("the caller's", calls)),
+        patch.object(torch.cuda, "stream", on_stream),
+    ):
+        streams = CudaStreams(torch.device("cuda", 0))
+        with streams.aside(["the first use", "the last use"]):
+            calls.append("a push")
+        streams.wait("its arrival")
+        streams.synchronize()
+    assert calls == [
+        "aside waits for the caller's",
+        "aside waits for the first use",
+        "aside waits for the last use",
+        "onto aside",
+        "a push",
+        "off aside",
+        "the caller's waits for its arrival",
+        "the host waits for the caller's",
+    ]
