@@ -50,10 +50,9 @@ def test_dynamic_micro_batches_and_log_prob_passes_are_planned(outcome: list[Any
 @verl_case("micro_batches_that_fit")
 def test_micro_batches_are_the_largest_that_fit_and_never_above_verls_limit(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert rank["kept"] == [True] * 8, "verl's own setting is what it was"
-        balanced, plain = rank["balanced"]["curve"], rank["plain"]["curve"]
-        for name, values in balanced.items():
-            assert values == pytest.approx(plain[name], rel=1e-6), name
+        assert rank["kept"] == [True] * 12, "verl's own setting is what it was"
+        balanced, plain, yardstick = (rank[name]["curve"] for name in ("balanced", "plain", "yardstick"))
+        assert times_the_yardstick(plain, balanced, yardstick) <= SHARE
         for room, metrics in zip(rank["rooms"], rank["balanced"]["metrics"], strict=True):
             limit = metrics["moe_rl/micro_batch_limit_tokens"]
             assert limit == LIMIT if room is None else max(SIZES) <= limit < sum(SIZES)
@@ -131,7 +130,6 @@ def test_verls_recipe_for_router_replay_is_balanced_on_the_stand_ins(outcome: li
     for rank in outcome:
         plain, balanced = rank["plain"], rank["balanced"]
         assert balanced["log_probs"] == plain["log_probs"]
-        assert balanced["curve"]["loss"] == pytest.approx(plain["curve"]["loss"], rel=1e-6)
         # DeepEP adds the outputs of a rank's experts in bf16 before it sends them: where copies lie enters rounding.
         assert times_the_yardstick(plain["curve"], balanced["curve"], rank["yardstick"]["curve"]) <= DRAWS
         assert rank["same_names"]
@@ -149,8 +147,8 @@ def test_sequences_change_their_micro_batch_and_nothing_else(outcome: list[Any])
         for name, values in rank["true"]["curve"].items():
             assert values == pytest.approx(rank["plain"]["curve"][name], rel=1e-6), name
         before, after = ([each["moe_rl/imbalance"] for each in rank[pack]["metrics"]] for pack in ("false", "true"))
-        for packed, given in zip(after, before, strict=True):
-            assert packed < given - 0.1, (before, after)
+        for imbalance, unpacked in zip(after, before, strict=True):
+            assert imbalance < unpacked - 0.1, (before, after)
 
 
 @pytest.mark.multi_rank(world_size=4, case="verl_cases.weights_that_change_fast", launch="verl")

@@ -109,7 +109,7 @@ SIZES, LIMIT = (9, 14, 7, 12, 5, 11), 60
 
 def micro_batches_that_fit() -> dict[str, Any]:
     """Every other update of four finds memory for a part of the tokens that verl puts into one micro-batch; then plain
-    verl, told of those limits: what a token's neighbors are enters this loss."""
+    verl, told of those limits: what a token's neighbors are enters this loss. And plain verl with the lowest limit."""
     found: dict[str, Any] = {"rooms": [], "kept": []}
 
     def run(built: Any, limits: list[int]) -> dict[str, Any]:
@@ -142,6 +142,7 @@ def micro_batches_that_fit() -> dict[str, Any]:
             uninstall()
         limits = [int(each["moe_rl/micro_batch_limit_tokens"]) for each in found["balanced"]["metrics"]]
         found["plain"] = run(engine(lr=1e-6), limits)
+        found["yardstick"] = run(engine(lr=1e-6), [min(limits)] * len(limits))
     return found
 
 
