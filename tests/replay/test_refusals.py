@@ -142,7 +142,7 @@ def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path
         ({"a": np.array([[[3, 1], [0, 0]]])}, "MoE layer 1 routes every token to expert 0 only"),
         (
             {"a": np.array([[[3, 1]]]), "b": np.array([[[3, 1], [2, 1]]])},
-            "has 2 layers and top-2, the sequences before",
+            "has 2 layers and top-2, but the sequences before",
         ),
         ({"a": np.array([[[70_000, 1]]])}, "holds expert id 70000"),
     ],
