@@ -88,7 +88,7 @@ def test_lists_of_nested_lists_are_read(tmp_path: Path) -> None:
     ragged = [ids.tolist() for ids in sequences]
     ragged[1][3][0].pop()
     (tmp_path / "ragged.json").write_text(json.dumps(ragged))
-    with pytest.raises(InvalidInputError, match="sequence 1: the nested lists of routes are not rectangular"):
+    with pytest.raises(InvalidInputError, match="record 1: the nested lists of routes are not rectangular"):
         open_source(tmp_path / "ragged.json")
 
 
