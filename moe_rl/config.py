@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require, require_known
-from moe_rl.core.mappings import attributes, not_none, without
+from moe_rl.core.mappings import attributes, in_words, not_none, subset, without
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import Software, SoftwareCosts
 from moe_rl.core.topology import FABRIC_CONSTANTS, INFINIBAND, MAY_BE_UNKNOWN, NO_CONSTANT, HardwareSpec
@@ -79,7 +79,7 @@ class _Model(_Strict):
 
     def spec(self) -> MoeModelSpec:
         """Return the core's type."""
-        values: dict[str, Any] = {name: count.value for name, count in self.counts().items()}
+        values = _values(self.counts())
         first_layer = values.pop("first_moe_layer")
         return MoeModelSpec(
             name=self.name,
@@ -127,10 +127,18 @@ class _Cluster(_Strict):
             name=self.name,
             fabric=self.fabric,
             fabric_left_open=left_open.value,
-            sources={name: constant.source for name, constant in constants.items()},
+            sources=_sources(constants),
             spreads=_spreads(constants),
-            **{name: constant.value for name, constant in constants.items()},
+            **_values(constants),
         )
+
+
+def _values(constants: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: constant.value for name, constant in constants.items()}
+
+
+def _sources(constants: Mapping[str, Any]) -> dict[str, str]:
+    return {name: constant.source for name, constant in constants.items()}
 
 
 def _spreads(constants: Mapping[str, Any]) -> dict[str, float]:
@@ -165,17 +173,22 @@ class LoadedModel:
 
 def model_names() -> list[str]:
     """Return the names of `configs/models`, as `--model` takes them."""
-    return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+    return list(_files_by_name("models", "*.yaml"))
 
 
 def cluster_names() -> list[str]:
     """Return the names of `configs/clusters`, as `--cluster` takes them."""
-    return sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
+    return list(_files_by_name("clusters", "*.yaml"))
 
 
 def bundled_traces() -> dict[str, Path]:
     """Return the traces of `configs/traces` by name; commands take them by it."""
-    return {path.stem: path for path in sorted((CONFIGS / "traces").glob("*.moetrace"))}
+    return _files_by_name("traces", "*.moetrace")
+
+
+def _files_by_name(folder: str, pattern: str) -> dict[str, Path]:
+    """Return the files of a folder of `configs` by their names without the suffix, in alphabetical order."""
+    return {path.stem: path for path in sorted((CONFIGS / folder).glob(pattern))}
 
 
 def load_cluster(name: str) -> HardwareSpec:
@@ -280,7 +293,7 @@ SoftwareFile: type[_SoftwareFile] = create_model("SoftwareFile", __base__=_Softw
 
 def software_names() -> list[str]:
     """Return the names of `configs/software`, as `--software` takes them."""
-    return sorted(path.stem for path in (CONFIGS / "software").glob("*.yaml"))
+    return list(_files_by_name("software", "*.yaml"))
 
 
 def load_software(name: str) -> Software:
@@ -296,9 +309,9 @@ def load_software(name: str) -> Software:
     constants: dict[str, Any] = attributes(file, _COSTS)
     return Software(
         name=file.name,
-        costs=SoftwareCosts(**{cost: constant.value for cost, constant in constants.items()}),
+        costs=SoftwareCosts(**_values(constants)),
         spreads=_spreads(constants),
-        sources={cost: constant.source for cost, constant in constants.items()},
+        sources=_sources(constants),
         cluster_spread=file.cluster_spread.value,
         left_open=file.left_open.value,
     )
@@ -371,11 +384,8 @@ def model_from_trace(
     *, name: str, moe_layer_ids: tuple[int, ...], num_experts: int, top_k: int, overrides: Mapping[str, int]
 ) -> LoadedModel:
     """Return a model whose MoE shape is the trace's; widths are those of `overrides`, else `ASSUMED_SHAPE`."""
-    shape: dict[str, Any] = {
-        **ASSUMED_SHAPE,
-        **{key: value for key, value in overrides.items() if key in ASSUMED_SHAPE},
-    }
-    assumed = tuple(sorted(set(ASSUMED_SHAPE) - set(overrides)))
+    shape: dict[str, Any] = {**ASSUMED_SHAPE, **subset(overrides, ASSUMED_SHAPE.keys() & overrides.keys())}
+    assumed = tuple(sorted(ASSUMED_SHAPE.keys() - overrides.keys()))
     spec = MoeModelSpec(
         name=name or FROM_TRACE,
         num_layers=max(moe_layer_ids) + 1,
@@ -385,7 +395,7 @@ def model_from_trace(
         assumed_fields=assumed,
         **shape,
     )
-    note = "assumed (the trace does not say): " + ", ".join(f"{key} {shape[key]}" for key in assumed)
+    note = f"assumed (the trace does not say): {in_words(subset(shape, assumed))}"
     loaded = LoadedModel(
         spec=spec, origin="layers, experts and top-k of the trace", assumptions=(note,) if assumed else ()
     )
@@ -412,11 +422,10 @@ def override_model(model: LoadedModel, overrides: Mapping[str, int]) -> LoadedMo
         # The same share of layers attends to a window; they alternate from the first.
         windowed = model.spec.num_sliding_window_layers * changes["num_layers"]
         values["num_sliding_window_layers"] = -(-windowed // model.spec.num_layers)
-    sentence = ", ".join(f"{key} {value}" for key, value in changes.items())
     return replace(
         model,
         spec=replace(model.spec, **values),
-        assumptions=(*model.assumptions, f"set by options: {sentence}"),
+        assumptions=(*model.assumptions, f"set by options: {in_words(changes)}"),
     )
 
 

@@ -119,7 +119,10 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
 
     def size(*keys: str) -> int:
         """Return the first of these keys that is set, 0 where none is."""
-        return int(next((config[key] for key in keys if config.get(key)), 0))
+        for key in keys:
+            if config.get(key):
+                return int(config[key])
+        return 0
 
     values: dict[str, Any] = {field: _number(config, keys, path) for field, keys in ALIASES.items()}
     moe_layers = FAMILIES[family](config, values["num_layers"])

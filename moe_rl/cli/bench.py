@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from moe_rl.cli.console import command_line, deliver, say
+from moe_rl.cli.console import comma_separated, command_line, deliver, say
 from moe_rl.cli.help import TwoLevelCommand, command, plain_app, worded
 from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
@@ -64,7 +64,7 @@ def planner(
     benchmark = _benchmark("bench_planner")
     all_sections = benchmark.ALL_SECTIONS
     if sections:
-        names = [section.strip() for section in sections.split(",")]
+        names = comma_separated(sections)
     else:
         names = list(all_sections)
     for section in names:

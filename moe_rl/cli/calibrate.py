@@ -12,7 +12,7 @@ from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster, load_so
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.profiling.calibration import CONSTANTS, SOFTWARE_CONSTANTS, CalibrationResult, calibrate
+from moe_rl.profiling.calibration import CONSTANTS, SOFTWARE_CONSTANTS, CalibrationResult, Timed, calibrate
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -42,7 +42,9 @@ def calibrate_cluster(
     kind = load_software(software)
     with progress_bar() as advance:
         advance("reading measurements", 0, 1)
-        rows = [row for path in measurements for row in read_timed(path, cluster)]
+        rows: list[Timed] = []
+        for path in measurements:
+            rows += read_timed(path, cluster)
         advance("fitting", 0, 1)
         result = calibrate(rows, before, names, source="", predict=predicted_seconds, software=kind)
     hardware = _named(result, before, rows, measurements, out)

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +26,16 @@ class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise the error that rich would turn into exit code 1."""
         raise BrokenPipeError
+
+
+def comma_separated(text: str) -> list[str]:
+    """Return the names or numbers in the value of an option."""
+    return [name.strip() for name in text.split(",")]
+
+
+def flags_with_values(flags: Mapping[str, object]) -> str:
+    """Return the flags that were typed, for a sentence."""
+    return ", ".join(name for name, value in flags.items() if value)
 
 
 def results(*, on_stderr: bool = False) -> Console:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_rl.core.mappings import in_words
 from moe_rl.core.outputs import printable
 from moe_rl.doctor.diagnosis import Diagnosis, Finding
 from moe_rl.doctor.traps import ERROR, NOTE, SEVERITIES, WARNING
@@ -61,7 +62,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
             lines.append(f"not resolved: {len(run.unresolved) - NUM_SHOWN} more (--json lists them)")
         lines += [f"note: {note}" for note in run.notes]
     if environment is not None and environment.trains:
-        packages = ", ".join(f"{name} {version}" for name, version in sorted(environment.versions.items()))
+        packages = in_words(dict(sorted(environment.versions.items())))
         lines.append(f"environment: Python {environment.python}, {packages}")
     elif environment is not None:
         lines.append("environment: no Megatron here, so the installation was not checked")
@@ -111,6 +112,8 @@ def _told(findings: list[Finding]) -> Text:
 
 def summary(diagnosis: Diagnosis) -> str:
     """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps checked"."""
-    counts = [(diagnosis.count(severity), severity) for severity in SEVERITIES]
-    counted = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts)
-    return f"{counted}; {diagnosis.num_checked} traps checked"
+    counts = []
+    for severity in SEVERITIES:
+        count = diagnosis.count(severity)
+        counts.append(f"{count} {severity}{'' if count == 1 else 's'}")
+    return f"{', '.join(counts)}; {diagnosis.num_checked} traps checked"

@@ -145,6 +145,11 @@ def print_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
+def typed_flags(arguments: Sequence[str]) -> set[str]:
+    """Return the flags among the arguments of a command line: `--ep` of `--ep=8`."""
+    return {argument.partition("=")[0] for argument in arguments}
+
+
 def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     """Return the sentence for arguments that the parser refuses; empty if it has printed the help instead."""
     from pydantic import ValidationError  # a command that is understood does not wait for these
@@ -154,7 +159,7 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
         names = error.param.opts if error.param else ["the value"]
-        flags = {argument.partition("=")[0] for argument in arguments}
+        flags = typed_flags(arguments)
         name = next((name for name in names if name in flags), names[0])
         return f"{name} must be {wanted(problem)}, got {problem['input']!r}."
     context = getattr(error, "ctx", None)
@@ -167,7 +172,9 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
 
 def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
     """Return the parser's sentence, and " Did you mean ...?" for an option or a command that it does not know."""
-    options = [name for parameter in context.command.params for name in parameter.opts] + ["--help"]
+    options = ["--help"]
+    for parameter in context.command.params:
+        options += parameter.opts
     option = getattr(error, "option_name", None)
     message = str(getattr(error, "message", ""))
     if option is not None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_rl.cli.console import print_json, results
+from moe_rl.core.mappings import in_words, without
 from moe_rl.report.tables import figures_table
 
 Rows = Sequence[dict[str, Any]]
@@ -82,11 +83,11 @@ def policies(as_json: bool = False) -> None:
     if as_json:
         print_json(rows)
         return
-    rows_shown = [{key: value for key, value in row.items() if key != "parameters"} for row in rows]
+    rows_shown = [without(row, ["parameters"]) for row in rows]
     _print(rows_shown, as_json, "parameters, for --policy-option:")
     console = results()
     for row in rows:
-        parameters = ", ".join(f"{name}={value}" for name, value in row["parameters"].items())
+        parameters = in_words(row["parameters"], "=")
         console.print(f"  {row['policy']}: {parameters or 'none'}", soft_wrap=True)
 
 

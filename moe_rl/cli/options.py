@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from moe_rl.cli.console import say_notes
-from moe_rl.cli.help import print_all
+from moe_rl.cli.help import print_all, typed_flags
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOptions, merge_options
 
@@ -68,7 +68,7 @@ REPLACED_BY = {
 
 def _as_typed(sentence: str) -> str:
     """Return a sentence about an option with the name that was typed: `--ep` for `--expert-model-parallel-size`."""
-    typed = {argument.partition("=")[0] for argument in sys.argv}
+    typed = typed_flags(sys.argv)
     for flag in SHOWN.values():
         if flag.also in typed and flag.flags[0] not in typed and sentence.startswith(f"{flag.flags[0]} "):
             return flag.also + sentence.removeprefix(flag.flags[0])

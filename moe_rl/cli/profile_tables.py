@@ -40,9 +40,11 @@ def _written(seconds: Iterable[float]) -> tuple[str, Callable[[float], str]]:
 
 
 def _categories(profiled: AttributedStep) -> Table:
-    per_rank = profiled.seconds
-    sums = [(name, [of_rank[name] for of_rank in per_rank]) for name in CATEGORIES]
-    rows = [(name, seconds) for name, seconds in sums if name not in SELDOM or any(seconds)]
+    rows = []
+    for name in CATEGORIES:
+        seconds = [of_rank[name] for of_rank in profiled.seconds]
+        if name not in SELDOM or any(seconds):
+            rows.append((name, seconds))
     kinds = [
         ("communication", profiled.kernel_seconds(communication=True)),
         ("computation", profiled.kernel_seconds(communication=False)),

@@ -1,6 +1,6 @@
 """`moe-rl rl-step`: what balancing saves in a whole step of RL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,22 +86,31 @@ def _headline(point: "RlPoint") -> str:
 
 def _table(title: str, point: "RlPoint") -> Table:
     """Return a row per part and a column per policy."""
+    import numpy as np  # which the help of the command does not wait for
+
     from moe_rl.report.tables import figures_table
 
-    steps, intervals = point.steps, point.intervals.values()
-    static = steps["static"]
-    table = figures_table(title, *steps)
-    places = decimals(max(step.step_time_s for step in steps.values()), 4)
+    steps = list(point.steps.values())
+    static = point.steps["static"]
+    table = figures_table(title, *point.steps)
+    step_s = np.array([step.step_time_s for step in steps])
+    update_s = np.array([step.parts_s["update"] for step in steps])
+
+    def add(name: str, figures: Iterable[float], form: str) -> None:
+        table.add_row(name, *(form.format(figure) for figure in figures))
+
+    seconds_form = f"{{:.{decimals(float(step_s.max()), 4)}f}}"
     for part in static.parts_s:
-        table.add_row(part.replace("_", " "), *(f"{step.parts_s[part]:.{places}f}" for step in steps.values()))
-    table.add_row("step (s)", *(f"{step.step_time_s:.{places}f}" for step in steps.values()))
-    table.add_row(
-        "80 % interval (s)", *("-".join(f"{end:.3g}" for end in interval.step_time_s) for interval in intervals)
-    )
-    table.add_row("step vs static", *(f"{static.step_time_s / step.step_time_s:.3f}x" for step in steps.values()))
-    table.add_row(
-        "80 % interval", *("-".join(f"{end:.3f}" for end in interval.speedup) + "x" for interval in intervals)
-    )
-    update = static.parts_s["update"]
-    table.add_row("update vs static", *(f"{update / step.parts_s['update']:.3f}x" for step in steps.values()))
+        add(part.replace("_", " "), [step.parts_s[part] for step in steps], seconds_form)
+    interval_cells, speedup_cells = [], []
+    for interval in point.intervals.values():
+        low, high = interval.step_time_s
+        interval_cells.append(f"{low:.3g}-{high:.3g}")
+        low, high = interval.speedup
+        speedup_cells.append(f"{low:.3f}-{high:.3f}x")
+    add("step (s)", step_s, seconds_form)
+    table.add_row("80 % interval (s)", *interval_cells)
+    add("step vs static", static.step_time_s / step_s, "{:.3f}x")
+    table.add_row("80 % interval", *speedup_cells)
+    add("update vs static", static.parts_s["update"] / update_s, "{:.3f}x")
     return table

@@ -56,10 +56,16 @@ def _print(rollout_map: RolloutMap, console: Console) -> None:
     )
     choices = [choice.name for choice in rollout_map.engine.choices]
     console.print("simulated max/mean rank load of decode batches, and experts read by the rank that reads the most")
-    table = figures_table("map", *(heading for name in choices for heading in (name, "read")), gap=2)
+    headings = []
+    for choice_name in choices:
+        headings += [choice_name, "read"]
+    table = figures_table("map", *headings, gap=2)
     for name, scores in rollout_map.scores.items():
-        figures = [(f"{scores[choice].imbalance:.3f}", f"{scores[choice].active_slots:.1f}") for choice in choices]
-        table.add_row(name, *(cell for pair in figures for cell in pair))
+        cells = []
+        for choice_name in choices:
+            score = scores[choice_name]
+            cells += [f"{score.imbalance:.3f}", f"{score.active_slots:.1f}"]
+        table.add_row(name, *cells)
     console.print(table)
     for choice in rollout_map.engine.choices:
         console.print(f"{choice.name}: {choice.when}", soft_wrap=True)

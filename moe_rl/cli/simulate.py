@@ -3,7 +3,16 @@
 from functools import partial
 from pathlib import Path
 
-from moe_rl.cli.console import command_line, deliver, progress_bar, results, say, say_notes
+from moe_rl.cli.console import (
+    comma_separated,
+    command_line,
+    deliver,
+    flags_with_values,
+    progress_bar,
+    results,
+    say,
+    say_notes,
+)
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
@@ -37,8 +46,8 @@ def simulate_trace(
 
     if expert_map is not None:
         flags = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
-        refused = [name for name, value in flags.items() if value]
-        require(not refused, f"--expert-map does not take {', '.join(refused)}: it scores the engine's decoding.")
+        refused = flags_with_values(flags)
+        require(not refused, f"--expert-map does not take {refused}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
         return
     if trace_out is not None:
@@ -46,7 +55,7 @@ def simulate_trace(
     if sensitivity:
         options.require_times("--sensitivity ranks times")
     if columns is not None:
-        names = tuple(name.strip().replace("-", "_") for name in columns.split(","))
+        names = tuple(comma_separated(columns.replace("-", "_")))
     else:
         names = ()
     check_columns(names)
@@ -87,10 +96,8 @@ def demo(
 
     if train:
         flags = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
-        refused = [name for name, value in (flags | {"--cluster": cluster, "--policy": policy}).items() if value]
-        require(
-            not refused, f"demo --train does not take {', '.join(refused)}: its settings are in examples/countdown."
-        )
+        refused = flags_with_values(flags | {"--cluster": cluster, "--policy": policy})
+        require(not refused, f"demo --train does not take {refused}: its settings are in examples/countdown.")
         train_demo(html, command=command_line())
         return
     settings = {

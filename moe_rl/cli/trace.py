@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, print_json, progress_bar, results, say, say_notes
+from moe_rl.cli.console import Advance, comma_separated, print_json, progress_bar, results, say, say_notes
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require, require_kind
-from moe_rl.core.mappings import attributes, not_none
+from moe_rl.core.mappings import attributes, in_words, not_none
 from moe_rl.core.outputs import printable
 from moe_rl.report.units import format_bytes, listed
 from moe_rl.study.collect_notes import collected_notes
@@ -100,10 +100,12 @@ def convert(
 
 
 def _steps(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    is_number = all(part.isascii() and part.isdigit() for part in parts)
-    require(is_number, f"--steps {text!r} must be comma-separated whole numbers.")
-    return [int(part) for part in parts]
+    steps = []
+    for number in comma_separated(text):
+        is_number = number.isascii() and number.isdigit()
+        require(is_number, f"--steps {text!r} must be comma-separated whole numbers.")
+        steps.append(int(number))
+    return steps
 
 
 @command(app, "trace synth")
@@ -163,7 +165,7 @@ def synth(
             overwrite=overwrite,
         )
     if like_trace is not None:
-        say(f"experts meet as in {like_trace}: {', '.join(f'{key} {value}' for key, value in fitted.items())}")
+        say(f"experts meet as in {like_trace}: {in_words(fitted)}")
     _say_written(target, written.manifest)
 
 

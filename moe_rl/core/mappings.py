@@ -22,6 +22,11 @@ def without(values: Mapping[K, V], keys: Container[object]) -> dict[K, V]:
     return {key: value for key, value in values.items() if key not in keys}
 
 
+def in_words(values: Mapping[str, object], joint: str = " ") -> str:
+    """Return the entries as text: `in_words({"top_k": 8, "layers": 2})` is "top_k 8, layers 2"."""
+    return ", ".join(f"{key}{joint}{value}" for key, value in values.items())
+
+
 def not_none(values: Mapping[K, V | None]) -> dict[K, V]:
     """Return the entries that have a value."""
     return {key: value for key, value in values.items() if value is not None}

@@ -131,8 +131,10 @@ class DangerVerdict:
 def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
     """Return whether two signs of different kinds agree that the run is about to collapse; one alone may be noise."""
     kinds = dict.fromkeys(rule.danger for rule in RULES if rule.danger)
-    read = [(rule, value) for rule, _, value in _readings(records) if rule.danger]
-    logged = [kind for kind in kinds if kind in {rule.danger for rule, _ in read}]
+    speaks_by_kind: dict[str, bool] = {}
+    for rule, _, value in _readings(records):
+        speaks_by_kind[rule.danger] = rule.speaks(value) or speaks_by_kind.get(rule.danger, False)
+    logged = [kind for kind in kinds if kind in speaks_by_kind]
     if len(records) < LEAST_STEPS:
         return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little about a run.")
     if len(logged) < 2:
@@ -143,7 +145,7 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
             in_danger=None,
             reason=f"signs of two kinds must agree ({', '.join(kinds)}), but {only} can be read from the log.",
         )
-    agreeing = dict.fromkeys(rule.danger for rule, value in read if rule.speaks(value))
+    agreeing = [kind for kind in logged if speaks_by_kind[kind]]
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
         return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
@@ -154,20 +156,30 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
 
 def not_judged(records: Sequence[Mapping[str, object]]) -> dict[str, str]:
     """Return the rules that could not judge a run, each with the reason."""
-    read = {rule.name: rule.read(records) for rule in RULES}
-    return {name: reason for name, reason in read.items() if isinstance(reason, str)}
+    reasons = {}
+    for rule in RULES:
+        reading = rule.read(records)
+        if isinstance(reading, str):
+            reasons[rule.name] = reading
+    return reasons
 
 
 def _numbers(records: Iterable[Mapping[str, object]], metric: str) -> list[float]:
     """Return the finite values of a metric."""
-    values = (record.get(metric) for record in records)
-    # NaN, such as a mean over no token, is no reading.
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    numbers = []
+    for record in records:
+        value = record.get(metric)
+        # NaN, such as a mean over no token, is no reading.
+        if isinstance(value, int | float) and math.isfinite(value):
+            numbers.append(float(value))
+    return numbers
 
 
 def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     """Return advice about the layer whose router moves more than three times as far as the average one."""
-    names = dict.fromkeys(name for record in records for name in record)
+    names: dict[str, None] = {}
+    for record in records:
+        names |= dict.fromkeys(record)
     layers = [name for name in names if name.startswith("router_corr/layer_") and name.endswith("/shift")]
     shifts = {name: fmean(values) for name in layers if (values := _numbers(records, name))}
     if not shifts:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from moe_rl.core.mappings import attributes
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.doctor.checks.registry import TRAPS
 from moe_rl.doctor.environment import Environment
-from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Trap
+from moe_rl.doctor.traps import ERROR, SEVERITIES, Case, Found, Trap
 from moe_rl.doctor.verdict import AttachVerdict, attach_verdict
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings
@@ -23,6 +23,18 @@ class Finding:
     remedy: str
     places: tuple[str, ...]
     """`file:line` of every value that the finding is about."""
+
+    @classmethod
+    def of(cls, trap: Trap, symptom: Found) -> "Finding":
+        """Return one occurrence of a trap, with the trap's own severity and remedy unless it has others."""
+        places = [str(setting.where) for setting in symptom.settings if setting.where is not None]
+        return cls(
+            trap=trap,
+            severity=symptom.severity or trap.severity,
+            sentence=symptom.sentence,
+            remedy=symptom.remedy or trap.remedy,
+            places=tuple(dict.fromkeys(places)),
+        )
 
     def as_json(self) -> dict[str, object]:
         """Return the finding's part of the document."""
@@ -114,17 +126,9 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
     trains_by_rl = reader is not None and reader.trains_by_rl
     case = Case(settings=settings, environment=own_environment, attach=attach, trains_by_rl=trains_by_rl)
     looked_for = [trap for trap in TRAPS if trap.concerns(reader)]
-    findings = [
-        Finding(
-            trap=trap,
-            severity=finding.severity or trap.severity,
-            sentence=finding.sentence,
-            remedy=finding.remedy or trap.remedy,
-            places=tuple(dict.fromkeys(str(s.where) for s in finding.settings if s.where is not None)),
-        )
-        for trap in looked_for
-        for finding in trap.check(case)
-    ]
+    findings: list[Finding] = []
+    for trap in looked_for:
+        findings += [Finding.of(trap, symptom) for symptom in trap.check(case)]
     # Stable: inside a severity findings stay in the order of traps.yaml.
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
@@ -139,13 +143,10 @@ def examine(run: ReadRun | None, environment: Environment | None, *, attach: boo
 
 def settings_as_json(settings: RunSettings) -> dict[str, object]:
     """Return every known setting: its value, how it was written, and where."""
-    settings_by_name = attributes(settings, KINDS)
-    return {
-        name: {
-            "value": setting.value,
-            "written": setting.written,
-            **({"where": str(setting.where)} if setting.where else {}),
-        }
-        for name, setting in settings_by_name.items()
-        if setting is not None
-    }
+    document: dict[str, object] = {}
+    for name, setting in not_none(attributes(settings, KINDS)).items():
+        facts = {"value": setting.value, "written": setting.written}
+        if setting.where:
+            facts["where"] = str(setting.where)
+        document[name] = facts
+    return document

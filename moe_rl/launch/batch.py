@@ -75,10 +75,11 @@ def read_batch(raw: RawRun, keys: BatchKeys) -> BatchFacts:
     values = {entry.key: None if entry.missing else entry.value for entry in raw.entries}
     numbers_by_name: dict[str, int] = {}
     for item in fields(BatchFacts):
-        numbers = (_number(values[key]) for key in keys.get(item.name, ()) if key in values)
-        number = next((number for number in numbers if number is not None), None)
-        if number is not None:
-            numbers_by_name[item.name] = number
+        for key in keys.get(item.name, ()):
+            number = _number(values.get(key))
+            # Of several keys the first that says a number counts.
+            if number is not None:
+                numbers_by_name.setdefault(item.name, number)
     return BatchFacts(**numbers_by_name)
 
 

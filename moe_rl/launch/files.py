@@ -98,8 +98,13 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
 
     Returns whether no command was found, only arguments for one.
     """
-    started = [launch for launch in shell.launches if not _is_loose(launch)]
-    loose = [word for launch in shell.launches if launch not in started for word in launch.words]
+    started: list[Launch] = []
+    loose: list[Text] = []
+    for launch in shell.launches:
+        if _is_loose(launch):
+            loose += launch.words
+        else:
+            started.append(launch)
     # Of equals the last one: a script converts checkpoints and warms up before it trains.
     best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
     if _num_settings(best.words) and loose:

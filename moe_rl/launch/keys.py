@@ -101,8 +101,13 @@ class Reader:
         settings = {
             name: setting for name, setting in completed.items() if setting.where is not None or name not in undecided
         }
-        known_files = [name for name in raw.absent if self.knows(name)]
-        unread = tuple(sentence for name, sentence in raw.absent.items() if name not in known_files)
+        unread: list[str] = []
+        unneeded: list[str] = []
+        for name, sentence in raw.absent.items():
+            if self.knows(name):
+                unneeded.append(f"{name} does not exist, but its values are known.")
+            else:
+                unread.append(sentence)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
         fields = {name: setting for name, setting in settings.items() if name in KINDS}
         options = without(settings, KINDS)
@@ -111,7 +116,7 @@ class Reader:
             num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
             unresolved=tuple(undecided[name] for name in undecided if name in KINDS),
             undecided=undecided,
-            notes=conditions + tuple(f"{name} does not exist, but its values are known." for name in known_files),
+            notes=(*conditions, *unneeded),
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,
@@ -204,7 +209,10 @@ def _rule(stated: Any) -> Rule:
 
 def last_entry(raw: RawRun, key: str) -> Entry | None:
     """Return the entry that counts for a key; None where no file sets it."""
-    return next((entry for entry in reversed(raw.entries) if entry.key == key), None)
+    for entry in reversed(raw.entries):
+        if entry.key == key:
+            return entry
+    return None
 
 
 def last_value(raw: RawRun, key: str) -> object:

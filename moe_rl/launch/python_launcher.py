@@ -101,10 +101,13 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
     children: list[ast.AST] = list(ast.iter_child_nodes(node))
     match node:
         case ast.Dict(keys=keys, values=values):
-            pairs = [pair for pair in zip(keys, values, strict=True) if isinstance(pair[0], ast.Constant)]
-            named = [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
-            # `{**base, "a": 1}`: what stands in `base` is searched, under no key.
-            children = [value for key, value in zip(keys, values, strict=True) if not isinstance(key, ast.Constant)]
+            children = []
+            for key_node, item in zip(keys, values, strict=True):
+                if isinstance(key_node, ast.Constant):
+                    named.append((str(key_node.value), item))
+                else:
+                    # `{**base, "a": 1}`: what stands in `base` is searched, under no key.
+                    children.append(item)
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
             settings = [
                 (flag.lstrip("-").replace("-", "_"), keyword.value)
@@ -113,8 +116,12 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
             ]
             named, children = settings, []
         case ast.Call(keywords=keywords):
-            named = [(keyword.arg, keyword.value) for keyword in keywords if keyword.arg]
-            children = [node.func, *node.args, *(keyword.value for keyword in keywords if not keyword.arg)]
+            children = [node.func, *node.args]
+            for keyword in keywords:
+                if keyword.arg:
+                    named.append((keyword.arg, keyword.value))
+                else:
+                    children.append(keyword.value)
         # Megatron-Bridge's recipes: `cfg.model.x = ...` sets `model.x`, whatever the variable is called.
         case ast.Assign(targets=[ast.Attribute() as target], value=value):
             named, children = [(ast.unparse(target).partition(".")[2], value)], []
@@ -142,14 +149,14 @@ def _settings(node: ast.AST, prefix: str, path: str) -> Iterator[Entry]:
 
 def _defaults(tree: ast.AST) -> dict[str, object]:
     """Return the constants that annotated fields, as those of a dataclass of arguments, have by default."""
-    fields = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {
-        # With a dot in front, as attributes are looked up: a plain name may be a variable of another function.
-        f".{field.target.id}": field.value.value
-        # Of fields with one name the first counts, as in the class that stands first.
-        for field in reversed(fields)
-        if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Constant)
-    }
+    constants: dict[str, object] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=default)):
+                # With a dot in front, as attributes are looked up: a plain name may be a variable of another function.
+                # Of fields with one name the first counts, as in the class that stands first.
+                constants.setdefault(f".{name}", default)
+    return constants
 
 
 def _decided(test: ast.expr, constants: Mapping[str, object]) -> bool | None:

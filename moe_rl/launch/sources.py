@@ -1,6 +1,7 @@
 """What the files of a run say, before anyone knows which framework they are for."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -36,6 +37,19 @@ class Text:
     where: Where
     missing: tuple[str, ...] = ()
     """Variables, commands and interpolations whose values the files do not say."""
+
+
+def texts_of(words: Iterable[Text]) -> list[str]:
+    """Return the texts of words."""
+    return [word.text for word in words]
+
+
+def missing_in(words: Iterable[Text]) -> tuple[str, ...]:
+    """Return what could not be resolved in any of several words, in their order."""
+    missing: tuple[str, ...] = ()
+    for word in words:
+        missing += word.missing
+    return missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +113,20 @@ class RawRun:
         self.entries.extend(
             _override(word, of) if isinstance(of, re.Match) else _flag(word, of) for word, of in settings
         )
-        self.words.extend(word.text for word in plain)
+        self.words.extend(texts_of(plain))
 
 
 def _flag(flag: Text, values: list[Text]) -> Entry:
     name, joint, first_value = flag.text.partition("=")
+    texts = texts_of(values)
+    if joint:
+        texts.insert(0, first_value)
     return Entry(
         key=name.lstrip("-").replace("-", "_"),
-        value=(*([first_value] if joint else []), *(value.text for value in values)),
+        value=tuple(texts),
         written=name,
         where=flag.where,
-        missing=(*flag.missing, *(name for value in values for name in value.missing)),
+        missing=flag.missing + missing_in(values),
     )
 
 

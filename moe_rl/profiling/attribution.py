@@ -10,6 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_rl.core.errors import require
 from moe_rl.profiling import ranges
 from moe_rl.profiling.events import HostRange, ProfiledRun, Work
@@ -79,6 +82,7 @@ class _Nesting:
 
     def __init__(self, host_ranges: Sequence[HostRange]) -> None:
         self._ranges: dict[str, list[tuple[HostRange, RangeName, Call, int]]] = defaultdict(list)
+        self._starts: dict[str, list[float]] = defaultdict(list)
         open_ranges: dict[str, list[int]] = defaultdict(list)
         seen: dict[RangeName, int] = defaultdict(int)
         # By start, the longer first: a range comes before those inside it.
@@ -93,9 +97,7 @@ class _Nesting:
                 stack.pop()
             closed_ranges.append((item, name, call, stack[-1] if stack else -1))
             stack.append(len(closed_ranges) - 1)
-        self._starts = {
-            thread: [r[0].start_us for r in closed_ranges] for thread, closed_ranges in self._ranges.items()
-        }
+            self._starts[item.thread].append(item.start_us)
 
     def innermost(self, thread: str, time_us: float) -> tuple[str, Call] | None:
         """Return (category, call) of the range that opened last and is still open, or None."""
@@ -140,6 +142,18 @@ def seconds_by_part(attributed: Sequence[AttributedWork]) -> dict[str, float]:
 def expert_seconds(attributed: Sequence[AttributedWork]) -> dict[Call, float]:
     """Return the time of the experts, permutation included, of every call that a range marks."""
     return _seconds_by(attributed, lambda item: item.call if item.cost_part == EXPERT_GEMM else None)
+
+
+def expert_seconds_of_ranks(per_rank: Sequence[Sequence[AttributedWork]]) -> dict[Call, NDArray[np.float64]]:
+    """Return the experts' time of every rank, [ranks], by call.
+
+    A rank without rows in a call launched no expert kernel and counts as 0.
+    """
+    seconds_by_call: dict[Call, NDArray[np.float64]] = {}
+    for rank, attributed in enumerate(per_rank):
+        for call, seconds in expert_seconds(attributed).items():
+            seconds_by_call.setdefault(call, np.zeros(len(per_rank)))[rank] = seconds
+    return seconds_by_call
 
 
 def all_to_all_seconds(attributed: Sequence[AttributedWork]) -> dict[AllToAll, float]:
@@ -187,21 +201,21 @@ class BusyTime:
 def busy_time(attributed: Sequence[AttributedWork]) -> BusyTime:
     """Return how a GPU spent the time between its first and its last kernel."""
     require(len(attributed) > 0, "the recording holds no work.")
-    computing = _covered(_interval(item) for item in attributed if not item.is_communication)
-    communicating = _covered(_interval(item) for item in attributed if item.is_communication)
-    either = _covered(map(_interval, attributed))
-    start = min(item.work.start_us for item in attributed)
+    computing: list[tuple[float, float]] = []
+    communicating: list[tuple[float, float]] = []
+    for item in attributed:
+        intervals = communicating if item.is_communication else computing
+        intervals.append((item.work.start_us, item.work.end_us))
+    busy = computing + communicating
+    starts, ends = zip(*busy, strict=True)
+    computing_s, communicating_s = _covered(computing), _covered(communicating)
     return BusyTime(
-        span_s=max(item.work.end_us for item in attributed) * 1e-6 - start * 1e-6,
-        computing_s=computing,
-        communicating_s=communicating,
+        span_s=max(ends) * 1e-6 - min(starts) * 1e-6,
+        computing_s=computing_s,
+        communicating_s=communicating_s,
         # |A and B| = |A| + |B| - |A or B|; rounding may leave -1e-17.
-        hidden_s=max(0.0, computing + communicating - either),
+        hidden_s=max(0.0, computing_s + communicating_s - _covered(busy)),
     )
-
-
-def _interval(item: AttributedWork) -> tuple[float, float]:
-    return item.work.start_us, item.work.end_us
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -108,7 +108,9 @@ Predict = Callable[[Any, HardwareSpec, SoftwareCosts], float]
 
 def mean_error(measurements: Sequence[Timed], hardware: HardwareSpec, costs: SoftwareCosts, predict: Predict) -> float:
     """Return the mean absolute relative error of the predicted times."""
-    return float(np.mean([abs(predict(m, hardware, costs) / (m.time_ms * 1e-3) - 1.0) for m in measurements]))
+    measured_s = np.array([m.time_ms for m in measurements]) * 1e-3
+    ratios = _predicted_s(measurements, hardware, costs, predict) / measured_s
+    return float(np.abs(ratios - 1.0).mean())
 
 
 def calibrate(
@@ -141,33 +143,40 @@ def calibrate(
     fit = _Fit.of(measurements, hardware, software, moving, predict)
 
     def group_error(group: str) -> GroupError:
-        inside_group, outside = (
-            [m for m in measurements if (m.group == group) is in_group] for in_group in (True, False)
-        )
+        inside_group: list[Timed] = []
+        outside: list[Timed] = []
+        for measurement in measurements:
+            side = inside_group if measurement.group == group else outside
+            side.append(measurement)
         held_out = None
         if outside:
             of_others = _Fit.of(outside, hardware, software, moving, predict)
             held_out = mean_error(inside_group, *of_others.constants, predict)
+        before = mean_error(inside_group, hardware, software.costs, predict)
+        in_sample = mean_error(inside_group, *fit.constants, predict)
         return GroupError(
-            group=group,
-            num_measurements=len(inside_group),
-            before=mean_error(inside_group, hardware, software.costs, predict),
-            in_sample=mean_error(inside_group, *fit.constants, predict),
-            held_out=held_out,
+            group=group, num_measurements=len(inside_group), before=before, in_sample=in_sample, held_out=held_out
         )
 
+    groups = sorted({m.group for m in measurements})
     return CalibrationResult(
         hardware=_with_sources(hardware, fit, source),
         software=_software_with_sources(software, fit, source),
         constants=fit.moved(),
-        groups=tuple(map(group_error, sorted({m.group for m in measurements}))),
+        groups=tuple(map(group_error, groups)),
     )
+
+
+def _predicted_s(
+    measurements: Sequence[Timed], hardware: HardwareSpec, costs: SoftwareCosts, predict: Predict
+) -> NDArray[np.float64]:
+    return np.array([predict(m, hardware, costs) for m in measurements])
 
 
 def _seen(measurements: Sequence[Timed], hardware: HardwareSpec, software: Software, predict: Predict) -> list[str]:
     """Return the constants above 0 on which a measured time depends."""
     seen = []
-    before = np.log([predict(m, hardware, software.costs) for m in measurements])
+    before = np.log(_predicted_s(measurements, hardware, software.costs, predict))
     for name in (*CONSTANTS, *SOFTWARE_CONSTANTS):
         holder: HardwareSpec | SoftwareCosts = software.costs
         if name in CONSTANTS:
@@ -183,7 +192,7 @@ def _seen(measurements: Sequence[Timed], hardware: HardwareSpec, software: Softw
             costs = moved
         else:
             costs = software.costs
-        after = np.log([predict(m, cluster, costs) for m in measurements])
+        after = np.log(_predicted_s(measurements, cluster, costs, predict))
         if float(np.abs(after - before).max()) >= MIN_SENSITIVITY:
             seen.append(name)
     return seen
@@ -217,12 +226,9 @@ class _Fit:
             noise = NOISE
         noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
         fit = cls(names=names, component=cls._with_noise(known_steps, hardware, software, names, noise))
-        far = [
-            name for name, log in zip(names, fit.component.logs.tolist(), strict=True)
-            if abs(log) > np.log(LARGEST_FACTOR)
-        ]  # fmt: skip
+        far = np.array(names)[np.abs(fit.component.logs) > np.log(LARGEST_FACTOR)]
         require(
-            not far,
+            len(far) == 0,
             f"the fit pushes {', '.join(far)} beyond a factor of {LARGEST_FACTOR:.0f} from its starting value: check "
             "the units of the measurements.",
         )
@@ -236,15 +242,20 @@ class _Fit:
         names: tuple[str, ...],
         noise: float,
     ) -> Component:
-        in_cluster = {name: PRIOR_SPREAD for name in names if name in CONSTANTS}
-        in_software = {name: PRIOR_SPREAD for name in names if name in SOFTWARE_CONSTANTS}
+        cluster_spreads: dict[str, float] = {}
+        software_spreads: dict[str, float] = {}
+        knobs = []
+        for name in names:
+            if name in CONSTANTS:
+                cluster_spreads[name] = PRIOR_SPREAD
+                knobs.append(Knob(name=name, hardware=(name,)))
+            else:
+                software_spreads[name] = PRIOR_SPREAD
+                knobs.append(Knob(name=name, software=(name,)))
         prior = Prior(
-            hardware=replace(hardware, spreads=in_cluster, fabric_left_open=0.0),
-            software=replace(software, spreads=in_software, cluster_spread=1.0, left_open=noise),
-            table=tuple(
-                Knob(name=name, hardware=(name,)) if name in in_cluster else Knob(name=name, software=(name,))
-                for name in names
-            ),
+            hardware=replace(hardware, spreads=cluster_spreads, fabric_left_open=0.0),
+            software=replace(software, spreads=software_spreads, cluster_spread=1.0, left_open=noise),
+            table=tuple(knobs),
         )
         return Posterior.of([prior], known_steps).likeliest
 

@@ -4,8 +4,10 @@ import gzip
 import json
 import math
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.profiling.events import HostRange, ProfiledRun, Work
@@ -27,29 +29,76 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
         events = document
     if not isinstance(events, list):
         raise InvalidInputError(f"{path} is not a Chrome trace: it has no list of traceEvents.")
-    complete = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
-    for event in complete:
-        times = (event.get("ts"), event.get("dur", 0))
-        timed = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
-        require(timed, f"{path} is damaged: event {event.get('name')!r} has no numeric time.")
-        require("name" in event, f"{path} is damaged: the event at {event['ts']} has no name.")
-    rank = _object(document, "distributedInfo").get("rank")
-    ranges = tuple(
-        HostRange(
-            name=str(e["name"]), start_us=float(e["ts"]), end_us=float(e["ts"] + e.get("dur", 0)), thread=_thread(e)
-        )
-        for e in complete
-        if e.get("cat") == "user_annotation"
-    )
-    on_gpu = [event for event in complete if event.get("cat") in GPU_WORK]
-    operators = [event for event in complete if event.get("cat") == "cpu_op"]
+    complete, ranges, on_gpu, operators = [], [], [], []
+    for fields in events:
+        if not isinstance(fields, dict) or fields.get("ph") != "X":
+            continue
+        event = _Event.parse(fields, path)
+        complete.append(event)
+        if event.category == "user_annotation":
+            ranges.append(event.as_range())
+        elif event.category in GPU_WORK:
+            on_gpu.append(event)
+        elif event.category == "cpu_op":
+            operators.append(event)
     require(bool(on_gpu or operators), f"{path} holds neither GPU kernels nor CPU operators.")
-    return ProfiledRun(
-        rank=rank if isinstance(rank, int) else unless_recorded,
-        device="cuda" if on_gpu else "cpu",
-        work=_gpu_work(on_gpu, complete) if on_gpu else _self_time(operators),
-        ranges=ranges,
-    )
+    if on_gpu:
+        device, work = "cuda", _gpu_work(on_gpu, complete)
+    else:
+        device, work = "cpu", _self_time(operators)
+    rank = _object(document, "distributedInfo").get("rank")
+    if not isinstance(rank, int):
+        rank = unless_recorded
+    return ProfiledRun(rank=rank, device=device, work=tuple(work), ranges=tuple(ranges))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    """A complete event of the file (phase X): it has a start and a duration, on a thread of the host or of the GPU."""
+
+    name: str
+    category: object
+    """What the file says, text as a rule."""
+    start_us: float
+    duration_us: float
+    thread: str
+    stream: str
+    correlation: int | None
+    """The number that links a kernel to its launch."""
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any], path: Path) -> "_Event":
+        """Return the event of a JSON object. Raises `InvalidInputError` without a name or numeric times."""
+        start, duration = fields.get("ts"), fields.get("dur", 0)
+        if not _is_time(start) or not _is_time(duration):
+            raise InvalidInputError(f"{path} is damaged: event {fields.get('name')!r} has no numeric time.")
+        require("name" in fields, f"{path} is damaged: the event at {start} has no name.")
+        arguments = _object(fields, "args")
+        correlation = arguments.get("correlation")
+        if not isinstance(correlation, int):
+            correlation = None
+        return cls(
+            name=str(fields["name"]),
+            category=fields.get("cat"),
+            start_us=float(start),
+            duration_us=float(duration),
+            thread=f"{fields.get('pid')}/{fields.get('tid')}",
+            stream=str(arguments.get("stream", fields.get("tid"))),
+            correlation=correlation,
+        )
+
+    @property
+    def end_us(self) -> float:
+        """When it ended."""
+        return self.start_us + self.duration_us
+
+    def as_range(self) -> HostRange:
+        """Return it as a range on its thread."""
+        return HostRange(name=self.name, start_us=self.start_us, end_us=self.end_us, thread=self.thread)
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _object(holder: object, name: str) -> dict[str, Any]:
@@ -73,57 +122,51 @@ def _read_json(path: Path) -> Any:
         raise InvalidInputError(f"{path} is not a readable Chrome trace: {error}.") from None
 
 
-def _thread(event: dict[str, Any]) -> str:
-    return f"{event.get('pid')}/{event.get('tid')}"
-
-
-def _work(event: dict[str, Any], duration_us: float, launch: dict[str, Any] | None, stream: object) -> Work:
-    return Work(
-        name=str(event["name"]),
-        start_us=float(event["ts"]),
-        duration_us=duration_us,
-        launch_us=float("nan") if launch is None else float(launch["ts"]),
-        launch_thread="" if launch is None else _thread(launch),
-        stream=str(stream),
-    )
-
-
-def _gpu_work(on_gpu: list[dict[str, Any]], complete: list[dict[str, Any]]) -> tuple[Work, ...]:
-    launches = {
-        link: event
-        for event in complete
-        if event.get("cat") in LAUNCH and isinstance(link := _object(event, "args").get("correlation"), int)
-    }
-    work = []
+def _gpu_work(on_gpu: list[_Event], complete: list[_Event]) -> Iterator[Work]:
+    """Yield kernels and copies with the launches that the recording holds."""
+    launches = {}
+    for event in complete:
+        if event.category in LAUNCH and event.correlation is not None:
+            launches[event.correlation] = event
     for event in on_gpu:
-        arguments = _object(event, "args")
         # A launch before the recording began has no event: the kernel then counts by its name.
-        link = arguments.get("correlation")
-        if isinstance(link, int):
-            launch = launches.get(link)
-        else:
-            launch = None
-        work.append(_work(event, float(event.get("dur", 0)), launch, arguments.get("stream", event.get("tid"))))
-    return tuple(work)
+        launch_us, launch_thread = float("nan"), ""
+        if event.correlation is not None and event.correlation in launches:
+            launch = launches[event.correlation]
+            launch_us, launch_thread = launch.start_us, launch.thread
+        yield Work(
+            name=event.name,
+            start_us=event.start_us,
+            duration_us=event.duration_us,
+            launch_us=launch_us,
+            launch_thread=launch_thread,
+            stream=event.stream,
+        )
 
 
-def _self_time(operators: list[dict[str, Any]]) -> tuple[Work, ...]:
-    """Return every operator with its own time: its duration less that of the operators it called."""
-    by_thread: dict[str, list[dict[str, Any]]] = {}
+def _self_time(operators: list[_Event]) -> Iterator[Work]:
+    """Yield every operator with its own time: its duration less that of the operators it called."""
+    by_thread: dict[str, list[_Event]] = {}
     for event in operators:
-        by_thread.setdefault(_thread(event), []).append(event)
-    work = []
-    for thread, events in by_thread.items():
-        events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
-        self_us = [float(event.get("dur", 0)) for event in events]
+        by_thread.setdefault(event.thread, []).append(event)
+    for events in by_thread.values():
+        events.sort(key=lambda event: (event.start_us, -event.duration_us))
+        self_us = [event.duration_us for event in events]
         callers: list[int] = []
         for position, event in enumerate(events):
             # The stack holds the operators that are still open; the top one is the caller.
-            while callers and events[callers[-1]]["ts"] + events[callers[-1]].get("dur", 0) <= event["ts"]:
+            while callers and events[callers[-1]].end_us <= event.start_us:
                 callers.pop()
             if callers:
-                self_us[callers[-1]] -= float(event.get("dur", 0))
+                self_us[callers[-1]] -= event.duration_us
             callers.append(position)
-        # The host runs an operator itself: it is its own launch.
-        work += [_work(event, max(0.0, time), event, thread) for event, time in zip(events, self_us, strict=True)]
-    return tuple(work)
+        for event, time_us in zip(events, self_us, strict=True):
+            # The host runs an operator itself: it is its own launch.
+            yield Work(
+                name=event.name,
+                start_us=event.start_us,
+                duration_us=max(0.0, time_us),
+                launch_us=event.start_us,
+                launch_thread=event.thread,
+                stream=event.thread,
+            )

@@ -42,7 +42,10 @@ def measured_parts(per_rank: Sequence[Sequence[AttributedWork]], waiting: WaitSp
     """
     require(len(per_rank) > 0, "no recordings were given.")
     totals = [seconds_by_part(attributed) for attributed in per_rank]
-    measured = {part: max(of_rank.get(part, 0.0) for of_rank in totals) for of_rank in totals for part in of_rank}
+    measured: dict[str, float] = {}
+    for of_rank in totals:
+        for part, seconds in of_rank.items():
+            measured[part] = max(measured.get(part, 0.0), seconds)
     if ALL_TO_ALL in measured:
         # The rank that spends least in it waits least: nearest to the transfer alone.
         measured[ALL_TO_ALL] = min(of_rank.get(ALL_TO_ALL, 0.0) for of_rank in totals)
@@ -79,9 +82,9 @@ def compare(
         for side in (predicted, measured):
             if "attention" in side:
                 side[OUTSIDE_EXPERTS] = side.get(OUTSIDE_EXPERTS, 0.0) + side.pop("attention")
-    parts_priced = dict.fromkeys(PART_OF_PREDICTION.values())
-    return [
-        ComparedPart(part=part, predicted_s=predicted.get(part, 0.0), measured_s=measured.get(part, 0.0))
-        for part in parts_priced
-        if part in predicted or part in measured
-    ]
+    rows = []
+    for part in dict.fromkeys(PART_OF_PREDICTION.values()):
+        if part in predicted or part in measured:
+            predicted_s, measured_part_s = predicted.get(part, 0.0), measured.get(part, 0.0)
+            rows.append(ComparedPart(part=part, predicted_s=predicted_s, measured_s=measured_part_s))
+    return rows

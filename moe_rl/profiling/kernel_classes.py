@@ -31,4 +31,7 @@ _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern i
 
 def classify_kernel(kernel_name: str) -> str:
     """Return the class of a kernel by its (demangled) name; one of `COMMUNICATION` moves data between ranks."""
-    return next((name for name, pattern in _COMPILED if pattern.search(kernel_name)), "other")
+    for name, pattern in _COMPILED:
+        if pattern.search(kernel_name):
+            return name
+    return "other"

@@ -63,10 +63,8 @@ class Measurement:
             self.model().num_experts % self.ep_size == 0,
             f"measurement: ep_size {self.ep_size} does not divide the {self.num_experts} experts.",
         )
-        require(
-            self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0,
-            f"measurement: ep_size {self.ep_size} does not fill nodes of {self.ranks_per_node} ranks.",
-        )
+        fills_nodes = self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0
+        require(fills_nodes, f"measurement: ep_size {self.ep_size} does not fill nodes of {self.ranks_per_node} ranks.")
 
     def model(self) -> MoeModelSpec:
         """Return the part of a model that the measured operation sees; its activation is SwiGLU."""
@@ -99,12 +97,12 @@ def read_measurements(path: Path) -> list[Measurement]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidInputError(f"{path} is not a readable CSV: {error}.") from None
     require(bool(rows), f"{path} holds no measurements.")
-    header = {name for name in rows[0] if name is not None}
+    # csv keeps the values beyond the header's columns under the key None.
+    header = set(rows[0]) - {None}
     missing = sorted({item.name for item in columns if item.default is MISSING} - header)
     require(not missing, f"{path} lacks the columns {', '.join(missing)}.")
-    names = [item.name for item in columns]
     for column in sorted(header):
-        require_known(column, names, f"{path} has an unknown column {column!r}.")
+        require_known(column, list(Measurement.__annotations__), f"{path} has an unknown column {column!r}.")
     # Line 1 is the header.
     return [_parse_row(path, number, row) for number, row in enumerate(rows, start=2)]
 

@@ -40,9 +40,12 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
                 f"{path} holds the kernels of {processes} processes: record one file per rank (nsys -o r%q{{RANK}}).",
             )
             linked = RUNTIME in tables
-            named = {f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName": "s.value"}
-            named |= {f"{table} w": f"'{name}'" for table, name in COPIES.items() if table in tables}
-            work = [item for table, name in named.items() for item in _work(database, table, name, linked=linked)]
+            work = list(
+                _work(database, f"{KERNELS} w JOIN StringIds s ON s.id = w.demangledName", "s.value", linked=linked)
+            )
+            for table, name in COPIES.items():
+                if table in tables:
+                    work += _work(database, f"{table} w", f"'{name}'", linked=linked)
             if "NVTX_EVENTS" in tables:
                 ranges = tuple(_ranges(database))
             else:
@@ -67,12 +70,15 @@ def _work(database: sqlite3.Connection, table: str, name: str, *, linked: bool) 
         launch, join = "r.start, r.globalTid", f"LEFT JOIN {RUNTIME} r ON {same}{THREADS_PER_PROCESS}"
     rows = database.execute(f"SELECT {name}, w.start, w.end, w.streamId, {launch} FROM {table} {join}")
     for called, start, end, stream, launched, thread in rows:
+        launch_us, launch_thread = float("nan"), ""
+        if launched is not None:
+            launch_us, launch_thread = launched / NS_PER_US, str(thread)
         yield Work(
             name=called,
             start_us=start / NS_PER_US,
             duration_us=(end - start) / NS_PER_US,
-            launch_us=float("nan") if launched is None else launched / NS_PER_US,
-            launch_thread="" if thread is None else str(thread),
+            launch_us=launch_us,
+            launch_thread=launch_thread,
             stream=str(stream),
         )
 

@@ -157,16 +157,15 @@ class Posterior:
     @classmethod
     def of(cls, priors: Sequence[Prior], known_steps: Sequence[KnownStep] = ()) -> "Posterior":
         """Return the posterior over the constants, and over which of the priors' software runs."""
-        fits = [_maximum(prior, known_steps) for prior in priors]
-        evidence = np.array([fit[2] + log(prior.weight) for fit, prior in zip(fits, priors, strict=True)])
-        weights = np.exp(evidence - evidence.max())
+        components, log_evidence = [], []
+        for prior in priors:
+            component, evidence = _maximum(prior, known_steps)
+            components.append(component)
+            log_evidence.append(evidence + log(prior.weight))
+        weights = np.exp(np.array(log_evidence) - max(log_evidence))
         weights /= weights.sum()
-        return cls(
-            components=tuple(
-                Component(prior=prior, logs=logs, covariance=covariance, weight=weight, left=left)
-                for prior, (logs, covariance, _, left), weight in zip(priors, fits, weights.tolist(), strict=True)
-            )
-        )
+        pairs = zip(components, weights.tolist(), strict=True)
+        return cls(components=tuple(replace(component, weight=weight) for component, weight in pairs))
 
     @property
     def likeliest(self) -> Component:
@@ -197,18 +196,17 @@ class Posterior:
     def sentence(self) -> str:
         """Say which software the known steps show, and which constants they moved most."""
         component, count = self.likeliest, len(self.likeliest.left)
-        moved = sorted(
-            zip(np.exp(component.logs), component.prior.knobs, strict=True),
-            key=lambda log_and_knob: -abs(log(log_and_knob[0])),
-        )
-        largest = ", ".join(f"{knob.name} x{factor:.2f}" for factor, knob in moved[:MOVED] if abs(log(factor)) >= NUDGE)
+        knobs, moves = component.prior.knobs, np.abs(component.logs)
+        farthest = np.argsort(-moves, kind="stable")[:MOVED]
+        moved = farthest[moves[farthest] >= NUDGE].tolist()
+        largest = [f"{knobs[index].name} x{exp(component.logs[index]):.2f}" for index in moved]
         if len(self.components) > 1:
             weight = f" ({component.weight:.0%})"
         else:
             weight = ""
         return (
             f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
-            f"{'; moved most: ' if largest else ', as shipped'}{largest}."
+            f"{'; moved most: ' if largest else ', as shipped'}{', '.join(largest)}."
         )
 
 
@@ -270,18 +268,22 @@ class Figures:
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
 
-def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Floats, Floats, float, dict[str, float]]:
-    """Return knobs, covariance, log-evidence (Laplace), and what is left of every known step."""
+def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Component, float]:
+    """Return the posterior under one kind of software, of weight 1, and its log-evidence (Laplace)."""
     spreads, alone = prior.spreads, prior.left_open
     precision = np.diag(spreads**-2.0)
     logs: Floats = np.zeros(len(spreads))
     if not known_steps:
-        return logs, np.diag(spreads**2), 0.0, {}
+        return Component(prior=prior, logs=logs, covariance=np.diag(spreads**2), weight=1.0, left={}), 0.0
     measured = np.log([step.seconds for step in known_steps])
 
     def linear(at: Floats) -> tuple[Floats, Floats]:
-        pairs = [prior.slopes(step.price, at) for step in known_steps]
-        return np.array([base[0] for base, _ in pairs]), np.array([slopes[0] for _, slopes in pairs])
+        forecasts, slopes_of_steps = [], []
+        for step in known_steps:
+            step_forecast, step_slopes = prior.slopes(step.price, at)
+            forecasts.append(step_forecast[0])
+            slopes_of_steps.append(step_slopes[0])
+        return np.array(forecasts), np.array(slopes_of_steps)
 
     for _ in range(ROUNDS):
         forecast, slopes = linear(logs)
@@ -294,10 +296,12 @@ def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Floats, Fl
     covariance: Floats = np.asarray(np.linalg.inv(precision + slopes.T @ slopes / alone**2), np.float64)
     # How far the measured steps lie from what the prior expects, and how far they may.
     offset = measured - forecast + slopes @ logs
-    expected = slopes @ np.diag(spreads**2) @ slopes.T + alone**2 * np.eye(len(known_steps))
-    evidence = -0.5 * float(offset @ np.linalg.solve(expected, offset)) - 0.5 * float(np.linalg.slogdet(expected)[1])
+    expected = slopes @ np.diag(spreads**2) @ slopes.T + np.diag(np.full(len(known_steps), alone**2))
+    misfit = float(offset @ np.linalg.solve(expected, offset))
+    log_determinant = float(np.linalg.slogdet(expected)[1])
     left = {step.name: float(residual) for step, residual in zip(known_steps, measured - forecast, strict=True)}
-    return logs, covariance, evidence, left
+    component = Component(prior=prior, logs=logs, covariance=covariance, weight=1.0, left=left)
+    return component, -0.5 * (misfit + log_determinant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,15 +314,16 @@ class Mixture:
 
     def below(self, value: float) -> float:
         """Return the probability of a logarithm below `value`."""
-        shares = zip(self.weights, self.parts, strict=True)
-        return sum(
-            weight * 0.5 * (1.0 + erf((value - mean) / (spread * sqrt(2.0)))) for weight, (mean, spread) in shares
-        )
+        probability = 0.0
+        for weight, (mean, spread) in zip(self.weights, self.parts, strict=True):
+            deviations = (value - mean) / spread
+            probability += weight * 0.5 * (1.0 + erf(deviations / sqrt(2.0)))
+        return probability
 
     def quantile(self, share: float) -> float:
         """Return the logarithm below which `share` of the probability lies, by bisection."""
-        low = min(mean - 8.0 * spread for mean, spread in self.parts)
-        high = max(mean + 8.0 * spread for mean, spread in self.parts)
+        means, spreads = np.array(self.parts).T
+        low, high = float((means - 8.0 * spreads).min()), float((means + 8.0 * spreads).max())
         for _ in range(60):
             middle = 0.5 * (low + high)
             low, high = (middle, high) if self.below(middle) < share else (low, middle)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from moe_rl.core.errors import require
 from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.profiling.attribution import AttributedWork, Call, expert_seconds
+from moe_rl.profiling.attribution import AttributedWork, expert_seconds_of_ranks
 from moe_rl.profiling.measurements import PHASES, Measurement
 from moe_rl.profiling.waiting import WaitSplit
 
@@ -95,10 +95,8 @@ def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedS
 
 def _expert_call_seconds(per_rank: Sequence[Sequence[AttributedWork]], phase: str) -> list[float]:
     """Return the mean over ranks of every call's expert time."""
-    ranks = [expert_seconds(attributed) for attributed in per_rank]
-    calls: set[Call] = {call for of_rank in ranks for call in of_rank if call.phase == phase}
-    # A rank without rows in a call launched no expert kernel and counts as 0.
-    return [fmean(of_rank.get(call, 0.0) for of_rank in ranks) for call in calls]
+    of_ranks = expert_seconds_of_ranks(per_rank)
+    return [float(seconds.mean()) for call, seconds in of_ranks.items() if call.phase == phase]
 
 
 def _row(shape: RecordedShape, kind: str, phase: str, seconds: Sequence[float]) -> Measurement:

@@ -7,8 +7,11 @@ for slower ranks. Per call: transfer = the shortest duration over ranks, and a r
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_rl.core.errors import require
-from moe_rl.profiling.attribution import AllToAll, AttributedWork, Call, all_to_all_seconds, expert_seconds
+from moe_rl.profiling.attribution import AllToAll, AttributedWork, Call, all_to_all_seconds, expert_seconds_of_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,7 @@ class WaitSplit:
     """Shortest duration over ranks of every all-to-all."""
     wait_s: tuple[float, ...]
     """[ranks] time each rank spent waiting in all-to-alls."""
-    experts_s: tuple[dict[Call, float], ...]
+    experts_s: dict[Call, NDArray[np.float64]]
     """[ranks] expert time, permutation included, of every call."""
 
     @property
@@ -35,8 +38,10 @@ class WaitSplit:
     @property
     def slowest_experts_s(self) -> float:
         """Sum over calls of the slowest rank's expert time: the other ranks wait for it."""
-        calls = {call for of_rank in self.experts_s for call in of_rank}
-        return sum(max(of_rank.get(call, 0.0) for of_rank in self.experts_s) for call in calls)
+        slowest_s = 0.0
+        for seconds in self.experts_s.values():
+            slowest_s += float(seconds.max())
+        return slowest_s
 
     @property
     def expert_loss_s(self) -> float:
@@ -55,7 +60,10 @@ class WaitSplit:
 
     @property
     def _mean_experts_s(self) -> float:
-        return sum(sum(of_rank.values()) for of_rank in self.experts_s) / len(self.experts_s)
+        mean_s = 0.0
+        for seconds in self.experts_s.values():
+            mean_s += float(seconds.mean())
+        return mean_s
 
 
 def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
@@ -74,10 +82,13 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
         )
     require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
     # The rank that joins last waits for nobody: its time is the transfer.
-    transfers = {key: min(durations[key] for durations in measured) for key in measured[0]}
+    transfers = dict(measured[0])
+    for durations in measured[1:]:
+        for key, seconds in durations.items():
+            transfers[key] = min(transfers[key], seconds)
     transfer = sum(transfers.values())
     return WaitSplit(
         transfers_s=transfers,
         wait_s=tuple(sum(durations.values()) - transfer for durations in measured),
-        experts_s=tuple(map(expert_seconds, per_rank)),
+        experts_s=expert_seconds_of_ranks(per_rank),
     )

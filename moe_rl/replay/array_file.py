@@ -109,9 +109,11 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     specs = read_header(path)
     # One mapping per shard, read-only: pages are shared by all processes that read the trace.
     file_bytes = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    return {
-        name: file_bytes[spec.start : spec.stop].view(spec.dtype).reshape(spec.shape) for name, spec in specs.items()
-    }
+    arrays = {}
+    for name, spec in specs.items():
+        values = file_bytes[spec.start : spec.stop].view(spec.dtype)
+        arrays[name] = values.reshape(spec.shape)
+    return arrays
 
 
 def file_crc32(path: Path) -> int:

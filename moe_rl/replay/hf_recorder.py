@@ -113,7 +113,10 @@ class TransformersRecorder:
         goes on after one of its sequences has ended, that sequence stops before its end-of-sequence token.
         """
         require(len(self._batches) > 0, "nothing was recorded: call the model that was passed to record_routing.")
-        return [sequence for batch in self._batches for sequence in self._split(batch)]
+        sequences: list[RoutedSequence] = []
+        for batch in self._batches:
+            sequences += self._split(batch)
+        return sequences
 
     def trace(
         self,
@@ -183,17 +186,18 @@ class TransformersRecorder:
         call, self._call = self._call, None
         if call is None:
             return
-        missing = [name for index, (_, name, _) in enumerate(self._routers) if index not in call.routes]
-        require(not missing, f"router {missing[0] if missing else ''} did not run in a forward call of the model.")
-        ordered = [call.routes[index] for index in range(len(self._routers))]
-        shape = (*call.token_ids.shape, len(ordered), -1)
-        logprobs = [logprob for _, logprob in ordered if logprob is not None]
-        rows: _Rows = {
-            # One copy to the CPU per call, not one per layer: each waits for the GPU.
-            "routes": torch.stack([ids for ids, _ in ordered], dim=1).reshape(shape).cpu().numpy(),
-            "tokens": call.token_ids.cpu().numpy().astype(np.int64),
-            "real": call.real.cpu().numpy(),
-        }
+        ids, logprobs = [], []
+        for index, (_, name, _) in enumerate(self._routers):
+            require(index in call.routes, f"router {name} did not run in a forward call of the model.")
+            ids_of_layer, logprobs_of_layer = call.routes[index]
+            ids.append(ids_of_layer)
+            if logprobs_of_layer is not None:
+                logprobs.append(logprobs_of_layer)
+        shape = (*call.token_ids.shape, len(ids), -1)
+        # One copy to the CPU per call, not one per layer: each waits for the GPU.
+        routes = torch.stack(ids, dim=1).reshape(shape).cpu().numpy()
+        tokens = call.token_ids.cpu().numpy().astype(np.int64)
+        rows: _Rows = {"routes": routes, "tokens": tokens, "real": call.real.cpu().numpy()}
         if logprobs:
             rows["logprobs"] = torch.stack(logprobs, dim=1).reshape(shape).half().cpu().numpy()
         # An empty cache means new sequences; anything else goes on with the batch before.

@@ -66,17 +66,18 @@ class ImportedTrace(TraceSource):
                 progress(done, self.num_tokens)
 
     def _part(self, batch: list[tuple[int, RecordedSequence]]) -> RoutingTrace:
-        rows = [select_rows(record, self.options, record.at(self.path, index)) for index, record in batch]
         known_groups = {None, *self.group_numbers}
-        same = {ids.shape[1:] for ids, _ in rows} == {(len(self.moe_layer_ids), self.top_k)}
-        require(
-            same and all(record.group in known_groups for _, record in batch),
-            f"{self.path} has changed since it was opened.",
-        )
+        routes, valid = [], []
+        for index, record in batch:
+            ids, valid_rows = select_rows(record, self.options, record.at(self.path, index))
+            same_shape = ids.shape[1:] == (len(self.moe_layer_ids), self.top_k)
+            require(same_shape and record.group in known_groups, f"{self.path} has changed since it was opened.")
+            routes.append(ids)
+            valid.append(valid_rows)
         with located(self.path):
             return RoutingTrace.from_sequences(
-                [ids for ids, _ in rows],
-                valid=[valid for _, valid in rows],
+                routes,
+                valid=valid,
                 num_experts=self.num_experts,
                 moe_layer_ids=self.moe_layer_ids,
                 provenance=self.provenance,
@@ -86,14 +87,18 @@ class ImportedTrace(TraceSource):
             )
 
     def _columns(self, batch: list[tuple[int, RecordedSequence]]) -> dict[str, NDArray[np.integer]]:
-        groups = [
-            # A sequence without a named group stands alone: its number lies above those of all named groups.
-            len(self.group_numbers) + index if record.group is None else self.group_numbers[record.group]
-            for index, record in batch
-        ]
-        names = ("step", "micro_batch", "dp_rank")
-        recorded = {name: np.array([getattr(record, name) for _, record in batch]) for name in names}
-        return {"sample_id": np.array([index for index, _ in batch]), "group_id": np.array(groups), **recorded}
+        columns: dict[str, NDArray[np.integer]] = {}
+        for name in ("step", "micro_batch", "dp_rank"):
+            columns[name] = np.array([getattr(record, name) for _, record in batch])
+        samples, groups = [], []
+        for index, record in batch:
+            samples.append(index)
+            if record.group is not None:
+                groups.append(self.group_numbers[record.group])
+            else:
+                # A sequence without a named group stands alone: its number lies above those of all named groups.
+                groups.append(len(self.group_numbers) + index)
+        return {"sample_id": np.array(samples), "group_id": np.array(groups), **columns}
 
 
 def import_trace(path: Path, importer: Importer, options: ImportOptions) -> ImportedTrace:

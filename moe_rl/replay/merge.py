@@ -1,10 +1,11 @@
 """One trace from what every data-parallel rank of a run recorded."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_rl.core.errors import require
+from moe_rl.replay.sequences import Trace
 from moe_rl.replay.traces import TraceReader, write_trace
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,14 @@ def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = 
     left_out = sorted({step for reader in readers for step in reader.steps} - set(complete))
     if left_out:
         logger.warning("steps %s of %s are incomplete and were left out.", left_out, folder)
+
+    def parts() -> Iterator[Trace]:
+        for step in complete:
+            for reader in readers:
+                yield from reader.parts(step)
+
     return write_trace(
-        (part for step in complete for reader in readers for part in reader.parts(step)),
+        parts(),
         path,
         overwrite=overwrite,
         num_experts=shape.num_experts,
@@ -45,7 +52,8 @@ def _is_complete(readers: Sequence[TraceReader], step: int) -> bool:
     if not all(step in reader.steps for reader in readers):
         return False
     # Ranks meet in every micro-batch of a step: one that recorded fewer was killed in it.
-    last_micro_batches = {
-        max(int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)) for reader in readers
-    }
+    last_micro_batches = set()
+    for reader in readers:
+        last_of_parts = [int(part.micro_batch.max(initial=-1)) for part in reader.parts(step)]
+        last_micro_batches.add(max(last_of_parts))
     return len(last_micro_batches) == 1

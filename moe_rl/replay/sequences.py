@@ -1,6 +1,6 @@
 """Cut traces at sequence boundaries and join them again, whether they hold routes or counts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,8 +28,8 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
         for (name, fact), other in zip(_facts(head).items(), _facts(part).values(), strict=True):
             require(fact == other, f"parts of a trace differ in {name}.")
     if isinstance(head, SequenceCounts):
-        return replace(head, **{name: _joined(parts, name) for name in COUNT_FIELDS})
-    columns: dict[str, Any] = {name: _joined(parts, name) for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS)}
+        return replace(head, **_joined_columns(parts, COUNT_FIELDS))
+    columns = _joined_columns(parts, (*TOKEN_FIELDS, *SEQUENCE_FIELDS))
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     columns["cu_seqlens"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return replace(head, **columns)
@@ -84,13 +84,14 @@ def _facts(trace: Trace) -> dict[str, object]:
     return facts | {f"whether they have {name}": getattr(trace, name, None) is None for name in optional}
 
 
-def _joined(parts: Sequence[Trace], name: str) -> Any:
-    """Return one column of all parts, or None where they do not have it."""
-    columns = [getattr(part, name) for part in parts]
-    # All parts have a column or none has it (`_facts`).
-    if columns[0] is None:
-        return None
-    return np.concatenate(columns)
+def _joined_columns(parts: Sequence[Trace], names: Iterable[str]) -> dict[str, Any]:
+    """Return columns of all parts by name, None for one that they do not have."""
+    joined: dict[str, Any] = {}
+    for name in names:
+        columns = [getattr(part, name) for part in parts]
+        # All parts have a column or none has it (`_facts`).
+        joined[name] = None if columns[0] is None else np.concatenate(columns)
+    return joined
 
 
 def _sequence_bytes(trace: Trace) -> NDArray[np.int64]:

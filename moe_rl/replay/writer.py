@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.mappings import attributes
+from moe_rl.core.mappings import attributes, not_none
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay.manifest import MANIFEST_NAME, SHARD_NAME, Manifest, ShardRecord, sync_directory
 from moe_rl.replay.sequences import Trace, cut_for_shards
@@ -88,10 +88,8 @@ class TraceWriter:
         if isinstance(trace, RoutingTrace):
             trace.check_ids()
         if not self._manifest.shards:
-            said: dict[str, Any] = {
-                name: getattr(trace, name) if given is None else given for name, given in self._given.items()
-            }
-            self._manifest = replace(self._manifest, **said, optional_columns=optional_columns(trace))
+            facts: dict[str, Any] = attributes(trace, self._given) | not_none(self._given)
+            self._manifest = replace(self._manifest, **facts, optional_columns=optional_columns(trace))
         self._open_directory()
         for step, piece in cut_for_shards(trace, self._max_shard_bytes):
             self._add_shard(step, piece)

@@ -4,14 +4,17 @@ import fnmatch
 import operator
 import re
 
-from moe_rl.launch.sources import Text, Where
+from moe_rl.launch.sources import Text, Where, missing_in, texts_of
+
+INTEGER = re.compile(r"-?\d+")
 
 
 def test(words: list[Text]) -> bool | None:
     """Return what `[ ... ]` gives; None where a value is unknown or the test looks at the machine."""
     # The loosest operator splits first; true || unknown is true, false && unknown is false.
+    texts = texts_of(words)
     for joint, absorbing in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-        if joint in (texts := [word.text for word in words]):
+        if joint in texts:
             at = texts.index(joint)
             results = [test(words[:at]), test(words[at + 1 :])]
             if absorbing in results:
@@ -19,7 +22,6 @@ def test(words: list[Text]) -> bool | None:
             if None in results:
                 return None
             return not absorbing
-    texts = [word.text for word in words]
     if texts[:1] == ["!"]:
         inner = test(words[1:])
         if inner is None:
@@ -42,7 +44,7 @@ def test(words: list[Text]) -> bool | None:
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
         case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as name, right]:
-            if not all(re.fullmatch(r"-?\d+", side) for side in (left, right)):
+            if not INTEGER.fullmatch(left) or not INTEGER.fullmatch(right):
                 return None
             return bool(getattr(operator, name[1:])(int(left), int(right)))
     return None
@@ -57,6 +59,6 @@ def printf(words: list[Text], where: Where) -> Text:
     """Return what `printf` makes of a pattern and values; %s and %d are known."""
     pattern = words[0].text if words else ""
     # printf repeats its pattern for further values: launchers give as many as it takes.
-    values = iter(word.text for word in words[1:])
+    values = iter(texts_of(words[1:]))
     text = re.sub(r"%[-\d.]*[sd]", lambda _: next(values, ""), pattern).replace("\\n", "\n")
-    return Text(text=text, where=where, missing=tuple(name for word in words for name in word.missing))
+    return Text(text=text, where=where, missing=missing_in(words))

@@ -2,13 +2,13 @@
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_rl.launch.shell.arithmetic import evaluate
 from moe_rl.launch.shell.syntax import TEXT_END, Assignment, Parser, Part, RawWord
-from moe_rl.launch.sources import Text, Where
+from moe_rl.launch.sources import Text, Where, missing_in, texts_of
 
 # What a variable holds; as in bash, text is an array of one element.
 Value = list[Text]
@@ -46,17 +46,25 @@ class Expansion:
     def value(self, assignment: Assignment) -> Value:
         """Return what an assignment assigns."""
         if isinstance(assignment.value, tuple):
-            return [text for raw in assignment.value for text in self.expand(raw)]
+            return self.expand_all(assignment.value)
         return [self.expand_one(assignment.value)]
 
     def expand_one(self, raw: RawWord) -> Text:
         """Return a word's value without splitting it at blanks."""
-        texts, missing = [], []
+        text = ""
+        missing: tuple[str, ...] = ()
         for part in raw.parts:
             pieces = self._part(part, raw.line)
-            texts.append(" ".join(piece.text for piece in pieces))
-            missing += [name for piece in pieces for name in piece.missing]
-        return Text(text="".join(texts), where=self.where(raw.line), missing=tuple(missing))
+            text += " ".join(texts_of(pieces))
+            missing += missing_in(pieces)
+        return Text(text=text, where=self.where(raw.line), missing=missing)
+
+    def expand_all(self, words: Iterable[RawWord]) -> list[Text]:
+        """Return the words that several words become."""
+        texts: list[Text] = []
+        for raw in words:
+            texts += self.expand(raw)
+        return texts
 
     def expand(self, raw: RawWord) -> list[Text]:
         """Return the words that a word becomes: arrays give several, unquoted values are split at blanks."""
@@ -66,7 +74,7 @@ class Expansion:
             pieces = self._part(part, raw.line)
             # Only what is expanded without quotes is split at blanks; text of the script never is.
             if part.kind != "text" and not part.quoted and not QUOTED_DEFAULT.search(part.text):
-                pieces = [piece for text in pieces for piece in split(text)]
+                pieces = split_all(pieces)
             for index, piece in enumerate(pieces):
                 # `a$X` with X="b c" is the words `ab` and `c`: only the first piece joins what stands before it.
                 if index and open_field is not None:
@@ -80,7 +88,8 @@ class Expansion:
             fields.append(open_field)
         # "${ARGS[@]}" of an empty array is no word at all, "$EMPTY" is an empty one.
         vanishes = any(part.kind == "variable" and part.text.endswith(("@", "*", "[@]", "[*]")) for part in raw.parts)
-        if vanishes and [(text.text, text.missing) for text in fields] == [("", ())]:
+        is_empty = len(fields) == 1 and not fields[0].text and not fields[0].missing
+        if vanishes and is_empty:
             return []
         return fields
 
@@ -122,7 +131,7 @@ class Expansion:
             joint = " "
             if separators and separators[0].text:
                 joint = separators[0].text[:1]
-            return [Text(text=joint.join(field.text for field in value), where=where)]
+            return [Text(text=joint.join(texts_of(value)), where=where)]
         return value
 
     def _lookup(self, name: str, index: str | None, where: Where) -> list[Text] | None:
@@ -143,10 +152,10 @@ class Expansion:
 
     def _operated(self, name: str, value: list[Text] | None, operation: str, where: Where) -> list[Text]:
         if value is not None:
-            text = " ".join(field.text for field in value)
+            text = " ".join(texts_of(value))
         else:
             text = ""
-        empty = value is None or (not text and not any(field.missing for field in value))
+        empty = value is None or (not text and not missing_in(value))
         operator = next((default for default in DEFAULTS if operation.startswith(default)), "")
         if operator:
             if operator.startswith(":"):
@@ -167,16 +176,17 @@ class Expansion:
         trimmed_text = trimmed(text, operation)
         if value is None or trimmed_text is None:
             return [Text(text="", where=where, missing=(f"${{{name}{operation}}}",))]
-        return [Text(text=trimmed_text, where=where, missing=tuple(n for field in value for n in field.missing))]
+        return [Text(text=trimmed_text, where=where, missing=missing_in(value))]
 
     def numbers(self) -> dict[str, int]:
         """Return the variables that are whole numbers."""
-        first_texts = {name: value[0] for name, value in self.variables.items() if value}
-        return {
-            name: int(text.text)
-            for name, text in first_texts.items()
-            if not text.missing and NUMBER.fullmatch(text.text)
-        }
+        numbers = {}
+        for name, value in self.variables.items():
+            if not value or value[0].missing:
+                continue
+            if NUMBER.fullmatch(value[0].text):
+                numbers[name] = int(value[0].text)
+        return numbers
 
     def where(self, line: int) -> Where:
         """Return the place of a line of this script."""
@@ -185,7 +195,20 @@ class Expansion:
 
 def same(left: Value | None, right: Value) -> bool:
     """Return whether two values are the same text, wherever they stand."""
-    return left is not None and [(a.text, a.missing) for a in left] == [(b.text, b.missing) for b in right]
+    if left is None or len(left) != len(right):
+        return False
+    for text, other in zip(left, right, strict=True):
+        if (text.text, text.missing) != (other.text, other.missing):
+            return False
+    return True
+
+
+def split_all(values: Iterable[Text]) -> list[Text]:
+    """Split several unquoted values at blanks."""
+    pieces: list[Text] = []
+    for value in values:
+        pieces += split(value)
+    return pieces
 
 
 def glued(left: Text, right: Text) -> Text:
@@ -199,14 +222,11 @@ def glued(left: Text, right: Text) -> Text:
 
 def split(value: Text) -> list[Text]:
     """Split an unquoted value at blanks; pieces of a text over several lines keep their own line."""
-    fields = [
-        Text(
-            text=match.group(),
-            where=Where(path=value.where.path, line=value.where.line + value.text[: match.start()].count("\n")),
-            missing=value.missing,
-        )
-        for match in re.finditer(r"\S+", value.text)
-    ]
+    fields = []
+    for match in re.finditer(r"\S+", value.text):
+        line = value.where.line + value.text[: match.start()].count("\n")
+        where = Where(path=value.where.path, line=line)
+        fields.append(Text(text=match.group(), where=where, missing=value.missing))
     if not fields and value.missing:
         # An unknown value may be empty, and a finding must still name what it hangs on.
         return [Text(text="", where=value.where, missing=value.missing)]

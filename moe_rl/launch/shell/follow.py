@@ -16,7 +16,7 @@ from moe_rl.launch.shell.arithmetic import run_statement
 from moe_rl.launch.shell.conditions import printf, test
 from moe_rl.launch.shell.expansion import Expansion, same
 from moe_rl.launch.shell.syntax import DECLARATIONS, Body, Command, parse
-from moe_rl.launch.sources import RawRun, Text, Where, read_text
+from moe_rl.launch.sources import RawRun, Text, Where, missing_in, read_text
 
 # Commands before a script counts as endless. Of 1,243 public scripts the median runs 27, one that polls 16,070.
 MAX_STEPS = 20_000
@@ -103,11 +103,9 @@ class Shell(Expansion):
             case "for":
                 return self._for(command)
             case "for ((":
-                start, condition, step = (
-                    Command("((", text=expression.strip() or "1") for expression in command.text.split(";")
-                )
-                self._run_one(start)
-                return self._loop((condition,), (*command.bodies[0], step))
+                start, condition, step = command.text.split(";")
+                self._run_one(_arithmetic(start))
+                return self._loop((_arithmetic(condition),), (*command.bodies[0], _arithmetic(step)))
             case "while" | "until":
                 return self._loop(*command.bodies, until=command.kind == "until", at_most=MAX_ROUNDS)
             case "(":
@@ -179,7 +177,10 @@ class Shell(Expansion):
         self.ended = not going_on
         ends = going_on or ends
         self.variables = {}
-        for name in dict.fromkeys(name for end in ends for name in end):
+        names: dict[str, None] = {}
+        for end in ends:
+            names |= dict.fromkeys(end)
+        for name in names:
             values = [end.get(name) for end in ends]
             # A variable that one branch alone sets may be unset: it differs, too.
             decided = next(value for value in values if value is not None)
@@ -196,7 +197,7 @@ class Shell(Expansion):
     def _for(self, command: Command) -> bool | None:
         (body,) = command.bodies
         # Words of a `for` are expanded once, before the body changes a variable of theirs.
-        for word in [text for raw in command.words for text in self.expand(raw)]:
+        for word in self.expand_all(command.words):
             # One unknown word, such as $(ls), may stand for none or for many: the body runs once or never.
             if word.missing:
                 return self._any_of([body, ()])
@@ -218,7 +219,7 @@ class Shell(Expansion):
     def _simple(self, command: Command) -> bool | None:
         if not command.words or command.words[0].bare() in DECLARATIONS:
             return self._declare(command)
-        words = [text for raw in command.words for text in self.expand(raw)]
+        words = self.expand_all(command.words)
         name = words[0].text if words else ""
         if name in ("source", "."):
             return self._source(words)
@@ -240,14 +241,17 @@ class Shell(Expansion):
             return True
         if name == "false":
             return False
-        # `A=1 python train.py`: A is set for this command alone.
-        environment = {name: value[0] for name in self.exported if (value := self.variables.get(name))}
-        environment |= {
-            assignment.name: self.value(assignment)[0] for assignment in command.assignments if self.value(assignment)
-        }
         # Which of all commands is the run is decided at the end: scripts also start Ray, servers and downloads.
-        self.launches.append(Launch(words, environment))
+        self.launches.append(Launch(words, self._environment(command)))
         return None
+
+    def _environment(self, command: Command) -> dict[str, Text]:
+        """Return what is exported, and with `A=1 python train.py` the A of this command alone."""
+        values = {name: self.variables[name] for name in self.exported if name in self.variables}
+        for assignment in command.assignments:
+            if value := self.value(assignment):
+                values[assignment.name] = value
+        return {name: value[0] for name, value in values.items() if value}
 
     def _declare(self, command: Command) -> bool:
         """Set variables, and name those that `export` hands on."""
@@ -301,7 +305,7 @@ class Shell(Expansion):
         texts = [argument.text for argument in arguments if argument.text != "--"]
         last_text = texts[-1] if texts else ""
         match name:
-            case _ if any(argument.missing for argument in arguments):
+            case _ if missing_in(arguments):
                 printed.append(UNKNOWN)
             case "echo":
                 printed.append(" ".join(text for text in texts if text not in ("-n", "-e")))
@@ -336,3 +340,8 @@ class Shell(Expansion):
         if not is_certain:
             return Text(text="", where=self.where(line), missing=(f"$({excerpt})",))
         return Text(text="\n".join(printed), where=self.where(line))
+
+
+def _arithmetic(expression: str) -> Command:
+    """Return one of the three expressions of `for ((start; condition; step))`; an empty one is true."""
+    return Command("((", text=expression.strip() or "1")

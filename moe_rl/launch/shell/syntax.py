@@ -48,6 +48,11 @@ class RawWord:
         plain = all(part.kind == "text" and not part.quoted for part in self.parts)
         if not plain:
             return None
+        return self.text
+
+    @property
+    def text(self) -> str:
+        """Its parts one behind the other, nothing expanded."""
         return "".join(part.text for part in self.parts)
 
 
@@ -205,7 +210,8 @@ class Parser:
             else:
                 word = self.word()
                 # Its text starts on the next line, behind all other words of this one.
-                self.here_documents += ["".join(part.text for part in word.parts)] * bool(starts_document)
+                if starts_document:
+                    self.here_documents.append(word.text)
             self.take(BLANKS)
 
     def simple(self) -> Command:
