@@ -18,7 +18,7 @@ from moe_rl.balancing.slots import SlotTable, SlotTables
 from moe_rl.balancing.streams import streams_of
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron.exchange import ReplicatedExperts, call_in_backward
-from moe_rl.megatron.layer import LayerPlan, LayerState
+from moe_rl.megatron.layer import LayerPlan, LayerState, layers_of
 from moe_rl.megatron.replica_cells import ReplicaCells
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.transport import Transport
@@ -42,7 +42,7 @@ class PassTables:
             anywhere=planned.replicated_ML,
             rank=transport.rank,
             buffers=transport.buffers,
-            chunks=[[state.layer for state in chunk] for chunk in _chunks(states)],
+            chunks=[layers_of(chunk) for chunk in _chunks(states)],
         )
         return cls(slots=slots.pinned() if transport.buffers.weights.is_cuda else slots, cells=cells)
 

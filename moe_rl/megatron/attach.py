@@ -8,6 +8,7 @@ metrics = balancer.end_pass()
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,9 +34,9 @@ from moe_rl.megatron.balancer import Balancer
 from moe_rl.megatron.expert_views.grouped import GroupedSlots, share_replica_codes
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute
 from moe_rl.megatron.expert_views.registry import experts_of
-from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.experts import Experts, home_parameters
 from moe_rl.megatron.groups import ExpertGroups, check_groups, plan_exchange
-from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots
+from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots, experts_by_layer
 from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.options import is_unknown, unknown_sentence
 from moe_rl.megatron.param_gather import ParameterGather
@@ -65,7 +66,8 @@ def attach(
     chunks_and_layers, experts = agreed(lambda: _looked_at(chunks, config))
     shared = gathered(_digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group())
     agreed(lambda: require(len(set(shared)) == 1, "adapters that all experts share differ inside an EP group."))
-    layer_ids = _of_all_stages([layer.layer_number - 1 for _, layer in chunks_and_layers])
+    owners, layers = zip(*chunks_and_layers, strict=True)
+    layer_ids = _of_all_stages([layer.layer_number - 1 for layer in layers])
     # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
     groups = ExpertGroups.current()
     exchange = plan_exchange(groups)
@@ -73,19 +75,19 @@ def attach(
 
     def built() -> Balancer:
         for chunk in chunks:
-            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(chunks_and_layers[0][1]))
-        model = model_spec(chunks_and_layers[0][1].config, moe_layer_ids=layer_ids)
+            clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(layers[0]))
+        model = model_spec(layers[0].config, moe_layer_ids=layer_ids)
         states = _states(chunks_and_layers, experts, clocks, model=model, config=config)
         buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
         transport = Transport(group=groups.replicas, buffers=buffers)
         residents = ResidentCopies(
-            {state.layer: state.experts for state in states},
+            experts_by_layer(states),
             groups=groups,
             resident_slots=config.resident_slots,
             counters=transport.counters,
         )
         return Balancer(
-            layers=[layer for _, layer in chunks_and_layers],
+            layers=list(layers),
             states=states,
             clocks=list(clocks.values()),
             optimizer=optimizer,
@@ -105,8 +107,8 @@ def attach(
         exchange.destroy()
         groups.destroy()
         raise
-    balancer.install([chunk for chunk, _ in chunks_and_layers])
-    _warn_of_unknown_options(chunks_and_layers[0][1].config)
+    balancer.install(owners)
+    _warn_of_unknown_options(layers[0].config)
     return balancer
 
 
@@ -123,13 +125,12 @@ def _looked_at(
     check_groups(chunks_and_layers[0][1].config.expert_model_parallel_size)
     grouped = config.experts == "grouped"
     compute = _compute_of(config) if grouped else None
-    views = [
-        experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
-        for _, layer in chunks_and_layers
-    ]
-    for view in views:
+    views = []
+    for _, layer in chunks_and_layers:
+        view = experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
         if isinstance(view, GroupedSlots):
             view.require_float32_gradients()
+        views.append(view)
     share_replica_codes(views)
     return chunks_and_layers, views
 
@@ -138,9 +139,11 @@ def _digest_of_shared(chunks_and_layers: Sequence[tuple[torch.nn.Module, MoELaye
     """Return a digest of parameters that are no single expert's: of adapters around grouped linears."""
     digest = hashlib.sha256()
     for (_, layer), view in zip(chunks_and_layers, experts, strict=True):
-        own_ids = {id(parameter) for slot in range(view.num_local_experts) for parameter in view.parameters_of(slot)}
-        for parameter in (candidate for candidate in layer.experts.parameters() if id(candidate) not in own_ids):
-            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+        of_homes = itertools.chain.from_iterable(home_parameters(view))
+        own_ids = {id(parameter) for parameter in of_homes}
+        for parameter in layer.experts.parameters():
+            if id(parameter) not in own_ids:
+                digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

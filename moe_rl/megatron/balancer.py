@@ -27,7 +27,14 @@ from moe_rl.megatron.expert_state import MegatronExperts
 from moe_rl.megatron.experts import Experts
 from moe_rl.megatron.groups import ExpertGroups, plan_exchange
 from moe_rl.megatron.guards import NameGuards
-from moe_rl.megatron.layer import ElasticMoELayer, LayerState, dispatcher_over_slots, hook_entry
+from moe_rl.megatron.layer import (
+    ElasticMoELayer,
+    LayerState,
+    dispatcher_over_slots,
+    experts_by_layer,
+    hook_entry,
+    layers_of,
+)
 from moe_rl.megatron.model_spec import step_setting_of, unwrapped
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.routed_rows import replayed_rows
@@ -65,7 +72,7 @@ class Balancer(PassCycle[PassTables]):
             residents=residents,
         )
         experts = MegatronExperts(states, optimizer=optimizer, device=groups.device)
-        stage_layers, setting = [state.layer for state in states], step_setting_of(layers[0].config)
+        stage_layers, setting = layers_of(states), step_setting_of(layers[0].config)
         super().__init__(
             PassPlanner(exchange, layers=stage_layers, model=model, setting=setting),
             run_layers,
@@ -98,15 +105,14 @@ class Balancer(PassCycle[PassTables]):
     def experts_by_layer(self) -> dict[int, Experts]:
         """Return MoE layer -> this rank's experts, after what is still being gathered of them."""
         self._experts.complete_gathers()
-        return {state.layer: state.experts for state in self._states}
+        return experts_by_layer(self._states)
 
     def replayed_routes(self) -> list[NDArray[np.int64]]:
         """Return the routes [N, L, K] of every micro-batch that the model's `RouterReplay`s hold, for `begin_pass`.
 
         See `routed_rows.replayed_rows`.
         """
-        ids = [state.layer for state in self._states]
-        return replayed_rows(self.layers, layer_ids=ids, num_layers=self.model.num_moe_layers)
+        return replayed_rows(self.layers, layer_ids=layers_of(self._states), num_layers=self.model.num_moe_layers)
 
     def _forecast_of(self, chunks: Sequence[torch.nn.Module]) -> Callable[..., MemoryForecast]:
         options, ddp = self.layers[0].config, getattr(chunks[0], "ddp_config", None)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from moe_rl.core.errors import require
-from moe_rl.megatron.experts import Experts, Gradients, Weights
+from moe_rl.megatron.experts import Experts, Gradients, Weights, home_parameters
 from moe_rl.megatron.replica_buffers import BANKS, ReplicaBuffers
 from moe_rl.megatron.residents import LayerResidents
 from moe_rl.megatron.transport import GradientReturn, ReplicaCell, Transport
@@ -150,12 +150,12 @@ class ReplicatedExperts:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """Parameters of all homes that train now, slot by slot: with LoRA the adapters, none under a frozen model."""
-        slots = [self.experts.parameters_of(slot) for slot in range(self.experts.num_local_experts)]
-        foreseen = self.transport.buffers.trained
-        unforeseen = any(p.requires_grad and not trains for p, trains in zip(slots[0], foreseen, strict=True))
-        require(
-            not unforeseen, "expert parameters that were frozen at attach are trained now: detach() and attach again."
-        )
+        slots = home_parameters(self.experts)
+        for parameter, trained_at_attach in zip(slots[0], self.transport.buffers.trained, strict=True):
+            require(
+                trained_at_attach or not parameter.requires_grad,
+                "expert parameters that were frozen at attach are trained now: detach() and attach again.",
+            )
         return [parameter for parameters in slots for parameter in parameters if parameter.requires_grad]
 
     @contextmanager
@@ -214,14 +214,15 @@ class _Exchange(torch.autograd.Function):
         ctx.exchange, ctx.returns_later, ctx.hosted = exchange, returns_later, hosted
         ctx.set_materialize_grads(False)  # None says that the experts have written a replica's gradient themselves
         ctx.num_home = len(parameters)
-        copies = [
-            (view.detach(), trains)
-            for _, buffers, row in hosted
-            for view, trains in zip(buffers.weights_of(row), buffers.trained, strict=True)
-        ]
+        copies, frozen = [], []
+        for _, buffers, row in hosted:
+            for view, trains in zip(buffers.weights_of(row), buffers.trained, strict=True):
+                copies.append(view.detach())
+                if not trains:
+                    frozen.append(copies[-1])
         # Else autograd would compute gradients of the frozen weights under an adapter, the larger part by far.
-        ctx.mark_non_differentiable(*(view for view, trains in copies if not trains))
-        return rows, *parameters, *(view for view, _ in copies)
+        ctx.mark_non_differentiable(*frozen)
+        return rows, *parameters, *copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.megatron.activate import home_table
 from moe_rl.megatron.experts import Experts
-from moe_rl.megatron.layer import LayerState
+from moe_rl.megatron.layer import LayerState, layers_of
 
 # Of precision-aware state: in others TransformerEngine keeps one scale per tensor, which parts of two cannot share.
 MOVABLE_DTYPES = (torch.float32, torch.bfloat16)
@@ -87,12 +87,13 @@ class ExpertOptimizerState:
         offloads = isinstance(owner.optimizer, HybridDeviceOptimizer)
         master = owner.optimizer.param_to_inner_param[main] if offloads else main
         state = owner.optimizer.state.get(main, {})
-        states = [
-            [value.view(-1)]
-            for name, value in sorted(state.items())
-            if isinstance(value, torch.Tensor) and value.numel() == main.numel() and value.dim() > 0
-            if not (offloads and name == "master_param")
-        ]
+        states = []
+        for name, value in sorted(state.items()):
+            is_master = offloads and name == "master_param"
+            # A step count is a tensor, too, of no dimension: no share of it belongs to one expert.
+            is_of_elements = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == main.numel()
+            if is_of_elements and not is_master:
+                states.append([value.view(-1)])
         own_storage = parameter.untyped_storage().data_ptr()
         places = [place for place in (master, main) if place.untyped_storage().data_ptr() != own_storage]
         if master is main:
@@ -113,17 +114,14 @@ class MegatronExperts:
     """The experts of this rank's layers, and the distributed optimizer's state of them."""
 
     def __init__(self, states: Sequence[LayerState], *, optimizer: Any, device: torch.device) -> None:
-        self.layers = [state.layer for state in states]
+        self.layers = layers_of(states)
         self._states, self._optimizer, self._device = list(states), optimizer, device
-        inner = [
-            getattr(chained, "optimizer", None) for chained in getattr(optimizer, "chained_optimizers", [optimizer])
-        ]
-        # A step that Megatron skips for an infinity does not reach them.
-        self._hooks = [
-            inner_optimizer.register_step_post_hook(self._note_step)
-            for inner_optimizer in inner
-            if isinstance(inner_optimizer, torch.optim.Optimizer)
-        ]
+        self._hooks = []
+        for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+            inner = getattr(chained, "optimizer", None)
+            # A step that Megatron skips for an infinity does not reach them.
+            if isinstance(inner, torch.optim.Optimizer):
+                self._hooks.append(inner.register_step_post_hook(self._note_step))
 
     def release(self) -> None:
         """Take the hooks off the optimizers."""

@@ -107,6 +107,11 @@ class ComputingView(ExpertView):
         return output
 
 
+def home_parameters(experts: ExpertParameters) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters of every expert that lives here, slot by slot."""
+    return [experts.parameters_of(slot) for slot in range(experts.num_local_experts)]
+
+
 def filled_slots(rows_per_slot: Sequence[int], weights: Sequence[Weights | None], num_local_experts: int) -> list[int]:
     """Return home slots and filled replica slots, ascending; raise where tokens arrived in an empty one."""
     filled = []

@@ -33,14 +33,14 @@ class ExpertGroups(ExpertGrid):
         ranks = np.array(dist.get_process_group_ranks(ep))
         grid = gather(ranks, expert_dp)
         own_places = (tuple(ranks.tolist()), tuple(grid.ravel().tolist()))
-        everyone = gathered(own_places)
+        places_in_ep, places_in_grid = zip(*gathered(own_places), strict=True)
         groups = cls(
             ep=ep,
             expert_dp=expert_dp,
             expert_tp=parallel_state.get_expert_tensor_parallel_group(),
             # Of their own, with Megatron's time limit: a hang in them ends as one of Megatron's does.
-            replicas=own_group([places[0] for places in everyone], timeout=_timeout(ep)),
-            grid_group=own_group([places[1] for places in everyone], timeout=_timeout(ep)),
+            replicas=own_group(places_in_ep, timeout=_timeout(ep)),
+            grid_group=own_group(places_in_grid, timeout=_timeout(ep)),
             grid=grid,
             device=_device(),
         )

@@ -126,8 +126,9 @@ class NameGuards:
         optimizers = [optimizer, *getattr(optimizer, "chained_optimizers", [])]
         for part in {id(candidate): candidate for candidate in optimizers if candidate is not None}.values():
             for does, names in {"saved": OPTIMIZER_READS, "loaded": OPTIMIZER_WRITES}.items():
-                for name in (candidate for candidate in names if hasattr(part, candidate)):
-                    self._undo.append(wrap(part, name, _asking(state_is_home, does)))
+                for name in names:
+                    if hasattr(part, name):
+                        self._undo.append(wrap(part, name, _asking(state_is_home, does)))
 
     def remove(self) -> None:
         """Take the guards off."""

@@ -340,3 +340,13 @@ def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatc
     if layer.shared_expert_overlap:
         over_slots.set_shared_experts(layer.shared_experts)
     return over_slots
+
+
+def layers_of(states: Sequence[LayerState]) -> list[int]:
+    """Return the layers' indices among the model's MoE layers."""
+    return [state.layer for state in states]
+
+
+def experts_by_layer(states: Sequence[LayerState]) -> dict[int, Experts]:
+    """Return the experts of every layer by its index among the model's MoE layers."""
+    return {state.layer: state.experts for state in states}

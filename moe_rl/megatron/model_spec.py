@@ -20,8 +20,10 @@ def model_spec(config: Any, *, moe_layer_ids: Sequence[int] | None = None) -> Mo
     """
     if moe_layer_ids is None:
         frequency = config.moe_layer_freq
-        is_moe = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
-        moe_layer_ids = [index for index, moe in enumerate(is_moe) if moe]
+        if isinstance(frequency, int):
+            moe_layer_ids = range(0, config.num_layers, frequency)
+        else:
+            moe_layer_ids = [layer for layer, is_moe in enumerate(frequency) if is_moe]
     return MoeModelSpec(
         name="megatron",
         num_layers=config.num_layers,

@@ -22,12 +22,12 @@ WORDS = ("moe", "expert", "grouped_gemm")
 
 def is_of_moe(option: str) -> bool:
     """Return whether an option is about the MoE layers, by its name."""
-    return any(word in option for word in WORDS) or any(option in brought for brought in KNOWN.values())
+    return any(word in option for word in WORDS) or option in frozenset().union(*KNOWN.values())
 
 
 def is_unknown(option: str) -> bool:
     """Return whether an option is about the MoE layers and nobody here looked at what it does."""
-    return is_of_moe(option) and not any(option in brought for brought in KNOWN.values())
+    return is_of_moe(option) and option not in frozenset().union(*KNOWN.values())
 
 
 def unknown_sentence(option: str, value: object) -> str:

@@ -28,10 +28,15 @@ class ParameterGather:
         settings: Any = getattr(chunk, "ddp_config", None)
         if not getattr(settings, "overlap_param_gather", False):
             return None
-        parameters = [parameter for module in experts for parameter in module.parameters()]
-        buckets = [chunk.param_to_bucket_group[p] for p in parameters if p in chunk.param_to_bucket_group]
+        # Each once: a bucket holds the parameters of many experts.
+        buckets: dict[int, Any] = {}
+        for module in experts:
+            for parameter in module.parameters():
+                bucket = chunk.param_to_bucket_group.get(parameter)
+                if bucket is not None:
+                    buckets[id(bucket)] = bucket
         skip_next = settings.align_param_gather or chunk.overlap_param_gather_with_optimizer_step
-        return cls(buckets=tuple({id(bucket): bucket for bucket in buckets}.values()), skip_next=skip_next)
+        return cls(buckets=tuple(buckets.values()), skip_next=skip_next)
 
     def wait(self) -> None:
         """Return once the weights are whole, as Megatron's own hook does; a collective of the expert-DP group."""

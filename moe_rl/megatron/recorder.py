@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from moe_rl.balancing.exchange import gathered, own_group
 from moe_rl.core.errors import require
+from moe_rl.core.mappings import subset
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.megatron.model_spec import model_spec, unwrapped
 from moe_rl.megatron.routed_rows import RowSlice, held_positions
@@ -130,7 +131,9 @@ class RoutingRecorder:
     def _hooked(self, wrapped: torch.nn.Module) -> _Chunk:
         module = unwrapped(wrapped)
         chunk = _Chunk(layer_ids=[], boundaries=[], micro_batches=[], side_by_side=[])
-        for layer in (submodule for submodule in module.modules() if isinstance(submodule, MoELayer)):
+        for layer in module.modules():
+            if not isinstance(layer, MoELayer):
+                continue
             index = self._layer_ids.index(layer.layer_number - 1)
             chunk.layer_ids.append(index)
             self._handles.append(layer.router.register_forward_hook(self._router_hook(chunk, index)))
@@ -172,9 +175,9 @@ class RoutingRecorder:
             running, chunk.running = chunk.running, None
             if running is None:
                 return
-            layers = [running[layer] for layer in chunk.layer_ids]
-            ids = torch.stack([ids_of_layer for ids_of_layer, _ in layers], dim=1).int().cpu().numpy()
-            valid = torch.stack([valid_of_layer for _, valid_of_layer in layers], dim=1).cpu().numpy()
+            ids_of_layers, valid_of_layers = zip(*subset(running, chunk.layer_ids).values(), strict=True)
+            ids = torch.stack(ids_of_layers, dim=1).int().cpu().numpy()
+            valid = torch.stack(valid_of_layers, dim=1).cpu().numpy()
             chunk.micro_batches.append((ids, valid))
 
         return end

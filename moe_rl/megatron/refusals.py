@@ -48,9 +48,15 @@ def experimental_sentence(name: str, never_run: str) -> str:
 
 
 Table = tuple[Refusal, ...]
-_TABLES = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+
+
+def _table(config: str) -> Table:
+    tables = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+    return tuple(Refusal(**refusal) for refusal in tables[config])
+
+
 # Options of `TransformerConfig`, and of `DistributedDataParallelConfig`.
-REFUSALS, DDP_REFUSALS = (tuple(Refusal(**refusal) for refusal in _TABLES[config]) for config in ("model", "ddp"))
+REFUSALS, DDP_REFUSALS = _table("model"), _table("ddp")
 
 
 def refused(

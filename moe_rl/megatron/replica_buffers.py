@@ -6,13 +6,14 @@ places, a *bank* a set of rows that one push fills: bank 0 the R rows in the nod
 Replicas are never Parameters, so that DDP, optimizer and checkpoint do not see them.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import torch
 
 from moe_rl.balancing.streams import LastUse, streams_of
 from moe_rl.core.errors import require
-from moe_rl.megatron.experts import Experts
+from moe_rl.megatron.experts import Experts, home_parameters
 
 # Bank of the replicas from the rank's own node; bank 1 + half holds those from other nodes.
 IN_NODE = 0
@@ -28,19 +29,22 @@ class ReplicaBuffers:
         self.trained = _trained(sample)
         """Which of an expert's parameters train; of the others nothing comes home."""
         self.replica_slots, self.cross_node_slots = replica_slots, cross_node_slots
-        dtypes = {p.dtype for experts in layers for p in experts.parameters_of(0)}
+        dtypes = set()
+        for experts in layers:
+            for parameter in experts.parameters_of(0):
+                dtypes.add(parameter.dtype)
         require(len(dtypes) == 1, f"the experts hold parameters of several dtypes ({dtypes}): replicas need one.")
         for experts in layers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
             require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
-            require(
-                all(self.trained == _trained(experts.parameters_of(slot)) for slot in range(experts.num_local_experts)),
-                "the experts have different frozen parameters: replicas need the same ones frozen in every expert.",
-            )
-        self.numel = sum(shape.numel() for shape in self.shapes)
-        trained_shapes = [shape for shape, trains in zip(self.shapes, self.trained, strict=True) if trains]
-        self._trained_sizes = [shape.numel() for shape in trained_shapes]
-        self.gradient_numel = sum(self._trained_sizes)
+            for parameters in home_parameters(experts):
+                require(
+                    _trained(parameters) == self.trained,
+                    "the experts have different frozen parameters: replicas need the same ones frozen in every expert.",
+                )
+        self._sizes = [shape.numel() for shape in self.shapes]
+        self._trained_sizes = list(itertools.compress(self._sizes, self.trained))
+        self.numel, self.gradient_numel = sum(self._sizes), sum(self._trained_sizes)
         """V; 0 where experts are frozen, with LoRA the elements of the adapters."""
         self._dtype, self._device = dtypes.pop(), sample[0].device
         self.held: list[tuple[int, int] | None] = [None] * BANKS
@@ -91,7 +95,7 @@ class ReplicaBuffers:
 
     def weights_of(self, row: int) -> list[torch.Tensor]:
         """Return views of the weights in `row`, one per parameter."""
-        pieces = torch.split(self.weights[row], [shape.numel() for shape in self.shapes])
+        pieces = torch.split(self.weights[row], self._sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def gradients_of(self, row: int) -> list[torch.Tensor | None]:
@@ -133,7 +137,8 @@ class ReplicaBuffers:
         flat = self.weights.view(-1).view(torch.uint8)
         row_bytes = self.numel * self.weights.element_size()
         places = []
-        for row in (self.row(slot, half) for slot in range(slots)):
+        for slot in range(slots):
+            row = self.row(slot, half)
             start = -(-row * row_bytes // torch.float32.itemsize) * torch.float32.itemsize
             places.append(flat[start : start + size * torch.float32.itemsize].view(torch.float32))
         for row in range(len(self.gradients)):

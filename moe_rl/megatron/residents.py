@@ -168,9 +168,10 @@ class ResidentCopies:
         checksums: list[torch.Tensor] = []
         for layer in self.layers.values():
             copies = () if layer.cell is None else layer.cell.copies
-            homes = sorted({copy.home_slot for copy in copies if copy.home_rank == layer.transport.rank})
-            parameters = [parameter for slot in homes for parameter in layer.experts.parameters_of(slot)]
-            checksums += [p.view(WORDS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+            homes = {copy.home_slot for copy in copies if copy.home_rank == layer.transport.rank}
+            for slot in sorted(homes):
+                parameters = layer.experts.parameters_of(slot)
+                checksums += [p.view(WORDS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
         if checksums:
             return torch.stack(checksums)
         return torch.zeros(0, device=self._groups.device)

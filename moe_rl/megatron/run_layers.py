@@ -30,7 +30,7 @@ from moe_rl.megatron import flex
 from moe_rl.megatron.activate import PassParts, PassTables, activate, deactivate
 from moe_rl.megatron.expert_state import ExpertOptimizerState
 from moe_rl.megatron.groups import ExpertGroups
-from moe_rl.megatron.layer import LayerState
+from moe_rl.megatron.layer import LayerState, layers_of
 from moe_rl.megatron.residents import ResidentCopies
 from moe_rl.megatron.transport import Transport
 
@@ -160,7 +160,7 @@ class MegatronLayers(RunLayers[PassTables]):
 
     def of_all_stages(self, placement: ExpertPlacement) -> ExpertPlacement:
         """Return the placement with the layers of every stage as that stage has them; a collective of the run."""
-        own_layers = [state.layer for state in self.states]
+        own_layers = layers_of(self.states)
         slots = self._of_all_stages(placement.physical_to_logical_map, own_layers)
         home_rank = self._of_all_stages(placement.home_rank, own_layers)
         return replace(placement, physical_to_logical_map=slots, home_rank=home_rank)

@@ -11,7 +11,6 @@ They take one byte per weight and stay between passes.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from moe_rl.kernels.gemm.weights import ALIGNMENT
 from moe_rl.megatron.exchange import call_in_backward
 from moe_rl.megatron.expert_views.grouped_compute import GroupedCompute, glu_spec
 from moe_rl.megatron.expert_views.main_grad import hand_over, marked_as_added
-from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots
+from moe_rl.megatron.experts import ExpertParameters, Experts, Gradients, Weights, filled_slots, home_parameters
 
 # fc1 [2 F, H] and fc2 [H, F], in the order of their names.
 MATRICES = 2
@@ -105,15 +104,10 @@ class GroupedSlots:
         filled = filled_slots(host_counts or [0] * len(weights), weights, self.num_local_experts)
         operands = [weights[slot] or self.parameters_of(slot) for slot in filled]
         run = _Run(view=self)
-        run.replicas = [
-            _Replica(
-                slot=slot - self.num_local_experts,
-                weights=[weight.detach() for weight in _matrices(operand)],
-                gradients=_matrices([gradient for gradient in gradients[slot] or () if gradient is not None]),
-            )
-            for slot, operand in zip(filled, operands, strict=True)
-            if slot >= self.num_local_experts
-        ]
+        for slot, operand in zip(filled, operands, strict=True):
+            if slot >= self.num_local_experts:
+                index = slot - self.num_local_experts
+                run.replicas.append(_Replica.of(index, weights=operand, gradients=gradients[slot] or ()))
         main_grads = None
         if torch.is_grad_enabled() and self.parameters_of(0)[0].requires_grad:
             run.home_gradients = [self._gradient_targets(slot) for slot in range(self.num_local_experts)]
@@ -149,10 +143,7 @@ class GroupedSlots:
         """Return fc1 and fc2 of all filled slots as tables."""
         if not self.is_fp8:
             by_matrix = zip(*map(_matrices, operands), strict=True)
-            return [
-                ExpertMatrix(weights=self._wide([part.detach() for part in parts]), transposed=None)
-                for parts in by_matrix
-            ]
+            return [ExpertMatrix(weights=self._wide(parts), transposed=None) for parts in by_matrix]
         self._quantize_homes()
         self.quantize_replicas(replicas)
         homes = self.num_local_experts
@@ -160,16 +151,17 @@ class GroupedSlots:
         for index in range(MATRICES):
             codes = self._home_codes[index * homes : (index + 1) * homes]
             codes += [self.replica_codes[replica.slot, index] for replica in replicas]
-            turned = [codes_of_slot.transposed for codes_of_slot in codes if codes_of_slot.transposed is not None]
-            tables.append(
-                ExpertMatrix(
-                    weights=self._codes([codes_of_slot.plain for codes_of_slot in codes]),
-                    transposed=self._codes(turned) if turned else None,
-                )
-            )
+            plain, transposed = [], []
+            for codes_of_slot in codes:
+                plain.append(codes_of_slot.plain)
+                if codes_of_slot.transposed is not None:
+                    transposed.append(codes_of_slot.transposed)
+            transposed_table = self._codes(transposed) if transposed else None
+            tables.append(ExpertMatrix(weights=self._codes(plain), transposed=transposed_table))
         return tables
 
-    def _wide(self, parts: list[torch.Tensor]) -> ExpertWeights:
+    def _wide(self, weights: Sequence[torch.Tensor]) -> ExpertWeights:
+        parts = [weight.detach() for weight in weights]
         table = self._table(parts, "expert weights")
         return ExpertWeights(data=table, shape=_matrix_shape(parts[0]), dtype=parts[0].dtype)
 
@@ -185,13 +177,11 @@ class GroupedSlots:
 
     def _gradient_tables(self, run: "_Run") -> tuple[ExpertGradients, ExpertGradients]:
         # Asked for only where weights train, and then every replica has gradients.
-        replicas = [cast("Sequence[torch.Tensor]", replica.gradients) for replica in run.replicas]
-        fc1, second = (
-            [gradients[index] for gradients in (*run.home_gradients, *replicas)] for index in range(MATRICES)
-        )
-        return self._gradient_table(fc1), self._gradient_table(second)
+        of_replicas = [replica.gradients for replica in run.replicas]
+        fc1, fc2 = zip(*run.home_gradients, *of_replicas, strict=True)
+        return self._gradient_table(fc1), self._gradient_table(fc2)
 
-    def _gradient_table(self, parts: list[torch.Tensor]) -> ExpertGradients:
+    def _gradient_table(self, parts: Sequence[torch.Tensor]) -> ExpertGradients:
         # `owners` keeps scratch gradients alive until backward; main gradients and buffers live longer anyway.
         table = self._table(parts, "weight gradients")
         return ExpertGradients(data=table, shape=_matrix_shape(parts[0]), dtype=torch.float32, owners=tuple(parts))
@@ -207,12 +197,13 @@ class GroupedSlots:
 
     def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
         """Return where the gradients of a home go: `main_grad`, or scratch memory where there is no Megatron DDP."""
-        parameters = _matrices(self.parameters_of(slot))
-        main_grads = [_main_grad(parameter) for parameter in parameters]
-        return [
-            torch.zeros_like(parameter, dtype=torch.float32) if main_grad is None else main_grad
-            for parameter, main_grad in zip(parameters, main_grads, strict=True)
-        ]
+        targets = []
+        for parameter in _matrices(self.parameters_of(slot)):
+            main_grad = _main_grad(parameter)
+            if main_grad is None:
+                main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            targets.append(main_grad)
+        return targets
 
     def require_float32_gradients(self) -> None:
         """Raise `InvalidInputError` where the gradient buffers of Megatron's DDP are not those that we add to."""
@@ -223,7 +214,7 @@ class GroupedSlots:
     def _quantize_homes(self) -> None:
         if self._codes_are_current:
             return
-        of_slots = [_matrices(self.parameters_of(slot)) for slot in range(self.num_local_experts)]
+        of_slots = [_matrices(parameters) for parameters in home_parameters(self)]
         weights = [matrix.detach() for of_matrix in zip(*of_slots, strict=True) for matrix in of_matrix]
         self._home_codes = self._home_codes or self._compute.room_for(weights)
         self._compute.quantize(weights, self._home_codes)
@@ -251,6 +242,13 @@ class _Replica:
     slot: int
     weights: list[torch.Tensor]
     gradients: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, slot: int, *, weights: Weights, gradients: Gradients) -> "_Replica":
+        """Return the matrices of a slot; a frozen one has no gradient."""
+        trained = [gradient for gradient in gradients if gradient is not None]
+        matrices = [weight.detach() for weight in _matrices(weights)]
+        return cls(slot=slot, weights=matrices, gradients=_matrices(trained))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,6 @@ leaves in place of the parameters, with their `main_grad` and nothing to mark: o
 nothing. The parameters are told when the experts' backward is over, by the way that their gradients always go.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,16 +46,17 @@ def fused_operands(
             continue
         at_home = slot < experts.num_local_experts
         targets: Sequence[Any] = experts.parameters_of(slot) if at_home else gradients[slot] or ()
-        fused = [part.dim() == MATRIX_AXES and part.requires_grad for part in parts]
-        operands.append(
-            [
-                _leaf(part, target.main_grad if at_home else target) if is_fused else part
-                for part, target, is_fused in zip(parts, targets, fused, strict=True)
-            ]
-        )
-        if at_home:
-            fused_parameters += itertools.compress(targets, fused)
-            passed_on += itertools.compress(parts, fused)
+        operand: list[torch.Tensor] = []
+        for part, target in zip(parts, targets, strict=True):
+            if part.dim() != MATRIX_AXES or not part.requires_grad:
+                operand.append(part)
+            elif at_home:
+                operand.append(_leaf(part, target.main_grad))
+                fused_parameters.append(target)
+                passed_on.append(part)
+            else:
+                operand.append(_leaf(part, target))
+        operands.append(operand)
 
     def tell() -> Iterator[torch.Tensor]:
         return (marked_as_added(parameter) for parameter in fused_parameters)
