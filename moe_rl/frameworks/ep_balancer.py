@@ -314,6 +314,9 @@ def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
 def require_supported(config: BalancerConfig, *also: str) -> None:
     """Raise where the configuration asks for what only the Megatron runtime has; `also` are further fields in use."""
     default, supported = BalancerConfig(), (*USED, *also)
-    names = [field.name for field in fields(BalancerConfig) if field.name not in supported]
-    unsupported = [name for name in names if getattr(config, name) != getattr(default, name)]
+    unsupported = []
+    for field in fields(BalancerConfig):
+        is_set = getattr(config, field.name) != getattr(default, field.name)
+        if is_set and field.name not in supported:
+            unsupported.append(field.name)
     require(not unsupported, f"{', '.join(unsupported)}: only supported inside Megatron (moe_rl.megatron).")

@@ -215,6 +215,11 @@ def last_entry(raw: RawRun, key: str) -> Entry | None:
     return None
 
 
+def sets_key_under(raw: RawRun, *prefixes: str) -> bool:
+    """Return whether the files set any key that begins with one of these: `sets_key_under(raw, "trainer.")`."""
+    return any(entry.key.startswith(prefixes) for entry in raw.entries)
+
+
 def last_value(raw: RawRun, key: str) -> object:
     """Return the value that counts for a key; None where no file sets it or it is not known."""
     entry = last_entry(raw, key)

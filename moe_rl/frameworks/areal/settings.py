@@ -57,9 +57,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
                 trainer = engine
             settings = {**settings, "trainer": said_by(backend, trainer)}
         attention, _, experts = cut.partition("|")
-        sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | {
-            name: size for name, size in re.findall(r"([dptce])(\d+)", experts) if name == "e"
-        }
+        sizes = dict(re.findall(r"([dptce])(\d+)", attention)) | dict(re.findall(r"(e)(\d+)", experts))
         settings = {
             SIZES[name]: said_by(backend, int(size)) for name, size in sizes.items() if name in SIZES
         } | settings

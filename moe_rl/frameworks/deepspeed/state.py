@@ -4,6 +4,7 @@ ZeRO lays the expert parameters of a rank flat, one after the other, and gives e
 wherever the cuts fall. Sources: deepspeed.runtime.zero.stage_1_and_2, deepspeed.utils.tensor_fragment.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ class AutoEpExperts:
     def ready(self) -> tuple[list[SlotViews], ZeroState]:
         """Return the experts and their state; a collective of all ranks, for the cuts of the shards."""
         parameters = [parameters_of(module.experts) for module in self._modules]
-        cuts = self._cuts([parameter for of_layer in parameters for parameter in of_layer])
+        cuts = self._cuts(list(itertools.chain.from_iterable(parameters)))
         state, experts, number = ZeroState(), [], 0
         for of_layer in parameters:
             by_parameter = []
@@ -90,7 +91,9 @@ class AutoEpExperts:
         cycle, `averaged_gradients` at its end.
         """
         by_group = [*self._optimizer.all_grad_tensors.values(), *self._optimizer.averaged_gradients.values()]
-        gradients = [gradient for group in by_group if group is not None for gradient in group]
+        gradients: list[Any] = []
+        for group in by_group:
+            gradients += group or ()
         for module in self._modules:
             for parameter in parameters_of(module.experts):
                 gradients += [parameter.grad, getattr(parameter, "grad_accum", None)]
@@ -127,7 +130,8 @@ class AutoEpExperts:
         """Return the state of the expert in `slot` of a parameter whose state is cut at `cuts` [G, 2]."""
         size = parameter.numel() // len(parameter)
         # A shard that ends before this expert, or starts behind it, is cut to nothing: start = stop.
-        shards = [(int(start), max(int(start), int(stop))) for start, stop in np.clip(cuts - slot * size, 0, size)]
+        starts, stops = np.clip(cuts - slot * size, 0, size).T
+        shards = list(zip(starts.tolist(), np.maximum(starts, stops).tolist(), strict=True))
         start, stop = shards[self._groups.place[0]]
         if start == stop:
             return shards, []

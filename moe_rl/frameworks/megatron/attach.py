@@ -55,16 +55,10 @@ def forward_backward(
         if again is None:
             # All micro-batches of the call are held at once, as many as the plan is for.
             micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
-            known, held = routes(micro_batches), tokens and tokens(micro_batches)
+            routed, sequences = routes(micro_batches), tokens and tokens(micro_batches)
         else:
-            each = [(routes([one]), tokens and tokens([one])) for one in islice(again(), count)]
-            require(len(each) == count, f"`again` yields {len(each)} micro-batches, but the call needs {count}.")
-            parts = [part for part, _ in each if part is not None]
-            known = None
-            if len(parts) == count:
-                known = [rows for part in parts for rows in part]
-            held = tokens and [rows for _, part in each for rows in part or ()]
-        source = _source_of(known, held, count, balancer.model)
+            routed, sequences = _read_one_by_one(islice(again(), count), count, routes, tokens)
+        source = _source_of(routed, sequences, count, balancer.model)
         balancer.begin_pass(source, forward_only=bool(kwargs.get("forward_only", False)))
         try:
             result = function(**kwargs)
@@ -76,6 +70,30 @@ def forward_backward(
         return result
 
     return planned
+
+
+def _read_one_by_one(
+    micro_batches: Iterator[Any],
+    count: int,
+    routes: Callable[[list[Any]], Routes],
+    tokens: Callable[[list[Any]], list[SequenceRows] | None] | None,
+) -> tuple[Routes, list[SequenceRows] | None]:
+    """Return what both providers say of `count` micro-batches, of which one is in memory at a time.
+
+    There are no routes if one of the micro-batches has none.
+    """
+    routed: list[Any] = []
+    sequences: list[SequenceRows] = []
+    num_read, all_routed = 0, True
+    for micro_batch in micro_batches:
+        num_read += 1
+        part = routes([micro_batch])
+        all_routed = all_routed and part is not None
+        routed += part or ()
+        if tokens is not None:
+            sequences += tokens([micro_batch]) or ()
+    require(num_read == count, f"`again` yields {num_read} micro-batches, but the call needs {count}.")
+    return routed if all_routed else None, None if tokens is None else sequences
 
 
 def _source_of(
@@ -165,8 +183,8 @@ def _mapping(micro_batch: Any) -> Any:
 def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
     """Return the next `count` micro-batches, and the data iterator (one, or one per model chunk) with them in it."""
     if isinstance(data, Sequence):
-        parts = [looked_ahead(chunk_data, count) for chunk_data in data]
-        return parts[0][0], [iterator for _, iterator in parts]
+        micro_batches, iterators = zip(*(looked_ahead(chunk_data, count) for chunk_data in data), strict=True)
+        return micro_batches[0], list(iterators)
     if not isinstance(data, Iterator):
         raise InvalidInputError(
             f"data_iterator is a {type(data).__name__}: routes can be read from an iterator over micro-batches, or "

@@ -58,8 +58,11 @@ def option_in(*sections: str) -> Callable[[str], str | None]:
     """Return what gives Megatron's name of a key that stands right inside one of the sections, and None for others."""
 
     def option(key: str) -> str | None:
-        names = (key.removeprefix(section) for section in sections if key.startswith(section))
-        return next((name for name in names if "." not in name), None)
+        for section in sections:
+            name = key.removeprefix(section)
+            if key.startswith(section) and "." not in name:
+                return name
+        return None
 
     return option
 

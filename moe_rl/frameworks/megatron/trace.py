@@ -13,7 +13,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +62,39 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     readers = [_steps(file) for file in files]
     # All ranks in step: one step of every rank in memory, whatever the length of the run.
     while True:
-        heads = [next(reader, None) for reader in readers]
-        present = [head for head in heads if head is not None]
-        if not present:
+        steps: set[int] = set()
+        tables: list[Tables] = []
+        for reader in readers:
+            for step, tables_of_rank in islice(reader, 1):
+                steps.add(step)
+                tables.append(tables_of_rank)
+        if not tables:
             return
-        steps = {step for step, _ in present}
         require(
-            len(present) == len(heads) and len(steps) == 1,
+            len(tables) == len(readers) and len(steps) == 1,
             f"{path}: the ranks do not hold the same steps (near step {min(steps)}): a file is cut short.",
         )
-        tables = [tables for _, tables in present]
         for dp_rank in range(per_stage):
-            yield from _sequences(tables[dp_rank::per_stage], steps.copy().pop(), dp_rank, path)
+            yield from _sequences(tables[dp_rank::per_stage], min(steps), dp_rank, path)
 
 
 def _steps(file: Path) -> Iterator[tuple[int, Tables]]:
     """Yield (step, tables) of one rank; one step in memory at a time."""
-    records = (_checked(record, where) for where, record in json_records(file))
-    decoder = (record for record in records if record["block"] == "decoder")
     last_step = -1
-    for step, group in groupby(decoder, key=lambda record: integer(record["step"], "step")):
+    for step, group in groupby(_decoder_records(file), key=lambda record: integer(record["step"], "step")):
         require(step > last_step, f"{file}: step {step} comes after step {last_step}.")
         last_step = step
         tables: Tables = defaultdict(list)
         for record in group:
             tables[integer(record["layer"], "layer")].append(record["top_indices"])
         yield step, _without_recompute(dict(tables), file, step)
+
+
+def _decoder_records(file: Path) -> Iterator[dict[str, Any]]:
+    for where, unchecked in json_records(file):
+        record = _checked(unchecked, where)
+        if record["block"] == "decoder":
+            yield record
 
 
 def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:

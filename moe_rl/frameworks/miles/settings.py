@@ -13,9 +13,9 @@ def _recognizes(raw: RawRun) -> bool:
         return False
     # Its arguments are slime's: the name stands in a path, a module or a value.
     texts = [*raw.words, *raw.files]
-    texts += [str(entry.key) for entry in raw.entries]
-    texts += [str(entry.value) for entry in raw.entries]
-    return any("miles" in text.lower() for text in texts)
+    for entry in raw.entries:
+        texts += [str(entry.key), str(entry.value)]
+    return "miles" in "\n".join(texts).lower()
 
 
 READER = Reader(

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from moe_rl.core.mappings import without
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.launch import keys
-from moe_rl.launch.keys import Keys, Known, Reader, is_on, rules_of
+from moe_rl.launch.keys import Keys, Known, Reader, is_on, last_entry, rules_of, sets_key_under
 from moe_rl.launch.settings import defaults, said_by
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
@@ -63,10 +63,9 @@ def _remarks(raw: RawRun) -> tuple[str, ...]:
 
 
 def _recognizes(raw: RawRun) -> bool:
-    keys = {entry.key for entry in raw.entries}
-    return any(key.startswith((POLICY, "policy.generation.", "policy.dtensor_cfg.")) for key in keys) or (
-        "policy.model_name" in keys and any(key.startswith("grpo.") for key in keys)
-    )
+    names_model = last_entry(raw, "policy.model_name") is not None
+    trains = sets_key_under(raw, POLICY, "policy.generation.", "policy.dtensor_cfg.")
+    return trains or (names_model and sets_key_under(raw, "grpo."))
 
 
 READER = Reader(

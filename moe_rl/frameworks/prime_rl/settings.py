@@ -5,7 +5,7 @@ Keys: PrimeIntellect-ai/prime-rl:packages/prime-rl-configs (559b447).
 
 from pathlib import Path
 
-from moe_rl.launch.keys import Keys, Known, Reader, last_entry, rules_of
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, rules_of, sets_key_under
 from moe_rl.launch.settings import defaults
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
@@ -19,9 +19,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
 
 def _recognizes(raw: RawRun) -> bool:
     toml = any(file.endswith(".toml") for file in raw.files)
-    is_own = any(
-        entry.key.startswith(("orchestrator.", "trainer.model.", "weight_broadcast.")) for entry in raw.entries
-    )
+    is_own = sets_key_under(raw, "orchestrator.", "trainer.model.", "weight_broadcast.")
     return is_own or (toml and last_entry(raw, "model.name") is not None)
 
 

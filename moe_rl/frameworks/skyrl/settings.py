@@ -6,7 +6,7 @@ Keys: NovaSky-AI/SkyRL:skyrl/train/config/config.py (a956457); its Megatron work
 from pathlib import Path
 
 from moe_rl.frameworks.megatron import settings as megatron
-from moe_rl.launch.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, with_model
+from moe_rl.launch.keys import Keys, Known, Reader, last_entry, other_trainer, rules_of, sets_key_under, with_model
 from moe_rl.launch.settings import defaults
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
@@ -30,7 +30,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
 READER = Reader(
     name="skyrl",
     title="SkyRL",
-    recognizes=lambda raw: any(entry.key.startswith((POLICY, "trainer.placement.")) for entry in raw.entries),
+    recognizes=lambda raw: sets_key_under(raw, POLICY, "trainer.placement."),
     batch=FACTS["batch"],
     keys=KEYS,
     option=megatron.option_in(*SECTIONS),

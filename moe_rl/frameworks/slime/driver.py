@@ -7,7 +7,7 @@ plans = driver.plans_of_rollout(routed_experts, total_lengths, steps, config=con
 driver.write_plans(plans, "/shared/plans", rollout_id=rollout_id)        # workers have MOE_RL_PLANS=/shared/plans
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from moe_rl.core.plan import Plan
 from moe_rl.core.schedules import layout_of_cells
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
+
+# Of an optimizer step: [dp_rank][micro_batch] = samples.
+Schedule = list[list[list[int]]]
 
 
 def schedules_of_steps(
@@ -42,14 +45,11 @@ def schedules_of_steps(
             len(batches) == total,
             f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps hold {total}.",
         )
+    by_rank: Schedule = []
+    for partition, batches in zip(partitions, micro_batch_indices, strict=True):
+        by_rank += _renamed([batches], partition)
     ends = np.cumsum([0, *num_microbatches]).tolist()
-    return [
-        [
-            [[partition[place] for place in batch] for batch in batches[start:stop]]
-            for partition, batches in zip(partitions, micro_batch_indices, strict=True)
-        ]
-        for start, stop in pairwise(ends)
-    ]
+    return [[batches[start:stop] for batches in by_rank] for start, stop in pairwise(ends)]
 
 
 def schedule_from_steps(
@@ -86,7 +86,7 @@ def packed_steps(
         packed_schedule = pack_schedule(
             samples, schedule, token_budget=token_budget, config=config, model=model, topology=topology
         )
-        packed.append([[[ids[sample] for sample in batch] for batch in batches] for batches in packed_schedule])
+        packed.append(_renamed(packed_schedule, ids))
     return packed
 
 
@@ -104,10 +104,8 @@ def packed_by_lengths(
     """
     packed = []
     for schedule in steps:
-        ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
-        number = {sample: index for index, sample in enumerate(ids)}
-        cells = [[[number[sample] for sample in batch] for batch in batches] for batches in schedule]
-        stated = layout_of_cells(cells, len(ids), packing.token_budget)
+        ids, numbered = _numbered(schedule)
+        stated = layout_of_cells(numbered, len(ids), packing.token_budget)
         layout = packing.layout(np.array([total_lengths[index] for index in ids], np.int64), stated)
         if layout is None or layout.num_micro_batches % multiple_of:
             packed.append([[list(batch) for batch in batches] for batches in schedule])
@@ -148,11 +146,27 @@ def _by_step(
     """Yield, by step, the global ids of its samples, their routes, the schedule with samples numbered from 0 on."""
     require(len(routes) == len(lengths), f"there are routes for {len(routes)} samples, but lengths for {len(lengths)}.")
     for schedule in steps:
-        # Ascending, so that the plan of a step does not depend on how the driver ordered its samples.
-        ids = sorted({sample for batches in schedule for batch in batches for sample in batch})
-        number = {sample: index for index, sample in enumerate(ids)}
+        ids, numbered = _numbered(schedule)
         samples = [with_missing_last_rows(of_moe_layers(routes[index], model), lengths[index]) for index in ids]
-        yield ids, samples, [[[number[index] for index in batch] for batch in batches] for batches in schedule]
+        yield ids, samples, numbered
+
+
+def _numbered(schedule: Sequence[Sequence[Sequence[int]]]) -> tuple[list[int], Schedule]:
+    """Return the global ids of a step's samples, and the schedule with its samples numbered from 0 on.
+
+    Ids ascend, so that the plan of a step does not depend on how the driver ordered its samples.
+    """
+    samples: set[int] = set()
+    for batches in schedule:
+        samples.update(*batches)
+    ids = sorted(samples)
+    number = {sample: index for index, sample in enumerate(ids)}
+    return ids, _renamed(schedule, number)
+
+
+def _renamed(schedule: Sequence[Sequence[Sequence[int]]], names: Mapping[int, int] | Sequence[int]) -> Schedule:
+    """Return a schedule with `names[s]` instead of every sample s."""
+    return [[[names[sample] for sample in batch] for batch in batches] for batches in schedule]
 
 
 def write_plans(plans: Sequence[Plan], folder: Path | str, *, rollout_id: int) -> list[Path]:

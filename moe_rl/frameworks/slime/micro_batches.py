@@ -1,5 +1,6 @@
 """What slime's objects say of the micro-batches that come: their tokens, the rows of this rank, and replayed routes."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class CallData:
         if not getattr(args, "use_dynamic_batch_size", False) or not indices or not limit or replays or count < 2:
             return
         part = slice(chunk.offset, chunk.offset + count)
-        samples = [sample for batch in indices[part] for sample in batch]
+        samples = list(itertools.chain.from_iterable(indices[part]))
         ends = np.cumsum([len(batch) for batch in indices[part]])[:-1]
         batches = [places.tolist() for places in np.split(np.arange(len(samples)), ends)]
         tokens = [chunk.rollout_data["tokens"][sample] for sample in samples]

@@ -12,6 +12,7 @@ holds the number of micro-batches per optimizer step (THUDM/slime:slime/observab
 optimizer steps per rollout, step = rollout_id * steps + optimizer step. Samples that were not trained on are left out.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
     if not isinstance(partition, list) or not isinstance(batches, list):
         raise InvalidInputError("a shard of dp_shards lacks partition or micro_batch_indices.")
     if batches and isinstance(batches[0], list) and batches[0] and isinstance(batches[0][0], list):
-        batches = [batch for step in batches for batch in step]
+        batches = list(itertools.chain.from_iterable(batches))
     if isinstance(counts, list) and counts:
         per_step = counts
     else:

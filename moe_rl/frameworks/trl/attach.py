@@ -90,8 +90,10 @@ class ReplayGRPOTrainer(GRPOTrainer):
         if self.model.training and self._step >= self._pass_ends:
             count = self.current_gradient_accumulation_steps
             self._pass_ends = self._step - self._step % count + count
-            coming = [step % self.args.steps_per_generation for step in range(self._step, self._pass_ends)]
-            routes = [self._buffered_inputs[index][ROUTES] for index in coming]
+            routes = []
+            for step in range(self._step, self._pass_ends):
+                index = step % self.args.steps_per_generation
+                routes.append(self._buffered_inputs[index][ROUTES])
             self.routing.begin_pass(PassSource.replayed(routes))
         return inputs
 

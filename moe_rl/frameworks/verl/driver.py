@@ -179,7 +179,7 @@ def micro_batches_of_column(data: Any, budget: int) -> list[list[int]] | None:
     count = int(of_sample.max()) + 1
     tokens_held, members = np.bincount(of_sample, weights=tokens), np.bincount(of_sample)
     usable = len(of_sample) == len(tokens) and tokens_held.max() <= budget and members.min() > 0
-    everyone = gathered((bool(usable), count))
-    if not all(fits for fits, _ in everyone) or len({number for _, number in everyone}) > 1:
+    usable_of_ranks, count_of_ranks = zip(*gathered((bool(usable), count)), strict=True)
+    if not all(usable_of_ranks) or len(set(count_of_ranks)) > 1:
         return None
     return [np.flatnonzero(of_sample == number).tolist() for number in range(count)]

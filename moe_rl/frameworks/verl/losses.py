@@ -236,18 +236,19 @@ def _installed_verl_is_always_by_sequence(mode: str, config: Any) -> bool:
     if mode not in _PROBED:
         core_algos: Any = importlib.import_module("verl.trainer.ppo.core_algos")
         mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-        losses = [
-            core_algos.get_policy_loss_fn(mode)(
+
+        def loss(aggregation: str) -> Tensor:
+            result: tuple[Tensor, Any] = core_algos.get_policy_loss_fn(mode)(
                 old_log_prob=-torch.ones(2, 3),
                 log_prob=-torch.ones(2, 3),
                 advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
                 response_mask=mask,
-                loss_agg_mode=mode_asked,
+                loss_agg_mode=aggregation,
                 config=config,
-            )[0]
-            for mode_asked in ("token-mean", _BY_SEQUENCE)
-        ]
-        _PROBED[mode] = bool(torch.isclose(*losses))
+            )
+            return result[0]
+
+        _PROBED[mode] = bool(torch.isclose(loss("token-mean"), loss(_BY_SEQUENCE)))
     return _PROBED[mode]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.launch import keys
-from moe_rl.launch.keys import Keys, Known, Reader, rules_of
+from moe_rl.launch.keys import Keys, Known, Reader, rules_of, sets_key_under
 from moe_rl.launch.settings import Setting, defaults
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
@@ -48,7 +48,7 @@ def _trainer(raw: RawRun) -> Known:
             return {}
         return {"trainer": trainer}
     configured = str(keys.last_value(raw, "config_name"))
-    is_megatron = "megatron" in configured or any(entry.key.startswith(ENGINE) for entry in raw.entries)
+    is_megatron = "megatron" in configured or sets_key_under(raw, ENGINE)
     if is_megatron:
         return {}
     return defaults("verl", trainer="FSDP")
@@ -60,7 +60,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
 
 
 def _recognizes(raw: RawRun) -> bool:
-    return any(entry.key.startswith("actor_rollout_ref.") for entry in raw.entries) or bool(_program(raw))
+    return sets_key_under(raw, "actor_rollout_ref.") or bool(_program(raw))
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
