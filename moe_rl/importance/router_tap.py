@@ -41,6 +41,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.registry import Registry
 from moe_rl.importance.context_parallel import SumReducer
 from moe_rl.importance.diagnostics import router_agreement
+from moe_rl.importance.router_ranks import AfterChunk, between_stages, part_of_rank
 from moe_rl.importance.router_shift import (
     DEFAULT_FLOOR,
     RouterShift,
@@ -352,10 +353,6 @@ class _ForwardRows:
     """Numbers of the routers."""
 
 
-# (number of the chunk, keys of its forward): called when a chunk has run.
-_AfterChunk = Callable[[int, Tensor], None]
-
-
 class RouterTap:
     """Records the routers of a model (or of a pipeline stage's chunks) during forward passes."""
 
@@ -453,7 +450,10 @@ class RouterTap:
         def compare(router: int, keys: Tensor, logits: Tensor, ids: Tensor, score_function: ScoreFunction) -> None:
             self._agree(update, keys, logits, update.add(router, keys, logits, self._log_probs, score_function))
 
-        with self._travelling(update) as pass_on, self._hooked(compare, store, pass_on, update=True):
+        with (
+            between_stages(update.sums, self._pipeline, num_chunks=len(self._chunks)) as pass_on,
+            self._hooked(compare, store, pass_on, update=True),
+        ):
             yield update
 
     def _require_store(self, store: RouterStore) -> None:
@@ -497,7 +497,7 @@ class RouterTap:
         self,
         take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None],
         store: RouterStore,
-        pass_on: _AfterChunk = lambda chunk, keys: None,
+        pass_on: AfterChunk = lambda chunk, keys: None,
         *,
         update: bool = False,
     ) -> Iterator[None]:
@@ -532,7 +532,7 @@ class RouterTap:
 
         return _uncompiled(hook)
 
-    def _after_chunk(self, number: int, store: RouterStore, pass_on: _AfterChunk, update: bool) -> Callable[..., None]:
+    def _after_chunk(self, number: int, store: RouterStore, pass_on: AfterChunk, update: bool) -> Callable[..., None]:
         """Return the hook of a chunk whose forward has ended: its rows must not serve another forward."""
         own_modules = {id(module) for module in self._chunks[number].modules()}
         places = {
@@ -589,60 +589,7 @@ class RouterTap:
         )
         forward.readers.add(router)
         self._rows_were_read = True
-        return self._part_of_rank(forward.keys.reshape(-1), logits.shape[0]).to(logits.device)
-
-    def _part_of_rank(self, keys: Tensor, num_rows: int) -> Tensor:
-        """Return the keys of a router's rows: all of the forward's, or under sequence parallelism this rank's part."""
-        if keys.shape[0] == num_rows:
-            return keys
-        megatron: Any = sys.modules.get("megatron.core.parallel_state")
-        split = megatron is not None and megatron.model_parallel_is_initialized()
-        parts = 1
-        if split:
-            parts = megatron.get_tensor_model_parallel_world_size()
-        require(
-            keys.shape[0] == parts * num_rows,
-            f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
-        )
-        # Sequence parallelism cuts the first dimension: a rank has consecutive rows.
-        part: Tensor = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]
-        return part
-
-    @contextmanager
-    def _travelling(self, update: UpdatePass) -> Iterator[_AfterChunk]:
-        """Yield what hands the sums of each forward on from stage to stage, behind its activations.
-
-        After its forward a chunk adds what came before it, without what it has sent itself (interleaved pipelines come
-        by more than once), and sends the sum on. The receiver's activations were sent after the message, and the group
-        is its own, so that nobody waits for a later forward.
-        """
-        group = self._pipeline
-        if group is None or dist.get_world_size(group) == 1:
-            yield lambda chunk, keys: None
-            return
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-        sent = torch.zeros_like(update.sums)
-        waiting: list[tuple[Any, Tensor]] = []
-        last_chunk = len(self._chunks) - 1
-
-        @torch.no_grad()
-        def pass_on(chunk: int, keys: Tensor) -> None:
-            is_first, is_last = chunk == 0 and me == 0, chunk == last_chunk and me == len(ranks) - 1
-            rows = keys.to(update.sums.device) + 1
-            if not is_first:
-                before = torch.empty_like(update.sums[:, rows])
-                dist.recv(before, src=ranks[me - 1], group=group)
-                update.sums[:, rows] += before - sent[:, rows]
-            if not is_last:
-                running = update.sums[:, rows].contiguous()
-                sent[:, rows] = running
-                waiting.append((dist.isend(running, dst=ranks[(me + 1) % len(ranks)], group=group), running))
-
-        try:
-            yield pass_on
-        finally:
-            for work, _ in waiting:
-                work.wait()
+        return part_of_rank(forward.keys.reshape(-1), logits.shape[0]).to(logits.device)
 
 
 # In the name of a router: PEFT's own module, and its copies that are trained.

@@ -148,8 +148,8 @@ class SequenceLayout:
 
     def _sum_to_end(self, values: Tensor) -> Tensor:
         """Sum of what stands at a token and behind it in its whole sequence, token shape; `values` are detached."""
-        parts, half, sequence = len(self.context.chunks), self._piece_lengths(), self.sequence_of_token
-        _, part = self._place_and_part()
+        parts, half, sequence = len(self.context.chunks), _piece_lengths(self), self.sequence_of_token
+        _, part = _place_and_part(self)
         local = _sums_to_end(values.reshape(-1), sequence * parts + part)
         cuts = torch.stack([self.starts[:-1] + number * half for number in range(parts)], dim=1)
         present = (half > 0).unsqueeze(1)
@@ -163,21 +163,13 @@ class SequenceLayout:
             return flat
         # Gathered by the only collective there is: each rank fills its own places of the sum.
         all_ranks = flat.new_zeros(flat.shape[0] * self.context.size)
-        return self.context.sum(all_ranks.index_copy(0, self._whole_places(), flat))
+        return self.context.sum(all_ranks.index_copy(0, _places_in_batch(self), flat))
 
     def here(self, everywhere: Tensor, like: Tensor) -> Tensor:
         """Take this rank's tokens out of what `everywhere` gives: to the shape of `like`."""
         if self.context.size == 1:
             return everywhere.view_as(like)
-        return everywhere[self._whole_places()].view_as(like)
-
-    def _whole_places(self) -> Tensor:
-        """int64 [tokens]: where this rank's tokens lie in the whole batch."""
-        chunks = torch.tensor(self.context.chunks, device=self.starts.device)
-        half = self._piece_lengths()[self.sequence_of_token]
-        place, part = self._place_and_part()
-        start = self.starts[self.sequence_of_token] * self.context.size
-        return start + chunks[part] * half + place - part * half
+        return everywhere[_places_in_batch(self)].view_as(like)
 
     def to_padded(self, values: Tensor) -> Tensor:
         """Packed [T] to padded [N, longest] with zeros behind each sequence."""
@@ -185,30 +177,51 @@ class SequenceLayout:
             return values
         width = int(self.lengths.max()) if self.num_sequences else 0
         padded = values.new_zeros(self.num_sequences, width)
-        return padded.index_put((self.sequence_of_token, self._positions()), values)
+        return padded.index_put((self.sequence_of_token, _positions(self)), values)
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """Padded [N, longest] back to packed [T]."""
         if not self.is_packed:
             return padded
-        return padded[self.sequence_of_token, self._positions()]
+        return padded[self.sequence_of_token, _positions(self)]
 
-    def _piece_lengths(self) -> Tensor:
-        """[N] tokens of each of this rank's pieces of a sequence: two under a zigzag split, else one."""
-        parts = len(self.context.chunks)
-        odd = self.width is not None and self.width % parts != 0
-        require(not odd, f"a zigzag split needs an even number of columns, got {self.width}.")
-        return self.lengths // parts
 
-    def _place_and_part(self) -> tuple[Tensor, Tensor]:
-        """Position of each token among this rank's of its sequence, and in which piece of them, [T] int64."""
-        place = self._positions()
-        return place, (place >= self._piece_lengths()[self.sequence_of_token]).long() * (len(self.context.chunks) - 1)
+# Where a rank's tokens stand in whole sequences. Under a zigzag split (C = 2 x CP chunks of each sequence) rank r has
+# two pieces: chunks r and C - 1 - r. Example: CP 2, a sequence of 8 tokens; rank 0 has chunks 0 and 3, tokens 0 1 6 7.
+#     _piece_lengths     2
+#     _positions         0 1 2 3
+#     parts              0 0 1 1
+#     _places_in_batch   0 1 6 7
 
-    def _positions(self) -> Tensor:
-        """[T] position of each token in its sequence."""
-        tokens = torch.arange(self.sequence_of_token.shape[0], device=self.starts.device)
-        return tokens - self.starts[self.sequence_of_token]
+
+def _positions(layout: SequenceLayout) -> Tensor:
+    """[T] position of each token among this rank's tokens of its sequence."""
+    tokens = torch.arange(layout.sequence_of_token.shape[0], device=layout.starts.device)
+    return tokens - layout.starts[layout.sequence_of_token]
+
+
+def _piece_lengths(layout: SequenceLayout) -> Tensor:
+    """[N] tokens of each of this rank's pieces of a sequence: two under a zigzag split, else one."""
+    parts = len(layout.context.chunks)
+    odd = layout.width is not None and layout.width % parts != 0
+    require(not odd, f"a zigzag split needs an even number of columns, got {layout.width}.")
+    return layout.lengths // parts
+
+
+def _place_and_part(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Position of each token among this rank's of its sequence, and in which piece of them, [T] int64."""
+    place = _positions(layout)
+    in_second_piece = place >= _piece_lengths(layout)[layout.sequence_of_token]
+    return place, in_second_piece.long() * (len(layout.context.chunks) - 1)
+
+
+def _places_in_batch(layout: SequenceLayout) -> Tensor:
+    """int64 [tokens]: where this rank's tokens lie in the whole batch."""
+    chunks = torch.tensor(layout.context.chunks, device=layout.starts.device)
+    half = _piece_lengths(layout)[layout.sequence_of_token]
+    place, part = _place_and_part(layout)
+    start = layout.starts[layout.sequence_of_token] * layout.context.size
+    return start + chunks[part] * half + place - part * half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
