@@ -296,16 +296,16 @@ class PassCycle(RoutePlanner[Tables]):
 
     def _activate(self, running: RunningPass[Tables], tables: Tables) -> None:
         """Tell the layers that the pass begins."""
-        ep_rank = self.run.planner.exchange.rank
+        rank = self.run.planner.exchange.rank
         later = [
-            WaitedTables(running=running, part=part, notices=self._notices, ep_rank=ep_rank) for part in running.later
+            WaitedTables(running=running, part=part, notices=self._notices, ep_rank=rank) for part in running.later
         ]
         self.run.layers.activate(running.planned, tables, later, num_micro_batches=running.num_micro_batches)
         self.run.layers.count_routes(running.counter)
         for clock in self._clocks:
             clock.reset(training=not running.forward_only)
         self._notices.say_notes(self._home_choice.notes_of(running.planned.plan))
-        self._notices.say_memory(running.planned.memory, ep_rank=ep_rank)
+        self._notices.say_memory(running.planned.memory, ep_rank=rank)
 
     def _metrics_of(self, running: RunningPass[Tables]) -> PassMetrics:
         """Return what a pass did, and start to learn from it; a collective of the EP group."""
