@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.model import are_layer_numbers
 from moe_rl.core.placement import count_instances
 
 
@@ -33,17 +34,19 @@ class ExpertMap:
 
     def __post_init__(self) -> None:
         ids = self.moe_layer_ids
+        has_row_per_layer = self.slots.ndim == 2 and len(self.slots) == len(ids)
         require(
-            self.slots.ndim == 2 and len(self.slots) == len(ids),
+            has_row_per_layer,
             f"an expert map needs one row per MoE layer ({len(ids)}), got shape {list(self.slots.shape)}.",
         )
         require(
-            list(ids) == sorted(set(ids)) and (not ids or (ids[0] >= 0 and ids[-1] < self.num_layers)),
+            are_layer_numbers(ids, self.num_layers),
             f"the layers of an expert map must be ascending and below {self.num_layers}, got {list(ids)}.",
         )
         width = self.slots.shape[1]
+        is_even = width % self.ep_size == 0 and width >= self.num_experts
         require(
-            width % self.ep_size == 0 and width >= self.num_experts,
+            is_even,
             f"{width} slots for {self.num_experts} experts cannot be split evenly across {self.ep_size} ranks.",
         )
 

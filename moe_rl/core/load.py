@@ -111,9 +111,10 @@ class StepLoad:
         """
         head = next(iter(loads))
         for load in loads:
-            same = load.pairs.shape[::2] == head.pairs.shape[::2] and load.ep_size == head.ep_size
+            same_shape = load.pairs.shape[::2] == head.pairs.shape[::2] and load.ep_size == head.ep_size
+            same_kind = (load.top_k, load.scaled) == (head.top_k, head.scaled)
             require(
-                same and (load.top_k, load.scaled) == (head.top_k, head.scaled),
+                same_shape and same_kind,
                 f"loads [G, M, L, P, E] = {load.pairs.shape} and {head.pairs.shape} differ in model or run: join loads "
                 "of one run only.",
             )

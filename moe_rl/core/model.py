@@ -1,5 +1,6 @@
 """The shape of a model, as far as load balance and the price of a layer depend on it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_rl.core.errors import require, require_least, require_words
@@ -19,6 +20,11 @@ POSITIVE_FIELDS = (
 )
 
 
+def are_layer_numbers(ids: Sequence[int], num_layers: int) -> bool:
+    """Return whether ids are ascending, distinct and in 0 .. num_layers - 1."""
+    return list(ids) == sorted(set(ids)) and set(ids) <= set(range(num_layers))
+
+
 def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: int, expert_group_top_k: int) -> None:
     """Raise unless the groups divide the experts, and the groups of a token hold at least top-k experts."""
     require(
@@ -27,8 +33,9 @@ def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: in
     )
     # DeepSeek-V3: 256 experts in 8 groups, of which a token takes 4, leave 128 to choose 8 from.
     eligible = num_experts // num_expert_groups * expert_group_top_k
+    is_limit = 0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k
     require(
-        expert_group_top_k == 0 or (0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k),
+        expert_group_top_k == 0 or is_limit,
         f"{whose}: expert_group_top_k ({expert_group_top_k}) must lie in 0 .. {num_expert_groups} and leave at least "
         f"top_k ({top_k}) experts, but it leaves {eligible}.",
     )
@@ -97,15 +104,14 @@ class MoeModelSpec:
         )
         ids = self.moe_layer_ids
         require(
-            len(ids) > 0 and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < self.num_layers,
+            len(ids) > 0 and are_layer_numbers(ids, self.num_layers),
             f"model {self.name!r}: moe_layer_ids must be ascending, distinct and below num_layers "
             f"({self.num_layers}), got {list(ids)}.",
         )
         windowed = self.num_sliding_window_layers
+        both_or_none = (windowed > 0) == (self.sliding_window > 0)
         require(
-            self.sliding_window >= 0
-            and 0 <= windowed <= self.num_layers
-            and (windowed > 0) == (self.sliding_window > 0),
+            self.sliding_window >= 0 and 0 <= windowed <= self.num_layers and both_or_none,
             f"model {self.name!r}: sliding_window ({self.sliding_window}) and num_sliding_window_layers ({windowed}) "
             f"must both be 0, or both positive with at most num_layers ({self.num_layers}) layers.",
         )

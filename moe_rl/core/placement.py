@@ -53,8 +53,9 @@ class ExpertPlacement:
         slots = self.physical_to_logical_map
         require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {self.home_rank.shape}.")
         num_layers, num_experts = self.home_rank.shape
+        is_map = slots.ndim == 2 and slots.shape[0] == num_layers and slots.shape[1] % self.ep_size == 0
         require(
-            slots.ndim == 2 and slots.shape[0] == num_layers and slots.shape[1] % self.ep_size == 0,
+            is_map,
             f"physical_to_logical_map must be [L, slots] = [{num_layers}, a multiple of ep_size {self.ep_size}], "
             f"got {slots.shape}.",
         )
@@ -185,15 +186,15 @@ class ExpertPlacement:
             f"expert-model-parallel size {ep_size} does not divide the {num_experts} experts.",
         )
         per_rank = num_experts // ep_size
-        is_rank = bool(((home >= 0) & (home < ep_size)).all())
-        row = np.arange(num_layers)[:, None] * ep_size
-        require(
-            is_rank and bool((np.bincount((row + home).ravel(), minlength=num_layers * ep_size) == per_rank).all()),
-            f"every rank must be the home of exactly {per_rank} experts in every layer.",
-        )
+        even = f"every rank must be the home of exactly {per_rank} experts in every layer."
+        require(bool(((home >= 0) & (home < ep_size)).all()), even)
+        layer_and_rank = np.arange(num_layers)[:, None] * ep_size + home
+        experts_of_rank = np.bincount(layer_and_rank.ravel(), minlength=num_layers * ep_size)
+        require(bool((experts_of_rank == per_rank).all()), even)
         residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts
+        is_table = residents.ndim == 3 and residents.shape[:2] == (num_layers, ep_size)
         require(
-            residents.ndim == 3 and residents.shape[:2] == (num_layers, ep_size),
+            is_table,
             f"resident_experts must be [L, P, S] = [{num_layers}, {ep_size}, S], got {list(residents.shape)}.",
         )
         resident_slots = residents.shape[2]
@@ -240,10 +241,11 @@ class ExpertMigration:
     @classmethod
     def between(cls, old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int) -> Self:
         """Return the moves from `old` to `new`; a copy on the same rank is preferred as the source, then the home."""
+        same_experts = old.home_rank.shape == new.home_rank.shape
+        same_map = old.physical_to_logical_map.shape == new.physical_to_logical_map.shape
+        same_slots = (old.ep_size, old.resident_slots) == (new.ep_size, new.resident_slots)
         require(
-            old.home_rank.shape == new.home_rank.shape
-            and old.physical_to_logical_map.shape == new.physical_to_logical_map.shape
-            and (old.ep_size, old.resident_slots) == (new.ep_size, new.resident_slots),
+            same_experts and same_map and same_slots,
             "migration: the two placements differ in layers, experts, ranks, residents or slots per rank.",
         )
         before, after = old.physical_to_logical_map, new.physical_to_logical_map

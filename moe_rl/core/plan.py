@@ -54,8 +54,9 @@ class ReplicaPlan:
     def __post_init__(self) -> None:
         places = self.num_ep_groups * self.num_micro_batches * self.num_layers
         count = len(self.expert)
+        has_ends = self.offsets.shape == (places + 1,) and self.offsets[[0, -1]].tolist() == [0, count]
         require(
-            self.offsets.shape == (places + 1,) and int(self.offsets[0]) == 0 and int(self.offsets[-1]) == count,
+            has_ends,
             f"replica plan: offsets must run from 0 to {count} in {places} steps (EP groups x micro-batches x layers).",
         )
         require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: offsets must not decrease.")

@@ -139,8 +139,9 @@ class ClusterTopology:
 
     def __post_init__(self) -> None:
         require_least(self, ep_size=1, num_ep_groups=1, slices_per_dp_rank=1, ranks_per_node=1)
+        fills_nodes = self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0
         require(
-            self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0,
+            fills_nodes,
             f"ep_size ({self.ep_size}) must fill whole nodes: it is not a multiple of "
             f"ranks_per_node ({self.ranks_per_node}).",
         )

@@ -59,8 +59,9 @@ def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = N
     """
     tokens, layers = shape[:2]
     swapped = tokens == num_layers and layers > tokens
+    possible = layers <= MAX_LAYERS or layers <= tokens
     require(
-        not swapped and (layers <= MAX_LAYERS or layers <= tokens),
+        possible and not swapped,
         f"{what} of shape {list(shape)} would mean {tokens} tokens in {layers} layers: the axes must be "
         "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1); of an .npz file: --axes LTK).",
     )
@@ -141,8 +142,9 @@ class RoutingTrace(SequenceColumns):
 
     def __post_init__(self) -> None:
         routes = self.routed_experts
+        is_table = routes.ndim == 3 and routes.dtype in (np.uint8, np.uint16)
         require(
-            routes.ndim == 3 and routes.dtype in (np.uint8, np.uint16),
+            is_table,
             f"routed_experts must be uint8 or uint16 of shape [T, L, K], got {routes.dtype} {routes.shape}.",
         )
         num_tokens, num_layers, top_k = routes.shape
@@ -155,8 +157,9 @@ class RoutingTrace(SequenceColumns):
             f"moe_layer_ids names {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers}.",
         )
         seqlens = self.cu_seqlens
+        has_ends = seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[[0, -1]].tolist() == [0, num_tokens]
         require(
-            seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[0] == 0 and seqlens[-1] == num_tokens,
+            has_ends,
             f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}).",
         )
         require(bool((np.diff(seqlens) >= 0).all()), "cu_seqlens must not decrease.")
