@@ -68,22 +68,21 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
     # 256 drawn of 512 tokens weigh 256 / (256 + 128) = 0.67; where every token was drawn the weight is 1.
     drawn_weight = drawn / np.maximum(drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
     weight = drawn_weight.reshape(load.tokens.shape[:2])[:, :, None, None]
+    independent_copies = copies_of_alike_sources(rows.nic_ingress, topology)
     counts = replace(
         counts,
         rank_visits=_estimated(counts.rank_visits, rows.rank_visits, weight),
-        between_nodes=_estimated(
-            counts.between_nodes, copies_of_alike_sources(rows.nic_ingress, topology), weight[..., None]
-        ),
+        between_nodes=_estimated(counts.between_nodes, independent_copies, weight[..., None]),
         counted=np.ones_like(counts.counted),  # what was not counted is estimated now
     )
     counted = counts.put_into(rows)
+    ingress = _ratio(rows.nic_ingress, counted.nic_ingress)
+    egress = _ratio(rows.nic_egress, counted.nic_egress)
     difference = VisitDifference(
         tokens=len(load.routes.token),
         share=load.routes.share,
         rank_visits=_ratio(rows.rank_visits, counted.rank_visits),
-        nic_rows=max(
-            _ratio(rows.nic_ingress, counted.nic_ingress), _ratio(rows.nic_egress, counted.nic_egress), key=abs
-        ),
+        nic_rows=max(ingress, egress, key=abs),
     )
     return Destinations(rows=counted, between_nodes=counts.between_nodes.sum(axis=(0, 1, 2)), difference=difference)
 

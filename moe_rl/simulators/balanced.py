@@ -62,12 +62,14 @@ class BalancedBatch(TrainingRun):
             of_rank = values[..., :1] if values.ndim == 4 else values
             return np.broadcast_to(of_rank, (1, 1, model.num_moe_layers, *of_rank.shape[3:]))
 
+        rows = LayerRows(**{item.name: alike(getattr(layer, item.name)) for item in fields(layer)})
+        work = SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, run)
         return cls(
             model=model,
             topology=run.topology,
             setting=run.setting,
-            rows=LayerRows(**{item.name: alike(getattr(layer, item.name)) for item in fields(layer)}),
-            work=SourceWork.alike(np.full((1, 1, 1), float(tokens_per_rank)), sequence_length, run),
+            rows=rows,
+            work=work,
             sequence_length=sequence_length,
         )
 
@@ -75,11 +77,18 @@ class BalancedBatch(TrainingRun):
         """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
         # 1F1B lets the first of S stages hold most: S micro-batches against one of the last.
         batches_in_flight = ceil(in_flight(self.setting, 0))
-        rows, visits, tokens = (
-            np.broadcast_to(per_rank, (1, batches_in_flight, *per_rank.shape[2:]))
-            for per_rank in (self.rows.rows, self.rows.rank_visits, self.work.tokens)
+
+        def in_flight_at_once(of_micro_batch: Floats) -> Floats:
+            return np.broadcast_to(of_micro_batch, (1, batches_in_flight, *of_micro_batch.shape[2:]))
+
+        return forecast_memory(
+            in_flight_at_once(self.rows.rows),
+            in_flight_at_once(self.work.tokens),
+            None,
+            run=self,
+            visits=in_flight_at_once(self.rows.rank_visits),
+            buffers=buffers,
         )
-        return forecast_memory(rows, tokens, None, run=self, visits=visits, buffers=buffers)
 
     def step(self, num_micro_batches: int) -> BalancedStep:
         """Return the step of that many such micro-batches."""
@@ -95,11 +104,13 @@ class BalancedBatch(TrainingRun):
         # All S stages work on the same tokens: a GPU is credited with 1 / S of them.
         done = tokens * num_micro_batches / self.setting.pipeline_model_parallel_size
         tokens_per_s = done / sum(breakdown.values())
+        flops_per_s = tokens_per_s * flops_per_token(self.model, self.sequence_length)
+        imbalance_s = sum(once[name] for name in IMBALANCE_PARTS)
         return BalancedStep(
             breakdown_s=breakdown,
             tokens_per_s_per_gpu=tokens_per_s,
-            tflops_per_s_per_gpu=tokens_per_s * flops_per_token(self.model, self.sequence_length) / 1e12,
-            phi=sum(once[name] for name in IMBALANCE_PARTS) / sum(once.values()),
+            tflops_per_s_per_gpu=flops_per_s / 1e12,
+            phi=imbalance_s / sum(once.values()),
         )
 
 

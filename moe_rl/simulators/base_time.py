@@ -54,8 +54,9 @@ class SourceWork:
         """
         load, layout, lengths, topology = step.load, step.layout, step.lengths, step.topology
         layout.check(lengths)
+        same_ranks = layout.num_dp_ranks == topology.num_dp_ranks
         require(
-            layout.num_dp_ranks == topology.num_dp_ranks and layout.num_micro_batches == load.num_micro_batches,
+            same_ranks and layout.num_micro_batches == load.num_micro_batches,
             f"the layout has {layout.num_micro_batches} micro-batches on {layout.num_dp_ranks} data-parallel ranks, "
             f"but load and topology have {load.num_micro_batches} on {topology.num_dp_ranks}.",
         )
@@ -152,12 +153,11 @@ class LinearTime:
 
     def plus(self, parts: "Parts", times: float) -> "LinearTime":
         """Return this and all the parts, so many times."""
-        return LinearTime(
-            **{
-                item.name: getattr(self, item.name) + times * sum(getattr(part, item.name) for part in parts.values())
-                for item in fields(LinearTime)
-            }
-        )
+        coefficients = {}
+        for item in fields(LinearTime):
+            of_parts = sum(getattr(part, item.name) for part in parts.values())
+            coefficients[item.name] = getattr(self, item.name) + times * of_parts
+        return LinearTime(**coefficients)
 
 
 Parts = Mapping[str, LinearTime]
@@ -317,10 +317,10 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
-    linear_s = sum(
-        (4.0 if backward else 2.0) * columns * depth / _linear_flops_per_s(hardware, setting, columns, depth)
-        for columns, depth in model.attention_products
-    )
+    linear_s, flops_per_product = 0.0, 4.0 if backward else 2.0
+    for columns, depth in model.attention_products:
+        flops_per_s = _linear_flops_per_s(hardware, setting, columns, depth)
+        linear_s += flops_per_product * columns * depth / flops_per_s
     handled = model.query_channels + model.key_value_channels
     moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
     core_s = core_attention_seconds(model, hardware, setting, backward=backward)

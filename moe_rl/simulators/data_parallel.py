@@ -51,13 +51,13 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
     shards = dense_shards(run.topology, setting), expert_shards(run.topology)
 
     def fullest(bytes_each: int) -> float:
-        return max(
-            sum(
-                collective_seconds(bytes_each * params, *of)
-                for params, of in zip(stage_params(run, stage), shards, strict=True)
-            )
-            for stage in stages
-        )
+        fullest_s = 0.0
+        for stage in stages:
+            stage_s = 0.0
+            for params, of in zip(stage_params(run, stage), shards, strict=True):
+                stage_s += collective_seconds(bytes_each * params, *of)
+            fullest_s = max(fullest_s, stage_s)
+        return fullest_s
 
     reduced, gathered = fullest(gradient_bytes(setting)), fullest(BF16_BYTES)
     forward = micro_batch_s / (2.0 + setting.forward_passes)  # recomputation runs in backward

@@ -71,8 +71,7 @@ def slowest_rank_s(
     touched = (1.0 - np.exp(-pairs * shares)).reshape(of_rank).mean(axis=-1)
     load = ep_size * shares.reshape(ep_size, -1).sum(axis=1)
     read = np.asarray(read_s, np.float64)[..., None] + touched * experts_read_s
-    computed = (
-        np.asarray(computed_s, np.float64)[..., None] + load * np.asarray(experts_computed_s, np.float64)[..., None]
-    )
+    of_experts = load * np.asarray(experts_computed_s, np.float64)[..., None]
+    computed = np.asarray(computed_s, np.float64)[..., None] + of_experts
     slowest: Floats = np.maximum(read, computed).max(axis=-1)
     return slowest

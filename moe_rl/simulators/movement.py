@@ -67,7 +67,8 @@ def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
     stages = setting.pipeline_model_parallel_size
     counts[..., : round(layers * (stages - 1) / stages)] = 0
     anywhere = (counts.sum(axis=(0, 1)) > 0) | np.any(placement.resident_experts >= 0, axis=(1, 2))
-    of_last = (anywhere[:, ::-1].cumsum(axis=1) * anywhere[:, ::-1] == 1)[:, ::-1]
+    from_last = anywhere[:, ::-1]
+    of_last = (from_last.cumsum(axis=1) * from_last == 1)[:, ::-1]
     of_last_two = np.cumsum(counts[1, ..., ::-1] > 0, axis=-1)[..., ::-1] <= 2
     return int(counts[0][:, of_last].sum() + counts[1][of_last_two].sum())
 

@@ -89,7 +89,10 @@ def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, mi
         # Dense layers come first, so that they shorten the first stages alone: all others wait for stages without one.
         saved = sum(parts[name] for name in ONLY_MOE) / (sum(split) - dense) - parts["dense_mlp"] / dense
     layer = (total - head + dense * saved) / sum(split)
-    busy_s = [count * layer - saved * min(chunk, max(0.0, dense - stage * chunk)) for stage, count in enumerate(split)]
+    busy_s = []
+    for stage, count in enumerate(split):
+        dense_here = min(chunk, max(0.0, dense - stage * chunk))
+        busy_s.append(count * layer - saved * dense_here)
     busy_s[-1] += head  # the output layer stands on the last stage alone
     breakdown["pipeline_imbalance"] = max(0.0, max(busy_s) - total / stages)
     busy = total / stages / max(1, micro_batches)

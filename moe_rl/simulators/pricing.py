@@ -129,10 +129,10 @@ class StepPricing(TrainingRun):
         for base, layers in ((moe_base, moe_layers + prediction), (dense_base, dense_layers)):
             for name, seconds in base.items():
                 parts[name] = parts.get(name, 0.0) + layers * seconds
-        heads = [
-            slowest_rank(head_parts(self.model, self.topology.hardware, backward=backward), work)["head"]
-            for backward, _ in self._phases(params)
-        ]
+        heads = []
+        for backward, _ in self._phases(params):
+            head = head_parts(self.model, self.topology.hardware, backward=backward)
+            heads.append(slowest_rank(head, work)["head"])
         parts["head"] = (1 + prediction) * np.sum(heads, axis=0)
         parts["overlap"] = -grown * hidden.sum(axis=2)
         dense_launches = self._waits_for_host(params, whole(dense_base), moe_layer=False)
@@ -146,9 +146,8 @@ class StepPricing(TrainingRun):
         some of a layer's kernels wait for a launch although the layer as a whole does not.
         """
         host = host_seconds(self, backward_passes=params.backward_passes, moe_layer=moe_layer)
-        waits: Floats = np.where(
-            (device > 0) & (host > 0), (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH) - device, 0.0
-        )
+        layer_s = (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH)
+        waits: Floats = np.where((device > 0) & (host > 0), layer_s - device, 0.0)
         return waits
 
     def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:

@@ -508,7 +508,8 @@ class _Engine:
         num_ended = np.searchsorted(wave.end[ended], middle, side="right")
         # A running sample has decoded done + (now - start) iterations.
         behind = wave.done - wave.start
-        offset = np.cumsum([0.0, *behind[begun]])[num_begun] - np.cumsum([0.0, *behind[ended]])[num_ended]
+        behind_begun, behind_ended = np.cumsum([0.0, *behind[begun]]), np.cumsum([0.0, *behind[ended]])
+        offset = behind_begun[num_begun] - behind_ended[num_ended]
         running = (num_begun - num_ended).astype(np.float64)
         context = running * prompt_tokens + setting.accepted_tokens * (offset + running * middle)
         batch = np.maximum(running / setting.num_engines, np.minimum(running, 1.0))

@@ -54,16 +54,12 @@ def perturbed_rankings(
             factors = {constant: setting.perturbation.get(constant, 1.0) * factor for constant in constants}
             result = simulate(replace(setting, perturbation={**setting.perturbation, **factors}))
             times = _times(result)
-            rankings.append(
-                PerturbedRanking(
-                    constants=name,
-                    factor=factor,
-                    speedup_vs_static={
-                        policy: result.static.step_time_s / time if time else 1.0 for policy, time in times.items()
-                    },
-                    turned=tuple(_turned(base, times)),
-                )
-            )
+            speedups = dict.fromkeys(times, 1.0)
+            for policy, time in times.items():
+                if time:
+                    speedups[policy] = result.static.step_time_s / time
+            turned = tuple(_turned(base, times))
+            rankings.append(PerturbedRanking(constants=name, factor=factor, speedup_vs_static=speedups, turned=turned))
     return rankings
 
 

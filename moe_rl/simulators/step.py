@@ -49,10 +49,10 @@ def simulate_policies(
     own_loads = loads or {}
     _check(plans, step, own_loads)
     pricing = StepPricing.of(step)
-    steps = {
-        name: replace(step, load=own_loads[name], layout=plan.layout) if name in own_loads else step
-        for name, plan in plans.items()
-    }
+    steps = dict.fromkeys(plans, step)
+    for name, load in own_loads.items():
+        if name in plans:
+            steps[name] = replace(step, load=load, layout=plans[name].layout)
     static_plan, bounds = _static_plan(step.load, step.layout), dict[tuple[int, int], PolicyResult]()
     static = _policy(
         "static", static_plan, pricing, step, _placed(YARDSTICK, static_plan, pricing, step, destinations_by_policy)
@@ -274,8 +274,9 @@ def _static_plan(load: StepLoad, layout: BatchLayout) -> Plan:
 
 def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str, StepLoad]) -> None:
     load, model = step.load, step.model
+    same_shape = (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts)
     require(
-        (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts),
+        same_shape,
         f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, but model {model.name!r} has "
         f"{model.num_moe_layers} of {model.num_experts}.",
     )

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,12 +178,12 @@ def _joined(pieces: list[RoutingTrace]) -> RoutingTrace:
     head = pieces[0]
     if len(pieces) == 1:
         return head
-    return generated_step(
-        np.concatenate([piece.routed_experts for piece in pieces]),
-        np.concatenate([piece.sequence_lengths for piece in pieces]),
-        num_experts=head.num_experts,
-        **{name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in SEQUENCE_FIELDS},
-    )
+
+    def joined(name: str) -> Any:
+        return np.concatenate([getattr(piece, name) for piece in pieces])
+
+    columns = {name: joined(name) for name in SEQUENCE_FIELDS}
+    return generated_step(joined("routed_experts"), joined("sequence_lengths"), num_experts=head.num_experts, **columns)
 
 
 def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArray[np.float32]]:
