@@ -105,7 +105,7 @@ def cut_step(
             loads[key] = scaled(recorded(layout))
         return loads[key]
 
-    lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
+    lengths = lengths_of(parts)
     every = tuple(parts)
     if as_planners_know_it:
         visible = _known(every, lengths, options)
@@ -133,9 +133,17 @@ def cut_step(
 
 def _counted(parts: Sequence[StepPart]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return [S, L, E] pairs and [S] tokens with a route of every sequence."""
-    counts = [counts_of(part) for part in parts]
-    pairs = np.concatenate([part.tokens_per_expert for part in counts]).astype(np.int32)
-    return pairs, np.concatenate([part.num_valid_tokens for part in counts]).astype(np.int64)
+    pairs, tokens = [], []
+    for part in parts:
+        counts = counts_of(part)
+        pairs.append(counts.tokens_per_expert)
+        tokens.append(counts.num_valid_tokens)
+    return np.concatenate(pairs).astype(np.int32), np.concatenate(tokens).astype(np.int64)
+
+
+def lengths_of(parts: Sequence[StepPart]) -> NDArray[np.int64]:
+    """Return [S] tokens of every sequence of a step."""
+    return np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
 
 
 def counts_of(part: StepPart) -> SequenceCounts:

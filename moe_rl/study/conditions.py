@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_rl.config import load_software
 from moe_rl.core.load import StepLoad
 from moe_rl.core.mappings import attributes, not_none
+from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL
@@ -201,11 +202,10 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     sentences = [f"model: {sentence}." for sentence in scenario.model.assumptions]
     if timed:
         sentences += population_notes(scenario.model.spec, scenario.topology.hardware, scenario.software.name)
-    sentences += [
-        SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
-        for name, holds in holding.items()
-        if holds
-    ]
+    for name, holds in holding.items():
+        if holds:
+            sentence = SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
+            sentences.append(sentence)
     if MOE_RL in plans and (capacity := plans[MOE_RL].capacity) is not None:
         sentences += [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
     for name, plan in plans.items():
@@ -262,12 +262,11 @@ def _moves_that_cost(
 ) -> list[str]:
     """Return a sentence for every policy that moves make slower than static, with its speed over more steps."""
     static_s = result.static.prediction.step_time_s or 0.0
-    slow = {
-        name: policy.prediction
-        for name, policy in result.policies.items()
-        if (policy.prediction.step_time_s or 0.0) > static_s
-        and (policy.prediction.reorder_share or 0.0) >= LITTLE_SHARE
-    }
+    slow: dict[str, StepPrediction] = {}
+    for name, policy in result.policies.items():
+        step_s, reorder_share = policy.prediction.step_time_s or 0.0, policy.prediction.reorder_share or 0.0
+        if step_s > static_s and reorder_share >= LITTLE_SHARE:
+            slow[name] = policy.prediction
     if not slow:
         return []
     setting = scenario.training_step.setting

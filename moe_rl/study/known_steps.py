@@ -27,7 +27,7 @@ from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
 from moe_rl.study.lengths import lengths_of_row
-from moe_rl.study.options import SimulationOptions, merge_options, whole_names
+from moe_rl.study.options import SimulationOptions, merge_options, whole_names, with_underscores
 from moe_rl.study.rl_options import KnownStepOptions
 from moe_rl.yaml_files import FROM_TRACE, read_yaml
 
@@ -142,11 +142,11 @@ def posterior_of(
     stated = stated_steps(options, lengths)
     priors = priors_of(options, hardware, steps_known=bool(stated))
     posterior = Posterior.of(priors, [_known(step, step.run or _own_run(step, priced_runs), priors) for step in stated])
-    default, alone = next(iter(priced_runs), ""), [step for step in stated if step.run is None]
-    left = {
-        part: OwnStep.of(posterior, [step for step in alone if (step.part or default) == part]) for part in priced_runs
-    }
-    return posterior, left
+    own_steps: dict[str, list[StatedStep]] = {part: [] for part in priced_runs}
+    for step in stated:
+        if step.run is None:
+            own_steps[step.part or next(iter(priced_runs))].append(step)
+    return posterior, {part: OwnStep.of(posterior, steps) for part, steps in own_steps.items()}
 
 
 def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRun:
@@ -189,11 +189,9 @@ def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) 
         with located(f"--known-step {text}"):
             run = None
             if configs and configs[index] != "-":
-                row = {str(name).replace("-", "_"): value for name, value in read_yaml(Path(configs[index])).items()}
+                row = with_underscores(read_yaml(Path(configs[index])))
                 run = priced_row(row, options, lengths)
-            stated += [
-                step if step.run or run is None else replace(step, run=run) for step in _read(text, options, lengths)
-            ]
+            stated += [replace(step, run=step.run or run) for step in _read(text, options, lengths)]
     return stated
 
 
@@ -261,7 +259,7 @@ def _row_step(
         _check_model(run.model, options)
         seconds_per_token = 1.0 / run.tokens_per_s
         return StatedStep(text=str(row.get("name", name)), seconds=seconds_per_token, run=_of_whole_run(run))
-    words = {str(word).replace("-", "_"): value for word, value in row.items()}
+    words = with_underscores(row)
     seconds, throughput = words.pop("seconds", None), words.pop("tokens_per_s_per_gpu", None)
     require((seconds is None) != (throughput is None), f"{name} needs `seconds` or `tokens_per_s_per_gpu`.")
     text = str(words.pop("name", name))
@@ -352,12 +350,13 @@ def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownSt
 
 
 def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: Sequence[Prior]) -> None:
-    forecasts = [float(prior.log_seconds(run.price, np.zeros(len(prior.knobs)))[0]) for prior in priors]
-    distances = [log(seconds) - forecast for forecast in forecasts]
-    nearest = min(distances, key=abs)
+    forecasts = np.array([float(prior.log_seconds(run.price, np.zeros(len(prior.knobs)))[0]) for prior in priors])
+    distances = log(seconds) - forecasts
+    likeliest = int(np.abs(distances).argmin())
+    nearest = float(distances[likeliest])
     if abs(nearest) <= log(LARGEST_FACTOR):
         return
-    forecast = float(np.exp(min(forecasts, key=lambda seconds_forecast: abs(log(seconds) - seconds_forecast))))
+    forecast = float(np.exp(forecasts[likeliest]))
     throughput = run.tokens_per_s_per_gpu(forecast)
     for unit, rate in {"tokens/s/GPU": throughput, "tokens/s of all GPUs": throughput * run.gpus}.items():
         if step.seconds is not None and run.tokens > 1 and abs(log(seconds / rate)) < log(LARGEST_FACTOR) / 2:

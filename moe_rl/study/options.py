@@ -467,17 +467,25 @@ def merge_options(
     """
     content: dict[str, Any] = {}
     if config is not None:
-        read = {str(key).replace("-", "_"): value for key, value in read_yaml(_located_setting(config)).items()}
-        content = {name: _as_number(schema, name, value) for name, value in whole_names(schema, read).items()}
+        content = _as_numbers(schema, with_underscores(read_yaml(_located_setting(config))))
         # By itself first: what is wrong in the file is said with the file's name, also where a flag wins over it.
         checked(content, schema, where=str(config))
-    stated = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in stated_options.items()
-        if value is not None
-    }
-    stated = {name: _as_number(schema, name, value) for name, value in whole_names(schema, stated).items()}
+    stated = not_none(stated_options)
+    for name, value in stated.items():
+        if isinstance(value, Path):
+            stated[name] = str(value)
+    stated = _as_numbers(schema, stated)
     return checked({**(below or {}), **content, **stated}, schema, spelled=lambda key: f"--{key.replace('_', '-')}")
+
+
+def with_underscores(options: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return options of a file by the names of Python: `tokens_per_rank` for `tokens-per-rank`."""
+    return {str(name).replace("-", "_"): value for name, value in options.items()}
+
+
+def _as_numbers(schema: type[Options], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their whole names, with texts such as 8k as the numbers that they are."""
+    return {name: _as_number(schema, name, value) for name, value in whole_names(schema, options).items()}
 
 
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}

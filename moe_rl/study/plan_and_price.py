@@ -24,12 +24,12 @@ from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.profiling.posterior import NORMAL_80
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.simulation import BASELINE, UNPACKED, LoadBounds, PolicyLoads
-from moe_rl.simulators.result import SimulationResult
+from moe_rl.simulators.result import PolicyResult, SimulationResult
 from moe_rl.simulators.sensitivity import perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import DestinationsByPolicy, simulate_policies
 from moe_rl.simulators.timeline import chrome_json, step_timeline
-from moe_rl.study.batch import Batch, counts_of
+from moe_rl.study.batch import Batch, counts_of, lengths_of
 from moe_rl.study.conditions import (
     MOE_RL,
     break_even,
@@ -137,14 +137,13 @@ def predict(
     simulate, loads = pricing_of(scenario, priced)
     setting = scenario.training_step.setting
     result = simulate(setting)
-    predictions = {name: policy.prediction for name, policy in result.policies.items()}
-    yardsticks = {name: policy.prediction for name, policy in result.yardsticks().items()}
+    shown_rows, yardsticks = _predictions(result.policies), _predictions(result.yardsticks())
     if timed:
-        intervals = intervals_of(scenario, simulate, [*predictions, *yardsticks])
-        predictions, yardsticks = (intervals.beside(rows) for rows in (predictions, yardsticks))
-    shown_rows = {
-        name: prediction if timed else replace(prediction, **UNTIMED) for name, prediction in predictions.items()
-    }
+        intervals = intervals_of(scenario, simulate, [*shown_rows, *yardsticks])
+        shown_rows, yardsticks = intervals.beside(shown_rows), intervals.beside(yardsticks)
+    else:
+        shown_rows = {name: replace(prediction, **UNTIMED) for name, prediction in shown_rows.items()}
+        yardsticks = {}
     alone = None
     if split:
         alone = shown_rows.pop(UNPACKED)
@@ -153,34 +152,33 @@ def predict(
         speedups = _speedups(scenario, shown_rows[BASELINE], fastest)
     else:
         speedups = ()
+    sentences = notes(scenario, plans, result)
+    if timed:
+        sentences = [software_note(scenario, result, simulate), *sentences]
+    sentences += [*_sequences_wanted(scenario, speedups), *break_even(scenario, plans, loads)]
     return SimulationReport(
         trace=trace_facts(scenario),
         setting=setting_facts(scenario, result, timed=timed),
         policies=tuple(shown_rows.values()),
         balancing_alone=alone,
         speedups=speedups,
-        yardsticks=tuple(yardsticks.values()) if timed else (),
+        yardsticks=tuple(yardsticks.values()),
         loads={name: PolicyLoads.from_rank_loads(policy.rank_load) for name, policy in result.policies.items()},
         bounds={name: load_bounds(plan, loads[name], scenario.topology) for name, plan in plans.items()},
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
         model_caution=model_caution(scenario),
         cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
-        notes=tuple(
-            dict.fromkeys(
-                [
-                    *([software_note(scenario, result, simulate)] if timed else []),
-                    *notes(scenario, plans, result),
-                    *_sequences_wanted(scenario, speedups),
-                    *break_even(scenario, plans, loads),
-                ]
-            )
-        ),
+        notes=tuple(dict.fromkeys(sentences)),
         engines=tuple(name for name in plans if POLICIES[name].is_engine),
         plans=plans,
         command=command,
         version=__version__,
     )
+
+
+def _predictions(policies: Mapping[str, PolicyResult]) -> dict[str, StepPrediction]:
+    return {name: policy.prediction for name, policy in policies.items()}
 
 
 def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) -> tuple[float, ...]:
@@ -204,9 +202,8 @@ def _left_open_by_the_draw(scenario: Scenario, static: StepPrediction) -> tuple[
     for part in parts:
         pairs = counts_of(part).tokens_per_expert
         rows.append(pairs.reshape(*pairs.shape[:2], topology.ep_size, -1).sum(axis=3, dtype=np.float32))
-    lengths = np.concatenate([part.sequence_lengths for part in parts])
     seed, drawn = scenario.options.seed, len(scenario.batch.lengths)
-    below, above = imbalance_left_open(np.concatenate(rows), lengths, drawn=drawn, seed=seed)
+    below, above = imbalance_left_open(np.concatenate(rows), lengths_of(parts), drawn=drawn, seed=seed)
     # The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
     waits = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
     return waits * below, waits * above
@@ -216,7 +213,7 @@ def _sequences_wanted(scenario: Scenario, speedups: tuple[float, ...]) -> list[s
     """Say how many sequences would narrow the interval to `PRECISE`, where it is wider: errors shrink as roots do."""
     if not speedups or (above := speedups[2] / speedups[0] - 1.0) <= PRECISE:
         return []
-    recorded = sum(len(part.sequence_lengths) for part in scenario.source.parts(scenario.batch.step))
+    recorded = len(lengths_of(tuple(scenario.source.parts(scenario.batch.step))))
     return [
         f"{recorded:,} recorded sequences leave the speed-up open by {above:.1%} upwards; about "
         f"{recorded * (above / PRECISE) ** 2:,.0f} would leave {PRECISE:.0%}."

@@ -58,8 +58,8 @@ def mildest_that_fits(
     """Return the first trial under which `policy` and static placement fit; None if none does."""
     for trial in trials(setting, num_layers):
         result = simulate(trial.setting)
-        forecasts = [result.policies[name].memory for name in dict.fromkeys(("static", policy))]
-        if all(forecast.fits for forecast in forecasts):
-            peak = max(forecast.peak_bytes for forecast in forecasts) / GIB
+        static, balanced = result.policies["static"].memory, result.policies[policy].memory
+        if static.fits and balanced.fits:
+            peak = max(static.peak_bytes, balanced.peak_bytes) / GIB
             return Fitting(trial=trial, result=result, peak_gib=peak)
     return None

@@ -83,8 +83,10 @@ def check_recorded(
         ((record, None) for record in recorded) if reference is None else _paired(recorded, references)
     )
     while batch := list(islice(pairs, BATCH)):
-        checked = [_checked(record, expected) for record, expected in batch]
-        names += [record.name for record, _ in batch]
+        checked = []
+        for record, expected in batch:
+            checked.append(_checked(record, expected))
+            names.append(record.name)
         with located(f"sequence {len(verdicts)} and those after it"):
             verdicts += check_routes(checked, num_experts=int(num_experts or 0), policy_versions=policy_versions)
     require(bool(names), f"{routes} is empty: it holds no sequence.")

@@ -145,8 +145,9 @@ class TrainingPasses:
         setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
         static_forward_s, static_update_s = self.seconds["static"]
         framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
-        step_by_policy = {
-            name: rl_step(
+        step_by_policy = {}
+        for name, (forward_s, update_s) in self.seconds.items():
+            step = rl_step(
                 self.model,
                 self.hardware,
                 setting,
@@ -156,13 +157,9 @@ class TrainingPasses:
                 update_s=update_s,
                 framework_s=framework_s,
             )
-            for name, (forward_s, update_s) in self.seconds.items()
-        }
-        factor = self.own_step.factor
-        return {
-            name: replace(step, parts_s={part: factor * seconds for part, seconds in step.parts_s.items()})
-            for name, step in step_by_policy.items()
-        }
+            parts_s = {part: self.own_step.factor * seconds for part, seconds in step.parts_s.items()}
+            step_by_policy[name] = replace(step, parts_s=parts_s)
+        return step_by_policy
 
 
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
@@ -214,10 +211,10 @@ def _passes(
     def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
         setting = replace(pass_setting, software=costs)
         update, forward = simulate(setting, hardware), simulate(replace(setting, forward_only=True), hardware)
-        seconds = {
-            name: (forward.policies[name].step_time_s, _of_mini_batches(result, mini_batches))
-            for name, result in update.policies.items()
-        }
+        seconds = {}
+        for name, result in update.policies.items():
+            forward_s = forward.policies[name].step_time_s
+            seconds[name] = (forward_s, _of_mini_batches(result, mini_batches))
         return {**seconds, FORCED: _forced_seconds(forward, update, mini_batches)}
 
     hardware = scenario.topology.hardware

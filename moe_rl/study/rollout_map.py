@@ -186,14 +186,14 @@ class _Rollouts:
         """Return the map and its scores beside those of the start map and of EPLB."""
         start = self.start(copies=planned_map.num_copies)
         maps = {START: start, EPLB: self._eplb(start), name: planned_map}
-        scores = {}
+        scores: dict[str, dict[str, MapScore]] = {}
+        twins: dict[str, int] = {}
         for index, (of, expert_map) in enumerate(maps.items()):
             progress(f"scoring {of}", index, len(maps))
-            served = {
-                choice.name: choice.serve(expert_map, self.scored, self.ranks_per_node) for choice in engine.choices
-            }
-            scores[of] = {choice: score_map(expert_map, self.scored, slots) for choice, slots in served.items()}
-        twins = {of: expert_map.num_twins() for of, expert_map in maps.items()}
+            twins[of], scores[of] = expert_map.num_twins(), {}
+            for choice in engine.choices:
+                slots = choice.serve(expert_map, self.scored, self.ranks_per_node)
+                scores[of][choice.name] = score_map(expert_map, self.scored, slots)
         notes = [*self.notes]
         if twins[EPLB]:
             notes.append(

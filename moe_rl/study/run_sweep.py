@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
-from moe_rl.core.mappings import attributes, without
+from moe_rl.core.mappings import attributes, subset, without
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import SweptPoint, Value, describe
 from moe_rl.study.collect_notes import collected_notes
@@ -168,10 +168,7 @@ def _silent(what: str, done: int, total: int) -> None:
 def _figures(report: SimulationReport) -> dict[str, object]:
     """Return the report's document without parts that repeat in every point or grow with the micro-batches."""
     document: dict[str, Any] = report.as_json()
-    policies = {
-        name: {key: value for key, value in figures.items() if key != "imbalance_by_micro_batch"}
-        for name, figures in document["policies"].items()
-    }
+    policies = {name: without(row, ["imbalance_by_micro_batch"]) for name, row in document["policies"].items()}
     setting = without(document["setting"], TOO_LONG)
     facts: dict[str, Any] = {name: document[name] for name in ("trace", "yardsticks", "notes") if name in document}
     return {"setting": setting, "policies": policies, **facts}
@@ -182,26 +179,27 @@ def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
     metric = "imbalance"
     if timed:
         metric = "speedup_vs_static"
+    points = []
+    # What all points share: those of the first that every other one has as well.
+    setting, notes = dict(lines[0]["setting"]), dict.fromkeys(lines[0]["notes"])
+    for point, line in zip(grid.points, lines, strict=True):
+        row = SweptPoint(
+            point=point,
+            policies=_of_metric(line["policies"], metric),
+            yardsticks=_of_metric(line.get("yardsticks", {}), metric),
+            imbalance_static=line["policies"]["static"]["imbalance"],
+            phi=line["setting"].get("phi"),
+        )
+        points.append(row)
+        setting = {name: value for name, value in setting.items() if line["setting"].get(name) == value}
+        notes = subset(notes, [note for note in notes if note in line["notes"]])
     return Sweep(
         values={name: tuple(values) for name, values in grid.values.items()},
         metric=metric,
-        points=tuple(
-            SweptPoint(
-                point=point,
-                policies=_of_metric(line["policies"], metric),
-                yardsticks=_of_metric(line.get("yardsticks", {}), metric),
-                imbalance_static=line["policies"]["static"]["imbalance"],
-                phi=line["setting"].get("phi"),
-            )
-            for point, line in zip(grid.points, lines, strict=True)
-        ),
+        points=tuple(points),
         trace=lines[0]["trace"],
-        setting={
-            name: value
-            for name, value in lines[0]["setting"].items()
-            if all(line["setting"].get(name) == value for line in lines)
-        },
-        notes=tuple(note for note in dict.fromkeys(lines[0]["notes"]) if all(note in line["notes"] for line in lines)),
+        setting=setting,
+        notes=tuple(notes),
     )
 
 

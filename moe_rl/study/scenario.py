@@ -38,7 +38,7 @@ from moe_rl.simulators.pricing import TrainingStep
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for
-from moe_rl.study.batch import Batch, cut_step
+from moe_rl.study.batch import Batch, cut_step, lengths_of
 from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
 from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
 from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch
@@ -171,10 +171,8 @@ def state_scenario(
     )
     step = source.steps[-1] if options.step is None else options.step
     recorded_parts = tuple(source.parts(step))
-    recorded = RecordedStep(
-        num_sequences=sum(len(part.sequence_lengths) for part in recorded_parts),
-        num_tokens=sum(int(part.sequence_lengths.sum()) for part in recorded_parts),
-    )
+    recorded_lengths = lengths_of(recorded_parts)
+    recorded = RecordedStep(num_sequences=len(recorded_lengths), num_tokens=int(recorded_lengths.sum()))
     options = _with_batch(options, recorded_parts)
     topology = topology_of(options, hardware, recorded_parts, num_experts=model.spec.num_experts)
     parts: tuple[StepPart, ...] = recorded_parts
@@ -257,7 +255,7 @@ def _kind_of_batch(options: SimulationOptions, parts: Sequence[Trace], *, laid_o
     if options.micro_batch_tokens is not None and options.tokens_per_rank is None:
         # Whoever says how a recording of full size is cut means that recording.
         full = _drawn_sizes(options, parts)["global_batch_tokens"] or 0
-        if sum(int(part.sequence_lengths.sum()) for part in parts) >= full:
+        if int(lengths_of(parts).sum()) >= full:
             return RECORDED
         return DRAWN
     return DRAWN
@@ -284,8 +282,7 @@ def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str
         )
     batch = options.global_batch_tokens or full_batch(budget * ranks)
     if options.global_batch_size is not None:
-        lengths = np.concatenate([part.sequence_lengths for part in parts])
-        batch = max(1, round(options.global_batch_size * float(lengths.mean())))
+        batch = max(1, round(options.global_batch_size * float(lengths_of(parts).mean())))
     sizes: dict[str, int | None] = {"micro_batch_tokens": budget, "global_batch_tokens": batch}
     return {**sizes, "ep_group_tokens": None, "tokens_per_rank": None}
 
@@ -302,20 +299,19 @@ def _recorded_sizes(
         return {"micro_batch_tokens": max(FULL_SIZE_TOKENS * slices, _longest(parts))}
     scaled: dict[str, int | None] = {"tokens_per_rank": options.tokens_per_rank or FULL_SIZE_TOKENS}
     if not cut:
-        recorded = sum(int(part.sequence_lengths.sum()) for part in parts)
+        recorded = int(lengths_of(parts).sum())
         scaled["ep_group_tokens"] = max(-(-recorded // FULL_BATCHES), _longest(parts), 1)
     return scaled
 
 
 def _longest(parts: Sequence[Trace]) -> int:
     """Return the tokens of the longest sequence, which a micro-batch takes whole: a sequence cannot be cut."""
-    return max(int(part.sequence_lengths.max(initial=0)) for part in parts)
+    return int(lengths_of(parts).max(initial=0))
 
 
 def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[DrawnSequences, ...]:
     """Return sequences drawn with replacement, up to `tokens` tokens but at least one, grouped by part."""
-    lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
-    drawn_ids = drawn_sequences(lengths, tokens, seed=seed)
+    drawn_ids = drawn_sequences(lengths_of(parts), tokens, seed=seed)
     ends = np.cumsum([len(part.sequence_lengths) for part in parts])
     of_part = np.searchsorted(ends, drawn_ids, side="right")
     drawn = []
