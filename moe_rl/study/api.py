@@ -157,9 +157,8 @@ def tune(
 
 
 def _call(name: str, trace: TraceLike, options: Mapping[str, Any]) -> str:
-    trace_text = "trace"
+    arguments = ["trace"]
     if isinstance(trace, str | Path):
-        trace_text = repr(str(trace))
-    return encodable(
-        f"moe_rl.{name}({', '.join([trace_text, *(f'{key}={value!r}' for key, value in options.items())])})"
-    )
+        arguments = [repr(str(trace))]
+    arguments += [f"{key}={value!r}" for key, value in options.items()]
+    return encodable(f"moe_rl.{name}({', '.join(arguments)})")

@@ -1,5 +1,6 @@
 """A recorded step, attributed, beside a policy's step out of a file of `moe-rl simulate --json`: `moe-rl profile`."""
 
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,11 +121,12 @@ def attribute_recording(
             {item.call for of_rank in work for item in of_rank if item.call is not None}
         )
         measured = measured_parts(work, waiting)
+        attention_marked = False
+        for item in itertools.chain.from_iterable(work):
+            attention_marked |= item.category == "attention" and item.call is not None
+        measured_per_step = {part: seconds / counted for part, seconds in measured.items()}
         compared = compare(
-            prediction.breakdown_s,
-            {part: seconds / counted for part, seconds in measured.items()},
-            share_of_step=share,
-            attention_marked=any(item.category == "attention" and item.call for of_rank in work for item in of_rank),
+            prediction.breakdown_s, measured_per_step, share_of_step=share, attention_marked=attention_marked
         )
         notes += [*sentences, *prediction.notes(), *_compared_notes(waiting, ranks=len(runs))]
     return AttributedStep(

@@ -135,10 +135,10 @@ def software_note(scenario: Scenario, result: SimulationResult, simulate: Simula
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
+    other_s, own_s = priced.static.step_time_s, result.static.step_time_s
     return (
-        f"software: {name} ({chosen_by(scenario.options)}); with --software {other}, static takes "
-        f"{priced.static.step_time_s:.3g} s instead of {result.static.step_time_s:.3g} s, and {best} is {gain:.2f}x as "
-        "fast."
+        f"software: {name} ({chosen_by(scenario.options)}); with --software {other}, static takes {other_s:.3g} s "
+        f"instead of {own_s:.3g} s, and {best} is {gain:.2f}x as fast."
     )
 
 
@@ -296,9 +296,10 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     lacking = {name: policy.memory for name, policy in result.policies.items() if not policy.memory.fits}
     if not lacking:
         return []
-    listed = ", ".join(
-        f"{name} {memory.peak_bytes / GIB:.1f} GiB on rank {memory.fullest_rank}" for name, memory in lacking.items()
-    )
+    peaks = []
+    for name, memory in lacking.items():
+        peak_gib = memory.peak_bytes / GIB
+        peaks.append(f"{name} {peak_gib:.1f} GiB on rank {memory.fullest_rank}")
     fullest = next(iter(lacking))
     fewer, *other_remedies = lacking[fullest].remedies
     # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
@@ -307,9 +308,10 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
         copies = [f"the copies of {fitting}"]
     else:
         copies = []
+    remedies = "; ".join([f"{fewer} under {fullest}", *copies, *other_remedies])
     return [
-        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: {listed}. What "
-        f"would fit: {'; '.join([f'{fewer} under {fullest}', *copies, *other_remedies])}."
+        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: "
+        f"{', '.join(peaks)}. What would fit: {remedies}."
     ]
 
 
@@ -335,8 +337,9 @@ def _micro_batch_rule(scenario: Scenario) -> str:
 
 
 def _constants(hardware: HardwareSpec) -> dict[str, object]:
-    return {
-        item.name: {"value": getattr(hardware, item.name), "source": hardware.sources.get(item.name, "")}
-        for item in fields(hardware)
-        if item.name not in NO_CONSTANT
-    }
+    constants: dict[str, object] = {}
+    for item in fields(hardware):
+        if item.name not in NO_CONSTANT:
+            source = hardware.sources.get(item.name, "")
+            constants[item.name] = {"value": getattr(hardware, item.name), "source": source}
+    return constants

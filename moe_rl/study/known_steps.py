@@ -168,12 +168,15 @@ def surprises(posterior: Posterior) -> list[str]:
     """Return a note for every known step that the likeliest constants leave far off."""
     component = posterior.likeliest
     alone = component.prior.left_open
-    return [
-        f"known step {name}: the constants within their spreads leave it {np.exp(abs(left)):.2f} times "
-        f"{'longer' if left > 0 else 'shorter'} than forecast; check its model, batch and fabric."
-        for name, left in component.left.items()
-        if abs(left) > SURPRISING * alone
-    ]
+    sentences = []
+    for name, left in component.left.items():
+        if abs(left) > SURPRISING * alone:
+            times = f"{np.exp(abs(left)):.2f} times {'longer' if left > 0 else 'shorter'}"
+            sentences.append(
+                f"known step {name}: the constants within their spreads leave it {times} than forecast; check its "
+                "model, batch and fabric."
+            )
+    return sentences
 
 
 def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) -> list[StatedStep]:
@@ -350,7 +353,9 @@ def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownSt
 
 
 def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: Sequence[Prior]) -> None:
-    forecasts = np.array([float(prior.log_seconds(run.price, np.zeros(len(prior.knobs)))[0]) for prior in priors])
+    forecasts = np.zeros(len(priors))
+    for index, prior in enumerate(priors):
+        forecasts[index] = prior.log_seconds(run.price, np.zeros(len(prior.knobs)))[0]
     distances = log(seconds) - forecasts
     likeliest = int(np.abs(distances).argmin())
     nearest = float(distances[likeliest])
@@ -396,7 +401,8 @@ class KnownMemory:
         )
         shared, alone = MEMORY_SHARED**2, MEMORY_ALONE**2
         share = shared / (shared + alone)
-        return cls(factor=float(np.exp(share * off)), spread=float(np.sqrt(shared * (1 - share) + alone)))
+        variance = shared * (1 - share) + alone
+        return cls(factor=float(np.exp(share * off)), spread=float(np.sqrt(variance)))
 
 
 # Peaks of the eight published runs are 2.4 % off, half of it alike for all of a model; others' add framework caches.

@@ -277,8 +277,9 @@ class SimulationOptions(TraceOptions):
             "--global-batch-tokens and --global-batch-size both set the batch size: give only one.",
         )
         for name, of in (("global_batch_tokens", DRAWN), ("global_batch_size", DRAWN), ("tokens_per_rank", SCALED)):
+            is_read = self.batch is None or self.batch in (of, DRAWN)
             require(
-                self.batch is None or self.batch in (of, DRAWN) or getattr(self, name) is None,
+                is_read or getattr(self, name) is None,
                 f"--{name.replace('_', '-')} belongs to --batch {of}, not to --batch {self.batch}.",
             )
         require(len(self.policy) > 0, "--policy names no policy.")

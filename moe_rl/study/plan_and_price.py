@@ -191,7 +191,8 @@ def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) 
     below, above = _left_open_by_the_draw(scenario, static) if scenario.resampled else (0.0, 0.0)
     # The draw's interval reaches 2.2 standard errors to either side.
     drawn = [NORMAL_80 / STANDARD_ERRORS * -math.log(max(1e-6, 1.0 - below)), NORMAL_80 / STANDARD_ERRORS * above]
-    down, up = math.hypot(math.log(speedup / low), drawn[0]), math.hypot(math.log(high / speedup), drawn[1])
+    down = math.hypot(math.log(speedup / low), drawn[0])
+    up = math.hypot(math.log(high / speedup), drawn[1])
     return speedup, speedup * math.exp(-down), speedup * math.exp(up)
 
 
@@ -290,7 +291,8 @@ def load_bounds(plan: Plan, load: StepLoad, topology: ClusterTopology) -> LoadBo
     node, home = topology.node_of_rank, plan.placement.home_rank
     layer, rank, expert = np.nonzero(plan.placement.instances_per_rank())
     # A copy on another node takes tokens there, so a node's load is then no longer that of its experts.
-    crosses = bool((node[rank] != node[home[layer, expert]]).any()) or plan.cross_node_replicas_per_plan(node) > 0
+    lives_elsewhere = bool((node[rank] != node[home[layer, expert]]).any())
+    crosses = lives_elsewhere or plan.cross_node_replicas_per_plan(node) > 0
     return LoadBounds(
         lb0=mean_bound(load).imbalance,
         node=None if crosses else node_bound(load, home, topology.ranks_per_domain).imbalance,
@@ -300,12 +302,10 @@ def load_bounds(plan: Plan, load: StepLoad, topology: ClusterTopology) -> LoadBo
 
 def chrome_trace(scenario: Scenario, plans: Mapping[str, Plan], *, num_micro_batches: int) -> bytes:
     """Return a Chrome trace, for Perfetto, of the first micro-batches of EP group 0 under every plan."""
-    timelines = {
-        name: step_timeline(
-            plan,
-            replace(scenario.training_step, load=load_under(plan, scenario.batch), layout=plan.layout),
-            micro_batches=range(min(num_micro_batches, plan.layout.num_micro_batches)),
-        )
-        for name, plan in plans.items()
-    }
+    timelines = {}
+    for name, plan in plans.items():
+        load = load_under(plan, scenario.batch)
+        step = replace(scenario.training_step, load=load, layout=plan.layout)
+        micro_batches = range(min(num_micro_batches, plan.layout.num_micro_batches))
+        timelines[name] = step_timeline(plan, step, micro_batches=micro_batches)
     return chrome_json(timelines, ranks_per_node=scenario.topology.ranks_per_domain).encode()

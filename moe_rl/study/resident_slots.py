@@ -74,12 +74,9 @@ def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Pr
 
     squares = measured_scenario.training_step.lengths.astype(np.float64) ** 2
     effective = float(squares.sum()) / max(1.0, float(measured_scenario.training_step.lengths.sum()))
-    run = PricedRun(
-        price=price,
-        tokens=float(static.tokens),
-        gpus=measured_scenario.topology.num_ranks * measured_scenario.options.pipeline_model_parallel_size,
-        flops=static.tokens * flops_per_token(measured_scenario.model.spec, effective),
-    )
+    gpus = measured_scenario.topology.num_ranks * measured_scenario.options.pipeline_model_parallel_size
+    flops = static.tokens * flops_per_token(measured_scenario.model.spec, effective)
+    run = PricedRun(price=price, tokens=float(static.tokens), gpus=gpus, flops=flops)
     posterior, left = posterior_of(
         options, scenario.topology.hardware, {UPDATE: run}, measured_scenario.training_step.lengths
     )

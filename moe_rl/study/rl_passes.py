@@ -134,10 +134,10 @@ class TrainingPasses:
             gain = priced_steps["static"].step_time_s / priced_steps[name].step_time_s
             ratio = figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
             step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=alone)
-            intervals[name] = RlIntervals(
-                step_time_s=around(priced_steps[name].step_time_s, step),
-                speedup=[1.0, 1.0] if name == "static" else around(gain, ratio),
-            )
+            speedup = [1.0, 1.0]
+            if name != "static":
+                speedup = around(gain, ratio)
+            intervals[name] = RlIntervals(step_time_s=around(priced_steps[name].step_time_s, step), speedup=speedup)
         return intervals
 
     def steps(self, options: RlStepOptions) -> dict[str, RlStep]:
@@ -145,13 +145,14 @@ class TrainingPasses:
         setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
         static_forward_s, static_update_s = self.seconds["static"]
         framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
+        response_lengths = np.maximum(self.lengths - options.prompt_tokens, 1)
         step_by_policy = {}
         for name, (forward_s, update_s) in self.seconds.items():
             step = rl_step(
                 self.model,
                 self.hardware,
                 setting,
-                response_lengths=np.maximum(self.lengths - options.prompt_tokens, 1),
+                response_lengths=response_lengths,
                 prompt_tokens=options.prompt_tokens,
                 forward_s=forward_s,
                 update_s=update_s,
@@ -438,10 +439,11 @@ def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: 
         return f"software: {software}, with constants fitted on the known steps."
     other = load_software(TYPICAL if software == TUNED else TUNED)
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
+    other_s, own_s = priced["static"].step_time_s, own["static"].step_time_s
     return (
         f"software: {software} ({chosen_by(options)}); with --software {other.name}, a static step takes "
-        f"{priced['static'].step_time_s:.3g} s instead of {own['static'].step_time_s:.3g} s. Both are fitted on the "
-        "same published RL steps, so the difference does not say which software is faster."
+        f"{other_s:.3g} s instead of {own_s:.3g} s. Both are fitted on the same published RL steps, so the difference "
+        "does not say which software is faster."
     )
 
 

@@ -231,11 +231,11 @@ def score_map(expert_map: ExpertMap, batches: DecodeBatches, served: NDArray[np.
     # Layer by layer: int64 keys of all layers at once would be 8 times the routes of up to 256 experts.
     for layer in range(batches.num_layers):
         key = batches.batch[:, None] * expert_map.num_slots + served[:, layer]
-        pairs[layer] = np.bincount(key.ravel(), minlength=int(np.prod(shape[1:]))).reshape(shape[1:])
-    return MapScore(
-        imbalance=imbalance(pairs.sum(axis=3).swapaxes(0, 1)[None]),
-        active_slots=float((pairs > 0).sum(axis=3).max(axis=2).mean()),
-    )
+        counts = np.bincount(key.ravel(), minlength=pairs[layer].size)
+        pairs[layer] = counts.reshape(shape[1:])
+    rank_load = pairs.sum(axis=3).swapaxes(0, 1)[None]
+    active_of_fullest = (pairs > 0).sum(axis=3).max(axis=2)
+    return MapScore(imbalance=imbalance(rank_load), active_slots=float(active_of_fullest.mean()))
 
 
 def _planned_and_scored(
