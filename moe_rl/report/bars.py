@@ -206,7 +206,9 @@ def stacked(
             fill = part_color(part_of[name])
             svg.raw(f'<rect x="{x + 10:.1f}" y="{y - 5:.1f}" width="12" height="12" fill="{fill}"/>')
 
-        part_of = {part_name(part): part for bar in bars for part, value in bar.parts.items() if value > 0}
+        part_of: dict[str, str] = {}
+        for bar in bars:
+            part_of |= {part_name(part): part for part, value in bar.parts.items() if value > 0}
         svg.height = svg.legend(part_of, sample, top=height + 12.0)
     return svg.markup()
 

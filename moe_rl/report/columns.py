@@ -58,11 +58,11 @@ def columns(report: ReportData) -> list[Column]:
         if not filled or (words.get("idle") and not any(filled)):
             continue
         unit, write = _form(words["form"], max(filled))
-        first_line, second = (line.format(unit=unit) for line in words["heading"])
+        first_line, second = words["heading"]
         mark = ""
         if report.scaled and words.get("scaled"):
             mark = "*"
-        heading = f"{first_line}{mark}\n{second}"
+        heading = f"{first_line}{mark}\n{second}".format(unit=unit)
         columns_of_report.append(
             Column(field=name, heading=heading, meaning=words["meaning"], write=write, value=value)
         )

@@ -108,8 +108,14 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     leftmost, rightmost = min(places), max(places)
     bottom, right = box.top + box.height, box.left + box.width
 
+    def on_x_axis(x: float) -> float:
+        return math.log(x) if axes.log_x else x
+
+    def on_y_axis(y: float) -> float:
+        return math.log10(y) if axes.log else y
+
     def x_of(x: float) -> float:
-        start, end, value = (math.log(v) if axes.log_x else v for v in (leftmost, rightmost, x))
+        start, end, value = on_x_axis(leftmost), on_x_axis(rightmost), on_x_axis(x)
         # A single x stands in the middle.
         share = 0.5
         if end > start:
@@ -117,7 +123,7 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
         return box.left + box.inset + (box.width - 2 * box.inset) * share
 
     def y_of(y: float) -> float:
-        start, end, value = (math.log10(v) if axes.log else v for v in (low, high, y))
+        start, end, value = on_y_axis(low), on_y_axis(high), on_y_axis(y)
         return box.top + box.height * (1.0 - (value - start) / (end - start))
 
     # All marks with as many decimals as the longest needs: 1.0, 1.25, 1.5 -> 1.00, 1.25, 1.50.

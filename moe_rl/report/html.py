@@ -30,7 +30,7 @@ from moe_rl.report.units import batch_words, format_time, parallelism, sequences
 def render_html(report: ReportData) -> str:
     """Return the page."""
     # One color per policy on the whole page: dots of tables and the verdict's bars read as one legend.
-    colors = policy_colors(prediction.policy for prediction in report.policies)
+    colors = policy_colors(report.policy_names)
     kinds = [rank_maps(report), micro_batch_maps(report)]
     return (
         environment()

@@ -34,9 +34,12 @@ def stops(top: float) -> tuple[float, ...]:
 
 def color_of(value: float, top: float) -> tuple[int, int, int]:
     """Return red, green, blue of a relative load: blue below 1, near white at 1, red up to `top`."""
+
+    def between(channel: Sequence[int]) -> int:
+        return round(float(np.interp(value, stops(top), channel)))
+
     reds, greens, blues = zip(*_COLORS, strict=True)
-    red, green, blue = (round(float(np.interp(value, stops(top), channel))) for channel in (reds, greens, blues))
-    return red, green, blue
+    return between(reds), between(greens), between(blues)
 
 
 def levels(values: NDArray[np.floating], top: float) -> NDArray[np.uint8]:

@@ -22,10 +22,9 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
 
 def ranking_rows(report: ReportData) -> list[dict[str, object]]:
     """Return one row per perturbation: constants, speed-ups in the report's order, and pairs that change places."""
-    names = [prediction.policy for prediction in report.policies]
     rows: list[dict[str, object]] = []
     for ranking in report.sensitivity:
-        speedups = [f"{ranking.speedup_vs_static[name]:.3f}x" for name in names]
+        speedups = [f"{ranking.speedup_vs_static[name]:.3f}x" for name in report.policy_names]
         rows.append({"constants": _name(ranking), "speedups": speedups, "turned": _turned(ranking)})
     return rows
 

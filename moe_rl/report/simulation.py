@@ -3,7 +3,7 @@
 L MoE layers, P EP ranks, M micro-batches, G EP groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
@@ -140,10 +140,15 @@ class ReportData:
         for what, keys, values in (("trace", TRACE_KEYS, self.trace), ("setting", SETTING_KEYS, self.setting)):
             missing = [key for key in keys if key not in values]
             require(not missing, f"a report's {what} lacks {', '.join(missing)}.")
-        names = [prediction.policy for prediction in self.policies]
+        names = self.policy_names
         require(len(names) > 0, "a report needs at least one policy.")
         require(len(set(names)) == len(names), f"a policy appears twice: {', '.join(names)}.")
         require(set(names) <= set(self.loads), "a report needs the loads of every policy.")
+
+    @property
+    def policy_names(self) -> list[str]:
+        """Names of the policies, in the order of the table."""
+        return [prediction.policy for prediction in self.policies]
 
     @property
     def all_cautions(self) -> tuple[str, ...]:
@@ -170,7 +175,7 @@ class ReportData:
     @property
     def baseline(self) -> StepPrediction | None:
         """The static policy, if it was simulated."""
-        return next((prediction for prediction in self.policies if prediction.policy == BASELINE), None)
+        return _of_policy(self.policies, BASELINE)
 
     @property
     def best_engine(self) -> StepPrediction | None:
@@ -226,7 +231,14 @@ class ReportData:
 
     def yardstick(self, name: str) -> StepPrediction | None:
         """Return the yardstick of that name, if it was computed."""
-        return next((prediction for prediction in self.yardsticks if prediction.policy == name), None)
+        return _of_policy(self.yardsticks, name)
+
+
+def _of_policy(rows: Sequence[StepPrediction], name: str) -> StepPrediction | None:
+    for prediction in rows:
+        if prediction.policy == name:
+            return prediction
+    return None
 
 
 def _ratio(largest: NDArray[np.floating], mean: NDArray[np.floating]) -> NDArray[np.float32]:

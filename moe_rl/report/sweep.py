@@ -45,7 +45,9 @@ class SweepData:
     @property
     def policies(self) -> list[str]:
         """Policies of all points, static left out where the metric compares with it."""
-        names = dict.fromkeys(name for point in self.points for name in point.policies)
+        names: dict[str, None] = {}
+        for point in self.points:
+            names |= dict.fromkeys(point.policies)
         return [name for name in names if name != BASELINE or self.metric == "imbalance"]
 
     @property

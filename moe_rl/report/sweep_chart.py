@@ -80,8 +80,10 @@ def sweep_panels(sweep: SweepData, width: float = WIDTH) -> Markup:
     rows = rows or [_panels(sweep, next(iter(sweep.values)))]
     count = max(map(len, rows))
     width = max(float(width), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)
-    drawn = max(sum(len(panel.points) for panel in row) for row in rows)
-    head = [line for text in _title(sweep, drawn=drawn) for line in textwrap.wrap(text, int((width - 24) / LETTER))]
+    drawn = max(map(_num_points, rows))
+    head: list[str] = []
+    for text in _title(sweep, drawn=drawn):
+        head += textwrap.wrap(text, int((width - 24) / LETTER))
     svg = Svg(width=width, height=0.0, label=f"{METRICS[sweep.metric]}: {sweep.what}")
     for index, text in enumerate(head):
         svg.text(12, 20 + LINE * index, text, css="title" if index == 0 else "label")
@@ -91,6 +93,10 @@ def sweep_panels(sweep: SweepData, width: float = WIDTH) -> Markup:
     yardsticks_last = sorted(legend, key=lambda name: legend[name].marker is None)
     svg.height = svg.legend(yardsticks_last, lambda name, x, y: draw_sample(svg, legend[name], x, y), top=top)
     return svg.markup()
+
+
+def _num_points(row: Sequence[_Panel]) -> int:
+    return sum(len(panel.points) for panel in row)
 
 
 def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, legend: dict[str, Line]) -> float:
@@ -118,17 +124,17 @@ def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, leg
 def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tuple[dict[str, Line], Axes]:
     """Return the lines of a panel and its axes; words at the x axis have at most so many letters."""
     values = [point.point[panel.parameter] for point in panel.points]
-    ordered = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if ordered:
-        places = [float(value or 0) for value in values]
-    else:
+    places = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    # Words, or words among numbers, stand side by side.
+    ordered = len(places) == len(values)
+    if not ordered:
         places = [float(index) for index in range(len(values))]
     colors, markers = policy_colors(sweep.policies), list(MARKERS)
     lines = {}
     if sweep.metric == "speedup_vs_static":
         ends = [(place, 1.0) for place in places]
         lines["static"] = Line(points=ends, color=policy_colors(["static"])["static"], marker=None)
-    balanced = [point.yardsticks["forced_balance"] for point in panel.points if "forced_balance" in point.yardsticks]
+    balanced = _forced_balance(panel.points)
     if len(balanced) == len(places):
         points = list(zip(places, balanced, strict=True))
         lines["forced balance"] = Line(points=points, color=FORCED_BALANCE, dashed=True, marker=None)
@@ -165,7 +171,7 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
 
     Where those are too many, only the first of the others varies, and the rest stay at their first values.
     """
-    other_parameters = {name: values for name, values in sweep.values.items() if name != parameter}
+    other_parameters = without(sweep.values, [parameter])
     if math.prod(map(len, other_parameters.values())) > MAX_PANELS:
         longest = next(name for name, values in other_parameters.items() if len(values) > 1)
         for name, values in other_parameters.items():
@@ -194,9 +200,14 @@ def _label(value: Value, letters: int = LABEL_LETTERS) -> str:
     return "..." + text[3 - room :]
 
 
+def _forced_balance(points: Sequence[SweptPoint]) -> list[float]:
+    """Return the metric under forced balance of the points that have it."""
+    return [point.yardsticks["forced_balance"] for point in points if "forced_balance" in point.yardsticks]
+
+
 def _limits(sweep: SweepData) -> tuple[float, float]:
     values = [value for point in sweep.points for value in point.policies.values()]
-    values += [point.yardsticks["forced_balance"] for point in sweep.points if "forced_balance" in point.yardsticks]
+    values += _forced_balance(sweep.points)
     low, high = min(1.0, *values), max(1.02, *values)
     # Markers reach 3 units beyond their point: 6 % of a panel of 200 keeps them inside.
     room = 0.06 * (high - low)

@@ -99,10 +99,12 @@ def _sentences(report: ReportData) -> list[Text]:
     foremost = (*sentences.details[:1], *limiting[:1])
     explained = (*ranking_sentences(report), *foremost, *sentences.details[1:], *limiting[1:])
     texts = [Text(line, style="bold") for line in sentences.lines]
-    texts += [Text(printable(caution), style="yellow") for caution in report.cautions]
-    texts += map(Text, explained)
-    texts += [Text(printable(f"note: {note}"), style="yellow") for note in report.notes]
-    return texts
+    notes = [f"note: {note}" for note in report.notes]
+    return [*texts, *_warnings(report.cautions), *map(Text, explained), *_warnings(notes)]
+
+
+def _warnings(sentences: Sequence[str]) -> list[Text]:
+    return [Text(printable(sentence), style="yellow") for sentence in sentences]
 
 
 def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always: int) -> list[Text]:
@@ -163,11 +165,11 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
     swept = [*map(short_name, sweep.values), "max/mean"]
     if sweep.points[0].phi is not None:
         swept.append("phi")
-    if any("forced_balance" in point.yardsticks for point in sweep.points):
-        yardsticks = ["forced_balance"]
-    else:
-        yardsticks = []
-    table = figures_table(*swept, *sweep.policies, *(name.replace("_", " ") for name in yardsticks))
+    has_balance = any("forced_balance" in point.yardsticks for point in sweep.points)
+    headings = [*swept, *sweep.policies]
+    if has_balance:
+        headings.append("forced balance")
+    table = figures_table(*headings)
     form = "{:.3f}"
     if sweep.metric == "speedup_vs_static":
         form = "{:.3f}x"
@@ -183,7 +185,8 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
                 cells.append(Text(form.format(point.policies[name]), style=style))
             else:
                 cells.append(Text("", style=style))
-        cells += [Text(form.format(point.yardsticks[name]), style="dim") for name in yardsticks]
+        if has_balance:
+            cells.append(Text(form.format(point.yardsticks["forced_balance"]), style="dim"))
         table.add_row(*cells)
     console.print(Text(f"{METRICS[sweep.metric].capitalize()}, simulated: {sweep.what}", style="bold"))
     console.print(table)

@@ -55,7 +55,7 @@ class ParallelLayout:
         return len(self._beside_ep())
 
     def _beside_ep(self) -> dict[str, int]:
-        sizes = (getattr(self, name) for name in (*SIZES[1:], "num_virtual_stages"))
+        sizes = attributes(self, (*SIZES[1:], "num_virtual_stages")).values()
         return {name: size for name, size in zip(("ETP", "TP", "CP", "PP", "VP"), sizes, strict=True) if size > 1}
 
 
@@ -133,7 +133,7 @@ class ShapeLevers:
         words = [name.replace("engine", self.engine or "") for name in named if name != "static"]
         if "resident copies" in words:
             words[words.index("resident copies")] = f"{self.resident_slots} resident copies per rank"
-        return f"{self.setting.name}, {self.setting.dispatcher}" + "".join(f", {word}" for word in words)
+        return ", ".join([self.setting.name, self.setting.dispatcher, *words])
 
     @property
     def gains(self) -> dict[str, float]:

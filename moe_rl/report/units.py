@@ -64,7 +64,11 @@ def counted(count: object, singular: str, several: str) -> str:
 
 def sequences_of(setting: Mapping[str, object]) -> str:
     """Return how long a setting's sequences are: what attention follows, and the plain mean where it is another."""
-    length, mean = (format_count(round(float(str(setting.get(f"sequence_length{end}") or 0)))) for end in ("", "_mean"))
+
+    def count_of(key: str) -> str:
+        return format_count(round(float(str(setting.get(key) or 0))))
+
+    length, mean = count_of("sequence_length"), count_of("sequence_length_mean")
     if mean in ("0", length):
         plain = ""
     else:
@@ -97,8 +101,12 @@ def parallelism(setting: Mapping[str, object]) -> str:
     else:
         expert = f"{groups} EP groups of {name}"
     sizes = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
-    degrees = {name: setting.get(key, 1) for name, key in sizes.items()}
-    return ", ".join([expert, *(f"{name}{size}" for name, size in degrees.items() if size != 1)])
+    degrees = [expert]
+    for letters, key in sizes.items():
+        size = setting.get(key, 1)
+        if size != 1:
+            degrees.append(f"{letters}{size}")
+    return ", ".join(degrees)
 
 
 def ticks(top: float, *, at_most: int = 6) -> list[float]:
@@ -107,8 +115,11 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(top))
     # The smallest of 1, 2 and 5 times a power of ten that needs few enough steps.
-    steps = (count * power / 10 for count in (1, 2, 5, 10, 20, 50))
-    step = next(step for step in steps if top / step <= at_most)
+    step = power / 10
+    for multiple in (1, 2, 5, 10, 20, 50):
+        step = multiple * power / 10
+        if top / step <= at_most:
+            break
     count = int(-(-top // step))
     return [round(index * step, 12) for index in range(count + 1)]
 
