@@ -47,6 +47,8 @@ class Product:
     """One loop in one form on fixed operands."""
 
     run: Callable[[GemmConfig], tuple[torch.Tensor, ...]]
+    launch: Callable[[GemmConfig], object]
+    """`run` without what only a check needs: a gradient is neither spoiled before nor copied after."""
     expected: Callable[[], tuple[torch.Tensor, ...]]
     """Of the reference in float64: to the bit where the sums are exact."""
     plain: GemmConfig
@@ -77,10 +79,11 @@ def product(machine: Machine, step: str, shape: Shape, *, exact: bool) -> Produc
     if not special or not (carried or machine.is_recording):
         raise RuntimeError(f"no specialized tile of {op} {scaling} is carried for Hopper")
     made = _exact(machine, op, scaling, shape) if exact else _random(machine, op, scaling, shape)
-    run, expected = _wgrad(machine, form, made, exact=exact) if op == "wgrad" else _rows(machine, op, form, made)
+    of_op = _wgrad(machine, form, made, exact=exact) if op == "wgrad" else _rows(machine, op, form, made)
+    run, launch, expected = of_op
     return Product(
-        run=_bent(run) if machine.is_bent else run, expected=expected, plain=config(described), special=special[0],
-        flops=shape.flops, codes=tuple(sorted(carried.get(tile_name(op, scaling, special[0]), ()))),
+        run=_bent(run) if machine.is_bent else run, launch=launch, expected=expected, plain=config(described),
+        special=special[0], flops=shape.flops, codes=tuple(sorted(carried.get(tile_name(op, scaling, special[0]), ()))),
     )  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def _random(machine: Machine, op: str, scaling: str, shape: Shape) -> GemmOperan
     )
 
 
-def _rows(machine: Machine, op: str, form: str, made: GemmOperands) -> tuple[Any, Any]:
+def _rows(machine: Machine, op: str, form: str, made: GemmOperands) -> tuple[Any, Any, Any]:
     import torch
 
     from benchmarks.kernels.cases import rows_gemm
@@ -170,10 +173,14 @@ def _rows(machine: Machine, op: str, form: str, made: GemmOperands) -> tuple[Any
         settings = {"bias": machine.random(groups, n, seed=3).round(), "bias_factor": signs[:, 0]}
     gemm = rows_gemm(rows, weights, made.m_offsets, out_dtype=torch.bfloat16, **settings)
     launch, exact = getattr(triton_kernel, op), getattr(reference, op)
-    return lambda tile: (launch(gemm, chosen=tile),), lambda: (exact(gemm),)
+
+    def run(tile: GemmConfig) -> tuple[torch.Tensor, ...]:
+        return (launch(gemm, chosen=tile),)
+
+    return run, run, lambda: (exact(gemm),)
 
 
-def _wgrad(machine: Machine, form: str, made: GemmOperands, *, exact: bool) -> tuple[Any, Any]:
+def _wgrad(machine: Machine, form: str, made: GemmOperands, *, exact: bool) -> tuple[Any, Any, Any]:
     import torch
 
     from benchmarks.kernels.cases import exact_columns, wgrad_gemm
@@ -191,9 +198,12 @@ def _wgrad(machine: Machine, form: str, made: GemmOperands, *, exact: bool) -> t
     parts = list(out.unbind())
     into = ExpertGradients.of_parts(parts) if form.endswith("table") else ExpertGradients.of(out)
 
+    def launch(tile: GemmConfig) -> None:
+        triton_wgrad.wgrad(replace(gemm, out=into), chosen=tile)
+
     def run(tile: GemmConfig) -> tuple[torch.Tensor, ...]:
         out.copy_(before if accumulate else torch.full_like(before, float("nan")))
-        triton_wgrad.wgrad(replace(gemm, out=into), chosen=tile)
+        launch(tile)
         return (out.clone(),)
 
     def expected() -> tuple[torch.Tensor, ...]:
@@ -201,4 +211,4 @@ def _wgrad(machine: Machine, form: str, made: GemmOperands, *, exact: bool) -> t
         reference.wgrad(replace(gemm, out=ExpertGradients.of(wanted)))
         return (wanted,)
 
-    return run, expected
+    return run, launch, expected

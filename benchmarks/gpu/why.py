@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 STEPS = ("FP8 forward",)
 STALLS = ("membar", "barrier", "wait", "long_scoreboard", "short_scoreboard", "gmma", "sleeping", "branch_resolve")
 METRICS = {
-    "tensor pipe %": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "tensor pipe %": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "L2 GB": "lts__t_bytes.sum",
+    "DRAM GB": "dram__bytes.sum",
+    "us": "gpu__time_duration.sum",
+    "L2 of its peak %": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
     "SM GHz": "smsp__cycles_elapsed.avg.per_second",
     **{f"stalled on {name} %": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS},
 }

@@ -1,8 +1,8 @@
 """How long a function takes: on a GPU by CUDA events around it or around its CUDA graph, on a CPU by the wall clock.
 
-Before every sample the GPU's L2 cache is overwritten, so that inputs come from memory as they do in a training step;
-the overwriting also keeps the GPU busy while the host submits the call. The result says which clock it was: CPU times
-are no substitute for GPU times.
+Before every sample the GPU's L2 cache is overwritten, so that inputs come from memory as they do in a training step.
+Then the GPU sleeps for longer than the host takes to submit the call, so that the events see the GPU's time alone. The
+result says which clock it was: CPU times are no substitute for GPU times.
 """
 
 import time
@@ -22,6 +22,10 @@ METHODS: dict[str, str] = {
     "wall": "perf_counter on the CPU",
 }
 MICROSECONDS = 1e6
+HEAD_START = 1.5
+"""Of the GPU's sleep, in times of what the host took at most."""
+MOST_CYCLES_PER_S = 2e9
+"""No GPU supported here has a faster clock (1.98 GHz on Hopper)."""
 L2_FLUSH_BYTES = 256 * 2**20
 """More than the L2 cache of any GPU supported here (50 MB on Hopper, 126 MB on Blackwell)."""
 
@@ -60,8 +64,8 @@ def time_call(call: Callable[[], object], *, method: Method, num_samples: int = 
     """Return how long `call` takes, in up to `num_samples` samples within about `budget_s` seconds, at least three.
 
     `graph` captures the call, which must not wait for the device (a capture fails then), and so leaves out what the
-    host does: use it for calls of few short kernels. `events` includes host time where that is longer. `wall` is for
-    CPUs and never flushes a cache.
+    host does: use it for calls of few short kernels. `events` includes host time only of a call that waits for the
+    device. `wall` is for CPUs and never flushes a cache.
     """
     require(method in METHODS, f"timer: method {method!r} is not one of {', '.join(METHODS)}.")
     require(num_samples >= 3, f"timer: num_samples must be at least 3, got {num_samples}.")
@@ -109,18 +113,33 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
 def _events(run: Callable[[], object]) -> Callable[[], float]:
     """Return a function that runs once more and returns the microseconds between two events around it."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        run()
+    head_start = head_start_cycles(run)
 
     def sample_us() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # While 256 MiB are written, 80 us at the H100's 3.35 TB/s, the host submits the call.
         flush.zero_()
+        torch.cuda._sleep(head_start)
         start.record()
         run()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
 
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
     return sample_us
+
+
+def head_start_cycles(run: Callable[[], object]) -> int:
+    """Return for how many of its cycles the GPU has to sleep so that the host has submitted a call meanwhile.
+
+    An H200 took 165 us for any product of 16 groups before there was a head start: what the host took to launch it.
+    """
+    torch.cuda.synchronize()
+    submitted_s = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        submitted_s.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
+    return int(HEAD_START * max(submitted_s) * MOST_CYCLES_PER_S)

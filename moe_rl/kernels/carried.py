@@ -143,39 +143,78 @@ def launch_key(function: Any, args: tuple[Any, ...], settings: Mapping[str, Any]
     """Return what one compilation of a kernel serves, and the arguments by name; the same in every release of Triton.
 
     As Triton does, it tells types, constants, integers that are 1 or multiples of 16, and addresses that are multiples
-    of 16 apart, except for parameters that the kernel declares as not specialized.
+    of 16 apart, except for parameters that the kernel declares as not specialized. It is asked at every launch, so it
+    costs microseconds.
     """
-    signature = _signature(function.fn)
-    bound = signature.bind(*args, **{name: value for name, value in settings.items() if name in signature.parameters})
-    bound.apply_defaults()
-    words = [
-        f"{parameter.name}={_kind(value, parameter)}"
-        for parameter, value in zip(function.params, bound.arguments.values(), strict=True)
-    ]
-    options = sorted((name, settings[name]) for name in OPTIONS if settings.get(name) is not None)
-    return f"{function.fn.__module__}.{function.fn.__name__} {' '.join(words)} {options}", dict(bound.arguments)
+    parameters = _parameters(function)
+    arguments = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    for parameter in parameters[len(args) :]:
+        value = settings.get(parameter.name, parameter.default)
+        if value is inspect.Parameter.empty:
+            raise TypeError(f"{function.fn.__name__}: missing a required argument: {parameter.name!r}")
+        arguments[parameter.name] = value
+    words = [parameter.prefix + _kind(arguments[parameter.name], parameter) for parameter in parameters]
+    options = [(name, settings[name]) for name in sorted(OPTIONS) if settings.get(name) is not None]
+    return f"{function.fn.__module__}.{function.fn.__name__} {' '.join(words)} {options}", arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameter:
+    """What the compiler tells apart in an argument."""
+
+    name: str
+    prefix: str
+    """The name and an equals sign, as they stand in the key."""
+    is_constant: bool
+    is_one_apart: bool
+    """Whether 1 is compiled as a constant."""
+    is_aligned_apart: bool
+    """Whether multiples of 16 are compiled apart."""
+    default: Any
+
+
+_PARAMETERS: dict[Any, tuple[_Parameter, ...]] = {}
+"""By the kernel's Python function: a kernel's own hash reads its source, which an older Triton cannot."""
+
+
+def _parameters(function: Any) -> tuple[_Parameter, ...]:
+    if function.fn not in _PARAMETERS:
+        _PARAMETERS[function.fn] = _parameters_of(function)
+    return _PARAMETERS[function.fn]
+
+
+def _parameters_of(function: Any) -> tuple[_Parameter, ...]:
+    defaults = inspect.signature(function.fn).parameters
+    return tuple(
+        _Parameter(
+            name=declared.name, prefix=f"{declared.name}=", is_constant=declared.is_constexpr,
+            is_one_apart=not declared.do_not_specialize,
+            is_aligned_apart=not (declared.do_not_specialize or declared.do_not_specialize_on_alignment),
+            default=defaults[declared.name].default,
+        )
+        for declared in function.params
+    )  # fmt: skip
 
 
 @cache
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+def _address(dtype: Any, is_aligned: bool) -> str:
+    """Return the kind of an address: "bfloat16*1" of one that is a multiple of 16."""
+    return f"{str(dtype).removeprefix('torch.')}*{int(is_aligned)}"
 
 
-def _kind(value: Any, parameter: Any) -> str:
-    if parameter.is_constexpr:
+def _kind(value: Any, parameter: _Parameter) -> str:
+    if parameter.is_constant:
         return f"!{getattr(value, 'value', value)}"
     if value is None:
         return "!None"
-    is_aligned_kind = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
     if hasattr(value, "data_ptr"):
-        aligned = int(is_aligned_kind and value.data_ptr() % 16 == 0)
-        return f"{str(value.dtype).removeprefix('torch.')}*{aligned}"
+        return _address(value.dtype, parameter.is_aligned_apart and value.data_ptr() % 16 == 0)
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
-        if value == 1 and not parameter.do_not_specialize:
+        if value == 1 and parameter.is_one_apart:
             return "!1"
-        return f"i{32 if -INT32 <= value < INT32 else 64}:{int(is_aligned_kind and value % 16 == 0)}"
+        return f"i{32 if -INT32 <= value < INT32 else 64}:{int(parameter.is_aligned_apart and value % 16 == 0)}"
     return "f32"
 
 

@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -48,6 +49,17 @@ NUM_EXPERTS = 8
 
 
 @contextlib.contextmanager
+def _gpu_megatron() -> Iterator[None]:
+    """Megatron on a GPU without TransformerEngine: megatron-core 0.16.1's router asks for a name that is then missing.
+
+    None makes it take its branch of plain torch, as `cpu_megatron` does.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # that it is missing is the fault
+    yield
+
+
+@contextlib.contextmanager
 def parallel(
     ep_size: int,
     *,
@@ -58,7 +70,7 @@ def parallel(
     expert_tensor: int = 1,
 ) -> Iterator[None]:
     """Model-parallel groups with these sizes over all ranks, torn down at the end."""
-    with cpu_megatron() if DEVICE.type == "cpu" else contextlib.nullcontext():
+    with cpu_megatron() if DEVICE.type == "cpu" else _gpu_megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,

@@ -1,6 +1,7 @@
 """The process group: operations of torch.distributed as gloo works on staging buffers."""
 
 import contextlib
+import functools
 import os
 import queue
 import sys
@@ -24,6 +25,21 @@ CALLS: dict[str, int] = {}
 """How often each operation was called in this process."""
 Buffers = Callable[[torch.Tensor], torch.Tensor]
 """The staging buffer of a tensor."""
+
+
+_RELEASED: queue.SimpleQueue[object] = queue.SimpleQueue()
+"""Whose tensors nobody needs any more. A thread of its own lets go of them: that asks the device's driver, which
+answers nobody while it loads a kernel and waits for all streams, some of which wait for what a worker has yet to do."""
+
+
+def _let_go() -> None:
+    while True:
+        _RELEASED.get()
+
+
+@functools.cache
+def _start_letting_go() -> None:
+    threading.Thread(target=_let_go, daemon=True).start()
 
 
 class Message(NamedTuple):
@@ -138,6 +154,7 @@ class StagedGroup(dist.ProcessGroup):
                 self._queue_copies(job, reads, writes, buffers, lane=lane, comes_back=bool(writes) or block_host)
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
+                _start_letting_go()
                 threading.Thread(target=self._work, args=(self._jobs,), daemon=True).start()
             self._jobs.put(job)
             return StagedWork(job, block_host=block_host, source=source)
@@ -181,6 +198,7 @@ class StagedGroup(dist.ProcessGroup):
                 self._waiters.submit(self._finish, job, posted)
             else:
                 self._finish(job, posted)
+            _RELEASED.put(job)
             del job, posted  # or this frame would keep the buffers until the next operation comes
 
     def _finish(self, job: Job, posted: Posted) -> None:
@@ -190,7 +208,8 @@ class StagedGroup(dist.ProcessGroup):
             job.ready.set()
             for work in posted.kept:
                 work.wait()
-            job.kept, job.post = (), Posted  # buffers live as long as copies of them are queued
+            _RELEASED.put((job.kept, job.post))  # buffers live as long as copies of them are queued
+            job.kept, job.post = (), Posted
         except BaseException as error:
             self._fail(job, error)
 

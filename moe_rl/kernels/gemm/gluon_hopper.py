@@ -1,13 +1,12 @@
 """Hopper's specialized loops, in Gluon (Triton 3.9), where every wait and every arrival stands in the text.
 
-A cluster of two SMs makes a tile. FP8: 128 rows by 384 columns, 192 per SM; both need the same rows of A, and each byte
-of them is read from L2 once and multicast. So 384 columns cost 128 + 384 rows of operands: a roof of 1536 TFLOPS at
-8 TB/s where a tile of 128 x 192 alone has 1229. Bf16: 256 rows by 256 columns, 128 rows per SM, and W is multicast:
-256 + 256 rows of operands. All of a tile's rows are of one group, as everywhere here.
+A cluster of two SMs makes a tile of 256 rows by 256 columns: 256 + 256 rows of operands, of which each byte is read
+from L2 once. FP8: 128 columns per SM, one block of weight scales; both SMs need the same rows of A, which come by
+multicast. Bf16: 128 rows per SM, and W comes by multicast. All of a tile's rows are of one group, as everywhere here.
 
-In each SM one warp loads and two warpgroups multiply 64 rows each, at their own pace. In FP8 an SM's columns are two
-products, 128 and 64 wide, each within one block of weight scales: of 384 columns rank 0 has 0 .. 127 and 256 .. 319,
-rank 1 has 128 .. 255 and 320 .. 383. While one product is scaled and added to the fp32 sums, the other one runs.
+In each SM one warp loads and two warpgroups multiply, at their own pace. In FP8 a warpgroup has 128 rows and multiplies
+64 of them at a time: 64 products of a thread beside its 128 sums are what its registers hold. While one warpgroup
+scales its products and adds them to its sums, the other one's products run.
 
 Weights in one tensor are described to TMA once per program, with an axis for the slots. Behind a table every slot has
 an address of its own, and the loading warp describes a tile's weights anew, when no copy may read the old descriptor.
@@ -108,50 +107,42 @@ def _weights(
 
 
 @gluon.jit
-def _load_steps(
+def _load_wide(
     a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
     TABLE: gl.constexpr, SUM_IS_DENSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    MORE_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, W_LAYOUT: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, W_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring. `of_all`: descriptors of all slots' weights, nothing behind a table."""
-    w, more, ready, empty, both_empty = ring
+    """Fill the ring in bf16: half of the rows of A in each SM, W in both.
+
+    `of_all` is the descriptor of all slots' weights, and nothing behind a table.
+    """
+    w, ready, empty, both_empty = ring
     _num_rows, num_out, num_sum, num_groups = sizes
-    out_blocks = gl.cdiv(num_out, BLOCK_N + MORE_N)
+    out_blocks = gl.cdiv(num_out, BLOCK_N)
     stage = 0
     phase = 1  # a barrier that nobody has used is past the phase before its first
     for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
         expert, first, _end, col, to_sum, _is_group = place(
-            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
+            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N
         )
         slot = expert
         if TABLE:
             slot = 0
-            if MORE_N:
-                for i in gl.static_range(STAGES):  # copies may arrive in any order
-                    mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
-            else:
-                # Multicast ones arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
-                mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ gl.minimum(stage, 1))
+            # Multicast copies arrive in the other SM last, which only `both_empty` tells; steps are emptied in order.
+            mbarrier.wait(both_empty.index((stage + STAGES - 1) % STAGES), phase ^ gl.minimum(stage, 1))
             base = part_pointer(w_ptr, expert, 0, a_desc.dtype, TABLE, 16)
             w_desc = _weights(base, 1, num_out, num_sum, num_out * num_sum, SUM_IS_DENSE, BLOCK_N, BLOCK_K, W_LAYOUT)
-            if MORE_N:
-                more_desc = _weights(base, 1, num_out, num_sum, num_out * num_sum, True, MORE_N, BLOCK_K, W_LAYOUT)
         else:
             w_desc = of_all[0]
-            if MORE_N:
-                more_desc = of_all[1]
-        step_bytes: gl.constexpr = 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta
         for start in range(0, to_sum, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.wait(both_empty.index(stage), phase)
             arrived = ready.index(stage)
-            mbarrier.expect(arrived, step_bytes + (more_desc.nbytes_per_cta if MORE_N else 0))
-            tma.async_load(a_desc, [first, start], arrived, a_low.index(stage), multicast=MORE_N > 0)
-            tma.async_load(a_desc, [first + BLOCK_M // 2, start], arrived, a_high.index(stage), multicast=MORE_N > 0)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta)
+            tma.async_load(a_desc, [first, start], arrived, a_low.index(stage))
+            tma.async_load(a_desc, [first + BLOCK_M // 2, start], arrived, a_high.index(stage))
             at = [slot, col, start] if SUM_IS_DENSE else [slot, start, col]
-            tma.async_load(w_desc, at, arrived, w.index(stage), multicast=MORE_N == 0)
-            if MORE_N:
-                tma.async_load(more_desc, [slot, col + BLOCK_N, start], arrived, more.index(stage))
+            tma.async_load(w_desc, at, arrived, w.index(stage), multicast=True)
             stage, phase = next_step(stage, phase, STAGES)
 
 
@@ -161,6 +152,7 @@ def store_tile(
     BIAS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Do what `triton_parts.store_rows` does."""
+    PER_STORE: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     in_rows, in_cols = rows < end - first, cols < num_out
@@ -172,77 +164,14 @@ def store_tile(
             acc += factor[:, None] * bias[None, :]
         else:
             acc += bias[None, :]
+    # The products' layout gives a thread two neighbors of a row. Turned over within its warp it stores sixteen bytes.
+    OUT: gl.constexpr = gl.BlockedLayout([2, PER_STORE], [8, 4], [4, 1], [1, 0], cga_layout=LAYOUT.cga_layout)
+    value = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
+    in_rows, in_cols = rows < end - first, cols < num_out
     row_ptrs = out_ptr + (first + rows).to(gl.int64) * num_out
-    gl.store(
-        row_ptrs[:, None] + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :]
-    )
-
-
-@gluon.jit
-def _multiply(
-    a, ring, operands, sizes, strides,
-    AT: gl.constexpr, TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_N: gl.constexpr, MORE_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MORE_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Sum rows AT .. AT + 63 of each tile, and store them."""
-    w, more, ready, empty, both_empty = ring
-    a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr = operands
-    num_rows, num_out, num_sum, num_groups = sizes
-    stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum = strides
-    out_blocks = gl.cdiv(num_out, BLOCK_N + MORE_N)
-    last_step = gl.cdiv(num_sum, BLOCK_K) - 1
-    last_block = (num_out - 1) // _SCALE_BLOCK
-    stage = 0
-    phase = 0
-    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
-        expert, first, end, col, to_sum, is_group = place(
-            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N + MORE_N
-        )
-        first += AT
-        # Of a thread 64 + 32 sums and as many products: 192 of its 232 registers. A wider tile would spill.
-        acc = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
-        more_acc = gl.zeros((_HALF, MORE_N), gl.float32, MORE_LAYOUT)
-        product = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
-        more_product = gl.zeros((_HALF, MORE_N), gl.float32, MORE_LAYOUT)
-        # Rows and columns that do not exist are not stored: only their scales must be there.
-        rows = gl.minimum(first + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
-        as_ptrs = a_scale_ptr + rows.to(gl.int64) * stride_as_row
-        ws_base = part_pointer(w_scale_ptr, expert, stride_ws_group, gl.float32, TABLE, 4)
-        w_block = gl.minimum((col + BLOCK_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
-        more_block = gl.minimum((col + BLOCK_N + MORE_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
-        # Scales come a step ahead: the product that they wait beside hides their latency.
-        a_scale = gl.load(as_ptrs)
-        scale = a_scale * gl.load(ws_base + w_block * stride_ws_out)
-        more_scale = a_scale * gl.load(ws_base + more_block * stride_ws_out)
-        for start in range(0, to_sum, BLOCK_K):
-            step = gl.minimum(start // BLOCK_K + 1, last_step)
-            a_scale = gl.load(as_ptrs + step * stride_as_block)
-            next_scale = gl.load(ws_base + w_block * stride_ws_out + step * stride_ws_sum)
-            next_more = gl.load(ws_base + more_block * stride_ws_out + step * stride_ws_sum)
-            mbarrier.wait(ready.index(stage), phase)
-            rows_of_step = a.index(stage)
-            product = warpgroup_mma(
-                rows_of_step, w.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0)), product, use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            more_product = warpgroup_mma(
-                rows_of_step, more.index(stage).reshape((MORE_N, BLOCK_K)).permute((1, 0)), more_product,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            # One of two products may still run: the narrow one hides these 64 multiply-adds of the wide one.
-            product = warpgroup_mma_wait(1, deps=[product])
-            acc += product * scale[:, None]
-            more_product = warpgroup_mma_wait(0, deps=[more_product])
-            mbarrier.arrive(empty.index(stage))
-            mbarrier.arrive(both_empty.index(stage))
-            more_acc += more_product * gl.convert_layout(more_scale, gl.SliceLayout(1, MORE_LAYOUT))[:, None]
-            scale = a_scale * next_scale
-            more_scale = a_scale * next_more
-            stage, phase = next_step(stage, phase, STAGES)
-        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
-               LAYOUT)  # fmt: skip
-        store_tile(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col + BLOCK_N, num_out, is_group, BIAS,
-               _HALF, MORE_N, MORE_LAYOUT)  # fmt: skip
+    gl.store(row_ptrs[:, None] + cols[None, :], value, mask=in_rows[:, None] & in_cols[None, :])
 
 
 @gluon.jit
@@ -253,7 +182,7 @@ def _multiply_wide(
 ):  # fmt: skip
     """Sum rows AT .. AT + ROWS - 1 of each tile, half of them per SM, and store them. A step's product stays in flight
     while the next one is issued, so a step is empty one step later."""
-    w, _more, ready, empty, both_empty = ring
+    w, ready, empty, both_empty = ring
     _a_scale, _w_scale, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr = operands
     _num_rows, num_out, num_sum, num_groups = sizes
     out_blocks = gl.cdiv(num_out, BLOCK_N)
@@ -301,7 +230,7 @@ def _gluon_wide_kernel(
     W_SHAPE: gl.constexpr = [STAGES, 1, BLOCK_N, BLOCK_K] if SUM_IS_DENSE else [STAGES, 1, BLOCK_K, BLOCK_N]
     w = gl.allocate_shared_memory(gl.bfloat16, W_SHAPE, W_LAYOUT)
     ready, empty, both_empty = _barriers(STAGES)
-    ring = (w, w, ready, empty, both_empty)
+    ring = (w, ready, empty, both_empty)
     operands = (out_ptr, out_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
     sizes = (num_rows, num_out, num_sum, num_groups)
     of_all = ()
@@ -314,11 +243,109 @@ def _gluon_wide_kernel(
                           0, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
         (_multiply_wide, (a_high, ring, operands, sizes,
                           ROWS, BIAS, SUM_IS_DENSE, ROWS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
-        (_load_steps, (a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
-                       TABLE, SUM_IS_DENSE, BLOCK_M, BLOCK_N, 0, BLOCK_K, STAGES, W_LAYOUT)),
+        (_load_wide, (a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
+                      TABLE, SUM_IS_DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, W_LAYOUT)),
         # Warps and registers of the parts after the first, which has 4 warps and gets the registers that are left:
         # 4 x 32 x 232 = 29,696 of an SM's 65,536 for a warpgroup that multiplies; addresses alone need 40.
     ], [4, 1], [232, 40])  # fmt: skip
+
+
+@gluon.jit
+def _load_fp8(
+    a_desc, of_all, a, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
+    TABLE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring in FP8: four times 64 rows of A in both SMs, half of the columns of W in each."""
+    w, ready, empty, both_empty = ring
+    _num_rows, num_out, num_sum, num_groups = sizes
+    out_blocks = gl.cdiv(num_out, BLOCK_N)
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
+        expert, first, _end, col, to_sum, _is_group = place(
+            tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N
+        )
+        slot = expert
+        if TABLE:
+            slot = 0
+            for i in gl.static_range(STAGES):  # copies may arrive in any order
+                mbarrier.wait(ready.index(i), phase ^ (i < stage).to(gl.int32))
+            base = part_pointer(w_ptr, expert, 0, a_desc.dtype, TABLE, 16)
+            w_desc = _weights(base, 1, num_out, num_sum, num_out * num_sum, True, BLOCK_N, BLOCK_K, W_LAYOUT)
+        else:
+            w_desc = of_all[0]
+        for start in range(0, to_sum, BLOCK_K):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.wait(both_empty.index(stage), phase)
+            arrived = ready.index(stage)
+            mbarrier.expect(arrived, 4 * a_desc.nbytes_per_cta + w_desc.nbytes_per_cta)
+            for i in gl.static_range(4):
+                tma.async_load(a_desc, [first + i * _HALF, start], arrived, a[i].index(stage), multicast=True)
+            tma.async_load(w_desc, [slot, col, start], arrived, w.index(stage))
+            stage, phase = next_step(stage, phase, STAGES)
+
+
+@gluon.jit
+def _multiply_fp8(
+    low, high, ring, operands, sizes, strides,
+    AT: gl.constexpr, TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Sum rows AT .. AT + 127 of each tile, 64 at a time, and store them."""
+    w, ready, empty, both_empty = ring
+    a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr = operands
+    num_rows, num_out, num_sum, num_groups = sizes
+    stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum = strides
+    out_blocks = gl.cdiv(num_out, BLOCK_N)
+    last_step = gl.cdiv(num_sum, BLOCK_K) - 1
+    last_block = (num_out - 1) // _SCALE_BLOCK
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), gl.load(num_tiles_ptr) * out_blocks, gl.num_programs(0)):
+        expert, first, end, col, to_sum, is_group = place(tile, tile_map_ptr, out_blocks, num_sum, num_groups, BLOCK_N)
+        first += AT
+        # Of a thread 64 + 64 sums and 64 products: 192 of its 232 registers.
+        acc = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
+        more_acc = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
+        product = gl.zeros((_HALF, BLOCK_N), gl.float32, LAYOUT)
+        # Rows that do not exist are not stored: only their scales must be there. Scales are fewer than 2^31.
+        rows = first + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
+        as_at = gl.minimum(rows, num_rows - 1) * stride_as_row
+        more_at = gl.minimum(rows + _HALF, num_rows - 1) * stride_as_row
+        w_block = gl.minimum((col + BLOCK_N // _SMS * _rank()) // _SCALE_BLOCK, last_block)
+        ws_ptr = part_pointer(w_scale_ptr, expert, stride_ws_group, gl.float32, TABLE, 4) + w_block * stride_ws_out
+        w_scale = gl.load(ws_ptr)
+        scale = gl.load(a_scale_ptr + as_at) * w_scale
+        more_scale = gl.load(a_scale_ptr + more_at) * w_scale
+        for start in range(0, to_sum, BLOCK_K):
+            # Scales come a step ahead: the products that they wait beside hide their latency.
+            step = gl.minimum(start // BLOCK_K + 1, last_step)
+            scales_of_step = a_scale_ptr + step * stride_as_block
+            a_scale = gl.load(scales_of_step + as_at)
+            more_a_scale = gl.load(scales_of_step + more_at)
+            w_scale = gl.load(ws_ptr + step * stride_ws_sum)
+            mbarrier.wait(ready.index(stage), phase)
+            w_of_step = w.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+            product = warpgroup_mma(low.index(stage), w_of_step, product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            acc += product * scale[:, None]
+            # No product is on its way. The wait keeps the compiler from adding these while the next ones run, which
+            # would take 64 registers more than there are.
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            product = warpgroup_mma(high.index(stage), w_of_step, product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(both_empty.index(stage))
+            more_acc += product * more_scale[:, None]
+            more_acc = warpgroup_mma_wait(0, deps=[more_acc])
+            scale = a_scale * w_scale
+            more_scale = more_a_scale * w_scale
+            stage, phase = next_step(stage, phase, STAGES)
+        store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
+                   LAYOUT)  # fmt: skip
+        store_tile(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first + _HALF, end, col, num_out, is_group, BIAS,
+                   _HALF, BLOCK_N, LAYOUT)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_ALIKE + _ALIKE_SCALES, do_not_specialize_on_alignment=_ALIKE_ADDRESSES)
@@ -327,21 +354,20 @@ def _gluon_kernel(
     num_rows, num_out, num_sum, num_groups, stride_a,
     stride_w_group, stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum,
     SCALING: gl.constexpr, TABLE: gl.constexpr, BIAS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, MORE_N: gl.constexpr, STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPECIALIZED: gl.constexpr,
 ):  # fmt: skip
     """Persistent: cluster p takes tiles p, p + clusters, ...; row block outer, column block inner."""
-    # How two SMs share a block: each has all of A, and half of the columns.
     A_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, cga_layout=[[0, 0]])
     W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3, cga_layout=[[0, 1, 0]])
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // _SMS, 32], [[0, 1]])
-    MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE_N // _SMS, 32], [[0, 1]])
     a_desc = tma.make_tensor_descriptor(a_ptr, [num_rows, num_sum], [stride_a, 1], [_HALF, BLOCK_K], A_LAYOUT)
-    a_low = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
-    a_high = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    a0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    a1 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    a2 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
+    a3 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _HALF, BLOCK_K], A_LAYOUT)
     w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, BLOCK_N, BLOCK_K], W_LAYOUT)
-    more = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, MORE_N, BLOCK_K], W_LAYOUT)
     ready, empty, both_empty = _barriers(STAGES)
-    ring = (w, more, ready, empty, both_empty)
+    ring = (w, ready, empty, both_empty)
     operands = (a_scale_ptr, w_scale_ptr, tile_map_ptr, num_tiles_ptr, bias_ptr, factor_ptr, out_ptr)
     sizes = (num_rows, num_out, num_sum, num_groups)
     strides = (stride_as_row, stride_as_block, stride_ws_group, stride_ws_out, stride_ws_sum)
@@ -349,15 +375,14 @@ def _gluon_kernel(
     if not TABLE:
         of_all = (  # type: ignore[assignment]
             _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, BLOCK_N, BLOCK_K, W_LAYOUT),
-            _weights(w_ptr, num_groups, num_out, num_sum, stride_w_group, True, MORE_N, BLOCK_K, W_LAYOUT),
         )
     gl.warp_specialize([
-        (_multiply, (a_low, ring, operands, sizes, strides,
-                     0, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
-        (_multiply, (a_high, ring, operands, sizes, strides,
-                     _HALF, TABLE, BIAS, BLOCK_N, MORE_N, BLOCK_K, STAGES, LAYOUT, MORE_LAYOUT)),
-        (_load_steps, (a_desc, of_all, a_low, a_high, ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
-                       TABLE, True, BLOCK_M, BLOCK_N, MORE_N, BLOCK_K, STAGES, W_LAYOUT)),
+        (_multiply_fp8, (a0, a1, ring, operands, sizes, strides,
+                            0, TABLE, BIAS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
+        (_multiply_fp8, (a2, a3, ring, operands, sizes, strides,
+                            2 * _HALF, TABLE, BIAS, BLOCK_N, BLOCK_K, STAGES, LAYOUT)),
+        (_load_fp8, (a_desc, of_all, (a0, a1, a2, a3), ring, w_ptr, tile_map_ptr, num_tiles_ptr, sizes,
+                        TABLE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, W_LAYOUT)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 
@@ -499,10 +524,9 @@ def multiply_rows(gemm: RowsGemm, out: torch.Tensor, tile: GemmConfig, *, is_dgr
             BLOCK_N=tile.block_n, **constants,
         )  # fmt: skip
         return out
-    of_both = tile.block_n * 2 // 3  # two thirds of the columns are the wide products of both SMs
     launch(
-        _gluon_kernel, grid, *setup.operands, *setup.tiled, *setup.scale_strides, SCALING="block", BLOCK_N=of_both,
-        MORE_N=tile.block_n - of_both, **constants,
+        _gluon_kernel, grid, *setup.operands, *setup.tiled, *setup.scale_strides, SCALING="block",
+        BLOCK_N=tile.block_n, **constants,
     )  # fmt: skip
     return out
 

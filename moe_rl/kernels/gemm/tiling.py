@@ -28,8 +28,8 @@ WEIGHT_BLOCK_SHAPE: dict[Scaling, tuple[int, int] | None] = {
 _GLUON: dict[tuple[int, Op, Scaling], tuple[int, int, int]] = {
     # Stages fill the 227 KB of shared memory of an SM. bf16: (128 + 256) rows x 128 B = 48 KB, times 4.
     (9, "forward", "none"): (256, WIDE_COLUMNS, 4), (9, "dgrad", "none"): (256, WIDE_COLUMNS, 4),
-    # FP8: (128 + 192) x 128 B = 40 KB, times 5; wgrad: (128 + 128) x 128 B and 1 KB of scales, times 6.
-    (9, "forward", "block"): (128, 384, 5), (9, "wgrad", "block"): (128, 256, 6),
+    # FP8: (256 + 128) x 128 B = 48 KB, times 4; wgrad: (128 + 128) x 128 B and 1 KB of scales, times 6.
+    (9, "forward", "block"): (256, WIDE_COLUMNS, 4), (9, "wgrad", "block"): (128, 256, 6),
     # (128 + 256) x 128 B = 48 KB, times 4; in MXFP8 1.5 KB of scales beside each.
     (10, "forward", "mx"): (128, WIDE_COLUMNS, 4), (10, "forward", "block"): (128, WIDE_COLUMNS, 4),
 }  # fmt: skip

@@ -26,7 +26,7 @@ def block_scale(amax: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, t
         quotient = torch.full_like(amax, FP8_MAX) / amax
         factor = torch.where(amax == 0, 1.0, quotient.clamp_max(LARGEST))
         return 1 / factor, factor
-    scale = amax / FP8_MAX
+    scale = amax / torch.full_like(amax, FP8_MAX)  # by a Python number, CUDA multiplies by its rounded reciprocal
     if rounding == "pow2":
         return power_of_two_ceil(scale), None
     return scale, 1 / scale if rounding == "reciprocal" else None
@@ -38,7 +38,9 @@ def mx_scale(amax: torch.Tensor) -> torch.Tensor:
     Transformer Engine rounds so (NVIDIA, arXiv 2506.08027); k = floor(log2 amax) - 8 of the OCP MX specification 1.0,
     section 6.3, is one less where the mantissa exceeds 1.75, and would clip magnitudes up to 512 at 448.
     """
-    exponent = torch.log2(amax.to(torch.float64) / FP8_MAX).ceil().clamp(-127, 127)
+    wide = amax.to(torch.float64)
+    # Divided by a tensor: by a Python number, CUDA multiplies by its rounded reciprocal, and 448 * 2^k would round up.
+    exponent = torch.log2(wide / torch.full_like(wide, FP8_MAX)).ceil().clamp(-127, 127)
     return (exponent + 127).to(torch.uint8).view(E8M0_DTYPE)
 
 
