@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 import moe_rl
 from benchmarks import board, concept_pictures, public_recipes, recipe_gains
+from benchmarks.gpu import rows as gpu_rows
 from benchmarks.validate_model.compare import PUBLISHED
 from benchmarks.validate_model.constants import carried_constants
 from benchmarks.validate_model.picture import forecast_picture
@@ -317,6 +318,70 @@ def kernel_roofs() -> str:
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 
+def gpu_figures(phase: str) -> dict[str, Mapping[str, Any]]:
+    """Return the figures of the steps of a phase that were right on the GPU whose run is committed."""
+    rows = gpu_rows.read(ROOT / "benchmarks" / "results" / "gpu" / "h200")
+    return {row.step: row.figures for row in rows if row.phase == phase and row.outcome is gpu_rows.Outcome.RIGHT}
+
+
+def gpu_products() -> str:
+    """Return what the specialized loops reached on a GPU, in TFLOPS, beside the plain loop, a roof and a peer."""
+    ours, peers = gpu_figures("roofs"), gpu_figures("peers")
+    lines = [
+        "",
+        "| grouped GEMM, 8 groups of 4,096 rows, N x K | specialized | plain | of its roof | others |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for step, figures in ours.items():
+        loop, _, shape = step.rpartition(" ")
+        peer = {"FP8 forward": "DeepGEMM FP8", "bf16 forward": "torch bf16"}.get(loop)
+        other = f"{peer.split()[0]} {peers[f'{peer} {shape}']['TFLOPS']:.0f}" if peer else ""
+        cells = (f"{loop}, {shape.replace('x', ' x ')}", f"{figures['TFLOPS']:.0f}", f"{figures['plain TFLOPS']:.0f}",
+                 f"{100 * figures['of the roof']:.0f} %", other)  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
+def gpu_groups() -> str:
+    """Return the microseconds of products of small groups on a GPU: specialized loop / plain loop."""
+    figures = gpu_figures("small groups")
+    rows = sorted({int(step.split()[-1]) for step in figures})
+    kinds = dict.fromkeys(step.rpartition(" of ")[0] for step in figures)
+    lines = [
+        "",
+        f"| groups, 1536 x 2048 | {' | '.join(f'{n} rows' for n in rows)} |",
+        "|---" + "|--:" * len(rows) + "|",
+    ]
+    for kind in kinds:
+        times = [figures[f"{kind} of {n}"] for n in rows]
+        cells = [f"{row['us']:.0f} / {row['plain us']:.0f}" for row in times]
+        lines.append(f"| {' | '.join((kind, *cells))} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
+def gpu_memory_bound() -> str:
+    """Return the rates of kernels that only move bytes, and their share of what a copy reaches on the same GPU."""
+    lines = ["", "| kernel | TB/s | of a copy |", "|---|--:|--:|"]
+    for step, figures in gpu_figures("memory-bound").items():
+        operator, _, variant = step.partition(" ")
+        name = f"`{operator}`" if variant == "swiglu" else f"`{operator}`, {variant}"
+        lines.append(f"| {name} | {figures['TB/s']:.2f} | {100 * figures['of the copy']:.0f} % |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
+def gpu_promise() -> str:
+    """Return how much longer the slowest EP ranks take under static homes: measured on a GPU, and as simulated."""
+    lines = ["", "| experts | plan | measured | simulated | by rows alone |", "|---|---|--:|--:|--:|"]
+    for kind, figures in gpu_figures("promise").items():
+        if kind == "other widths":
+            continue
+        for policy in ("ultraep", "moe-rl"):
+            values = [figures[f"static / {policy}{suffix}"] for suffix in ("", ", simulate", ", rows")]
+            cells = (kind.replace("fp8", "FP8"), f"`{policy}`", *(f"{value:.2f}x" for value in values))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in (*lines, ""))
+
+
 def levers() -> str:
     """Return what every lever was predicted to do in an update of Megatron on four CPU ranks, and what it did."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -353,6 +418,10 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "recipe-contracts": recipe_contracts,
     "kernel-roofs": kernel_roofs,
     "kernel-tiles": kernel_tiles,
+    "gpu-products": gpu_products,
+    "gpu-groups": gpu_groups,
+    "gpu-memory-bound": gpu_memory_bound,
+    "gpu-promise": gpu_promise,
     "levers": levers,
     "recipes": public_recipes.table,
     "recipe-gains": recipe_gains.table,

