@@ -22,9 +22,8 @@ HEAD = """# What the kernels' machine code says about their speed
 loads. An H100 takes some 300 cycles to L2 and 600 to 800 to HBM. "rows per group": the lowest roof of small groups of
 a product of 1,536 columns and a sum of 2,048, whose tiles are partly empty and whose weights come from HBM, 3.35 TB/s.
 "waits": MEMBAR / FENCE / barriers of some warps / descriptors that are written anew, which no roof knows.
-A tile of 128 x 384 is of two SMs that share its rows. It asks nothing of the groups, but of the columns that they fill
-it: 1,536 do, 2,048 fill 5.3 of 6. "multicast 2" and "gluon_wide" are of two SMs that share 256 columns, each with 128
-rows of one group. No roof knows of power: an H200 at 700 W multiplies bf16 at about 1.4 GHz.
+The tiles of "gluon" and "gluon_wide" are of two SMs, and their 256 rows of one group; in FP8 both SMs need all rows, in
+bf16 (as in "multicast 2") all 256 columns. No roof knows of power: an H200 at 700 W multiplied bf16 at 1.5 GHz.
 """
 
 

@@ -155,7 +155,7 @@ def store_tile(
     """Do what `triton_parts.store_rows` does.
 
     The layout of Hopper's products gives a thread two neighbors of a row. IS_TURNED: a warp turns them over in shared
-    memory, and each thread stores sixteen bytes. An H200 then stored FP8 products of K = 7168 in 15 % less time.
+    memory, and each thread stores sixteen bytes: full sectors, a quarter of the instructions.
     """
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
