@@ -210,7 +210,7 @@ class PassCycle(RoutePlanner[Tables]):
         of them run the pass without replicas and say so in a warning. A plan for another model or another number of EP
         ranks or slots raises `InvalidInputError`, and so do routes that are none: on every rank, whichever it was.
         """
-        self._require_no_pass("the next begin_pass()")
+        self._require_ready()
         self._settle_homes(source, forward_only=forward_only)
         if source is not None:
             require(not self._queue.passes, "a prepared pass is waiting: call begin_pass() without a source first.")
@@ -343,6 +343,10 @@ class PassCycle(RoutePlanner[Tables]):
             raise InvalidInputError(f"experts cannot be moved here: {self.run.homes_stay}")
         self._require_no_pass(what)
         return self.run.homes
+
+    def _require_ready(self) -> None:
+        """Raise if a pass cannot begin now."""
+        self._require_no_pass("the next begin_pass()")
 
     def _require_no_pass(self, what: str) -> None:
         require(
