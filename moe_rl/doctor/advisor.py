@@ -145,7 +145,7 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
             in_danger=None,
             reason=f"signs of two kinds must agree ({', '.join(kinds)}), but {only} can be read from the log.",
         )
-    agreeing = [kind for kind in logged if speaks_by_kind[kind]]
+    agreeing = [kind for kind, speaks in speaks_by_kind.items() if kind and speaks]
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
         return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")

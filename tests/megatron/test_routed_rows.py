@@ -86,7 +86,7 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
     ("call", "sentence"),
     [
         (lambda: padded_rows(named(1, 6), where=RowSlice(cp_size=2)), "cuts every sequence into 4 equal chunks"),
-        (lambda: padded_rows(named(1, 3), where=RowSlice(tp_size=2)), "into 2 equal parts"),
+        (lambda: padded_rows(named(1, 3), where=RowSlice(tp_size=2)), "needs a multiple of 2 positions"),
         (lambda: padded_rows(np.zeros((1, 2, 3)), where=RowSlice()), "integers with 4 dimensions"),
         (lambda: padded_rows(named(2, 2), where=RowSlice(), attention_mask=np.ones((1, 2))), "must be [2, 2]"),
         (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], where=RowSlice()), "3 rows"),
