@@ -14,7 +14,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.reduce import Filler, reduce_load
+from moe_rl.core.reduce import MAX_LOAD_BYTES, Filler, reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.schedules import framework_layout, with_rule
 from moe_rl.core.topology import ClusterTopology
@@ -49,7 +49,8 @@ class Batch:
         return int(self.lengths.sum())
 
     def sequence_load(self) -> NDArray[np.int32]:
-        """Return [S, L, E] token-expert pairs of every sequence."""
+        """Return [S, L, E] token-expert pairs of every sequence; refuse a batch for which they need more than 4 GB."""
+        self._require_countable()
         pairs, tokens = _counted(self.known)
         if self.known is not self.parts:
             missing = _counted(self.parts)[1] - tokens
@@ -57,6 +58,17 @@ class Batch:
             total = np.where(pairs.any(axis=2, keepdims=True), pairs, pairs.sum(axis=0, dtype=np.int64))
             pairs += expected_pairs(missing[:, None, None], total, self.load.top_k)[:, :, 0]
         return pairs
+
+    def _require_countable(self) -> None:
+        """Packing holds counts of each sequence: 8 drawn a hundred thousand times are a hundred thousand."""
+        layers, experts = self.load.num_layers, self.load.num_experts
+        size = len(self.lengths) * layers * experts * np.dtype(np.int32).itemsize
+        require(
+            size <= MAX_LOAD_BYTES,
+            f"to pack this batch, its counts per [sequence, layer, expert] = [{len(self.lengths):,}, {layers}, "
+            f"{experts:,}] need {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: set --packing none, or "
+            "--global-batch-tokens to a smaller batch.",
+        )
 
 
 def cut_step(

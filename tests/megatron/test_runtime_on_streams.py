@@ -49,7 +49,9 @@ def test_a_case_that_hangs_is_ended(tmp_path: Path) -> None:
     fault = ("--fault", "replicas", "--patience", "0.1")
     allowed_s = 0.1 * (START_S + CASE_LIMIT_S)
     code, rows = rows_of(tmp_path, "--limit-s", "3000", "--cases", "replicas", *fault)
-    assert [(row.outcome, row.why) for row in rows] == [(Outcome.NOT_REACHED, f"hangs: no result after {allowed_s:.0f} s")]
+    assert [(row.outcome, row.why) for row in rows] == [
+        (Outcome.NOT_REACHED, f"hangs: no result after {allowed_s:.0f} s")
+    ]
     assert code == 2
 
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_rl.config import CONFIGS
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import with_rule
 from moe_rl.core.trace import RoutingTrace
@@ -20,6 +21,7 @@ from moe_rl.planner.packing import layouts_of_lengths
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
 from moe_rl.replay.sequences import concatenate
+from moe_rl.study import batch as batch_of_step
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
@@ -102,6 +104,17 @@ def bundled_long_tail() -> RoutingTrace:
     ]
     recorded = RoutingTrace.from_sequences(routed, num_experts=whole.num_experts)
     return batch_of(recorded, lengths_of("lognormal", 500_000)[:150] // 4, alike=1)
+
+
+def test_counts_that_packing_could_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """122,880 drawn sequences of 64 tokens took 20 GB, and the system ended the run without a word."""
+    trace = bundled_long_tail()
+    size = trace.num_sequences * trace.num_layers * trace.num_experts * 4
+    monkeypatch.setattr(batch_of_step, "MAX_LOAD_BYTES", size)
+    scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
+    monkeypatch.setattr(batch_of_step, "MAX_LOAD_BYTES", size - 1)
+    with pytest.raises(InvalidInputError, match=r"\[sequence, layer, expert\] = \[79, 6, 64\] .* set --packing none"):
+        scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
 
 
 def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(monkeypatch: pytest.MonkeyPatch) -> None:
