@@ -96,6 +96,10 @@ REDUNDANT = (
      "both arrivals"),
     ("no barrier", "", "one warp alone touches shared memory since the barrier before, or until the next one"),
     ("no fence", "tcgen05_mma_scaled", "the warps that write scales have fenced themselves"),
+    ("no wait for products", "acc = warpgroup_mma_wait(0, deps=[", "no product is on its way: this wait keeps the "
+     "compiler from moving additions"),
+    ("one group more in flight", "acc = warpgroup_mma_wait(0, deps=[", "no product is on its way: this wait keeps the "
+     "compiler from moving additions"),
 )  # fmt: skip
 """(what, part of the line or its source, why a mutant may live)."""
 UNKNOWN = "NO REASON IS KNOWN"
