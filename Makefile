@@ -32,7 +32,7 @@ help:
 	@echo "make fuzz-planner 60 settings of the day: does any policy beat moe-rl with the same slots?"
 	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes"
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
-	@echo "make lint         ruff, mypy, how dense statements and what names are, room by room, and words that no page or message has"
+	@echo "make lint         ruff, mypy, how dense statements and what names are, room by room, words that no page or message has, and how long README.md and docs/ are"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
 	@echo "make bench-kernels  a figure per problem of the kernels beside the committed baseline: device time, or issue slots and waits without a GPU"
 	@echo "make gpu-pack     a checkout made ready for a GPU machine: python3 benchmarks/first_call.py --out DIR runs there"
@@ -208,6 +208,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/python tests/readability.py
 	$(BIN)/python tests/plain_words.py
+	$(BIN)/python tests/page_lengths.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
