@@ -393,7 +393,7 @@ def test_a_taken_target_is_not_overwritten(tmp_path: Path, trace: Path, stored: 
     [
         (("preset_d",), "unknown synthetic trace 'preset_d'. Did you mean 'preset_c'?"),
         (("preset_a", "--option", "num_stops=2"), "no option 'num_stops'. Did you mean 'num_steps'?"),
-        (("preset_a", "--option", "num_steps"), "must read name=value"),
+        (("preset_a", "--option", "num_steps"), "must have the form name=value"),
         (("preset_a", "--num-experts", 4), "top_k (6) exceeds num_experts (4)"),
     ],
 )

@@ -120,7 +120,7 @@ def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: 
     page = tmp_path / "first.html"
     first = simulated(tmp_path, path, "--ep", 4, "--step", 0, "--html", page)
     assert first["setting"]["eplb_history"] == "first half of this step's micro-batches"
-    sentence = "eplb plans on the first half of this step's micro-batches, because the trace has no earlier step."
+    sentence = "eplb plans from the first half of this step's micro-batches, because the trace has no earlier step."
     assert sentence in first["notes"]
     assert sentence.replace("'", "&#39;") in page.read_text()
     without = simulated(tmp_path, path, "--ep", 4, "--policy", "static,eplb-oracle")

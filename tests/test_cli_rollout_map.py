@@ -89,7 +89,7 @@ def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> N
     assert "holds only counts, but the routes of single tokens are needed" in ran.err
     ran = moe_rl("simulate", trace, "--expert-map", tmp_path / "m.json", "--html", tmp_path / "page.html")
     assert ran.code == 2
-    assert "--expert-map does not take --html" in ran.err
+    assert "--expert-map cannot be combined with --html" in ran.err
 
 
 def traced(num_groups: int, *, steps: int = 1, experts: int = EXPERTS) -> RoutingTrace:

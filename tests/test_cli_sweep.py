@@ -478,7 +478,7 @@ def test_the_picture_is_of_the_kind_that_its_name_says(tmp_path: Path, trace: Pa
 def test_a_picture_of_static_placement_alone_is_refused_before_any_point(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "o.jsonl"
     ran = moe_rl("sweep", trace, "--sweep", "ep=2", "--policy", "static", "--out", out, "--html", tmp_path / "p.html")
-    assert (ran.code, "name another policy beside static" in ran.err) == (2, True), ran.err
+    assert (ran.code, "name another policy in addition to static" in ran.err) == (2, True), ran.err
     assert not out.exists()
 
 

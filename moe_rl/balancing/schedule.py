@@ -110,7 +110,7 @@ def pack_schedule(
     batches_of_ranks = [[list(batch) for batch in batches] for batches in schedule]
     over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if over > token_budget:
-        logger.warning("moe_rl: a micro-batch has %d tokens, more than %d: not repacked.", over, token_budget)
+        logger.warning("moe_rl: a micro-batch has %d tokens, more than %d, so it is not repacked.", over, token_budget)
         return batches_of_ranks
     packed = plan_of_load(
         read_load([trace], layout=layout, topology=topology),

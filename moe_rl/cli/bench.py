@@ -51,7 +51,7 @@ def planner(
 ) -> None:
     """Compare quality and time of every policy on real, synthetic and Qwen3-shaped loads.
 
-    Needs a checkout: benchmarks/bench_planner.py has the cases, benchmarks/board.py the splits.
+    Needs a checkout. The cases are in benchmarks/bench_planner.py, the splits in benchmarks/board.py.
     """
     if board:
         judge = _benchmark("board")

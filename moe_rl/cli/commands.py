@@ -21,7 +21,7 @@ COMMANDS = {
     "trace": ("trace", "app", "Read, check, convert and generate routing traces."),
     "replay": ("replay", "app", "Check the routes that a trainer replays."),
     "doctor": ("doctor", "doctor", "Look for known traps of MoE RL in a run's settings."),
-    "advise": ("advise", "advise", "Recommend corrections to switch on, from a run's metrics."),
+    "advise": ("advise", "advise", "Recommend corrections to a run from its metrics."),
     "profile": ("profile", "profile", "Show where the time of a recorded step went, rank by rank."),
     "calibrate": ("calibrate", "calibrate_cluster", "Fit a cluster's constants to measurements."),
     "models": ("listing", "models", "List the models that --model takes by name."),

@@ -41,7 +41,7 @@ def models(as_json: bool = False) -> None:
 def clusters(as_json: bool = False) -> None:
     """List the clusters that --cluster takes by name; --cluster also takes a YAML file, e.g. from `moe-rl calibrate`.
 
-    Rates are achieved, not peak. Every constant and its source are in configs/clusters.
+    Rates are those that runs achieve, not peak rates. Every constant and its source are in configs/clusters.
     """
     from moe_rl.config import CONFIGS, cluster_names, load_cluster
 

@@ -31,8 +31,9 @@ def profile(
 ) -> None:
     """Show where the time of a recorded training step went, rank by rank.
 
-    A kernel belongs to the moe_rl range that launched it, or else is classified by name; DeepEP's and HybridEP's
-    kernels are communication. With ranges and at least two ranks, all-to-all time is split into transfer and waiting.
+    A kernel belongs to the moe_rl range in which it was launched; outside all ranges it is classified by name.
+    DeepEP's and HybridEP's kernels count as communication. With ranges and at least two ranks, all-to-all time is split
+    into transfer and waiting.
 
     Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
     """

@@ -29,7 +29,7 @@ def rl_step(
     plot: Path | None = None,
     to_json: bool = False,
 ) -> None:
-    """Predict rollout, reward, log-probabilities, reference, update and weight sync of a step, policy by policy.
+    """Predict the time of rollout, reward, log-probabilities, update and weight sync under every policy.
 
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16

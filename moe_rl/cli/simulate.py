@@ -47,7 +47,7 @@ def simulate_trace(
     if expert_map is not None:
         flags = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
         refused = flags_with_values(flags)
-        require(not refused, f"--expert-map does not take {refused}: it scores the engine's decoding.")
+        require(not refused, f"--expert-map cannot be combined with {refused}: it scores the engine's decoding.")
         score_map_file(trace, expert_map, options, json_path)
         return
     if trace_out is not None:

@@ -39,7 +39,7 @@ def sweep(
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
     require(
         plot is None or set(options.policy) != {BASELINE},
-        "--plot draws what policies gain over static placement: name another policy beside static.",
+        "--plot draws what policies gain over static placement: name another policy in addition to static.",
     )
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))
     if plot is not None:

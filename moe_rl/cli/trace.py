@@ -129,7 +129,7 @@ def synth(
     wanted = not_none(shape | {"seed": seed})
     for text in option or []:
         key, equals, value = text.partition("=")
-        require(bool(key and equals), f"--option {text!r} must read name=value.")
+        require(bool(key and equals), f"--option {text!r} must have the form name=value.")
         wanted[key] = parse_value(value)
     named = SYNTHETIC[name]
     kinds = get_type_hints(type(named.config))

@@ -22,7 +22,7 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     missing = [name for name in NEEDED if find_spec(name) is None]
     require(
         not missing,
-        f"demo --train needs {', '.join(missing)}: in a checkout, pip install -e '.[countdown]' brings them.",
+        f"demo --train needs {', '.join(missing)}: install them in a checkout with pip install -e '.[countdown]'.",
     )
     sys.path.insert(0, str(checkout))
     import_module("examples.countdown.demo").train_demo(html, command=command, overrides=overrides)

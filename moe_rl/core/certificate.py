@@ -49,7 +49,7 @@ def certify(
     missing = tokens - load.tokens
     require(
         not missing.size or int(missing.min()) >= 0,
-        "a capacity needs the number of all tokens, but fewer are given than have routes.",
+        "the number of all tokens is smaller than the number of tokens with routes.",
     )
     unknown = bool(missing.any())
     require(

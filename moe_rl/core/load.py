@@ -94,7 +94,10 @@ class StepLoad:
         `of_known_sequences` choose as the known ones of their micro-batch do.
         """
         missing = tokens - self.tokens
-        require(not missing.size or int(missing.min()) >= 0, "the loads hold more tokens than are given.")
+        require(
+            not missing.size or int(missing.min()) >= 0,
+            "the number of all tokens is smaller than the number of tokens in the loads.",
+        )
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
             pairs_GMLE = self.per_expert()

@@ -121,7 +121,7 @@ def known_context_parallel(context: ContextParallel | None) -> ContextParallel:
             if size > 1:
                 raise InvalidInputError(
                     f"sequences are split over {size} context-parallel ranks: pass context_parallel "
-                    "(context_parallel_of(group)), or ContextParallel.whole() where they are whole on this rank "
+                    "(context_parallel_of(group)), or ContextParallel.whole() if they are whole on this rank "
                     f"(split by {name})."
                 )
     if context is None:

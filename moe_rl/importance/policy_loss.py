@@ -174,7 +174,7 @@ def policy_token_loss(
     )
     if use.sign_power == "inside":
         able = ", ".join(entry.name for entry in OBJECTIVES if entry.geometric_weights)
-        require(rule.geometric_weights, f"sign_power 'inside' only exists for {able}, not {rule.name!r}.")
+        require(rule.geometric_weights, f"sign_power 'inside' is only available for {able}, not {rule.name!r}.")
     for name in rule.reads:
         if getattr(inputs, name) is None:
             raise InvalidInputError(f"objective {rule.name!r} needs {name}.")

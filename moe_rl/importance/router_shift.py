@@ -312,4 +312,4 @@ class RouterShiftUse(Options):
     def __post_init__(self) -> None:
         Options.__post_init__(self)
         if self.sign_power == "inside":
-            require(self.order == "after-clip", "sign_power 'inside' only exists with order 'after-clip'.")
+            require(self.order == "after-clip", "sign_power 'inside' is only available with order 'after-clip'.")

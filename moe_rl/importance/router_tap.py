@@ -570,12 +570,12 @@ class RouterTap:
             lost = [self._places[place] for place in sorted(places) if old.read_by(place)]
             require(
                 not lost,
-                f"the old pass read {', '.join(lost)}, but this forward pass ran without being seen there. "
+                f"the old pass read {', '.join(lost)}, but in this forward pass the tap did not see them run. "
                 f"{_COMPILED_BEFORE}",
             )
         elif places:
             names = ", ".join(self._places[place] for place in sorted(places))
-            text = f"a forward pass ran without being seen in these routers: {names}. gamma covers only the others."
+            text = f"the tap did not see these routers run in a forward pass: {names}. gamma covers only the others."
             warnings.warn(f"{text} {_COMPILED_BEFORE}", stacklevel=2)
 
     def _keys_for(self, router: int, logits: Tensor) -> Tensor:

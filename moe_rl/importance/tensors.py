@@ -74,8 +74,8 @@ def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
         lost, valid = numbers[len(metrics) + 2 * index :][:2]
         require(
             not _too_many(lost, valid),
-            f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): more than "
-            f"{LARGEST_LOSS:.0%} points to wrong inputs, which would otherwise be dropped silently.",
+            f"{what} at {int(lost)} of {int(valid)} valid tokens ({lost / max(valid, 1):.1%}): a share "
+            f"above {LARGEST_LOSS:.0%} points to wrong inputs.",
         )
     return dict(zip(metrics, numbers, strict=False))
 

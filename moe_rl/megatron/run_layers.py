@@ -220,7 +220,9 @@ class StaticRows:
         most_tokens = 0 if planned.tokens is None else int(planned.tokens.max(initial=0))
         if rows is None and self._says_dynamic:
             why = "its routes are not replayed, or some are unknown and capacity_risk is not set"
-            logger.warning("moe_rl: static_rows: this pass has no bound (%s), so it takes rows as they come.", why)
+            logger.warning(
+                "moe_rl: static_rows: this pass has no bound (%s), so its buffers are sized dynamically.", why
+            )
         self._says_dynamic &= rows is not None
         most = None if rows is None else int(rows.max(initial=0))
         if self.fixed_factor is not None:

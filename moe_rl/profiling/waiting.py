@@ -71,7 +71,7 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
 
     Needs recordings of two ranks or more, ranges around dispatch and combine, and the same all-to-alls on every rank.
     """
-    require(len(per_rank) > 1, "waiting can be told from transfer only with recordings of two ranks or more.")
+    require(len(per_rank) > 1, "separating waiting from transfer needs recordings of at least two ranks.")
     measured = [all_to_all_seconds(attributed) for attributed in per_rank]
     keys = set(measured[0])
     for rank, durations in enumerate(measured):
@@ -80,7 +80,7 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
             f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they "
             "cannot be compared.",
         )
-    require(bool(keys), "no all-to-all lies in a moe_rl range: waiting cannot be told from transfer.")
+    require(bool(keys), "no all-to-all is in a moe_rl range, so waiting cannot be separated from transfer.")
     # The rank that joins last waits for nobody: its time is the transfer.
     transfers = dict(measured[0])
     for durations in measured[1:]:

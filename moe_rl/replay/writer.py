@@ -133,7 +133,7 @@ class TraceWriter:
         require(trace.num_sequences > 0, "the trace is empty: it holds no sequence.")
         for name in ("num_experts", "top_k", "moe_layer_ids"):
             have, got = getattr(manifest, name), getattr(trace, name)
-            require(have == got, f"{self.path} is a trace with {name} = {have}, got one with {name} = {got}.")
+            require(have == got, f"{self.path} has {name} = {have}, but the trace to write has {name} = {got}.")
         if manifest.shards:
             columns = optional_columns(trace)
             require(

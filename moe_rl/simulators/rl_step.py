@@ -146,7 +146,7 @@ class RlStepSetting:
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map balances uneven expert loads: give their rollout_imbalance.",
+            "rollout_map needs rollout_imbalance, the imbalance that the map removes.",
         )
         require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
         require(

@@ -124,7 +124,7 @@ class StepSetting:
         )
         require(
             not (self.forward_only and self.log_prob_passes),
-            f"log_prob_passes ({self.log_prob_passes}) counts passes beside an update, but forward_only has no update.",
+            f"log_prob_passes ({self.log_prob_passes}) counts passes beyond the update, but forward_only has none.",
         )
 
     @property

@@ -183,7 +183,7 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
         value, flag = getattr(options, name), SHOWN[name].flags[0]
         # `--json out.json` makes out.json the trace, since --json takes no value here: name what was taken for one.
         instead = f"with one, give --gpus {value}" if name == "train_gpus" else f"leave it or the trace ({trace}) out"
-        require(value is None, f"{flag} {value} describes a step without a trace: {instead}.")
+        require(value is None, f"{flag} {value} only applies without a trace: {instead}.")
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
     require(

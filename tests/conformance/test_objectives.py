@@ -229,7 +229,7 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         policy_loss(small(), loss_agg_mode="token_mean")
     for sequence in ("gspo", "luspo"):
         for width in (0.1, 0.2, 10.0):
-            wrong = rf"clip_ratio_high {width:g} is a token's width, but the ratio of '{sequence}' is a sequence's mean"
+            wrong = rf"clip_ratio_high {width:g} is a token's width, but '{sequence}' clips a sequence's mean"
             with pytest.raises(InvalidInputError, match=wrong):
                 policy_loss(small(), objective=sequence, clip_ratio_high=width)
         for width in (0.0, 3e-4, 0.07, math.inf):
@@ -262,7 +262,7 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         assert left_out.metrics["actor/non_finite_tokens"] == (1 if "log_prob" in changes else 4)
     with pytest.raises(InvalidInputError, match=r"inputs have no router_shift_ratio"):
         policy_loss(small(), router_shift=RouterShiftUse())
-    with pytest.raises(InvalidInputError, match=r"only exists for gmpo, not 'ppo'"):
+    with pytest.raises(InvalidInputError, match=r"is only available for gmpo, not 'ppo'"):
         policy_loss(
             small(router_shift_ratio=torch.ones(2, 2)),
             router_shift=RouterShiftUse(order="after-clip", sign_power="inside"),

@@ -112,7 +112,7 @@ def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout()
     with pytest.raises(InvalidInputError, match="loss_mode is vanilla: use one that begins with moe_rl_"):
         checked_settings(config, router_shift=True)
     for args, sentence in (
-        ({}, "needs the loss of moe_rl.frameworks.slime.losses"),
+        ({}, "needs a loss of moe_rl.frameworks.slime.losses"),
         (
             {"custom_loss_function_path": "moe_rl.frameworks.slime.losses.policy_loss_function"},
             "needs the pass that --use-rollout-logprobs skips",

@@ -202,7 +202,7 @@ def test_router_log_probs_refuses_what_it_cannot_read() -> None:
 def test_the_use_options_check_themselves() -> None:
     with pytest.raises(InvalidInputError, match=r"unknown order 'before'. Did you mean 'before-clip'"):
         RouterShiftUse(order="before")
-    with pytest.raises(InvalidInputError, match=r"only exists with order 'after-clip'"):
+    with pytest.raises(InvalidInputError, match=r"is only available with order 'after-clip'"):
         RouterShiftUse(sign_power="inside")
 
 

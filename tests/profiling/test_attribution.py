@@ -154,9 +154,9 @@ def test_ranks_with_other_all_to_alls_are_not_compared(tmp_path: Path) -> None:
     bare = read_chrome_trace(write_chrome(tmp_path / "r1.json", none))
     with pytest.raises(InvalidInputError, match="recording 1 has 0 all-to-alls"):
         split_waiting([attribute(full), attribute(bare)])
-    with pytest.raises(InvalidInputError, match="waiting cannot be told from transfer"):
+    with pytest.raises(InvalidInputError, match="no all-to-all is in a moe_rl range"):
         split_waiting([attribute(bare), attribute(bare)])
-    with pytest.raises(InvalidInputError, match="two ranks or more"):
+    with pytest.raises(InvalidInputError, match="recordings of at least two ranks"):
         split_waiting([attribute(full)])
 
 

@@ -121,7 +121,7 @@ class AutoEpExperts:
         everyone = self._groups.gather_in_run(own_cuts)[self._groups.grid]
         require(
             bool((everyone == everyone[:, :1]).all()),
-            "ZeRO cuts the experts of different EP ranks at different places.",
+            "ZeRO cuts the experts of different EP ranks at different offsets.",
         )
         cuts: NDArray[np.int64] = everyone[:, 0]
         return cuts

@@ -72,7 +72,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
             return
         require(
             len(tables) == len(readers) and len(steps) == 1,
-            f"{path}: the ranks do not hold the same steps (near step {min(steps)}): a file is cut short.",
+            f"{path}: the ranks do not hold the same steps (near step {min(steps)}): a file is truncated.",
         )
         for dp_rank in range(per_stage):
             yield from _sequences(tables[dp_rank::per_stage], min(steps), dp_rank, path)
@@ -125,7 +125,7 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
         require(
             times <= {1} or times == {2},
             f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others were not, so "
-            "recompute cannot be told from data. Record without activation recompute.",
+            "records of recomputation cannot be told apart from the others. Record without activation recompute.",
         )
         seen: Counter[bytes] = Counter()
         tables_kept[layer] = []

@@ -40,7 +40,9 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     start = integer(meta.get(name, record.get(name, 0)), name)
     data = from_base64(meta["routed_experts"])
     rows = num_tokens - 1 - start
-    require(start >= 0 and rows >= 0, f"{num_tokens} tokens leave no row from token {start} on.")
+    require(
+        start >= 0 and rows >= 0, f"the routes start at token {start}, but the request has only {num_tokens} tokens."
+    )
     if options.num_layers is not None and options.top_k is not None:
         num_layers, top_k = options.num_layers, options.top_k
         num_rows = len(data) // (4 * num_layers * top_k)  # rows that do not fit the tokens are a misfit of the sequence

@@ -67,7 +67,7 @@ class Worker:
             logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
             return
         if self.settings.router_shift:
-            require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs the loss of moe_rl.frameworks.slime.losses: choose it.")
+            require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs a loss of moe_rl.frameworks.slime.losses.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
             require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs skips.")
             require(is_packed(args), "the router shift needs --qkv-format thd, without --allgather-cp.")

@@ -95,7 +95,9 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     """Return the objective of that name with `options`; an instance is returned as it is and takes no options."""
     if isinstance(objective, Objective):
         if options:
-            raise InvalidInputError(f"set options {sorted(options)} on the objective, which is not given by name.")
+            raise InvalidInputError(
+                f"options {sorted(options)} need an objective given by name: set them on the Objective itself."
+            )
         return objective
     if not isinstance(objective, str):
         raise InvalidInputError(f"objective must be a name or an Objective, got {objective!r}.")

@@ -87,7 +87,7 @@ class _Call:
         return self._function(*arguments)
 
     def __setstate__(self, _: object) -> None:
-        raise InvalidInputError("its pickle tries to change a function")
+        raise InvalidInputError("its pickle would modify a function, which is not allowed")
 
 
 class _Storage:
