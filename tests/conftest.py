@@ -9,7 +9,6 @@ to see the others.
 
 import gc
 import os
-import random
 import sys
 import warnings
 import zlib
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import SEED, seed
+from drawn import SEED, seed, waiting
 from hypothesis import HealthCheck, settings
 from local_ranks import Launch, run_cases
 
@@ -47,8 +46,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DEV_TRACE = ROOT.parent / "shared" / "data" / "gptoss_dev.npz"
 CASE_TIMEOUT_S = 240.0
 """Of the start and of every case of several ranks: far above what one takes on a busy machine."""
-FEWEST_DRAWN_FROM = 4
-"""Cases of a test of several ranks below which all run every day."""
 _launches: dict[tuple[Path, int, str, str], Launch] = {}
 
 
@@ -71,11 +68,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist.
 
-    With `MOE_RL_TEST_CASES=half`, as `make test` sets it, parametrized tests of several ranks run the half of their
-    cases that the day draws.
+    With `MOE_RL_TEST_CASES=day`, as `make test` sets it, two of three tests that take seconds wait for another day.
     """
-    if os.environ.get("MOE_RL_TEST_CASES") == "half":
-        left_out = _not_drawn(items)
+    if os.environ.get("MOE_RL_TEST_CASES") == "day":
+        left_out = _of_other_days(items)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: item.get_closest_marker("multi_rank") is None)
@@ -84,16 +80,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _not_drawn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return, of every test of several ranks with at least four cases, the cases that wait for another day."""
-    cases_of_tests: dict[str, list[pytest.Item]] = {}
+def _of_other_days(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return, of every file, the tests of several ranks and the lengthy ones that wait for another day."""
+    of_files: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
-        if _launch_of(item) is not None:
-            cases_of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("multi_rank") or item.get_closest_marker("lengthy"):
+            of_files.setdefault(item.nodeid.partition("::")[0], {})[item.nodeid] = item
     left_out = []
-    for test, cases in cases_of_tests.items():
-        if len(cases) >= FEWEST_DRAWN_FROM:
-            left_out += random.Random(f"{seed()} {test}").sample(cases, len(cases) // 2)
+    for file, costly in of_files.items():
+        left_out += [costly[name] for name in waiting(costly, of=file)]
     return left_out
 
 

@@ -6,11 +6,13 @@ draw as the test does.
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 SEED = "MOE_RL_TEST_SEED"
+DAYS = 3
+"""After which every test that waits for its day has run on a machine that tests daily."""
 
 
 def seed() -> int:
@@ -34,3 +36,14 @@ def _dealt(values: Sequence[Any], count: int, draw: random.Random) -> list[Any]:
     while len(cards) < count:
         cards += draw.sample(list(values), len(values))
     return cards[:count]
+
+
+def waiting(names: Iterable[str], *, of: str) -> set[str]:
+    """Return which of the tests `names` wait for another day: two of three, others on each of three days in a row.
+
+    The order in which they take their turns is shuffled once and for all, by `of`: neighbors in a file, which are often
+    alike, run on different days.
+    """
+    order = sorted(names)
+    random.Random(of).shuffle(order)
+    return {name for turn, name in enumerate(order) if (turn + seed()) % DAYS}

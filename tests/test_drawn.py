@@ -1,7 +1,7 @@
 """What tests draw of a day's seed: every value of an axis, the same on all ranks, and other ones on other days."""
 
 import pytest
-from drawn import SEED, combinations
+from drawn import DAYS, SEED, combinations, waiting
 
 AXES = {"kind": ("loss", "memory", "Ctrl-C"), "at": (0, 1)}
 
@@ -21,3 +21,15 @@ def test_a_seed_draws_the_same_again_and_another_day_or_test_something_else(monk
     assert combinations(axes, 3, of="another test") != found
     monkeypatch.setenv(SEED, "20261128")
     assert combinations(axes, 3, of="this test") != found
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_every_test_has_its_turn_once_in_three_days(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"test {number}" for number in range(count)]
+    turns = []
+    for day in range(20261128, 20261128 + DAYS):
+        monkeypatch.setenv(SEED, str(day))
+        turns.append(set(names) - waiting(names, of="a file"))
+        assert waiting(reversed(names), of="a file") == set(names) - turns[-1], "whatever order they are listed in"
+    assert sorted(name for turn in turns for name in turn) == sorted(names)
+    assert max(map(len, turns)) - min(map(len, turns)) <= 1
