@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/megatron_cpu.py
 
 Every step replays routes that favor a few experts, other ones in every micro-batch, as R3 replays those of a rollout.
-Needs the packages of `pip install 'moe-rl[megatron]'`.
+Needs the packages of `pip install '.[megatron]'`.
 """
 
 import logging

@@ -3,7 +3,7 @@
     python examples/record_hf.py run.moetrace                       # a tiny Qwen3-MoE with random weights
     python examples/record_hf.py run.moetrace --model /path/to/model
 
-Needs the packages of `pip install 'moe-rl[hf]'`.
+Needs the packages of `pip install '.[hf]'`.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/transformers_ep.py
 
 Both runs replay the same routes, so they train the same: the losses agree, and the most loaded rank has fewer rows.
-Needs the packages of `pip install 'moe-rl[hf]'`.
+Needs the packages of `pip install '.[hf]'`.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/trl_grpo.py
 
 Every batch of completions is trained on twice with a large learning rate, so that the second update meets routers that
-have changed. Needs the packages of `pip install 'moe-rl[trl]'`.
+have changed. Needs the packages of `pip install '.[trl]'`.
 """
 
 import argparse

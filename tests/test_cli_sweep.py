@@ -22,6 +22,7 @@ from moe_rl.study.executors import executor_named
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.run_sweep import NOT_SWEPT, flags, parse_grid
 from moe_rl.study.sweep_file import open_sweep
+from moe_rl.version import install_line
 
 SETTING = ("--ep-group-tokens", 200, "--tokens-per-rank", 4096, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
 GRID = ("--sweep", "ep=2,4", "--sweep", "replica_slots=0,1")
@@ -490,5 +491,5 @@ def test_a_picture_that_cannot_be_made_is_refused_before_any_point(
     before = snapshot(tmp_path)
     ran = sweep(trace, "--sweep", "ep=4", "--out", tmp_path / "s.jsonl", "--plot", tmp_path / f"s.{kind}")
     assert (ran.code, ran.out) == (2, "")
-    assert f"a .{kind} needs CairoSVG (pip install 'moe-rl[plot]')" in ran.err
+    assert f"a .{kind} needs CairoSVG ({install_line('plot')})" in ran.err
     assert snapshot(tmp_path) == before

@@ -3,7 +3,7 @@
     python -m examples.countdown.train out/countdown_example      # a minute: examples/countdown/small.yaml
     python -m examples.countdown.train out/countdown --config examples/countdown/grpo.yaml
 
-The second is the run of docs/countdown.md. Needs the packages of `pip install 'moe-rl[countdown]'`.
+The second is the run of docs/countdown.md. Needs the packages of `pip install '.[countdown]'`.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from moe_rl.cli.console import comma_separated, command_line, deliver, say
 from moe_rl.cli.help import TwoLevelCommand, command, plain_app, worded
 from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
+from moe_rl.version import install_line
 
 app = plain_app(help="Measure quality and time on this machine.", invoke_without_command=True)
 
@@ -133,7 +134,7 @@ def _operators(suite: str) -> ModuleType:
     """Return `benchmarks.operators.run`; raise if torch or the checkout is missing."""
     require(
         importlib.util.find_spec("torch") is not None,
-        f"moe-rl bench{suite} needs torch: install moe-rl[gpu], or moe-rl[torch] for a CPU.",
+        f"moe-rl bench{suite} needs torch: {install_line('gpu')}, or {install_line('torch')} for a CPU.",
     )
     return _benchmark("operators.run")
 

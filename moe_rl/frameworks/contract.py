@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.version import INSTALLED_FROM
 from moe_rl.yaml_files import read_yaml
 
 logger = logging.getLogger("moe_rl.frameworks")
@@ -127,13 +128,15 @@ _warned: set[tuple[str, str]] = set()
 def framework_of(module: str) -> Framework:
     """Return the framework that `contract.yaml` beside the file `module` describes, with the fields of `Framework`.
 
-    Symbols are written as `package.module:attribute(first, second)`; without parameters any will do.
+    Symbols are written as `package.module:attribute(first, second)`; without parameters any will do. In the lines,
+    `{installed_from}` is what pip installs moe_rl from.
     """
     facts = read_yaml(Path(module).with_name("contract.yaml"))
     for name, fact in facts.items():
         if isinstance(fact, list):
             facts[name] = tuple(_symbol(item) if name in ("symbols", "beside") else item for item in fact)
-    return Framework(**facts)
+    lines = tuple(line.replace("{installed_from}", INSTALLED_FROM) for line in facts.pop("lines"))
+    return Framework(lines=lines, **facts)
 
 
 def _symbol(written: str) -> Symbol:

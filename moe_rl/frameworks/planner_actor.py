@@ -21,6 +21,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
+from moe_rl.version import install_line
 
 # How often a lost process is replaced, and how often a call of it is made again.
 RESTARTS = 3
@@ -62,7 +63,7 @@ def start_planner(config: BalancerConfig, *, model: MoeModelSpec, topology: Clus
     try:
         import ray
     except ImportError:
-        raise InvalidInputError("a planner actor needs the extra ray: pip install 'moe-rl[ray]'.") from None
+        raise InvalidInputError(f"a planner actor needs the extra ray: {install_line('ray')}.") from None
     require(ray.is_initialized(), "Ray is not initialized in this process: call ray.init() first.")
     actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS)(PlannerActor)
     return actor.options(**options).remote(config, model, topology)

@@ -15,6 +15,7 @@ from moe_rl.report.curves import MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
 from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
 from moe_rl.report.units import sequences_of
+from moe_rl.version import install_line
 
 PNG_SCALE = 2.0  # Pixels per unit of the drawing: text stays sharp on a screen of high density.
 MAX_PANELS = 4  # More panels of 210 units in a row would not fit a page.
@@ -63,7 +64,7 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
         import cairosvg
     except (ImportError, OSError) as error:  # OSError: the package is there, the system library cairo is not
         raise InvalidInputError(
-            f"a .{kind} needs CairoSVG (pip install 'moe-rl[plot]') and the system library cairo: {error}. "
+            f"a .{kind} needs CairoSVG ({install_line('plot')}) and the system library cairo: {error}. "
             "A .svg needs neither."
         ) from error
     if kind == "png":

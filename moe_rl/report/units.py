@@ -77,13 +77,13 @@ def sequences_of(setting: Mapping[str, object]) -> str:
 
 
 def batch_words(trace: Mapping[str, object], setting: Mapping[str, object]) -> str:
-    """Return what was done to get the batch, e.g. "batch of 491k tokens drawn from 128 recorded sequences"."""
+    """Return what was done to get the batch, e.g. "batch of 491k tokens sampled from 128 recorded sequences"."""
     tokens = format_count(float(str(trace["num_tokens"])))
     sequences = counted(trace.get("num_recorded_sequences", trace["num_sequences"]), "sequence", "sequences")
     recorded = format_count(float(str(trace.get("num_recorded_tokens", trace["num_tokens"]))))
     match setting.get("batch"):
         case "drawn":
-            return f"batch of {tokens} tokens drawn from {sequences.replace(' ', ' recorded ')}"
+            return f"batch of {tokens} tokens sampled from {sequences.replace(' ', ' recorded ')}"
         case "scaled":
             return f"batch of {sequences.replace(' ', ' recorded ')} ({recorded} tokens), loads scaled"
         case "recorded":

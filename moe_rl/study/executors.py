@@ -11,6 +11,7 @@ from multiprocessing import active_children, get_all_start_methods, get_context
 from typing import Any
 
 from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.version import install_line
 
 EXECUTORS = ("local", "ray")
 RETRIES = 3  # A worker may be preempted, which is no fault of its task; a task that loses four of them is at fault.
@@ -85,7 +86,7 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
     try:
         import ray
     except ImportError:
-        raise InvalidInputError("executor 'ray' needs the extra ray: pip install 'moe-rl[ray]'.") from None
+        raise InvalidInputError(f"executor 'ray' needs the extra ray: {install_line('ray')}.") from None
     started_here = not ray.is_initialized()
     if started_here:
         try:

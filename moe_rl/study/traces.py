@@ -62,7 +62,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
     try:
         return open_source(trace, format=options.format, options=options.import_options(**shape))
     except InvalidInputError as error:
-        if model is None or not shape:
+        if model is None or not shape or not Path(trace).exists():
             raise
         # The file may be right and the model the wrong one: the sentence names both.
         spec = model.spec

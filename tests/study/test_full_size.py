@@ -97,7 +97,7 @@ def test_the_header_says_what_was_done_to_the_batch(recording: Path) -> None:
         kind: str(moe_rl.simulate(recording, batch=kind, **asked)).splitlines()[0]
         for kind in ("drawn", "recorded", "scaled")
     }
-    assert "batch of 246k tokens drawn from 48 recorded sequences" in heads["drawn"]
+    assert "batch of 246k tokens sampled from 48 recorded sequences" in heads["drawn"]
     assert "batch as recorded: 48 sequences, 7,680 tokens" in heads["recorded"]
     assert "batch of 48 recorded sequences (7,680 tokens), loads scaled" in heads["scaled"]
 

@@ -162,4 +162,4 @@ def test_a_batch_is_drawn_as_simulate_draws_it() -> None:
     simulated = state_scenario("countdown-grpo", of_group, lambda *_: None)
     assert sorted(batch.lengths) == sorted(simulated.batch.lengths)
     assert batch.lengths.sum() == simulated.batch.lengths.sum()
-    assert batch.words.startswith("batch of 492k tokens drawn from 1024 recorded sequences")
+    assert batch.words.startswith("batch of 492k tokens sampled from 1024 recorded sequences")
