@@ -74,6 +74,8 @@ class LayerCostParams:
     replica_hidden_s: float = ANY_TIME_S
     """The same for replicas inside a node, on NVLink: time that a layer computes before its experts, both ways. By
     default there is room for all of them, as published systems report it."""
+    a2a_nic_ranks: float = 1.0
+    """Ranks of a node that send over all of its NICs together under a flat all-to-all; 1: each over its own."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -144,13 +146,14 @@ def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False)
 def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     """Return [...] seconds of one dispatch or combine, barrier included.
 
-    A rank's NVLink carries what it exchanges inside its node. What goes to other nodes the NICs of a node share where a
-    hierarchical kernel spreads it, while under a flat one every rank has its own NIC alone. A flat one also copies its
-    rows where they come from, which is the mean rank. P = 1 stands for a rank of a balanced node.
+    A rank's NVLink carries what it exchanges inside its node. A hierarchical kernel spreads what goes to other nodes
+    over all NICs of a node. Under a flat one every rank has its own NIC alone, unless the cluster pools them
+    (`a2a_nic_ranks`). A flat one also copies its rows where they come from, which is the mean rank. P = 1 stands for a
+    rank of a balanced node.
     """
     local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
     # A NIC sends and receives at once, so the busier of the two directions decides.
-    nic_rows = np.maximum(at.nic_ingress.max(axis=-1), at.nic_egress.max(axis=-1))
+    nic_rows = np.maximum(_busiest_nic(params, at, at.nic_ingress), _busiest_nic(params, at, at.nic_egress))
     remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
     # A hierarchical kernel forwards what arrives over the NIC by NVLink: a quarter of the shorter stage is not hidden.
     mixing_s = params.a2a_mixing * np.minimum(local, remote)
@@ -158,6 +161,19 @@ def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
         mixing_s = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
     time: Floats = np.maximum(local, remote) + mixing_s + params.a2a_latency_s
     return time
+
+
+def _busiest_nic(params: LayerCostParams, at: LayerRows, rows: Floats) -> Floats:
+    """Return [...] rows over the busiest NIC, from [..., N] by node or [..., P] by rank.
+
+    Rows [9, 1, 2, 2] of four ranks in nodes of two: 9 if every rank has its own NIC, (9 + 1) / 2 = 5 if a node pools.
+    """
+    ranks, by_rank = int(params.a2a_nic_ranks), rows.shape[-1] == at.rows.shape[-1]
+    # One entry stands for the mean rank, whose NIC carries as much either way.
+    if not params.a2a_hierarchical and ranks > 1 and by_rank and rows.shape[-1] > 1:
+        rows = rows.reshape(*rows.shape[:-1], -1, ranks).mean(axis=-1)
+    most: Floats = rows.max(axis=-1)
+    return most
 
 
 def exposed_time(transfer_s: Floats, window_s: Floats | float, contention: float) -> Floats:
@@ -287,6 +303,7 @@ def layer_cost_params(
         replica_p2p_bytes_per_s=hardware.nvlink_p2p_gb_per_s * 1e9,
         replica_fixed_s=10e-6 + 1e-3 * software.plan_ms,
         prefetch_bytes_per_s=hardware.rdma_gb_per_s * 1e9,
+        a2a_nic_ranks=float(topology.ranks_per_domain if hardware.pooled_nics else 1),
     )
 
 

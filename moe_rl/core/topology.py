@@ -32,7 +32,7 @@ NO_CONSTANT = ("name", "fabric", "fabric_left_open", "sources", "spreads")
 # Sharpness of the turn between proportion and plateau in `HardwareSpec.gemm_share`.
 KNEE = 6.0
 # Fields that a user's cluster file may leave at their defaults.
-MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup")
+MAY_BE_UNKNOWN = (*MAY_BE_ZERO, "gemm_unaligned", "fp8_speedup", "pooled_nics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,9 @@ class HardwareSpec:
     layer_fixed_backward_ms: float
     a2a_mixing: float = 0.25
     """Share of the shorter of the NVLink and RDMA stages that is not hidden."""
+    pooled_nics: int = 0
+    """1: under a flat all-to-all a rank sends over all NICs of its node, which NVLink reaches, as on nodes with fewer
+    NICs than GPUs; 0: over its own alone."""
     gemm_tile_rows: int = 128
     gemm_half_width: float = 0.0
     """x of the share of its rate that an N x K GEMM reaches: about min(1, N / x) min(1, K / x), see `gemm_share`."""
@@ -91,10 +94,11 @@ class HardwareSpec:
 
     def __post_init__(self) -> None:
         whose = f"cluster {self.name!r}: "
-        checked_elsewhere = (*NO_CONSTANT, "a2a_mixing", *MAY_BE_ZERO)
+        checked_elsewhere = (*NO_CONSTANT, "a2a_mixing", "pooled_nics", *MAY_BE_ZERO)
         require_positive(self, *(name for name in self.__slots__ if name not in checked_elsewhere), whose=whose)
         require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
         require_shares(self, "a2a_mixing", "fabric_left_open", whose=whose)
+        require(self.pooled_nics in (0, 1), f"{whose}pooled_nics must be 1 (shared) or 0, got {self.pooled_nics}.")
 
     def assumption(self) -> str | None:
         """Return the sentence that stands beside figures where most constants are assumed; None where few are."""

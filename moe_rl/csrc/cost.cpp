@@ -27,9 +27,20 @@ double gemm_time(const LayerCostParams &p, const LayerRows &at, std::size_t rank
     return std::max(flops, weights) + moved + p.gemm_fixed_s;
 }
 
+// Of [N] rows by node, or [P] by rank: those of ranks that pool their NICs are spread over them.
+double busiest_nic(const LayerCostParams &p, const std::vector<double> &rows) {
+    const auto ranks = static_cast<std::size_t>(p.a2a_nic_ranks);
+    if (!p.flat() || ranks <= 1)
+        return largest(rows);
+    double most = 0;
+    for (std::size_t first = 0; first + ranks <= rows.size(); first += ranks)
+        most = std::max(most, std::accumulate(rows.begin() + first, rows.begin() + first + ranks, 0.0));
+    return most / p.a2a_nic_ranks;
+}
+
 double all_to_all_time(const LayerCostParams &p, const LayerRows &at) {
     const double local = largest(at.rank_visits) * p.a2a_row_bytes / p.nvlink_bytes_per_s;
-    const double nic_rows = std::max(largest(at.nic_ingress), largest(at.nic_egress));
+    const double nic_rows = std::max(busiest_nic(p, at.nic_ingress), busiest_nic(p, at.nic_egress));
     const double remote = nic_rows * p.a2a_row_bytes / p.rdma_bytes_per_s;
     if (!p.flat())
         return std::max(local, remote) + p.a2a_mixing * std::min(local, remote) + p.a2a_latency_s;

@@ -12,7 +12,8 @@ namespace moe_rl {
     FIELD(activation_bytes_per_row) FIELD(gemm_fixed_s) FIELD(gemm_tile_rows) FIELD(a2a_hierarchical) \
     FIELD(a2a_row_bytes) FIELD(nvlink_bytes_per_s) FIELD(rdma_bytes_per_s) FIELD(a2a_mixing) FIELD(a2a_latency_s) \
     FIELD(forward_passes) FIELD(backward_passes) FIELD(replica_exposed) FIELD(replica_p2p_bytes_per_s) \
-    FIELD(replica_fixed_s) FIELD(prefetch_bytes_per_s) FIELD(prefetch_hidden_s) FIELD(replica_hidden_s)
+    FIELD(replica_fixed_s) FIELD(prefetch_bytes_per_s) FIELD(prefetch_hidden_s) FIELD(replica_hidden_s) \
+    FIELD(a2a_nic_ranks)
 
 struct LayerCostParams {
 #define MOE_RL_DECLARE(name) double name = 0;

@@ -51,7 +51,8 @@ def _seconds_to_send_a_row(problem: PlanProblem) -> float:
     if cost.a2a_hierarchical or (problem.load.routes is not None and topology.num_nodes > 1):
         return 0.0
     local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
-    wire = max(local / cost.nvlink_bytes_per_s, remote / cost.rdma_bytes_per_s)
+    # Where a node's ranks pool their NICs, the row is spread over all of them.
+    wire = max(local / cost.nvlink_bytes_per_s, remote / cost.rdma_bytes_per_s / cost.a2a_nic_ranks)
     return 2.0 * (cost.forward_passes + cost.backward_passes) * cost.a2a_row_bytes * wire
 
 

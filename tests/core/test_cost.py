@@ -87,6 +87,24 @@ def test_a_flat_all_to_all_is_its_slower_stage_and_the_copies_of_a_mean_rank() -
     assert all_to_all_time(flat, at) == pytest.approx(expected)
 
 
+def test_pooled_nics_carry_the_mean_of_their_node() -> None:
+    """Rows 900, 100, 300 and 300 on four ranks in nodes of two: 900 over a NIC of its own, 500 over pooled ones."""
+    at = replace(
+        rows_of(np.random.default_rng(3), layers=1, nodes=4),
+        rank_visits=np.zeros((1, 4)),
+        nic_ingress=np.array([[900.0, 100.0, 300.0, 300.0]]),
+        nic_egress=np.array([[400.0, 400.0, 400.0, 400.0]]),
+    )
+    for pooled_nics, busiest in ((0, 900.0), (1, 500.0)):
+        topology = replace(TOPOLOGY, hardware=replace(HARDWARE, pooled_nics=pooled_nics))
+        flat = layer_cost_params(MODEL, topology, hierarchical=False)
+        copied = 4096 * 4 * at.rows.mean() / 2680e9
+        assert all_to_all_time(flat, at) == pytest.approx(4096 * busiest / 43e9 + copied + 60e-6)
+        # A hierarchical kernel's figures are a node's already.
+        deduplicated = layer_cost_params(MODEL, topology)
+        assert all_to_all_time(deduplicated, at) == pytest.approx(4096 * 900.0 / 43e9 + 60e-6)
+
+
 def test_alike_ranks_exchange_all_rows_but_their_own() -> None:
     near, far = flat_shares(8, 4)
     assert (near, far) == (3 / 8, 4 / 8)

@@ -79,6 +79,8 @@ def test_hardware_rates_must_be_positive() -> None:
         hardware(nvlink_gb_per_s=0.0)
     with pytest.raises(InvalidInputError, match="a2a_mixing must lie in"):
         hardware(a2a_mixing=1.5)
+    with pytest.raises(InvalidInputError, match="pooled_nics must be 1"):
+        hardware(pooled_nics=2)
     assert hardware().perturbed(rdma_gb_per_s=1.3).rdma_gb_per_s == pytest.approx(43 * 1.3)
 
 

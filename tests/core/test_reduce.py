@@ -30,7 +30,11 @@ def counted_by(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-RATES = [f.name for f in fields(HardwareSpec) if f.name not in ("name", "ranks_per_node", "a2a_mixing", "sources")]
+RATES = [
+    f.name
+    for f in fields(HardwareSpec)
+    if f.name not in ("name", "ranks_per_node", "a2a_mixing", "pooled_nics", "sources")
+]
 HARDWARE = HardwareSpec(name="any", ranks_per_node=8, **dict.fromkeys(RATES, 1))  # type: ignore[arg-type]
 
 

@@ -230,7 +230,8 @@ def test_layers_are_priced_as_in_the_core_package_to_1e_9(seed: int) -> None:
     values = {
         field.name: float(rng.choice([1e-6, 1.0, 1e9]) * rng.uniform(0.1, 10)) for field in fields(LayerCostParams)
     }
-    params = LayerCostParams(**values | {"a2a_hierarchical": float(rng.integers(2))})
+    nic_ranks = float(rng.choice([1, topology.ranks_per_domain]))
+    params = LayerCostParams(**values | {"a2a_hierarchical": float(rng.integers(2)), "a2a_nic_ranks": nic_ranks})
     found = replicated(arguments | {"cost": params, "replica_slots": 0, "cross_node_slots": 0, "spare_slots": 0})
     problem = replace(problem_of(load_of(arguments["pairs"], top_k=1), topology), cost=params)
     home = ExpertPlacement.from_home_rank(arguments["home"], ep_size=topology.ep_size)

@@ -84,7 +84,11 @@ def test_more_concentration_is_less_change() -> None:
 
 
 def topology(ep_size: int, num_ep_groups: int) -> ClusterTopology:
-    rates = [name for name in HardwareSpec.__slots__ if name not in ("name", "ranks_per_node", "a2a_mixing", "sources")]
+    rates = [
+        name
+        for name in HardwareSpec.__slots__
+        if name not in ("name", "ranks_per_node", "a2a_mixing", "pooled_nics", "sources")
+    ]
     hardware = HardwareSpec(name="any", ranks_per_node=8, **dict.fromkeys(rates, 1))  # type: ignore[arg-type]
     return ClusterTopology(hardware=hardware, ep_size=ep_size, num_ep_groups=num_ep_groups)
 

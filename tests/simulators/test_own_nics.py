@@ -1,4 +1,6 @@
-"""Under `alltoall` every rank sends and receives through its own NIC: no other rank's helps it."""
+"""Under `alltoall` every rank has its own NIC, and no other rank's helps it, unless the cluster pools a node's."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ EXPERTS = RANKS * EACH
 TOPOLOGY = ClusterTopology(hardware=load_cluster("h100"), ep_size=RANKS, ranks_per_node=WIDTH)
 
 
-def simulated(pairs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> SimulationResult:
+def simulated(
+    pairs: np.ndarray[tuple[int, ...], np.dtype[np.int64]], topology: ClusterTopology = TOPOLOGY
+) -> SimulationResult:
     """The step of one layer and one micro-batch with pairs [P, E]."""
     tokens = pairs.sum(axis=1)
     load = StepLoad(pairs=pairs[None, None, None].astype(np.int32), tokens=tokens[None, None], top_k=1)
@@ -34,13 +38,13 @@ def simulated(pairs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Simulat
     model = model_spec(num_experts=EXPERTS, num_layers=1, top_k=1)
     setting = StepSetting(dispatcher="alltoall")
     return simulate_policies(
-        {}, TrainingStep(load=load, layout=layout, lengths=tokens, model=model, topology=TOPOLOGY, setting=setting)
+        {}, TrainingStep(load=load, layout=layout, lengths=tokens, model=model, topology=topology, setting=setting)
     )
 
 
-def exchanged(pairs: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+def exchanged(pairs: np.ndarray[tuple[int, ...], np.dtype[np.int64]], topology: ClusterTopology = TOPOLOGY) -> float:
     """Seconds of the all-to-all between Megatron's homes."""
-    return (simulated(pairs).static.prediction.breakdown_s or {})["all_to_all"]
+    return (simulated(pairs, topology).static.prediction.breakdown_s or {})["all_to_all"]
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.95])
@@ -52,6 +56,10 @@ def test_a_hot_rank_is_dearer_than_a_node_of_the_same_rows(share: float) -> None
     hot[:, WIDTH * EACH : (WIDTH + 1) * EACH] += round(share * tokens / EACH)
     spread[:, WIDTH * EACH :] += round(share * tokens / EACH / WIDTH)
     assert exchanged(hot) >= 1.3 * exchanged(spread)
+    # Of pooled NICs both ask the same. NVLink, seven times as fast, still carries the hot rank's rows by itself.
+    pooled = replace(TOPOLOGY, hardware=replace(TOPOLOGY.hardware, pooled_nics=1))
+    assert exchanged(hot, pooled) == pytest.approx(exchanged(spread, pooled), rel=0.02)
+    assert exchanged(spread, pooled) == pytest.approx(exchanged(spread), rel=1e-12)
 
 
 @settings(max_examples=20)

@@ -11,7 +11,17 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.simulators.sensitivity import FACTORS, PERTURBED_CONSTANTS, perturbed_rankings
 from moe_rl.simulators.setting import StepSetting
 
-NO_RATES = {"fabric", "spreads", "name", "ranks_per_node", "hbm_gib", "a2a_mixing", "gemm_tile_rows", "sources"}
+NO_RATES = {
+    "fabric",
+    "spreads",
+    "name",
+    "ranks_per_node",
+    "hbm_gib",
+    "a2a_mixing",
+    "pooled_nics",
+    "gemm_tile_rows",
+    "sources",
+}
 NO_RATES |= {"fabric_left_open", "gemm_half_width", "gemm_unaligned", "fp8_speedup"}
 HOSTED = replace(HARDWARE, host_layer_ms=3.0, step_fixed_s=0.05)
 

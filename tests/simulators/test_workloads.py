@@ -13,7 +13,11 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 
 
 def step_loads(workload: Workload) -> list[StepLoad]:
-    rates = [name for name in HardwareSpec.__slots__ if name not in ("name", "ranks_per_node", "a2a_mixing", "sources")]
+    rates = [
+        name
+        for name in HardwareSpec.__slots__
+        if name not in ("name", "ranks_per_node", "a2a_mixing", "pooled_nics", "sources")
+    ]
     hardware = HardwareSpec(name="any", ranks_per_node=8, **dict.fromkeys(rates, 1))  # type: ignore[arg-type]
     topology = ClusterTopology(hardware=hardware, ep_size=workload.ep_size)
     return [
