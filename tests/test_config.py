@@ -511,6 +511,15 @@ def test_a_cluster_file_names_its_fabric_and_keeps_the_sources_of_the_same_nodes
     assert load_cluster(str(tmp_path / "again.yaml")) == efa
 
 
+def test_a_cluster_file_pools_the_nics_of_its_nodes_and_is_not_asked_to(tmp_path: Path) -> None:
+    pooled = {"name": "mine", "like": "h100", "pooled_nics": {"value": 1, "source": "4 NICs for 8 GPUs"}}
+    assert load_cluster(write_yaml(tmp_path / "mine.yaml", pooled)).pooled_nics == 1
+    assert load_cluster("h100").pooled_nics == 0
+    own = cluster_content()
+    own.pop("pooled_nics")
+    assert load_cluster(write_yaml(tmp_path / "own.yaml", own | {"name": "own"})).pooled_nics == 0
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

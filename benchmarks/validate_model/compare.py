@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors, ratio_errors
-from benchmarks.validate_model.gains import layer_gains, policy_gains
+from benchmarks.validate_model.gains import layer_gains, policy_gains, recorded_gains
 from benchmarks.validate_model.layer import all_to_all, moe_layer
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
 from moe_rl.config import load_software
@@ -251,6 +251,7 @@ _KINDS = {
     "moe_layer": moe_layer,
     "layer_gains": layer_gains,
     "policy_gains": policy_gains,
+    "recorded_gains": recorded_gains,
     "all_to_all": all_to_all,
     "whole_runs": _whole_runs,
     "memory_peaks": _memory_peaks,

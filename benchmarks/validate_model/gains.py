@@ -1,7 +1,8 @@
-"""Published gains of spilling in one hot MoE layer, predicted as a user would: by options, planned by `llep`."""
+"""Published gains of balancing beside predicted ones: planned as a user would, or from rows that were recorded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy as np
 from benchmarks.dirichlet import DIRICHLET_SCENARIOS
 from benchmarks.validate_model.drawn import planned
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared
+from moe_rl.config import load_software
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.software import TYPICAL
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.registry import make_planner
@@ -122,3 +125,95 @@ def _step_seconds(step: PolicyResult) -> float:
     seconds = step.prediction.step_time_s
     assert seconds is not None, "the drawn step has tokens"
     return seconds
+
+
+def recorded_gains(
+    published: Mapping[str, Any], model_named: ModelNamed, cluster_named: ClusterNamed
+) -> list[ValidationResult]:
+    """Compare whole steps under recorded imbalance: the ratio of every two ways to balance, and their seconds."""
+    topology = ClusterTopology(hardware=cluster_named(published["cluster"]), ep_size=published["ep_size"])
+    setting = StepSetting(**published["setting"], software=load_software(TYPICAL).costs)
+    ratios, seconds = [], []
+    for case in published["cases"]:
+        layers = case["model"]["num_layers"]
+        model = replace(
+            model_named(published["like"]),
+            name=case["name"],
+            moe_layer_ids=tuple(range(layers)),
+            **published["shared"],
+            **case["model"],
+        )
+        steps = {
+            name: ValidationPoint(
+                name=f"{case['name']}, {name}",
+                unit="s",
+                published=step["seconds"],
+                predicted=_recorded_step(published, model, topology, setting, step["busiest"]),
+            )
+            for name, step in case["steps"].items()
+        }
+        seconds.extend(steps.values())
+        for (slow, before), (fast, after) in combinations(steps.items(), 2):
+            ratio = ValidationPoint(
+                name=f"{case['name']}, {fast} / {slow}",
+                unit=published["unit"],
+                published=before.published / after.published,
+                predicted=before.predicted / after.predicted,
+            )
+            ratios.append(ratio)
+    return [
+        compared(published, ratios, limit_error=published["limit_error"]),
+        compared(published, seconds, name=f"{published['name']}-seconds", title=published["title_seconds"]),
+    ]
+
+
+def _recorded_step(
+    published: Mapping[str, Any],
+    model: MoeModelSpec,
+    topology: ClusterTopology,
+    setting: StepSetting,
+    busiest: Sequence[float],
+) -> float:
+    """Return the seconds of a step whose busiest rank has `busiest` times a mean rank's rows in every layer."""
+    micro_batches, sequences = published["num_micro_batches"], published["sequences_per_micro_batch"]
+    ranks, tokens = topology.ep_size, sequences * setting.sequence_length
+    rows = np.stack([rows_in_nodes(share, topology, rows=tokens * model.top_k, slots=model.top_k) for share in busiest])
+    load = StepLoad(
+        pairs=np.broadcast_to(rows, (1, micro_batches, *rows.shape)).copy(),
+        tokens=np.full((1, micro_batches, ranks), tokens),
+        top_k=model.top_k,
+    )
+    cells = micro_batches * ranks
+    layout = BatchLayout(
+        micro_batch=np.repeat(np.arange(micro_batches, dtype=np.int32), ranks * sequences),
+        dp_rank=np.tile(np.repeat(np.arange(ranks, dtype=np.int32), sequences), micro_batches),
+        order=np.tile(np.arange(sequences, dtype=np.int32), cells),
+        num_micro_batches=micro_batches,
+        num_dp_ranks=ranks,
+    )
+    lengths = np.full(cells * sequences, setting.sequence_length)
+    # A rank has as many slots as a token has experts; each counts as an expert, since only rows of ranks are priced.
+    slots = replace(model, num_experts=ranks * model.top_k)
+    step = TrainingStep(load=load, layout=layout, lengths=lengths, model=slots, topology=topology, setting=setting)
+    return _step_seconds(simulate_policies({}, step).static)
+
+
+def rows_in_nodes(
+    busiest: float, topology: ClusterTopology, *, rows: int, slots: int
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the rows [P, P slots] that every rank sends to every slot: `rows` of each, all inside its node.
+
+    Rank 0 gets `busiest` times the mean; the others of its node share the rest evenly. With 2 nodes of 2 ranks, 1 slot
+    per rank, 100 rows and busiest = 1.5, the ranks get 150, 50, 100 and 100.
+    """
+    ranks, width = topology.ep_size, topology.ranks_per_domain
+    share = np.ones(ranks)
+    share[:width] = (width - busiest) / (width - 1)
+    share[0] = busiest
+    same_node = np.arange(ranks)[:, None] // width == np.arange(ranks) // width
+    sent = np.repeat(same_node * share / width / slots, slots, axis=1)
+    # Whole rows: what is lost by rounding down goes to the last slot of the sender's node.
+    found = np.floor(rows * sent).astype(np.int32)
+    last_slot = (np.arange(ranks) // width + 1) * width * slots - 1
+    found[np.arange(ranks), last_slot] += rows - found.sum(axis=1, dtype=np.int32)
+    return found
