@@ -111,14 +111,18 @@ def _print_ablation(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"schema": "moe_rl.ablation/1", "worth": WORTH, "terms": [asdict(each) for each in found]})
         return
-    table = figures_table("term left out", "vendor's runs", "most", "class", "", gap=2)
+    table = figures_table("term left out", "vendor's runs", "most", "class", "a cluster held out", gap=2)
     for each in found:
         kind, most = each.most
-        verdict = Text("" if each.stays else "not worth it", style="" if each.stays else "red")
+        held_out = "" if each.held_out is None else f"{each.held_out:+.4f}"
+        verdict = Text("" if each.stays else f"{held_out} no class", style="" if each.stays else "red")
         table.add_row(Text(each.term), f"{each.worse['vendor']:+.4f}", f"{most:+.4f}", Text(kind), verdict)
     console = results()
     console.print(table)
     console.print(f"growth of the mean |log| of a class; a term is worth it from {WORTH} on")
+    console.print(
+        "a cluster held out: for terms that no class carries, by fits without them on the other clusters' runs"
+    )
 
 
 def _print_constants(folder: Path, *, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from moe_rl.core.interval import COVERAGE, Interval
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.posterior import KnownStep, Posterior, Price, Prior
-from moe_rl.simulators.whole_runs import WholeRun
+from moe_rl.simulators.whole_runs import ClusterNamed, WholeRun
 
 # Weight of tuned software where a known step decides which runs; see `moe_rl.study.known_steps`.
 TUNED_WEIGHT = 0.25
@@ -87,9 +87,9 @@ def price_of(run: WholeRun) -> Price:
     return price
 
 
-def vendor_runs(folder: Path) -> list[WholeRun]:
-    """Return the runs of a vendor's own benchmarks."""
-    return [run for run, _ in _rows(folder / "whole_runs.yaml")]
+def vendor_runs(folder: Path, cluster_named: ClusterNamed = load_cluster) -> list[WholeRun]:
+    """Return the runs of a vendor's own benchmarks, on clusters as they are shipped or changed."""
+    return [run for run, _ in _rows(folder / "whole_runs.yaml", cluster_named)]
 
 
 def user_runs(folder: Path) -> list[tuple[WholeRun, str]]:
@@ -97,9 +97,9 @@ def user_runs(folder: Path) -> list[tuple[WholeRun, str]]:
     return _rows(folder / "other_users.yaml")
 
 
-def _rows(path: Path) -> list[tuple[WholeRun, str]]:
+def _rows(path: Path, cluster_named: ClusterNamed = load_cluster) -> list[tuple[WholeRun, str]]:
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))["points"]
-    return [(WholeRun.of(row, lambda name: load_model(name).spec, load_cluster), row.get("class", "")) for row in rows]
+    return [(WholeRun.of(row, lambda name: load_model(name).spec, cluster_named), row.get("class", "")) for row in rows]
 
 
 def without_known_step(folder: Path) -> Iterator[Forecast]:

@@ -41,6 +41,7 @@ LIMITED = {
     "whole-runs-setting-held-out-without-regressions": 0.055,
     "llep-layer-gains": 0.15,
     "policy-gains": 0.06,
+    "laer-gains": 0.15,
 }
 
 
