@@ -133,7 +133,8 @@ def recorded_gains(
     """Compare whole steps under recorded imbalance: the ratio of every two ways to balance, and their seconds."""
     topology = ClusterTopology(hardware=cluster_named(published["cluster"]), ep_size=published["ep_size"])
     setting = StepSetting(**published["setting"], software=load_software(TYPICAL).costs)
-    ratios, seconds = [], []
+    ratios: list[ValidationPoint] = []
+    seconds: list[ValidationPoint] = []
     for case in published["cases"]:
         layers = case["model"]["num_layers"]
         model = replace(
@@ -213,7 +214,7 @@ def rows_in_nodes(
     same_node = np.arange(ranks)[:, None] // width == np.arange(ranks) // width
     sent = np.repeat(same_node * share / width / slots, slots, axis=1)
     # Whole rows: what is lost by rounding down goes to the last slot of the sender's node.
-    found = np.floor(rows * sent).astype(np.int32)
+    found: np.ndarray[Any, np.dtype[np.int32]] = np.floor(rows * sent).astype(np.int32)
     last_slot = (np.arange(ranks) // width + 1) * width * slots - 1
     found[np.arange(ranks), last_slot] += rows - found.sum(axis=1, dtype=np.int32)
     return found
