@@ -131,11 +131,14 @@ class RankRows:
             ids if ids.size == count else ids[(ids >= 0).all(axis=(1, 2))]
             for ids, count in zip(of_layers, num_known, strict=True)
         ]
+        sizes = np.array([[len(ids) for ids in batch_ids] for batch_ids in (of_layers, rows_of_parts)], np.int64)
+        num_rows, num_known_rows = sizes.sum(axis=1).tolist()
         return cls(
             pairs=pairs,
             rows=rows,
             routes=tuple(ids for ids in rows_of_parts if ids.shape[2] == model.top_k),
-            sizes=np.array([[len(ids) for ids in batch_ids] for batch_ids in (of_layers, rows_of_parts)], np.int64),
+            known=num_known_rows / num_rows if num_rows else 1.0,
+            sizes=sizes,
         )
 
     @property

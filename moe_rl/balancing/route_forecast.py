@@ -41,6 +41,13 @@ class SequenceRoutes:
         """Pairs in one layer, as many in every layer."""
         return int(self.counts_LE[0].sum())
 
+    def with_more(self, other: "SequenceRoutes") -> "SequenceRoutes":
+        """Return the routes of both, of which the mean row is then known."""
+        return SequenceRoutes(
+            counts_LE=self.counts_LE + other.counts_LE,
+            sampled_ids_ULK=np.concatenate([self.sampled_ids_ULK, other.sampled_ids_ULK]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRoutes:
@@ -204,14 +211,19 @@ class RouteForecast:
         return self._as_rank_rows([self._load_of(rows, mean.num_rows, mean, self._rollouts) for rows in micro_batches])
 
     def covers(self, micro_batches: Sequence[SequenceRows]) -> bool:
-        """Return whether the rows are whole sequences that the log-prob pass counted in full.
+        """Return whether the rows are whole sequences that the log-prob pass counted in full, and padding that it met.
 
         Replayed routes leave some rows out, for which the live router decides in both passes: full counts are better.
         """
         for rows in micro_batches:
             for key, num_rows in zip(rows.keys.tolist(), rows.rows_per_sequence.tolist(), strict=True):
+                if not num_rows:
+                    continue
                 routes, _ = _counted(self._rollouts, key)
-                if num_rows and (routes is None or routes.num_pairs != num_rows * self.shape[2]):
+                if routes is None:
+                    return False
+                # Passes pad to other lengths: of padding its mean row is known, not how many rows there are.
+                if key != PADDING and routes.num_pairs != num_rows * self.shape[2]:
                     return False
         return True
 
@@ -220,8 +232,14 @@ class RouteForecast:
         if self._rollout_has_updates:
             self._previous, sequences = self._rollout, {}
         for routes in micro_batches:
-            if routes.rows.announced:
-                sequences.update(routes.by_sequence())
+            if not routes.rows.announced:
+                continue
+            for key, routes_of_sequence in routes.by_sequence():
+                # All padding has one key, in every micro-batch.
+                if key == PADDING and key in sequences:
+                    sequences[key] = sequences[key].with_more(routes_of_sequence)
+                else:
+                    sequences[key] = routes_of_sequence
         self._rollout = RolloutRoutes(sequences=sequences, drift=self._rollout.drift.of_next_rollout())
 
     def _record_update(
@@ -230,7 +248,8 @@ class RouteForecast:
         self._settle_rollout(micro_batches)
         # Every rank takes part in the sum, those without a prediction with zeros.
         actual_and_predicted = np.zeros((2, *self.shape[:2]), np.int64)
-        if prediction is not None and prediction.known and self._rollout.sequences:
+        # Replayed routes may leave rows out. That an expert has more than those is no drift.
+        if prediction is not None and prediction.source == "log-probs" and self._rollout.sequences:
             actual_and_predicted[0] = loads.pairs.sum(axis=0)
             actual_and_predicted[1] = prediction.pairs.sum(axis=0)
         actual_LE, predicted_LE = self._sum_over_ranks(actual_and_predicted)

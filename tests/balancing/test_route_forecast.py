@@ -1,5 +1,7 @@
 """What is heard of sequences in one pass is what is expected of them in another, however they are packed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -175,6 +177,33 @@ def test_replayed_routes_give_way_where_whole_sequences_were_heard(rng: np.rando
     half = SequenceRows.of_tokens([found[0][0]], np.zeros(4))
     for held in (held_of([*found, *other]), half):
         assert ExpectedOrReplayedRows(known, [held], replayed).read() is replayed.read()
+
+
+@pytest.mark.parametrize("first", [4, 9])
+@pytest.mark.parametrize("second", [0, 4, 9])
+def test_an_update_may_pad_otherwise_than_the_log_prob_pass(rng: np.random.Generator, first: int, second: int) -> None:
+    whole, other = samples(rng, [8, 5]), samples(rng, [4])
+    forecast = RouteForecast(SHAPE)
+    batches = [held_of(whole, first), held_of(other, 4)]
+    for batch, rows in zip((whole, other), batches, strict=True):
+        forecast.record(
+            heard([batch], as_map=True, padding=len(rows.sequence_of_row) - sum(len(s[0]) for s in batch), held=[rows]),
+            is_update=False,
+        )
+    replayed = CountedRows(forecast.predict([held_of(samples(rng, [3]))]))
+    update = ExpectedOrReplayedRows(forecast, [held_of(whole, second)], replayed).read()
+    padding_LE = np.zeros((LAYERS, EXPERTS), np.int64)
+    padding_LE[:, :TOP_K] = second
+    np.testing.assert_array_equal(update.pairs[0], counted(whole) + padding_LE)
+
+
+def test_rows_that_replayed_routes_leave_out_are_no_drift(rng: np.random.Generator) -> None:
+    batch = samples(rng, [8, 5])
+    forecast = RouteForecast(SHAPE)
+    forecast.record(heard([batch], as_map=True), is_update=False)
+    replayed = dataclasses.replace(forecast.predict([held_of(batch)]), source="routes")
+    forecast.record(heard([batch], as_map=True, padding=50), prediction=replayed, is_update=True)
+    np.testing.assert_array_equal(forecast.predict([held_of(batch)]).pairs[0], counted(batch))
 
 
 @pytest.mark.parametrize("lengths", [[0, 4], [3]])
