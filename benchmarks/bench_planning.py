@@ -73,7 +73,7 @@ class Case:
             num_layers=self.model.num_moe_layers,
             num_experts=self.model.num_experts,
             ep_size=self.ep_size,
-            spare_slots=self.config.spare_slots,
+            spare_slots=self.config.slots.spare,
         )
         return PassRequest(config=self.config, placement=placement)
 

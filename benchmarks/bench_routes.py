@@ -374,7 +374,7 @@ def formats() -> dict[str, Callable[[Path, NDArray[Any], int, int], tuple[Path, 
 
 def measure_faults(rounds: int) -> dict[str, Any]:
     """Seeded faults, written and read in every producer's format."""
-    from moe_rl.study.options import TraceOptions
+    from moe_rl.study.groups import TraceOptions
     from moe_rl.study.replay_check import _checked
     from tests.routes.fault_seeds import FAMILIES, SEEDS, case
 

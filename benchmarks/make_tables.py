@@ -40,7 +40,8 @@ from moe_rl.report.faces import SimulationReport
 from moe_rl.report.maps import rank_maps
 from moe_rl.report.svg import DARK, LIGHT, Svg, standalone
 from moe_rl.report.sweep_chart import sweep_panels
-from moe_rl.study.options import SHOWN
+from moe_rl.study.options import shown_words
+from moe_rl.study.shown import SHOWN
 from moe_rl.yaml_files import with_names
 from tests.frameworks import own_losses, recipe_losses, record_losses
 
@@ -251,13 +252,13 @@ def public_names(names: str) -> str:
 
 def options_table(name: str) -> str:
     """Return a folded table per panel of the help: an option's flag, the field's type and default, what it does."""
-    fields = resolve_name(name).model_fields
-    panels: dict[str, list[str]] = {SHOWN[field].panel: [] for field in fields}
-    for field in fields:
-        panels[SHOWN[field].panel].append(field)
+    words = shown_words(resolve_name(name))
+    panels: dict[str, list[str]] = {SHOWN[word].panel: [] for word in words}
+    for word in words:
+        panels[SHOWN[word].panel].append(word)
     tables = []
     for panel, names in panels.items():
-        rows = "".join(option_row(field, fields[field].get_default(call_default_factory=True)) for field in names)
+        rows = "".join(option_row(word, words[word].default) for word in names)
         heading = "| option | in Python | default | what |\n|---|---|---|---|\n"
         tables.append(folded(f"{panel} ({len(names)})", heading + rows))
     return "\n" + "\n".join(tables) + "\n"

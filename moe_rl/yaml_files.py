@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.option_groups import OptionGroup
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -48,7 +49,7 @@ def checked(
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        sentence = _sentence(error, schema, spelled)
+        sentence = sentence_of(error, schema, spelled)
         raise InvalidInputError(f"{where}: {sentence}" if where else sentence) from error
 
 
@@ -61,12 +62,16 @@ def with_names(text: str) -> str:
     return NAMES.sub(lambda match: ", ".join(resolve_name(match[1])), text)
 
 
-def _sentence(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
+def sentence_of(error: ValidationError, schema: type[BaseModel], spelled: Callable[[str], str]) -> str:
+    """Return one sentence about the first wrong key, `spelled` so, or value."""
     # An unknown key first: it is often the misspelt name of a key that is then missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     detail = problems[0]
-    key = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
+    place = detail["loc"]
+    if issubclass(schema, OptionGroup):
+        place = schema.place_of(place)
+    key = ".".join(map(str, place))
+    if detail["type"] == "extra_forbidden" and len(place) == 1:
         return f"unknown key {key!r}.{nearest_name(key, schema.model_fields)}"
     if detail["type"] == "missing":
         return f"{spelled(key)} is missing."

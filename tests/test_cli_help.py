@@ -18,6 +18,7 @@ from moe_rl.core.cost import REPLICA_CONTENTION
 from moe_rl.core.reduce import Filler
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.option_groups import words_of
 from moe_rl.planner.base import OURS
 from moe_rl.planner.domain_engine import ENGINES
 from moe_rl.planner.objective import OBJECTIVES
@@ -26,8 +27,10 @@ from moe_rl.simulators.rl_step import FITTED, PRECISIONS
 from moe_rl.simulators.setting import OFFLOAD_MODULES
 from moe_rl.simulators.weight_sync import TRANSPORTS
 from moe_rl.study import options
-from moe_rl.study.options import GRAPHS, SHOWN, SimulationOptions
+from moe_rl.study.groups import GRAPHS
+from moe_rl.study.options import SimulationOptions
 from moe_rl.study.rl_options import KnownStepOptions, RlStepOptions, TuneOptions
+from moe_rl.study.shown import SHOWN
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
 SCREEN = 48
@@ -49,7 +52,7 @@ def test_help_fits_a_screen_and_help_all_has_every_option(command: str, monkeypa
         assert common in first.out
     assert "--optimizer-offload" not in first.out
     schema = RlStepOptions if command == "rl-step" else SimulationOptions
-    for name in schema.model_fields:
+    for name in words_of(schema):
         assert f"--{name.replace('_', '-')}" in everything.out
 
 
@@ -175,9 +178,9 @@ def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
     assert {name: list(SHOWN[name].choices) for name in known} == {name: list(words) for name, words in known.items()}
     assert all(module in SHOWN["offload_modules"].help for module in OFFLOAD_MODULES)
     assert all(name in SHOWN["weight_sync_transport"].help for name in TRANSPORTS.names)
-    assert SimulationOptions().replica_exposed == REPLICA_CONTENTION
+    assert SimulationOptions().pricing.replica_exposed == REPLICA_CONTENTION
     assert load_software("tuned").costs.framework_share == FITTED["framework_share"]
-    assert set(SHOWN) == set(KnownStepOptions.model_fields) | set(TuneOptions.model_fields)
+    assert set(SHOWN) == set(words_of(KnownStepOptions)) | set(words_of(TuneOptions))
 
 
 def test_no_option_stands_in_two_panels() -> None:

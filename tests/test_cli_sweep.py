@@ -16,6 +16,7 @@ from cli_runner import Ran, moe_rl, snapshot, write_npz
 
 from moe_rl.config import cluster_yaml, load_cluster
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.option_groups import words_of
 from moe_rl.report.curves import LETTER
 from moe_rl.report.sweep_chart import check_picture
 from moe_rl.study.executors import executor_named
@@ -113,11 +114,11 @@ def test_every_kind_of_option_can_be_swept(tmp_path: Path, trace: Path) -> None:
 def test_a_default_that_follows_from_another_option_follows_in_every_point() -> None:
     base = SimulationOptions(expert_model_parallel_size=4, ep_group_tokens=200)
     grid = parse_grid(["seq_length=2,3"], base)
-    assert [options.seq_length for options in grid.options] == [2, 3]
-    assert all(options.model_fields_set == {*base.model_fields_set, "seq_length"} for options in grid.options)
-    assert all(options.expert_model_parallel_size == 4 for options in grid.options)
+    assert [options.passes.seq_length for options in grid.options] == [2, 3]
+    assert all(set(options.stated_words()) == {*base.stated_words(), "seq_length"} for options in grid.options)
+    assert all(options.parallel.expert_model_parallel_size == 4 for options in grid.options)
     lists = {"recompute_modules", "offload_modules", "software", "cuda_graph_scope", "known_step", "known_step_config"}
-    assert set(flags().values()) == set(SimulationOptions.model_fields) - NOT_SWEPT - lists
+    assert set(flags().values()) == set(words_of(SimulationOptions)) - NOT_SWEPT - lists
 
 
 # --- stopping and going on ----------------------------------------------------------------------------------

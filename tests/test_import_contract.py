@@ -27,12 +27,16 @@ ADAPTERS = {"balancing", "megatron", "report", "doctor"}
 ALLOWED = {
     "core": set(),
     **{library: {"core"} for library in LIBRARIES},
-    "yaml_files": {"core"},
-    **{adapter: {"core"} | LIBRARIES | {"config", "yaml_files"} for adapter in ADAPTERS},
+    "option_groups": {"core"},
+    "yaml_files": {"core", "option_groups"},
+    **{adapter: {"core"} | LIBRARIES | {"config", "option_groups", "yaml_files"} for adapter in ADAPTERS},
     "config": {"core", "huggingface", "yaml_files"},
     "huggingface": {"core"},
-    "study": {"core", "config", "yaml_files", "report"} | LIBRARIES,
-    **{top: {"core", "config", "yaml_files", "study"} | LIBRARIES | ADAPTERS for top in ("frameworks", "cli")},
+    "study": {"core", "config", "option_groups", "yaml_files", "report"} | LIBRARIES,
+    **{
+        top: {"core", "config", "option_groups", "yaml_files", "study"} | LIBRARIES | ADAPTERS
+        for top in ("frameworks", "cli")
+    },
     "launch": {"core", "config", "yaml_files"},
 }
 """What each part of moe_rl may import of the others; `cli` may also use `frameworks`."""

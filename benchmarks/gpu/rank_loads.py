@@ -145,7 +145,7 @@ def main() -> int:
         print(f"priced the rows of {FILE} anew")
         return 0
     command = f"python -m benchmarks.gpu.rank_loads {Path(options.trace).name}"
-    found = collect(options.trace, command, ep=options.ep, tokens_per_rank=options.tokens_per_rank)
+    found = collect(options.trace, command, ep=options.ep, tokens_per_rank=options.sequences.tokens_per_rank)
     found.save()
     for name in POLICIES:
         slowest_s = sum(max(cell) for cell in found.predicted_s["bf16"][name])

@@ -24,7 +24,7 @@ from moe_rl.simulators.result import PolicyResult
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import simulate_policies
 from moe_rl.simulators.whole_runs import ClusterNamed, ModelNamed
-from moe_rl.study.options import SimulationOptions
+from moe_rl.study.options import SimulationOptions, merge_options
 
 RANKS = 8
 LAYER_PARTS = ("expert_gemm", "all_to_all", "replicate", "prefetch")
@@ -37,7 +37,7 @@ def layer_gains(
     topology = ClusterTopology(hardware=cluster_named(published["cluster"]), ep_size=RANKS)
     results = []
     for dispatcher, told in (("flex", {}), ("alltoall", {"title": published["title_flat"]})):
-        options = SimulationOptions(moe_token_dispatcher_type=dispatcher, **published["options"])
+        options = merge_options(SimulationOptions, {"moe_token_dispatcher_type": dispatcher, **published["options"]})
         points = [
             ValidationPoint(
                 name=f"{point['model']}, {published['share']:.0%} to {hot}",

@@ -274,7 +274,7 @@ def _spec_of_experts(config: CountdownGrpoConfig, spec: Any) -> Any:
     if section.enabled or section.experts == "megatron":
         return spec
     balancer = section.config()
-    return grouped_spec(spec, recipe=balancer.recipe, backend=balancer.backend)
+    return grouped_spec(spec, recipe=balancer.kernels.recipe, backend=balancer.kernels.backend)
 
 
 def _means(updates: Sequence[Metrics]) -> Metrics:

@@ -145,9 +145,9 @@ class BalancedRun(Generic[Tables]):
             num_layers=planner.model.num_moe_layers,
             num_experts=planner.model.num_experts,
             ep_size=groups.ep_size,
-            spare_slots=config.foreign_slots,
+            spare_slots=config.slots.foreign,
         )
-        self.own_placement = replace(contiguous, resident_slots=config.resident_slots)
+        self.own_placement = replace(contiguous, resident_slots=config.slots.resident_slots)
         """Homes where the framework puts the experts, and nobody resident."""
         self.homes_stay: str | None = None
         """Why experts must not move by themselves, if that is so."""
@@ -156,7 +156,7 @@ class BalancedRun(Generic[Tables]):
             self.homes_stay = movable
         else:
             kind = ImaginedHomes if config.observe else ExpertHomes
-            scratch = config.reorder_scratch_bytes
+            scratch = config.homes.reorder_scratch_bytes
             self.homes = kind(self.own_placement, movable, groups=groups, max_scratch_bytes=scratch)
         self.memory: MemoryOfUpdates | None = None
         """None if the framework does not say how it runs updates."""

@@ -69,10 +69,10 @@ def _version(package: str) -> str:
 
 
 def _settings(config: BalancerConfig) -> dict[str, str]:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values = config.words()
     values["parameters"] = dict(sorted(config.parameters.items()))
     # `cluster` may be a file, with other rates on another host.
-    rates = hardware_of(config.cluster)
+    rates = hardware_of(config.pricing.cluster)
     constants = {f"the cluster's {field.name}": getattr(rates, field.name) for field in fields(rates)}
     del constants["the cluster's sources"]
     return _texts({**values, **constants})

@@ -111,7 +111,7 @@ class HomeChoice(Generic[Tables]):
         self._log_prob_passes = self._with_log_probs(rows) if forward_only else None
         self._log_probs_are_usual |= forward_only
         self._updates = self._updates.after(forward_only=forward_only)
-        if self._run.config.reorders and forward_only == self._log_probs_are_usual:
+        if self._run.config.homes.reorders and forward_only == self._log_probs_are_usual:
             self.proposed = ProposedHomes(fresh=self._propose(loads))
         if self._log_prob_passes is not None:
             proposals = (*self._log_prob_passes.proposals, self.proposed.fresh)
@@ -125,7 +125,7 @@ class HomeChoice(Generic[Tables]):
         driver may have handed sequences to other ranks.
         """
         passes = self._log_prob_passes
-        if passes is None or not rows or self._run.homes is None or not self._run.config.reorders:
+        if passes is None or not rows or self._run.homes is None or not self._run.config.homes.reorders:
             return False
         self._log_prob_passes = None
         everyone = gathered((passes.sequences, _keys_of(rows)))
@@ -172,7 +172,7 @@ class HomeChoice(Generic[Tables]):
         """Start to choose homes and copies that stay for batches with these loads."""
         run = self._run
         levers = replace(
-            PLACEMENT, move_homes=run.why_homes_stay is None, choose_residents=run.config.resident_slots > 0
+            PLACEMENT, move_homes=run.why_homes_stay is None, choose_residents=run.config.slots.resident_slots > 0
         )
         if not (levers.move_homes or levers.choose_residents):
             return None

@@ -107,7 +107,7 @@ def packed_micro_batches(
         token_budget=token_budget,
     )
     cost = None
-    if OBJECTIVES[config.objective].in_seconds:
+    if OBJECTIVES[config.pricing.objective].in_seconds:
         per_rank = tokens.sum() / topology.num_ranks / stated_layout.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)

@@ -46,9 +46,9 @@ def outcome_of_layers(
         topology=topology,
         cost=cost_of_load(load, model=model, topology=topology, setting=setting_of_pass),
         current_placement=placement,
-        replica_slots=config.replica_slots,
-        cross_node_slots=config.cross_node_slots,
-        resident_slots=config.resident_slots,
+        replica_slots=config.slots.replica_slots,
+        cross_node_slots=config.slots.cross_node_slots,
+        resident_slots=config.slots.resident_slots,
     )
     of_layers = replace(plan, placement=placement, replicas=plan.replicas.of_layers(layers, group=0))
     contiguous = ExpertPlacement.contiguous(num_layers=len(layers), num_experts=load.num_experts, ep_size=load.ep_size)

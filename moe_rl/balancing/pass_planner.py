@@ -257,9 +257,9 @@ class PassPlanner:
     def _run_policy(self, request: PassRequest, load: StepLoad, layers: list[int]) -> Plan:
         """Return the policy's plan of these layers; homes that serve several steps learn from earlier loads, too."""
         history = None
-        if request.may.move_homes and request.config.steps_served > 1:
+        if request.may.move_homes and request.config.homes.steps_served > 1:
             if self._earlier_loads is None:
-                self._earlier_loads = EarlierLoads(request.config.history_steps)
+                self._earlier_loads = EarlierLoads(request.config.homes.history_steps)
             history = self._earlier_loads.then(load)
         layer_ids = tuple(self.model.moe_layer_ids[layer] for layer in layers)
         return plan_of_load(
@@ -328,7 +328,7 @@ def row_bound(
     """
     if (tokens.all_MP == tokens.complete_MP).all():
         return plan_rows_MLP
-    risk = request.config.capacity_risk
+    risk = request.config.kernels.capacity_risk
     if risk is None or load.num_ep_groups > 1 or not tokens.complete_MP.any():
         return None
     num_own_cells = load.num_layers * len(tokens.all_MP)

@@ -113,7 +113,7 @@ class PassQueue(Generic[Tables]):
             config.observe
             or source.plan is not None
             or source.layout is not None
-            or (source.routes is not None and not config.reorders)
+            or (source.routes is not None and not config.homes.reorders)
         )
         if not self._run.layers.in_order or is_planned_whole or (source.num_micro_batches or 0) <= 1:
             return [slice(None)]
@@ -127,7 +127,7 @@ class PassQueue(Generic[Tables]):
         if source.routes is not None:
             replayed = run.layers.reader(source.routes, run.planner.layers)
             # An update may be planned from the log-prob pass, but not with static rows, which routes alone can certify.
-            if source.sequences and not forward_only and not run.config.static_rows:
+            if source.sequences and not forward_only and not run.config.kernels.static_rows:
                 return ReadOnce(ExpectedOrReplayedRows(self._forecast, source.sequences, replayed))
             return ReadOnce(replayed)
         if source.plan is not None:

@@ -222,7 +222,7 @@ class PassCycle(RoutePlanner[Tables]):
             first_part = prepared.parts[0].result()
         plan_wait_s = time.perf_counter() - started
         running = RunningPass.of(prepared, self._carried_out(first_part.planned), plan_wait_s=plan_wait_s)
-        if self.config.static_rows:
+        if self.config.kernels.static_rows:
             self.run.layers.set_capacity(joined(running.parts))
         self._running = running
         try:

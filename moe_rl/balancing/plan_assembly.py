@@ -103,7 +103,7 @@ class PlanAssembly:
     ) -> Plan:
         """Return the plan; without a report it says what was configured."""
         if report is None:
-            report = PolicyReport(policy=request.config.policy, objective=request.config.objective)
+            report = PolicyReport(policy=request.config.policy, objective=request.config.pricing.objective)
         num_ranks = self._exchange.size * replicas.num_ep_groups
         migration = ExpertMigration.between(request.placement, placement, expert_bytes=self._model.expert_state_bytes)
         return Plan(

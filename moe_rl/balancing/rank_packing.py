@@ -34,7 +34,7 @@ class RankPacking(Generic[Tables]):
                 run.placement.home_rank[run.planner.layers],
                 tokens=lengths,
                 topology=cluster_topology(run.config, ep_size=exchange.size, num_ep_groups=exchange.num_groups),
-                by_rank=run.config.replica_slots == 0,
+                by_rank=run.config.slots.replica_slots == 0,
                 dp_rank=place.dp_rank,
                 stage=place.stage,
                 micro_batches=micro_batches,

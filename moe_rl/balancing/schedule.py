@@ -167,11 +167,11 @@ def cluster_topology(
 ) -> ClusterTopology:
     """Return G EP groups of P ranks on the nodes that the configuration describes."""
     return ClusterTopology(
-        hardware=hardware_of(config.cluster),
+        hardware=hardware_of(config.pricing.cluster),
         ep_size=ep_size,
         num_ep_groups=num_ep_groups,
         slices_per_dp_rank=slices_per_dp_rank,
-        ranks_per_node=min(config.ranks_per_node, ep_size),
+        ranks_per_node=min(config.slots.ranks_per_node, ep_size),
     )
 
 
@@ -214,34 +214,35 @@ def plan_of_load(
         step = TrainingStep(load=load, layout=layout, lengths=lengths, model=model, topology=topology, setting=setting)
         whole_step = micro_batch_cost(step)
     moves_over = topology
-    if config.reorders and may.move_homes:  # and every export brings the weights home and back
+    if config.homes.reorders and may.move_homes:  # and every export brings the weights home and back
         slower = 1 + 2 * BF16_BYTES * model.expert_params / model.expert_state_bytes
         hardware, links = topology.hardware, ("rdma_gb_per_s", "nvlink_p2p_gb_per_s")
         rates = {name: getattr(hardware, name) / slower for name in links}
         moves_over = replace(topology, hardware=replace(hardware, **rates))
+    slots = config.slots
     problem = PlanProblem(
         load=load,
         layout=worker_layout(load.num_micro_batches, topology.num_ranks) if layout is None else layout,
         model=model,
         topology=moves_over,
         cost=cost_of_load(load, model=model, topology=topology, setting=setting, layout=layout, lengths=lengths),
-        objective=OBJECTIVES[config.objective],
-        replica_slots=config.replica_slots,
-        cross_node_slots=config.cross_node_slots,
-        resident_slots=config.resident_slots,
-        current_placement=placement.with_slots(resident_slots=config.resident_slots, spare_slots=config.spare_slots),
-        steps_served=config.steps_served if may.move_homes else 1,
+        objective=OBJECTIVES[config.pricing.objective],
+        replica_slots=slots.replica_slots,
+        cross_node_slots=slots.cross_node_slots,
+        resident_slots=slots.resident_slots,
+        current_placement=placement.with_slots(resident_slots=slots.resident_slots, spare_slots=slots.spare),
+        steps_served=config.homes.steps_served if may.move_homes else 1,
         updates=updates,
         sequence_load=sequence_load,
         sequence_tokens=None if sequence_load is None else lengths,
         micro_batch_cost=whole_step,
         history=history,
-        domain_balance=config.domain_balance,
+        domain_balance=slots.domain_balance,
     )
-    if config.domain_balance != OURS:  # what the engine copies is priced, and is not in the plan
+    if slots.domain_balance != OURS:  # what the engine copies is priced, and is not in the plan
         problem, may = replace(problem, replica_slots=1), replace(may, replicate=False)
     parameters = dict(config.parameters)
-    if config.static_rows and may.pack and config.policy == "moe-rl":
+    if config.kernels.static_rows and may.pack and config.policy == "moe-rl":
         parameters = {"static_buffers": True} | parameters
     return make_planner(config.policy, **parameters).plan(problem, may)
 
@@ -249,7 +250,7 @@ def plan_of_load(
 def step_setting(config: BalancerConfig, of_run: StepSetting | None = None, *, forward_only: bool) -> StepSetting:
     """Return how the pass is run: as the framework says, where one is asked, and the configuration before it."""
     setting = StepSetting() if of_run is None else of_run
-    return replace(setting, dispatcher=config.dispatcher or setting.dispatcher, forward_only=forward_only)
+    return replace(setting, dispatcher=config.pricing.dispatcher or setting.dispatcher, forward_only=forward_only)
 
 
 def cost_of_load(
@@ -288,7 +289,7 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     if not policy.slot_limits:
         raise InvalidInputError(
             f"policy {config.policy!r} copies any number of experts onto a rank, but a run has buffers for only "
-            f"{config.spare_slots}: use one of {usable}."
+            f"{config.slots.spare}: use one of {usable}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
@@ -301,13 +302,13 @@ def require_useful_slots(config: BalancerConfig) -> None:
     """Raise where there are slots that the policy never fills, or reorders of one that moves nothing."""
     levers = POLICIES[config.policy].levers
     require(
-        not config.reorders or levers.move_homes or (levers.choose_residents and config.resident_slots > 0),
+        not config.homes.reorders or levers.move_homes or (levers.choose_residents and config.slots.resident_slots > 0),
         f"reorders has no effect: policy {config.policy!r} never moves experts in a run.",
     )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
         filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]
         require(
-            not getattr(config, slots) or config.policy in filling,
+            not config.value_of(slots) or config.policy in filling,
             f"{slots} has no effect: policy {config.policy!r} leaves these slots empty; use one of "
             f"{', '.join(filling)}, or 0.",
         )

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from moe_rl.cli.console import say_notes
 from moe_rl.cli.help import print_all, typed_flags
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.study.options import COMMON, SHOWN, Options, Shown, SimulationOptions, merge_options
+from moe_rl.option_groups import Word, words_of
+from moe_rl.study.options import COMMON, Options, SimulationOptions, merge_options, shown_words
+from moe_rl.study.shown import SHOWN, Shown
 
 
 def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -32,18 +33,18 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             of_a_run = [LAUNCH, _help_all(schema)]
         else:
             of_a_run = []
-        fields = sorted(schema.model_fields.items(), key=lambda item: SHOWN[item[0]].panel != COMMON)
-        added = [_parameter(SHOWN[name], field) for name, field in fields]
+        words = sorted(shown_words(schema).items(), key=lambda item: SHOWN[item[0]].panel != COMMON)
+        added = [_parameter(SHOWN[name], word) for name, word in words]
 
         @functools.wraps(command)
         def run(*, config: Path | None = None, launch: list[Path] | None = None, **values: Any) -> None:
             values.pop("help_all", None)
-            settings = {name: values.pop(name) for name in schema.model_fields}
+            settings = {name: values.pop(name) for name in words_of(schema)}
             typed = {name for name, value in settings.items() if value is not None}
             below: dict[str, Any] = {}
             try:
                 if launch and issubclass(schema, SimulationOptions):
-                    gpus = merge_options(schema, {"gpus": settings["gpus"]}, config).gpus
+                    gpus = merge_options(schema, {"gpus": settings["gpus"]}, config).parallel.gpus
                     below = _launched(launch, schema, gpus)
                 below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
                 options = merge_options(schema, settings, config, below=below)
@@ -83,7 +84,7 @@ CONFIG, LAUNCH = _keyword("config", Path | None), _keyword("launch", list[Path] 
 
 
 def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
-    help_text = f"Show all {len(schema.model_fields)} options of the setting."
+    help_text = f"Show all {len(words_of(schema))} options of the setting."
     option = typer.Option("--help-all", is_eager=True, callback=print_all, help=help_text)
     return _keyword("help_all", Annotated[bool, option], False)
 
@@ -97,15 +98,17 @@ def _launched(files: list[Path], schema: type[SimulationOptions], gpus: int | No
     return options
 
 
-def _parameter(shown_flag: Shown, field: FieldInfo) -> inspect.Parameter:
+def _parameter(shown_flag: Shown, word: Word) -> inspect.Parameter:
     flag, *short = shown_flag.flags
+    default = word.field.default
+    if isinstance(default, list):
+        default = ",".join(default)
     # An option that is on by default needs a flag that turns it off.
-    flag += flag.replace("--", "/--no-") if field.default is True else ""
-    kind: Any = field.annotation
+    flag += flag.replace("--", "/--no-") if default is True else ""
+    kind: Any = word.field.annotation
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
         kind = list[str] if shown_flag.repeated else str
-    default = ",".join(field.default) if isinstance(field.default, list) else field.default
     is_told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown_flag.help
     info = typer.Option(
         flag,
@@ -113,6 +116,6 @@ def _parameter(shown_flag: Shown, field: FieldInfo) -> inspect.Parameter:
         help=shown_flag.told if is_told else f"{shown_flag.told} Default: {default}.",
         rich_help_panel=shown_flag.panel,
         show_default=False,
-        metavar="INTEGER" if field.annotation in (int, int | None) else None,
+        metavar="INTEGER" if word.field.annotation in (int, int | None) else None,
     )
     return _keyword(shown_flag.name, Annotated[kind | None, info])

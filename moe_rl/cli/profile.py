@@ -12,7 +12,7 @@ from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
 from moe_rl.study.compare_recording import AttributedStep, PredictedStep, attribute_recording, read_prediction
-from moe_rl.study.options import SHOWN
+from moe_rl.study.shown import SHOWN
 
 
 def profile(

@@ -8,7 +8,7 @@ from moe_rl.cli.console import print_json, progress_bar
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
-from moe_rl.study.options import TraceOptions
+from moe_rl.study.groups import TraceOptions
 
 app = plain_app(help="Check the routes that a trainer replays.", no_args_is_help=True)
 SHOWN = 20

@@ -51,9 +51,9 @@ def simulate_trace(
         score_map_file(trace, expert_map, options, json_path)
         return
     if trace_out is not None:
-        options.require_times("--trace-out draws times")
+        options.pricing.require_times("--trace-out draws times")
     if sensitivity:
-        options.require_times("--sensitivity ranks times")
+        options.pricing.require_times("--sensitivity ranks times")
     if columns is not None:
         names = tuple(comma_separated(columns.replace("-", "_")))
     else:
@@ -144,7 +144,7 @@ def plan(
     check_outputs({"--out": out}, inputs=(trace,))
     with progress_bar() as advance, collected_notes() as warnings:
         scenario = open_scenario(trace, options, advance)
-        (plan_made,) = make_plans(scenario, options.policy, advance).values()
+        (plan_made,) = make_plans(scenario, options.planning.policy, advance).values()
         load = load_under(plan_made, scenario.batch)
         before = imbalance(rank_load(make_planner("static").plan(scenario.problem), scenario.batch.load))
         after = imbalance(rank_load(plan_made, load))

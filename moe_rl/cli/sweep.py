@@ -38,7 +38,7 @@ def sweep(
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
     require(
-        plot is None or set(options.policy) != {BASELINE},
+        plot is None or set(options.planning.policy) != {BASELINE},
         "--plot draws what policies gain over static placement: name another policy in addition to static.",
     )
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))

@@ -18,7 +18,7 @@ from moe_rl.core.mappings import attributes, in_words, not_none
 from moe_rl.core.outputs import printable
 from moe_rl.report.units import format_bytes, listed
 from moe_rl.study.collect_notes import collected_notes
-from moe_rl.study.options import TraceOptions, parse_value
+from moe_rl.study.groups import TraceOptions, parse_value
 
 if TYPE_CHECKING:
     from moe_rl.core.trace import RoutingTrace

@@ -5,7 +5,7 @@ micro-batches, L MoE layers, K choices, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -315,8 +315,7 @@ def require_supported(config: BalancerConfig, *also: str) -> None:
     """Raise where the configuration asks for what only the Megatron runtime has; `also` are further fields in use."""
     default, supported = BalancerConfig(), (*USED, *also)
     unsupported = []
-    for field in fields(BalancerConfig):
-        is_set = getattr(config, field.name) != getattr(default, field.name)
-        if is_set and field.name not in supported:
-            unsupported.append(field.name)
+    for word, value in config.words().items():
+        if value != default.value_of(word) and word not in supported:
+            unsupported.append(word)
     require(not unsupported, f"{', '.join(unsupported)}: only supported inside Megatron (moe_rl.megatron).")

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -48,17 +47,17 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     """
     levers = POLICIES[config.policy].levers
     require(
-        "pack" not in stated or not config.pack or levers.pack,
+        "pack" not in stated or not config.micro_batches.pack or levers.pack,
         f"pack has no effect: policy {config.policy!r} does not pack sequences.",
     )
     if "reorders" not in stated:
-        config = replace(config, reorders=levers.move_homes)
-    if parallel_state.get_expert_model_parallel_world_size() <= config.ranks_per_node:
+        config = config.with_words(reorders=levers.move_homes)
+    if parallel_state.get_expert_model_parallel_world_size() <= config.slots.ranks_per_node:
         for name in ("cross_node_slots", "resident_slots"):
-            require(not getattr(config, name), f"{name} has no effect: all ranks of an EP group are in one node.")
+            require(not config.value_of(name), f"{name} has no effect: all ranks of an EP group are in one node.")
         return config
     if "cross_node_slots" not in stated and levers.cross_node:
-        config = replace(config, cross_node_slots=1)
+        config = config.with_words(cross_node_slots=1)
     if "resident_slots" not in stated and levers.choose_residents:
         layers = [module for model in models for module in model.modules() if isinstance(module, MoELayer)]
         sizes = [
@@ -69,7 +68,7 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
         a_slot = sum(sizes) // max(1, layers[0].num_local_experts if layers else 1)
         # The rank with the least memory decides: plans need one number of slots everywhere.
         slots_here = int(RESIDENT_SHARE * memory_bytes()) // max(1, a_slot)
-        config = replace(config, resident_slots=min(2, *gathered(slots_here)))
+        config = config.with_words(resident_slots=min(2, *gathered(slots_here)))
     return config
 
 
@@ -79,9 +78,10 @@ def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay
     `stated` are the settings that somebody set. Of moves, which are on by themselves, nothing is said where nobody
     asked for them: where they cannot act is part of the framework's page.
     """
-    if config.pack and not config.observe and POLICIES[config.policy].levers.pack and native_core() is None:
+    packs = config.micro_batches.pack and not config.observe and POLICIES[config.policy].levers.pack
+    if packs and native_core() is None:
         yield f"pack is on but does nothing, because {why_not_native()}: sequences stay in their micro-batches."
-    if config.reorders and "reorders" in stated and why_homes_stay is not None:
+    if config.homes.reorders and "reorders" in stated and why_homes_stay is not None:
         yield f"reorders is on but does nothing, because {why_homes_stay}: experts stay where Megatron puts them."
 
 
@@ -157,9 +157,9 @@ class MegatronRun:
             self.record(settings.record)
         if settings.check or settings.telemetry:
             if balancer is not None:
-                per_node = balancer.config.ranks_per_node
+                per_node = balancer.config.slots.ranks_per_node
             else:
-                per_node = settings.balancer.ranks_per_node
+                per_node = settings.balancer.slots.ranks_per_node
             self._watch = RouterWatch(
                 chunks, check=settings.check, telemetry=settings.telemetry, ranks_per_node=per_node
             )
@@ -205,7 +205,7 @@ class MegatronRun:
             require_in_common(config, facts, whose=f"{framework.name}: ")
             if "ranks_per_node" not in settings.given:
                 hosts = ranks_per_host(parallel_state.get_expert_model_parallel_group())
-                config = replace(config, ranks_per_node=hosts)
+                config = config.with_words(ranks_per_node=hosts)
             config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
             if not guarded:
@@ -232,7 +232,10 @@ class MegatronRun:
 
     def micro_batch_limit(self, limit: int, longest: int) -> int:
         """Return the tokens of the next update's micro-batches per GPU, at most; see `MicroBatchLimit`."""
-        if self.balancer is None or self.balancer.config.observe or not self.balancer.config.fit_micro_batches:
+        if self.balancer is None:
+            return limit
+        config = self.balancer.config
+        if config.observe or not config.micro_batches.fit_micro_batches:
             return limit
         return self._limit.next(limit, longest, fitting_tokens=self.balancer.fitting_tokens)
 
@@ -242,7 +245,7 @@ class MegatronRun:
         if self.balancer is None:
             return False
         config = self.balancer.config
-        return config.pack and not config.observe and POLICIES[config.policy].levers.pack
+        return config.micro_batches.pack and not config.observe and POLICIES[config.policy].levers.pack
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_origin
 
 import yaml
 
@@ -30,6 +30,7 @@ from moe_rl.balancing.schedule import require_usable_policy
 from moe_rl.config import load_cluster
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require, require_kind
 from moe_rl.core.mappings import attributes, without
+from moe_rl.option_groups import words_of
 from moe_rl.planner.others.static import StaticPlanner
 from moe_rl.yaml_files import read_yaml
 
@@ -114,17 +115,18 @@ FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
     """Return the configuration that `values` give; raise for a name, a kind, a policy or a cluster that is wrong."""
-    kinds = get_type_hints(BalancerConfig)
+    words = words_of(BalancerConfig)
     for name, value in values.items():
-        if name not in kinds:
-            raise InvalidInputError(f"moe_rl has no setting {name!r}.{nearest_name(name, kinds)}")
-        if get_origin(kinds[name]) is None:
-            require_kind(name, value, kinds[name])
-        else:
+        if name not in words:
+            raise InvalidInputError(f"moe_rl has no setting {name!r}.{nearest_name(name, words)}")
+        kind = words[name].field.annotation
+        if get_origin(kind) is None:
+            require_kind(name, value, kind)
+        elif get_origin(kind) is Mapping:
             require(isinstance(value, Mapping), f"{name} must be a mapping of names to values, got {value!r}.")
     config = BalancerConfig(**values)
     require_usable_policy(config)
-    load_cluster(config.cluster)
+    load_cluster(config.pricing.cluster)
     return config
 
 
@@ -157,7 +159,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     if not (variables_of_process.get(SWITCH) or config or variables_of_process.get(f"{PREFIX}ROUTER_SHIFT")):
         return None
     block = _block_of_file(Path(config)) if config else {}
-    names = {*get_type_hints(BalancerConfig), *RUN_FIELDS, UNTIL}
+    names = {*words_of(BalancerConfig), *RUN_FIELDS, UNTIL}
     for variable, text in variables(variables_of_process).items():
         name = variable.removeprefix(PREFIX).lower()
         if variable == SWITCH or name == "config":

@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.common_facts import require_in_common
-from moe_rl.balancing.config import BalancerConfig
+from moe_rl.balancing.config import BalancerConfig, ExpertKernels
 from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
@@ -78,12 +78,13 @@ def attach(
             clocks[id(chunk)] = MicroBatchClock(unwrapped(chunk), recomputes=not _overlaps(layers[0]))
         model = model_spec(layers[0].config, moe_layer_ids=layer_ids)
         states = _states(chunks_and_layers, experts, clocks, model=model, config=config)
-        buffers = ReplicaBuffers(experts, replica_slots=config.replica_slots, cross_node_slots=config.cross_node_slots)
+        slots = config.slots
+        buffers = ReplicaBuffers(experts, replica_slots=slots.replica_slots, cross_node_slots=slots.cross_node_slots)
         transport = Transport(group=groups.replicas, buffers=buffers)
         residents = ResidentCopies(
             experts_by_layer(states),
             groups=groups,
-            resident_slots=config.resident_slots,
+            resident_slots=config.slots.resident_slots,
             counters=transport.counters,
         )
         return Balancer(
@@ -123,11 +124,11 @@ def _looked_at(
     for _, layer in chunks_and_layers:
         _check_layer(layer, config)
     check_groups(chunks_and_layers[0][1].config.expert_model_parallel_size)
-    grouped = config.experts == "grouped"
-    compute = _compute_of(config) if grouped else None
+    grouped = config.kernels.experts == "grouped"
+    compute = _compute_of(config.kernels) if grouped else None
     views = []
     for _, layer in chunks_and_layers:
-        view = experts_of(layer.experts, compute, spare_slots=config.foreign_slots, experimental=config.experimental)
+        view = experts_of(layer.experts, compute, spare_slots=config.slots.foreign, experimental=config.experimental)
         if isinstance(view, GroupedSlots):
             view.require_float32_gradients()
         views.append(view)
@@ -160,7 +161,7 @@ def _states(
     chunks_begun = set()
     for (chunk, layer), view in zip(chunks_and_layers, experts, strict=True):
         # A push to other nodes begins a layer early, and which layer's depends on the plan: all wait in the first one.
-        waits_for_all = config.cross_node_slots > 0 and id(chunk) not in chunks_begun
+        waits_for_all = config.slots.cross_node_slots > 0 and id(chunk) not in chunks_begun
         chunks_begun.add(id(chunk))
         if waits_for_all:
             waiting = [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
@@ -174,16 +175,16 @@ def _states(
             index=len(states),
             gather=ParameterGather.of(chunk, waiting),
             overlapped=_overlaps(layer),
-            placement_bitwise=config.placement_bitwise,
+            placement_bitwise=config.kernels.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
-            slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.foreign_slots),
+            slot_dispatcher=dispatcher_over_slots(layer, num_slots=view.num_local_experts + config.slots.foreign),
         )
         states.append(state)
     return states
 
 
-def _compute_of(config: BalancerConfig) -> GroupedCompute:
-    return GroupedCompute(recipe=config.recipe, backend=config.backend, transposed_codes=config.transposed_codes)
+def _compute_of(kernels: ExpertKernels) -> GroupedCompute:
+    return GroupedCompute(recipe=kernels.recipe, backend=kernels.backend, transposed_codes=kernels.transposed_codes)
 
 
 def _warn_of_unknown_options(config: Any) -> None:
@@ -219,8 +220,8 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is already attached to this model: call its detach() first.")
-    copies = config.foreign_slots > 0 or config.experts == "grouped"
-    facts = {"experts": config.experts, "static_rows": config.static_rows}
+    copies = config.slots.foreign > 0 or config.kernels.experts == "grouped"
+    facts = {"experts": config.kernels.experts, "static_rows": config.kernels.static_rows}
     _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
     # From 0.18 on Megatron has another name for it.
     scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
@@ -236,17 +237,17 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         "out, or moe_enable_routing_replay.",
     )
     require(
-        not (_overlaps(layer) and config.cross_node_slots),
+        not (_overlaps(layer) and config.slots.cross_node_slots),
         "cross_node_slots do not work with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while "
         "another micro-batch uses them.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(
-        not (config.placement_bitwise and layer.config.moe_permute_fusion),
+        not (config.kernels.placement_bitwise and layer.config.moe_permute_fusion),
         "placement_bitwise does not work with moe_permute_fusion, with which TransformerEngine makes the row map.",
     )
     require(
-        not config.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
+        not config.kernels.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
         "placement_bitwise needs moe_token_dispatcher_type alltoall: the others sum in the order of their ranks.",
     )
     require(

@@ -134,7 +134,7 @@ class Balancer(PassCycle[PassTables]):
             forecast_memory,
             run=TrainingRun(model=model, topology=self.topology, setting=setting),
             stage=parallel_state.get_pipeline_model_parallel_rank(),
-            buffers=self.config.replica_slots + 2 * self.config.cross_node_slots,
+            buffers=self.config.slots.replica_slots + 2 * self.config.slots.cross_node_slots,
             hbm_bytes=hbm_bytes,
         )
 
@@ -184,7 +184,7 @@ class Balancer(PassCycle[PassTables]):
         if self.run.homes is not None:
             self.run.homes.groups = groups
         for layer, state in zip(self.layers, self._states, strict=True):
-            num_slots = state.experts.num_local_experts + self.config.foreign_slots
+            num_slots = state.experts.num_local_experts + self.config.slots.foreign
             state.slot_dispatcher = dispatcher_over_slots(layer, num_slots=num_slots)
 
     def install(self, chunks: Sequence[torch.nn.Module]) -> None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from moe_rl.study.api import plan, rl_step, simulate, sweep, tune
     from moe_rl.study.batch import Batch
     from moe_rl.study.compare_recording import AttributedStep, PredictedStep, attribute_recording, read_prediction
-    from moe_rl.study.options import SimulationOptions, TraceOptions, merge_options
+    from moe_rl.study.groups import TraceOptions
+    from moe_rl.study.options import SimulationOptions, merge_options
     from moe_rl.study.plan_and_price import chrome_trace, load_bounds, load_under, make_plans, predict
     from moe_rl.study.resident_slots import open_scenario
     from moe_rl.study.rollout_map import RolloutMap, plan_rollout_map, score_expert_map
@@ -33,7 +34,7 @@ __all__ = [
 _HOME = {
     "api": "plan rl_step simulate sweep tune", "batch": "Batch",
     "compare_recording": "AttributedStep PredictedStep attribute_recording read_prediction",
-    "options": "SimulationOptions TraceOptions merge_options",
+    "groups": "TraceOptions", "options": "SimulationOptions merge_options",
     "plan_and_price": "chrome_trace load_bounds load_under make_plans predict",
     "resident_slots": "open_scenario", "rollout_map": "RolloutMap plan_rollout_map score_expert_map",
     "scenario": "Scenario", "traces": "TraceLike open_trace",

@@ -47,7 +47,7 @@ def simulate(
     """
     merged = merge_options(SimulationOptions, options, config)
     if sensitivity:
-        merged.require_times("sensitivity ranks times")
+        merged.pricing.require_times("sensitivity ranks times")
     with collected_notes() as warnings:
         scenario = open_scenario(trace, merged, progress)
         command = _call("simulate", trace, options)
@@ -68,7 +68,7 @@ def plan(
     >>> step.save("step.plan.npz")  # doctest: +SKIP
     """
     merged = merge_options(SimulationOptions, options, config).of_one_policy()
-    (plan_made,) = make_plans(open_scenario(trace, merged, progress), merged.policy, progress).values()
+    (plan_made,) = make_plans(open_scenario(trace, merged, progress), merged.planning.policy, progress).values()
     return plan_made
 
 

@@ -87,24 +87,24 @@ def cut_step(
     """
 
     def recorded(layout: BatchLayout) -> StepLoad:
-        load = reduce_load(visible, layout=layout, topology=topology, filler=options.filler)
+        load = reduce_load(visible, layout=layout, topology=topology, filler=options.sequences.filler)
         if visible is not every:
-            reduced = reduce_load(parts, layout=layout, topology=topology, filler=options.filler)
-            load = load.completed(reduced.tokens, of_known_sequences=not options.unknown_routes)
+            reduced = reduce_load(parts, layout=layout, topology=topology, filler=options.sequences.filler)
+            load = load.completed(reduced.tokens, of_known_sequences=not options.knowledge.unknown_routes)
         # The same drawn tokens under every layout: layouts differ in cells alone, not in the sample.
         if drawn is None:
             return load
         return replace(load, routes=drawn.under(layout, lengths, topology))
 
     def scaled(load: StepLoad) -> StepLoad:
-        if options.tokens_per_rank is None:
+        if options.sequences.tokens_per_rank is None:
             return load
-        return load.scaled_to(options.tokens_per_rank)
+        return load.scaled_to(options.sequences.tokens_per_rank)
 
     def known_alone(layout: BatchLayout) -> tuple[StepLoad, NDArray[np.int64]]:
         if not unrouted and visible is every:
             return load_of(layout), load_of(layout).tokens
-        load = scaled(reduce_load(visible, layout=layout, topology=topology, filler=options.filler))
+        load = scaled(reduce_load(visible, layout=layout, topology=topology, filler=options.sequences.filler))
         # A certificate bounds what unknown routes may do, so it needs every row as a token, with or without a route.
         return load, reduce_load(parts, layout=layout, topology=topology, filler=Filler.EXPERT_ZERO).tokens
 
@@ -171,9 +171,9 @@ def counts_of(part: StepPart) -> SequenceCounts:
 
 def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[StepPart, ...]:
     """Return the parts without the routes that `--unknown-routes` and `--unknown-pairs` hide."""
-    rng, parts_kept = np.random.default_rng(options.seed), list[StepPart]()
+    rng, parts_kept = np.random.default_rng(options.planning.seed), list[StepPart]()
     hidden = np.zeros(len(lengths), np.bool_)
-    hidden[rng.permutation(len(lengths))[: round(options.unknown_routes * len(lengths))]] = True
+    hidden[rng.permutation(len(lengths))[: round(options.knowledge.unknown_routes * len(lengths))]] = True
     start = 0
     for part in parts:
         is_hidden = hidden[start : start + len(part.sequence_lengths)]
@@ -181,12 +181,13 @@ def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: Sim
         # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
         if _has_routes(part):
             lost = np.repeat(is_hidden, part.sequence_lengths)
-            if options.unknown_pairs:
-                lost |= rng.random(len(lost)) < options.unknown_pairs
+            if options.knowledge.unknown_pairs:
+                lost |= rng.random(len(lost)) < options.knowledge.unknown_pairs
             parts_kept.append(_without_rows(part, lost))
         else:
             require(
-                options.unknown_pairs == 0, "--unknown-pairs hides routes of tokens, but the trace holds only counts."
+                options.knowledge.unknown_pairs == 0,
+                "--unknown-pairs hides routes of tokens, but the trace holds only counts.",
             )
             parts_kept.append(_without_sequences(counts_of(part), is_hidden))
     return tuple(parts_kept)
@@ -227,19 +228,19 @@ def _layout(
     topology: ClusterTopology,
     model: MoeModelSpec,
 ) -> BatchLayout:
-    if options.ep_group_tokens is not None:
-        return BatchLayout.ep_group(lengths, token_budget=options.ep_group_tokens, seed=options.seed)
-    if options.micro_batch_tokens is not None:
-        virtual = options.num_virtual_stages_per_pipeline_rank > 1
+    if options.sequences.ep_group_tokens is not None:
+        return BatchLayout.ep_group(lengths, token_budget=options.sequences.ep_group_tokens, seed=options.planning.seed)
+    if options.sequences.micro_batch_tokens is not None:
+        virtual = options.parallel.num_virtual_stages_per_pipeline_rank > 1
         layout = framework_layout(
-            options.layout,
+            options.sequences.layout,
             lengths,
             num_dp_ranks=topology.num_dp_ranks,
-            token_budget=options.micro_batch_tokens,
-            multiple_of=options.pipeline_model_parallel_size if virtual else 1,
+            token_budget=options.sequences.micro_batch_tokens,
+            multiple_of=options.parallel.pipeline_model_parallel_size if virtual else 1,
             model=model,
         )
-        return with_rule(layout, options.layout, options.packing)
+        return with_rule(layout, options.sequences.layout, options.sequences.packing)
     return BatchLayout.recorded(
         np.concatenate([part.micro_batch for part in parts]),
         np.concatenate([part.dp_rank for part in parts]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_rl.config import load_software
 from moe_rl.core.load import StepLoad
-from moe_rl.core.mappings import attributes, not_none
+from moe_rl.core.mappings import not_none
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
@@ -35,7 +35,7 @@ LITTLE_SHARE = 0.01  # Moves that take a smaller share of a step are not what ma
 def trace_facts(scenario: Scenario) -> dict[str, object]:
     """Return facts of the replayed trace; counts are of the simulated step."""
     source, batch = scenario.source, scenario.batch
-    parts = scenario.options.expert_tensor_parallel_size or 1  # of an expert, which the trace has whole
+    parts = scenario.options.parallel.expert_tensor_parallel_size or 1  # of an expert, which the trace has whole
     return {
         "name": encodable(source.path.name),
         "path": encodable(str(source.path)),
@@ -85,11 +85,13 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "software": scenario.software.name,
         "software_chosen_by": chosen_by(options),
         **conditions,
-        **attributes(options, SAID),
-        "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1) if options.seq_length is None else None,
+        **options.words(SAID),
+        "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1)
+        if options.passes.seq_length is None
+        else None,
         "ranks_per_node": topology.ranks_per_node,
         "num_nodes": topology.num_nodes,
-        "num_gpus": topology.num_ranks * options.pipeline_model_parallel_size,
+        "num_gpus": topology.num_ranks * options.parallel.pipeline_model_parallel_size,
         "num_ep_groups": topology.num_ep_groups,
         "visits": _visits(scenario, result) if timed else None,
         "slots": problem.replica_slots,
@@ -100,11 +102,11 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "micro_batches": _micro_batch_rule(scenario),
         "load_bytes": int(scenario.batch.load.pairs.nbytes),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
-        "num_virtual_stages": options.num_virtual_stages_per_pipeline_rank,
-        "packed_sequences": options.packed_sequences or None,
+        "num_virtual_stages": options.parallel.num_virtual_stages_per_pipeline_rank,
+        "packed_sequences": options.kernels.packed_sequences or None,
         **{name: getattr(step, name) for name in OF_STEP},
         "recompute_modules": list(step.recompute_modules),
-        **{name: getattr(options, name) or None for name in SHARES},
+        **{name: options.value_of(name) or None for name in SHARES},
         "eplb_history": scenario.history,
         "steps_served": problem.steps_served,
         "model_origin": scenario.model.origin,
@@ -117,11 +119,11 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
 
 def chosen_by(options: SimulationOptions) -> str:
     """Return why this software was priced."""
-    if options.names_software:
+    if options.pricing.names_software:
         return "--software"
-    if options.known_step:
+    if options.pricing.known_step:
         return "--known-step"
-    if options.shows_tuned_software:
+    if options.kernels.are_tuned:
         return "graphs, fused operators or overlap in the setting"
     return "the default"
 
@@ -130,7 +132,7 @@ def software_note(scenario: Scenario, result: SimulationResult, simulate: Simula
     """Say which software was priced and why, and what the other kind would give."""
     name = scenario.software.name
     other = TYPICAL if name == TUNED else TUNED
-    if scenario.options.known_step:
+    if scenario.options.pricing.known_step:
         return f"software: {name} ({chosen_by(scenario.options)}), with constants fitted on the known steps."
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
@@ -165,9 +167,9 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
 def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResult) -> list[str]:
     """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
-    timed, exchanges = options.in_seconds, {"overlap_grad_reduce", "overlap_param_gather"}
-    if options.recompute_granularity == "selective":
-        selective = options.recompute_modules
+    timed, exchanges = options.pricing.in_seconds, {"overlap_grad_reduce", "overlap_param_gather"}
+    if options.memory.recompute_granularity == "selective":
+        selective = options.memory.recompute_modules
     else:
         selective = []
     unpriced = [name for name in selective if name not in ("moe", *RECOMPUTE_MODULES)]
@@ -178,14 +180,16 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "loads": True,
         "paid_once": scenario.resampled and timed and once >= LARGE_SHARE,
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
-        "scaled": options.tokens_per_rank is not None,
+        "scaled": options.sequences.tokens_per_rank is not None,
         "earlier_homes": scenario.homes_chosen_at is not None,
-        **attributes(options, SHARES),
-        "recorded_lengths": timed and options.seq_length is None,
-        "unrouted": batch.unrouted_tokens and options.filler == "none",
+        **options.words(SHARES),
+        "recorded_lengths": timed and options.passes.seq_length is None,
+        "unrouted": batch.unrouted_tokens and options.sequences.filler == "none",
         "unpriced": unpriced,
-        "no_graphs": timed and options.cuda_graph_impl is None,
-        "exchanges_hidden": timed and not options.forward_only and not options.model_fields_set & exchanges,
+        "no_graphs": timed and options.kernels.cuda_graph_impl is None,
+        "exchanges_hidden": timed
+        and not options.passes.forward_only
+        and not any(options.states(name) for name in exchanges),
         "untimed": not timed,
     }
     facts = {
@@ -193,11 +197,11 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "recorded": format_count(scenario.recorded.num_tokens),
         "load_bytes": format_bytes(float(batch.load.pairs.nbytes)),
         "per_rank": format_count(batch.recorded_tokens_per_rank),
-        "asked": format_count(options.tokens_per_rank or 0),
+        "asked": format_count(options.sequences.tokens_per_rank or 0),
         "mean": format_count(float(batch.lengths.mean())),
         "once": once,
         "unpriced": ", ".join(unpriced),
-        **{name: 100 * getattr(options, name) for name in SHARES},
+        **{name: 100 * options.value_of(name) for name in SHARES},
     }
     sentences = [f"model: {sentence}." for sentence in scenario.model.assumptions]
     if timed:
@@ -216,7 +220,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
 def model_caution(scenario: Scenario) -> str:
     """Return the warning that sizes of the model are assumed; empty if they are not, or were asked for."""
     options, name = scenario.options, scenario.source.model
-    if not scenario.model.spec.assumed_fields or "model" in options.model_fields_set or not options.in_seconds:
+    if not scenario.model.spec.assumed_fields or options.states("model") or not options.pricing.in_seconds:
         return ""
     reason = "The trace names no model"
     if name:
@@ -232,7 +236,7 @@ def cautions(
     `simulate` prices the same plans in another setting.
     """
     sentences = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
-    if not scenario.options.in_seconds:
+    if not scenario.options.pricing.in_seconds:
         return sentences
     lengths = scenario.batch.lengths
     outside = population_cautions(scenario.options, packed=bool((lengths != lengths[0]).any()))
@@ -244,10 +248,12 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     """Say that the batch is too small for the micro-batches that are asked for, and how to get a larger one."""
     options, tokens_recorded = scenario.options, scenario.batch.recorded_tokens_per_rank
     # An EP group with one budget is one data-parallel rank of as many slices.
-    budget = (options.ep_group_tokens or options.micro_batch_tokens or 0) / scenario.topology.slices_per_dp_rank
-    if options.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
+    budget = (
+        options.sequences.ep_group_tokens or options.sequences.micro_batch_tokens or 0
+    ) / scenario.topology.slices_per_dp_rank
+    if options.sequences.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
-    if options.batch == DRAWN:
+    if options.sequences.batch == DRAWN:
         whose, remedy = "batch", "a larger --global-batch-tokens fills it."
     else:
         whose, remedy = "trace", "--batch drawn fills it with sequences sampled from the trace."
@@ -328,11 +334,11 @@ def _visits(scenario: Scenario, result: SimulationResult) -> str:
 
 
 def _micro_batch_rule(scenario: Scenario) -> str:
-    options = scenario.options
-    if options.ep_group_tokens is not None:
-        return f"at most {options.ep_group_tokens} tokens per EP group, sequences in random order"
-    if options.micro_batch_tokens is not None:
-        return f"at most {options.micro_batch_tokens} tokens per DP rank, laid out as {options.layout} does"
+    sequences = scenario.options.sequences
+    if sequences.ep_group_tokens is not None:
+        return f"at most {sequences.ep_group_tokens} tokens per EP group, sequences in random order"
+    if sequences.micro_batch_tokens is not None:
+        return f"at most {sequences.micro_batch_tokens} tokens per DP rank, laid out as {sequences.layout} does"
     return "as recorded"
 
 

@@ -114,13 +114,13 @@ class OwnStep:
 def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, steps_known: bool) -> list[Prior]:
     """Return the kinds of software that may run: the chosen one, or both where a known step can tell them apart."""
     software = options.chosen_software()
-    if options.names_software or not steps_known:
+    if options.pricing.names_software or not steps_known:
         return [Prior(hardware=hardware, software=software)]
-    if options.shows_tuned_software:
+    if options.kernels.are_tuned:
         tuned = TUNED_SEEN
     else:
         tuned = TUNED_UNSEEN
-    costs = dict(part.split("=", 1) for part in options.software)
+    costs = dict(part.split("=", 1) for part in options.pricing.software)
     weights = {TUNED: tuned, TYPICAL: 1.0 - tuned}
     return [
         Prior(hardware=hardware, software=load_software(name).changed(costs), weight=weight)
@@ -181,14 +181,14 @@ def surprises(posterior: Posterior) -> list[str]:
 
 def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) -> list[StatedStep]:
     """Read `--known-step`, each with the setting of the `--known-step-config` beside it."""
-    configs = options.known_step_config
+    configs, steps = options.pricing.known_step_config, options.pricing.known_step
     require(
-        len(configs) in (0, len(options.known_step)),
-        f"--known-step-config is given {len(configs)} times, --known-step {len(options.known_step)} times: give one "
-        "for each, in the same order ('-': this command's own setting).",
+        len(configs) in (0, len(steps)),
+        f"--known-step-config is given {len(configs)} times, --known-step {len(steps)} times: give one for each, in the same "
+        "order ('-': this command's own setting).",
     )
     stated: list[StatedStep] = []
-    for index, text in enumerate(options.known_step):
+    for index, text in enumerate(options.pricing.known_step):
         with located(f"--known-step {text}"):
             run = None
             if configs and configs[index] != "-":
@@ -257,7 +257,9 @@ def _row_step(
     """Return the step of a row: of a published run (`tokens_per_rank`), or in the words of the options."""
     if "tokens_per_rank" in row and "setting" in row:
         run = WholeRun.of(
-            {"cluster": options.cluster, "name": name, **row}, lambda model: load_model(model).spec, load_cluster
+            {"cluster": options.pricing.cluster, "name": name, **row},
+            lambda model: load_model(model).spec,
+            load_cluster,
         )
         _check_model(run.model, options)
         seconds_per_token = 1.0 / run.tokens_per_s
@@ -282,25 +284,25 @@ def priced_row(
     words: Mapping[str, Any], options: SimulationOptions, own_lengths: NDArray[np.int64] | None
 ) -> PricedRun:
     """Return a setting in the words of the options; what it does not say is as in this command's own options."""
-    base = without(options.model_dump(exclude_unset=True), NOT_SHARED)
+    base = without(options.stated_words(), NOT_SHARED)
     row = merge_options(KnownStepOptions, {**base, **whole_names(KnownStepOptions, words)})
-    _check_model(row.model, options)
-    model = load_model(row.model if row.model != FROM_TRACE else options.model).spec
+    _check_model(row.shape.model, options)
+    model = load_model(row.shape.model if row.shape.model != FROM_TRACE else options.shape.model).spec
     if own_lengths is None or set(words) & BATCH_WORDS:
         lengths = lengths_of_row(row)
     else:
         lengths = own_lengths
-    gpus = row.train_gpus or row.gpus
+    gpus = row.trainer.train_gpus or row.parallel.gpus
     require(gpus is not None, "its setting needs `gpus`, the GPUs of the trainer.")
     return priced_lengths(
         model,
         row.step_setting(),
         lengths,
         gpus=int(gpus or 0),
-        ep_size=row.expert_model_parallel_size,
-        micro_batch_tokens=row.micro_batch_tokens or (row.micro_batch_size or 1) * int(lengths.max()),
-        mini_batches=row.mini_batches,
-        imbalance=row.imbalance,
+        ep_size=row.parallel.expert_model_parallel_size,
+        micro_batch_tokens=row.sequences.micro_batch_tokens or (row.trainer.micro_batch_size or 1) * int(lengths.max()),
+        mini_batches=row.trainer.mini_batches,
+        imbalance=row.trainer.imbalance,
     )
 
 
@@ -336,9 +338,9 @@ NOT_SHARED = ("known_step", "known_step_config", "known_memory", "policy", "poli
 
 def _check_model(model: str, options: SimulationOptions) -> None:
     """Raise for a step of another model than the one that is forecast."""
-    if FROM_TRACE in (model, options.model):
+    if FROM_TRACE in (model, options.shape.model):
         return
-    stated, other = load_model(model).spec.name, load_model(options.model).spec.name
+    stated, other = load_model(model).spec.name, load_model(options.shape.model).spec.name
     require(stated == other, f"it is a step of {stated}, but the forecast is of {other}: give one of the same model.")
 
 

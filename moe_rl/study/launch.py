@@ -14,6 +14,7 @@ from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
 from moe_rl.launch.keys import listed_model
 from moe_rl.launch.settings import ReadRun, RunSettings
+from moe_rl.option_groups import words_of
 from moe_rl.study.options import SimulationOptions
 
 # Options of a simulation that a run sets under the same name.
@@ -58,7 +59,7 @@ def launch_options(
     run = interpret(read_run(list(files)))
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, gpus)
     everything = {**_options(run.settings), **_batch_options(run, share)}
-    priced, left_out = _priced({name: value for name, value in everything.items() if name in schema.model_fields})
+    priced, left_out = _priced({name: value for name, value in everything.items() if name in words_of(schema)})
     names = ", ".join(path.name for path in files)
     listed = ", ".join(f"{name} {_word(value)}" for name, value in priced.items())
     sentences = [f"{names} sets no option that affects the forecast."]
@@ -101,7 +102,7 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         try:
             SimulationOptions.model_validate({**companions, name: remaining[name]}).step_setting()
         except (InvalidInputError, ValidationError):
-            if name in SimulationOptions.model_fields:
+            if name in words_of(SimulationOptions):
                 sentences.append(f"{name} {_word(remaining.pop(name))} cannot be priced: the default is used.")
     return remaining, sentences
 

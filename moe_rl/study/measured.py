@@ -20,6 +20,7 @@ from moe_rl.simulators.base_time import layer_parts
 from moe_rl.simulators.rows import uniform_rows
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
+from moe_rl.study.groups import PricingOptions
 from moe_rl.study.known_steps import PricedRun, stated_rows
 from moe_rl.study.options import SimulationOptions
 from moe_rl.yaml_files import read_yaml
@@ -79,7 +80,9 @@ def read_timed(path: Path, cluster: str) -> Sequence[Timing]:
         return read_measurements(path)
     content = read_yaml(path)
     if isinstance(content.get("steps"), list):
-        stated = stated_rows(content["steps"], SimulationOptions(cluster=cluster), name=path.name)
+        stated = stated_rows(
+            content["steps"], SimulationOptions(pricing=PricingOptions(cluster=cluster)), name=path.name
+        )
         return [TimedRun(run=run, seconds=seconds) for run, seconds in stated]
     rows = content.get("points")
     if not isinstance(rows, list) or not rows:

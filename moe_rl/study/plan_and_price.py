@@ -86,12 +86,14 @@ def certified(scenario: Scenario, plan: Plan) -> Plan:
         domain = scenario.topology.ranks_per_domain
     else:
         domain = 1
-    return replace(plan, capacity=certify(plan, load, tokens, risk=scenario.options.capacity_risk, exact_domain=domain))
+    return replace(
+        plan, capacity=certify(plan, load, tokens, risk=scenario.options.knowledge.capacity_risk, exact_domain=domain)
+    )
 
 
 def _plan(scenario: Scenario, name: str) -> Plan:
     """Return the policy's plan of the step, with the homes that it last chose where it can keep homes."""
-    parameters, policy, problem = scenario.options.policy_parameters(name), POLICIES[name], scenario.problem
+    parameters, policy, problem = scenario.options.planning.parameters_of(name), POLICIES[name], scenario.problem
     # The half of this step that stands in for an earlier one is for policies that cannot do without.
     if not policy.needs_history and not scenario.knows_earlier_steps:
         problem = replace(problem, history=None)
@@ -127,13 +129,13 @@ def predict(
 
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
-    policies = beside_static(scenario.options.policy)
+    policies = beside_static(scenario.options.planning.policy)
     # One more plan, which gets no row: the sentence below the table says how much balancing gains without packing.
     split = MOE_RL in policies and UNPACKED not in policies and scenario.problem.sequence_load is not None
     priced = make_plans(scenario, [*policies, *[UNPACKED] * split], progress)
     plans = subset(priced, policies)
     progress("simulating", 0, 1)
-    timed = scenario.options.in_seconds
+    timed = scenario.options.pricing.in_seconds
     simulate, loads = pricing_of(scenario, priced)
     setting = scenario.training_step.setting
     result = simulate(setting)
@@ -203,7 +205,7 @@ def _left_open_by_the_draw(scenario: Scenario, static: StepPrediction) -> tuple[
     for part in parts:
         pairs = counts_of(part).tokens_per_expert
         rows.append(pairs.reshape(*pairs.shape[:2], topology.ep_size, -1).sum(axis=3, dtype=np.float32))
-    seed, drawn = scenario.options.seed, len(scenario.batch.lengths)
+    seed, drawn = scenario.options.planning.seed, len(scenario.batch.lengths)
     below, above = imbalance_left_open(np.concatenate(rows), lengths_of(parts), drawn=drawn, seed=seed)
     # The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
     waits = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
@@ -256,8 +258,8 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
 
     The function also takes other constants of the cluster than the scenario's.
     """
-    batch, reroute = scenario.batch, scenario.options.reroute
-    timed = scenario.options.in_seconds
+    batch, reroute = scenario.batch, scenario.options.knowledge.reroute
+    timed = scenario.options.pricing.in_seconds
     planned = {name: load_under(plan, batch) for name, plan in plans.items()}
 
     def as_it_occurs(load: StepLoad) -> StepLoad:
@@ -266,7 +268,7 @@ def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate,
         else:
             counted = replace(load, routes=None)
         if reroute:
-            return counted.rerouted(reroute, seed=scenario.options.seed)
+            return counted.rerouted(reroute, seed=scenario.options.planning.seed)
         return counted
 
     # Most plans keep the layout and share one load, which is then rerouted, and its visits counted, once.

@@ -23,7 +23,7 @@ FITTED_RL_CLUSTERS = ("h100",)
 def check_population(options: SimulationOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
-        not (options.use_megatron_fsdp and options.optimizer_offload_fraction > 0),
+        not (options.memory.use_megatron_fsdp and options.memory.optimizer_offload_fraction > 0),
         "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast: the only published run with both "
         "took seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
     )
@@ -50,11 +50,11 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
 def population_cautions(options: SimulationOptions, *, packed: bool) -> list[str]:
     """Return what published runs of such a setting contradict; `packed`: sequences of several lengths."""
     sentences = []
-    if options.expert_model_parallel_size == 1:
+    if options.parallel.expert_model_parallel_size == 1:
         sentences.append(
             "outside the fitted runs: without expert parallelism, published runs took 44 to 57 % longer than forecast."
         )
-    if options.context_parallel_size > 1 and packed and options.seq_length is None:
+    if options.parallel.context_parallel_size > 1 and packed and options.passes.seq_length is None:
         sentences.append(
             "outside the fitted runs: with context parallelism, packed sequences are priced like unpacked ones. Four "
             "such published runs took 5 to 16 times as long as forecast."

@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_rl.core.mappings import subset
+from moe_rl.core.mappings import subset, without
 from moe_rl.core.plan import Plan
+from moe_rl.option_groups import words_of
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
 from moe_rl.report.tuning import ShapeLevers, TunedSetting
-from moe_rl.study.options import RECORDED, SHOWN, SimulationOptions
+from moe_rl.study.options import RECORDED, SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Scenario, state_scenario
+from moe_rl.study.shown import SHOWN
 from moe_rl.study.traces import TraceLike
 
-OF_THE_SEARCH = frozenset(TuneOptions.model_fields) - frozenset(SimulationOptions.model_fields)
+OF_THE_SEARCH = frozenset(words_of(TuneOptions)) - frozenset(words_of(SimulationOptions))
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {"recompute_granularity": None, "recompute_modules": ["core_attn"]},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
@@ -60,13 +62,13 @@ def simulated_options(row: TunedSetting, options: TuneOptions, *, num_tokens: in
         "batch": batch,
         "global_batch_tokens": None if batch == RECORDED else num_tokens,
         "global_batch_size": None,
-        "gpus": options.gpus,
+        "gpus": options.parallel.gpus,
         "num_ep_groups": None,
         "num_nodes": None,
         "resident_slots": 0,
         "policy": ["static", "moe-rl"],
     }
-    return options.model_copy(update=changed)
+    return options.with_words(**changed)
 
 
 def levers_on_all_layers(
@@ -105,7 +107,7 @@ def _plans(scenario: Scenario, shape: ShapeLevers) -> dict[str, Plan]:
 
 def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers) -> str:
     """Return the line of `moe-rl simulate` that prints the static step and that of the fastest levers."""
-    stated = options.model_dump(exclude_unset=True, exclude=set(OF_THE_SEARCH))
+    stated = without(options.stated_words(), OF_THE_SEARCH)
     if shape.lever in ("resident copies", "own copies"):
         stated["resident_slots"] = shape.resident_slots
     if shape.engine is not None and shape.lever != "own copies":
@@ -121,7 +123,7 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     """
     flags = []
     for name, value in options.items():
-        if value == SimulationOptions.model_fields[name].get_default(call_default_factory=True):
+        if value == words_of(SimulationOptions)[name].default:
             continue
         flag = SHOWN[name].also or SHOWN[name].flags[0]
         if SHOWN[name].repeated and isinstance(value, list):

@@ -18,7 +18,7 @@ from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.mappings import attributes
 from moe_rl.replay import RecordedSequence, open_source, recorded_sequences
 from moe_rl.routes import CheckedSequence, Verdict, check_routes
-from moe_rl.study.options import TraceOptions
+from moe_rl.study.groups import TraceOptions
 from moe_rl.study.traces import is_native, located_trace
 
 BATCH = 16  # Sequences that are compared with each other, to tell whose routes a row has.

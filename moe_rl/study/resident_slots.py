@@ -17,12 +17,13 @@ from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.option_groups import AUTO
 from moe_rl.planner.registry import POLICIES
 from moe_rl.report.units import GIB, counted
 from moe_rl.simulators.balanced import flops_per_token
 from moe_rl.simulators.result import PolicyResult
 from moe_rl.study.known_steps import UPDATE, KnownMemory, OwnStep, PricedRun, posterior_of, surprises
-from moe_rl.study.options import AUTO, SimulationOptions
+from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.scenario import Progress, Scenario, state_scenario
 from moe_rl.study.traces import TraceLike
@@ -44,14 +45,14 @@ def open_scenario(
     `measured`: options of the setting that `--known-step` timed where it names none; None: the same `options`.
     """
     scenario = state_scenario(trace, options, progress)
-    if options.known_step or options.known_memory is not None:
+    if options.pricing.known_step or options.pricing.known_memory is not None:
         if measured is None:
             measured_scenario = scenario
         else:
             measured_scenario = state_scenario(trace, measured, progress)
         scenario = _with_measured(scenario, measured_scenario, progress)
     for name in KINDS:
-        if getattr(options, name) == AUTO:
+        if options.value_of(name) == AUTO:
             scenario = _with_slots_chosen(scenario, name, progress)
     return scenario
 
@@ -59,14 +60,14 @@ def open_scenario(
 def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Progress) -> Scenario:
     """Return the scenario under the constants that known steps of `measured_scenario`, or of others, show."""
     options = scenario.options
-    options.require_times("--known-step is a time")
+    options.pricing.require_times("--known-step is a time")
     progress("pricing known steps", 0, 1)
     plans = make_plans(measured_scenario, ["static"], lambda *_: None)
     simulate, _ = pricing_of(measured_scenario, plans)
     setting = measured_scenario.training_step.setting
     static = simulate(setting).static
-    memory = KnownMemory.of(options.known_memory, static.memory.peak_bytes / GIB)
-    if not options.known_step:
+    memory = KnownMemory.of(options.pricing.known_memory, static.memory.peak_bytes / GIB)
+    if not options.pricing.known_step:
         return replace(scenario, memory=memory)
 
     def price(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
@@ -74,7 +75,7 @@ def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Pr
 
     squares = measured_scenario.training_step.lengths.astype(np.float64) ** 2
     effective = float(squares.sum()) / max(1.0, float(measured_scenario.training_step.lengths.sum()))
-    gpus = measured_scenario.topology.num_ranks * measured_scenario.options.pipeline_model_parallel_size
+    gpus = measured_scenario.topology.num_ranks * measured_scenario.options.parallel.pipeline_model_parallel_size
     flops = static.tokens * flops_per_token(measured_scenario.model.spec, effective)
     run = PricedRun(price=price, tokens=float(static.tokens), gpus=gpus, flops=flops)
     posterior, left = posterior_of(
@@ -138,18 +139,18 @@ def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) 
     Raises where there is none, and where its time or memory would not be known.
     """
     flag, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
-    options.require_times(f"{flag} looks for the shortest step")
+    options.pricing.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
         f"{flag} needs a memory forecast, but {', '.join(model.assumed_fields)} of the model is only assumed: "
         "name the --model, or give a number.",
     )
-    levers = {policy: POLICIES[policy].levers for policy in options.policy}
+    levers = {policy: POLICIES[policy].levers for policy in options.planning.policy}
     filling = [policy for policy, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
     filling = filling or [policy for policy in levers if resident and POLICIES[policy].fills_slots_for_a_step]
     does = "copies experts across nodes"
     if resident:
         does = "holds copies for a whole step"
-    require(len(filling) > 0, f"{flag}: none of --policy {','.join(options.policy)} {does}; moe-rl does.")
+    require(len(filling) > 0, f"{flag}: none of --policy {','.join(options.planning.policy)} {does}; moe-rl does.")
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(filling, key=lambda policy: POLICIES[policy].variant_of is not None)

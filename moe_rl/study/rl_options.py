@@ -3,6 +3,8 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moe_rl.option_groups import OptionGroup
+from moe_rl.study.groups import ParallelOptions
 from moe_rl.study.options import SimulationOptions
 
 if TYPE_CHECKING:
@@ -11,8 +13,8 @@ if TYPE_CHECKING:
 RL = "Step of RL"  # Panel of the options that say how the rest of the step is run.
 
 
-class LengthOptions(SimulationOptions):
-    """A simulation's options, and the lengths of a step's samples where there is no trace."""
+class SampleOptions(OptionGroup):
+    """Samples of a step of which there is no trace, and their lengths."""
 
     num_samples: int | None = None
     mean_length: int | None = None
@@ -20,14 +22,10 @@ class LengthOptions(SimulationOptions):
     length_spread: float = 0.33
 
 
-class RlStepOptions(LengthOptions):
-    """A simulation's options, and how the rest of the step is run."""
-
-    imbalance: float = 1.5
-    train_gpus: int | None = None
+class RolloutOptions(OptionGroup):
+    """How samples are generated."""
 
     prompt_tokens: int = 0
-    mini_batches: int = 1
     rollout_gpus: int | None = None
     rollout_engine_size: int = 1
     rollout_dp_attention: bool = False
@@ -43,25 +41,52 @@ class RlStepOptions(LengthOptions):
     environment_seconds: float = 0.0
     staleness: int = 0
     finished_share: float = 1.0
+
+
+class TrainerOptions(OptionGroup):
+    """What the trainer does of a step beside the passes of an update."""
+
+    imbalance: float = 1.5
+    train_gpus: int | None = None
+    mini_batches: int = 1
     reward_seconds: float = 0.0
     reference_passes: int = 1
     old_log_prob_passes: int = 1
     update_epochs: int = 1
     framework_share: float | None = None
+    offload_seconds: float | None = None
+
+
+class SyncOptions(OptionGroup):
+    """How weights reach the rollout engines."""
+
     weight_sync_seconds: float | None = None
     weight_sync_transport: str = ""
     weight_sync_control_seconds: float = 0.0
-    offload_seconds: float | None = None
+
+
+class LengthOptions(SimulationOptions):
+    """A simulation's options, and the lengths of a step's samples where there is no trace."""
+
+    samples: SampleOptions = SampleOptions()
+
+
+class RlStepOptions(LengthOptions):
+    """A simulation's options, and how the rest of the step is run."""
+
+    rollout: RolloutOptions = RolloutOptions()
+    trainer: TrainerOptions = TrainerOptions()
+    sync: SyncOptions = SyncOptions()
 
     def rl_setting(self, train_gpus: int, framework_share: float) -> "RlStepSetting":
         """Return the simulator's setting; `framework_share` is the software's, where no option states it."""
         from moe_rl.simulators.rl_step import RlStepSetting
 
-        other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout_enforce_eager, "train_gpus": train_gpus}
-        if self.framework_share is None:
+        other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout.rollout_enforce_eager, "train_gpus": train_gpus}
+        if self.trainer.framework_share is None:
             other["framework_share"] = framework_share
         names = {item.name for item in fields(RlStepSetting)} - set(other)
-        return RlStepSetting(**other, **{name: getattr(self, OPTION_OF.get(name, name)) for name in names})
+        return RlStepSetting(**other, **{name: self.value_of(OPTION_OF.get(name, name)) for name in names})
 
 
 # Fields of `RlStepSetting` that are called otherwise on the command line.
@@ -75,17 +100,28 @@ OPTION_OF = {
 }  # fmt: skip
 
 
+class KnownTrainer(TrainerOptions):
+    """The trainer of a step that was measured."""
+
+    imbalance: float = 1.0
+    micro_batch_size: int | None = None
+
+
 class KnownStepOptions(RlStepOptions):
     """The setting of a step that was measured, where it is not the command's own: a row in the user's words."""
 
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    imbalance: float = 1.0
+    trainer: KnownTrainer = KnownTrainer()
+
+
+class TunedParallel(ParallelOptions):
+    """How GPUs share the model: sizes that are not stated are searched."""
+
+    gpus: int = 32
 
 
 class TuneOptions(LengthOptions):
     """A simulation's options: of `search_layouts.SEARCHED` those not given are found; the others hold everywhere."""
 
     of_all_gpus: ClassVar[bool] = True
-    gpus: int = 32
+    parallel: TunedParallel = TunedParallel()
     routes_like: str | None = None

@@ -17,6 +17,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
+from moe_rl.option_groups import words_of
 from moe_rl.profiling.posterior import Posterior
 from moe_rl.report.faces import SimulationReport
 from moe_rl.report.units import GIB
@@ -32,13 +33,14 @@ from moe_rl.study.conditions import chosen_by
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
 from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, needed
-from moe_rl.study.options import SCALED, SHOWN, merge_options
+from moe_rl.study.options import SCALED, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
 from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes
 from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
-from moe_rl.study.rl_options import RL, RlStepOptions
+from moe_rl.study.rl_options import RL, RlStepOptions, RolloutOptions
 from moe_rl.study.scenario import Progress, Scenario, named_model
+from moe_rl.study.shown import SHOWN
 from moe_rl.study.traces import TraceLike
 
 FORCED = "forced_balance"
@@ -90,7 +92,7 @@ class TrainingPasses:
 
     def with_known_step(self, options: RlStepOptions) -> "TrainingPasses":
         """Return the passes under the constants that `--known-step` shows; a number is the whole step of RL."""
-        if not options.known_step:
+        if not options.pricing.known_step:
             return self
 
         def step(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
@@ -104,7 +106,7 @@ class TrainingPasses:
             RL_STEP: PricedRun(price=step, tokens=tokens, gpus=self.train_gpus),
             UPDATE: PricedRun(price=update, tokens=tokens, gpus=self.train_gpus),
         }
-        posterior, left = posterior_of(options, load_cluster(options.cluster), timed, self.lengths)
+        posterior, left = posterior_of(options, load_cluster(options.pricing.cluster), timed, self.lengths)
         for sentence in (posterior.sentence(), *surprises(posterior)):
             logger.warning("%s", sentence)
         factor, before = left[UPDATE].factor, self.seconds_under
@@ -145,7 +147,7 @@ class TrainingPasses:
         setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
         static_forward_s, static_update_s = self.seconds["static"]
         framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
-        response_lengths = np.maximum(self.lengths - options.prompt_tokens, 1)
+        response_lengths = np.maximum(self.lengths - options.rollout.prompt_tokens, 1)
         step_by_policy = {}
         for name, (forward_s, update_s) in self.seconds.items():
             step = rl_step(
@@ -153,7 +155,7 @@ class TrainingPasses:
                 self.hardware,
                 setting,
                 response_lengths=response_lengths,
-                prompt_tokens=options.prompt_tokens,
+                prompt_tokens=options.rollout.prompt_tokens,
                 forward_s=forward_s,
                 update_s=update_s,
                 framework_s=framework_s,
@@ -165,10 +167,10 @@ class TrainingPasses:
 
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
-    options.require_times("an RL step is a time")
+    options.pricing.require_times("an RL step is a time")
     check_population(options)
     require(
-        not options.forward_only and not options.log_prob_passes,
+        not options.passes.forward_only and not options.passes.log_prob_passes,
         "--forward-only and --log-prob-passes describe a single pass, but an RL step has its own passes.",
     )
     if trace is None:
@@ -180,20 +182,20 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
-        value, flag = getattr(options, name), SHOWN[name].flags[0]
+        value, flag = options.value_of(name), SHOWN[name].flags[0]
         # `--json out.json` makes out.json the trace, since --json takes no value here: name what was taken for one.
         instead = f"with one, give --gpus {value}" if name == "train_gpus" else f"leave it or the trace ({trace}) out"
         require(value is None, f"{flag} {value} only applies without a trace: {instead}.")
     # A known step is one of RL here, and of no scenario.
-    scenario = open_scenario(trace, options.model_copy(update={"known_step": [], "known_step_config": []}), progress)
+    scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
     require(
-        scenario.options.batch != SCALED,
+        scenario.options.sequences.batch != SCALED,
         f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads, but an RL step uses the samples of "
         "the trace.",
     )
-    plans = make_plans(scenario, beside_static(options.policy), progress)
+    plans = make_plans(scenario, beside_static(options.planning.policy), progress)
     progress("simulating", 0, 1)
-    passes = _passes(scenario, plans, mini_batches=options.mini_batches)
+    passes = _passes(scenario, plans, mini_batches=options.trainer.mini_batches)
 
     def of_plans(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
         seconds = passes.seconds_under(hardware, costs)
@@ -274,7 +276,7 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
 
 def _gain(passes: TrainingPasses, report: SimulationReport, engine_size: int) -> RlGain:
     """Return what the report's best policy brings to a step of RL, with the interval of its update's speed-up."""
-    options, best = RlStepOptions(rollout_engine_size=engine_size), report.best.policy
+    options, best = RlStepOptions(rollout=RolloutOptions(rollout_engine_size=engine_size)), report.best.policy
     steps = passes.steps(options)
 
     def speedup(update_speedup: float) -> float:
@@ -315,7 +317,7 @@ def _remedy(scenario: Scenario, plans: Mapping[str, Plan], report: SimulationRep
         passes = _passes(scenario, plans, mini_batches=1, setting=setting)
         engine = _engine_size(passes.model, passes.hardware)
         if passes.train_gpus % engine == 0:
-            steps = passes.steps(RlStepOptions(rollout_engine_size=engine))
+            steps = passes.steps(RlStepOptions(rollout=RolloutOptions(rollout_engine_size=engine)))
             rl_speedup = steps["static"].step_time_s / steps[report.best.policy].step_time_s
     return Remedy(
         options=trial.options, peak_gib=fitting.peak_gib, gpu_factor=trial.gpu_factor, rl_speedup=rl_speedup,
@@ -332,25 +334,25 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
 
 
 def _of_lengths(options: RlStepOptions) -> TrainingPasses:
-    gpus = needed(options, "train_gpus" if options.gpus is None else "gpus")
+    gpus = needed(options, "train_gpus" if options.parallel.gpus is None else "gpus")
     require(
-        options.train_gpus in (None, gpus),
-        f"--train-gpus {options.train_gpus} and --gpus {gpus} differ: give only one.",
+        options.trainer.train_gpus in (None, gpus),
+        f"--train-gpus {options.trainer.train_gpus} and --gpus {gpus} differ: give only one.",
     )
     # As a simulation of a trace cuts it where nothing is said.
-    slices = options.tensor_model_parallel_size * options.context_parallel_size
-    budget = options.micro_batch_tokens or FULL_SIZE_TOKENS * slices
+    slices = options.parallel.tensor_model_parallel_size * options.parallel.context_parallel_size
+    budget = options.sequences.micro_batch_tokens or FULL_SIZE_TOKENS * slices
     lengths = drawn_lengths(options)
-    model, hardware = named_model(options, "an RL step"), load_cluster(options.cluster)
+    model, hardware = named_model(options, "an RL step"), load_cluster(options.pricing.cluster)
     setting = options.step_setting()
 
     def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
         priced = partial(
             trainer_seconds, model, hardware, replace(setting, software=costs), lengths,
-            train_gpus=gpus, ep_size=options.expert_model_parallel_size, micro_batch_tokens=budget,
-            mini_batches=options.mini_batches,
+            train_gpus=gpus, ep_size=options.parallel.expert_model_parallel_size, micro_batch_tokens=budget,
+            mini_batches=options.trainer.mini_batches,
         )  # fmt: skip
-        return {"static": priced(imbalance=options.imbalance), "forced_balance": priced()}
+        return {"static": priced(imbalance=options.trainer.imbalance), "forced_balance": priced()}
 
     return TrainingPasses(
         model=model,
@@ -370,17 +372,18 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
     sentences += population_notes(passes.model, passes.hardware, software)
     sentences += population_cautions(options, packed=True)
-    sentences += filter(None, [load_cluster(options.cluster).assumption()])
+    sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
     if of_lengths:
         sentences.append(
-            f"no trace: under static, the busiest rank gets {options.imbalance:g} times the mean rows (--imbalance); "
+            f"no trace: under static, the busiest rank gets {options.trainer.imbalance:g} times the mean rows "
+            "(--imbalance); "
             "forced_balance is the most that balancing alone can gain."
         )
-    if options.rollout_tokens_per_s is None:
+    if options.rollout.rollout_tokens_per_s is None:
         sentences.append("the rollout is a forecast; give your measured rate with --rollout-tokens-per-s.")
-    elif options.rollout_enforce_eager:
+    elif options.rollout.rollout_enforce_eager:
         sentences.append("--rollout-enforce-eager has no effect with a measured rate.")
-    if options.prompt_tokens == 0:
+    if options.rollout.prompt_tokens == 0:
         sentences.append("prompts are assumed to be empty; set --prompt-tokens.")
     return sentences
 
@@ -389,7 +392,7 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     """Return where the seconds of the weight sync come from, and what a planned one would bring to the step."""
     setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
     lines = [_sync_lines(passes, setting)] if setting.weight_sync_s is None else []
-    if options.rollout_gpus is None:
+    if options.rollout.rollout_gpus is None:
         return lines if setting.weight_sync_transport else []
     step = passes.steps(options)["static"]
     seconds = step.parts_s["weight_sync"]
@@ -435,7 +438,7 @@ def _rl_fit_note(passes: TrainingPasses) -> str:
 
 def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:
     """Say which software was priced, and what the other kind would give."""
-    if options.known_step:
+    if options.pricing.known_step:
         return f"software: {software}, with constants fitted on the known steps."
     other = load_software(TYPICAL if software == TUNED else TUNED)
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
@@ -466,12 +469,12 @@ def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> d
         return {"": RlPoint.of(passes, options)}
     name, _, values = sweep.partition("=")
     field = name.lstrip("-").replace("-", "_")
-    swept = field in RlStepOptions.model_fields and SHOWN[field].panel == RL
+    swept = field in words_of(RlStepOptions) and SHOWN[field].panel == RL
     require(
         bool(values) and swept,
         f"--sweep {sweep!r} must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step.",
     )
-    given = options.model_dump(exclude_unset=True)
+    given = options.stated_words()
     points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
     return {f"{field}={value}": RlPoint.of(passes, point) for value, point in points.items()}
 

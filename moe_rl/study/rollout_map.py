@@ -88,14 +88,14 @@ def plan_rollout_map(
     """
     engine = ROLLOUT_ENGINES[engine_name]
     require(
-        "policy" not in options.model_fields_set or options.policy == [POLICY],
+        not options.states("policy") or options.planning.policy == [POLICY],
         f"moe-rl makes the map for {engine.name} and compares it with {engine.name}'s EPLB: leave --policy out.",
     )
-    copies = options.given_slots("resident_slots", "an expert map")
+    copies = options.slots.number_of("resident_slots", "an expert map")
     rollouts = _Rollouts.read(trace, options, progress)
-    start = rollouts.start(copies=copies * options.expert_model_parallel_size)
+    start = rollouts.start(copies=copies * options.parallel.expert_model_parallel_size)
     progress("placing experts", 0, 1)
-    expert_map = spread_copies(rollouts.planned.load(), start, seed=options.seed)
+    expert_map = spread_copies(rollouts.planned.load(), start, seed=options.planning.seed)
     return rollouts.scored_with(engine, POLICY, expert_map, progress)
 
 
@@ -125,23 +125,23 @@ class _Rollouts:
         for name in ("batch", "micro_batch_tokens", "tokens_per_rank"):
             flag = "--" + name.replace("_", "-")
             require(
-                getattr(options, name) is None,
+                options.value_of(name) is None,
                 f"{flag} applies to training only: set the decode batch with --ep-group-tokens.",
             )
         progress("reading the trace", 0, 1)
         source, model = open_trace_of_model(trace, options)
-        spec, ranks = model.spec, options.expert_model_parallel_size
-        hardware = load_cluster(options.cluster)
-        per_node = options.ranks_per_node or hardware.ranks_per_node
+        spec, ranks = model.spec, options.parallel.expert_model_parallel_size
+        hardware = load_cluster(options.pricing.cluster)
+        per_node = options.parallel.ranks_per_node or hardware.ranks_per_node
         check_ep_size(ranks, spec.num_experts, per_node)
         topology = ClusterTopology(hardware=hardware, ep_size=ranks, ranks_per_node=per_node)
-        copies = options.given_slots("resident_slots", "an expert map")
+        copies = options.slots.number_of("resident_slots", "an expert map")
         per_rank = topology.experts_per_rank(spec.num_experts) + copies
         require(
             copies >= 0 and per_rank <= spec.num_experts,
             f"--resident-slots {copies} makes {per_rank} slots per rank, but the model has {spec.num_experts} experts.",
         )
-        requests = options.ep_group_tokens or REQUESTS_PER_RANK * ranks
+        requests = options.sequences.ep_group_tokens or REQUESTS_PER_RANK * ranks
         planned, scored, sentences = _planned_and_scored(source, options)
         progress("following the decoding", 0, 1)
 
@@ -153,7 +153,7 @@ class _Rollouts:
         notes = []
         if planned is scored:
             notes.append("one prompt group only: the map is scored on the sequences that it was planned on.")
-        if options.model == FROM_TRACE and spec.assumed_fields:
+        if options.shape.model == FROM_TRACE and spec.assumed_fields:
             notes.append(
                 f"{spec.num_layers} hidden layers are assumed, as many as the trace has: if the model has more, give "
                 "--model."
@@ -242,10 +242,10 @@ def _planned_and_scored(
     source: TraceSource, options: SimulationOptions
 ) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
     """Return the sequences to plan on, the ones to score on (the same object if there is no other), and their names."""
-    if options.step is None:
+    if options.sequences.step is None:
         step = source.steps[-1]
     else:
-        step = options.step
+        step = options.sequences.step
     source.require_step(step)
     scored = routes_of_step(source, step)
     index = source.steps.index(step)

@@ -10,15 +10,18 @@ from typing import Any
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
-from moe_rl.core.mappings import attributes, subset, without
+from moe_rl.core.mappings import subset, without
+from moe_rl.option_groups import AUTO, words_of
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import SweptPoint, Value, describe
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.executors import Executor
-from moe_rl.study.options import AUTO, SHOWN, SimulationOptions, TraceOptions
+from moe_rl.study.groups import TraceOptions
+from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import predict
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
 from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of, with_groups_of_gpus
+from moe_rl.study.shown import SHOWN
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
 from moe_rl.version import __version__
@@ -31,14 +34,14 @@ TOO_LONG = ("constants", "assumptions", "model_shape")
 
 
 # Options for reading the trace, lists, and the objective: points with other objectives have other figures.
-NOT_SWEPT = frozenset({*TraceOptions.model_fields, "policy", "policy_option", "objective"})
+NOT_SWEPT = frozenset({*words_of(TraceOptions), "policy", "policy_option", "objective"})
 
 
 def flags() -> dict[str, str]:
     """Return the options that can be swept, by every name that they go by."""
     name_by_flag = {}
-    for field, info in SimulationOptions.model_fields.items():
-        if field not in NOT_SWEPT and not isinstance(info.default, list):
+    for field, word in words_of(SimulationOptions).items():
+        if field not in NOT_SWEPT and not isinstance(word.default, list):
             for name in SHOWN[field].flags:
                 name_by_flag[name.removeprefix("--").replace("-", "_")] = field
     return name_by_flag
@@ -55,7 +58,7 @@ class Grid:
     @property
     def points(self) -> list[dict[str, Value]]:
         """The swept values of every point."""
-        return [attributes(options, self.values) for options in self.options]
+        return [options.words(self.values) for options in self.options]
 
 
 def parse_grid(entries: Sequence[str], base: SimulationOptions) -> Grid:
@@ -86,12 +89,12 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
         values_of[field] = values
     require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
     # Only what was said: a default that follows from another option must follow from the point's.
-    stated = base.model_dump(exclude_unset=True)
+    stated = base.stated_words()
     options = [
         checked(stated | dict(zip(values_of, combination, strict=True)), SimulationOptions)
         for combination in itertools.product(*values_of.values())
     ]
-    values_seen = {name: tuple(dict.fromkeys(getattr(point, name) for point in options)) for name in values_of}
+    values_seen = {name: tuple(dict.fromkeys(point.value_of(name) for point in options)) for name in values_of}
     for name, values in values_of.items():
         require(len(values_seen[name]) == len(values), f"--sweep gives a value of {name} twice.")
     return Grid(values=values_seen, options=tuple(options))
@@ -126,17 +129,17 @@ def run_sweep(
 
 def _check(trace: TraceLike, options: SimulationOptions) -> None:
     """Raise where a point cannot be simulated, as far as that shows without counting its loads."""
-    check_policies(options)
+    check_policies(options.planning, options.kernels)
     source, model = open_trace_of_model(trace, options)
     for name in KINDS:
-        if getattr(options, name) == AUTO:
+        if options.value_of(name) == AUTO:
             deciding_policy(options, model.spec, name)
-    topology_of(with_groups_of_gpus(options), load_cluster(options.cluster), (), num_experts=source.num_experts)
+    topology_of(with_groups_of_gpus(options), load_cluster(options.pricing.cluster), (), num_experts=source.num_experts)
 
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:
     """Return everything but the point that decides a point's figures."""
-    stated = without(options.model_dump(), grid.values)
+    stated = without(options.words(), grid.values)
     settings: dict[str, Any] = {
         "moe_rl_version": __version__,
         "trace_sha256": digest_of(trace),
@@ -145,10 +148,10 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
     }
     if "cluster" not in grid.values:
         # Not the sources: a reworded one changes no figure.
-        cluster = asdict(load_cluster(options.cluster))
+        cluster = asdict(load_cluster(options.pricing.cluster))
         settings["cluster"] = {name: value for name, value in cluster.items() if name != "sources"}
-    if "model" not in grid.values and options.model != FROM_TRACE:
-        settings["model"] = asdict(load_model(options.model).spec)
+    if "model" not in grid.values and options.shape.model != FROM_TRACE:
+        settings["model"] = asdict(load_model(options.shape.model).spec)
     return settings
 
 
@@ -175,7 +178,7 @@ def _figures(report: SimulationReport) -> dict[str, object]:
 
 
 def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
-    timed = grid.options[0].in_seconds
+    timed = grid.options[0].pricing.in_seconds
     metric = "imbalance"
     if timed:
         metric = "speedup_vs_static"

@@ -27,6 +27,7 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import Software
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
+from moe_rl.option_groups import AUTO, SlotOptions
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, make_planner
@@ -40,9 +41,10 @@ from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.step import cost_params_for
 from moe_rl.study.batch import Batch, cut_step, lengths_of
 from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
+from moe_rl.study.groups import KernelOptions, ParallelOptions, PlanningOptions, SequenceOptions
 from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
 from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch
-from moe_rl.study.options import AUTO, DRAWN, RECORDED, SCALED, SimulationOptions
+from moe_rl.study.options import DRAWN, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.population import check_population
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
@@ -101,7 +103,7 @@ class Scenario:
     @property
     def resampled(self) -> bool:
         """Whether the step's sequences were drawn, with replacement, from the recorded ones."""
-        return self.options.batch == DRAWN
+        return self.options.sequences.batch == DRAWN
 
     @property
     def knows_earlier_steps(self) -> bool:
@@ -137,7 +139,7 @@ class Scenario:
         number: dict[str, Any] = {name: slots}
         return replace(
             self,
-            options=self.options.model_copy(update=number),
+            options=self.options.with_words(**number),
             problem=replace(self.problem, **number),
             homes_chosen_at=self.homes_chosen_at and replace(self.homes_chosen_at, **number),
         )
@@ -150,42 +152,42 @@ def state_scenario(
 
     `model` None: the model that the options name.
     """
-    check_policies(options)
+    check_policies(options.planning, options.kernels)
     check_population(options)
     options = with_groups_of_gpus(options)
-    hardware = load_cluster(options.cluster)
+    hardware = load_cluster(options.pricing.cluster)
     progress("reading the trace", 0, 1)
     source, model = open_trace_of_model(trace, options, model)
-    parts_of_expert = options.expert_tensor_parallel_size or 1
+    parts_of_expert = options.parallel.expert_tensor_parallel_size or 1
     if parts_of_expert > 1:
-        ep_size = options.expert_model_parallel_size
+        ep_size = options.parallel.expert_model_parallel_size
         source = PartsOfExperts.of(source, ep_size=ep_size, parts=parts_of_expert)
         model = replace(model, spec=model_in_parts(model.spec, parts_of_expert))
         # From here on an EP group holds parts, as many as it has ranks times experts.
-        options = options.model_copy(update={"expert_model_parallel_size": ep_size * parts_of_expert})
-    chunks = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank
+        options = options.with_words(expert_model_parallel_size=ep_size * parts_of_expert)
+    chunks = options.parallel.pipeline_model_parallel_size * options.parallel.num_virtual_stages_per_pipeline_rank
     layers = model.spec.num_layers
     require(
         chunks <= layers,
         f"{chunks} pipeline stages and model chunks exceed the {layers} layers of model {model.spec.name!r}.",
     )
-    step = source.steps[-1] if options.step is None else options.step
+    step = source.steps[-1] if options.sequences.step is None else options.sequences.step
     recorded_parts = tuple(source.parts(step))
     recorded_lengths = lengths_of(recorded_parts)
     recorded = RecordedStep(num_sequences=len(recorded_lengths), num_tokens=int(recorded_lengths.sum()))
     options = _with_batch(options, recorded_parts)
     topology = topology_of(options, hardware, recorded_parts, num_experts=model.spec.num_experts)
     parts: tuple[StepPart, ...] = recorded_parts
-    if options.batch == DRAWN:
-        parts = _drawn(recorded_parts, int(options.global_batch_tokens or 0), seed=options.seed)
+    if options.sequences.batch == DRAWN:
+        parts = _drawn(recorded_parts, int(options.sequences.global_batch_tokens or 0), seed=options.planning.seed)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology, model.spec)
-    if source.format not in SAYS_ITS_SHAPE and options.num_experts is None:
+    if source.format not in SAYS_ITS_SHAPE and options.trace.num_experts is None:
         _check_experts_occur(batch.load, model, source)
     options = _with_plannable_defaults(options, source, batch)
     index = source.steps.index(step)
     # Homes are chosen at every interval-th step of the trace, from its first on.
-    chosen_at = index - index % options.reorder_interval
+    chosen_at = index - index % options.homes.reorder_interval
 
     def cut(earlier: int) -> Batch:
         return cut_step(earlier, tuple(source.parts(earlier)), options, topology, model.spec)
@@ -201,9 +203,9 @@ def state_scenario(
     )
     cost = cost_params_for(training_step)
     foreseen = batch
-    if options.unknown_routes or options.unknown_pairs:
+    if options.knowledge.unknown_routes or options.knowledge.unknown_pairs:
         foreseen = cut_step(step, parts, options, topology, model.spec, as_planners_know_it=True)
-    moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.policy)
+    moving = any(POLICIES[name].levers.move_homes and POLICIES[name].keeps_homes for name in options.planning.policy)
     homes_chosen_at = None
     if chosen_at < index and moving:
         homes_chosen_at = _problem(cut(source.steps[chosen_at]), training_step, cost, history, options)
@@ -235,69 +237,73 @@ def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> Simulatio
                                                     micro-batches of at most N tokens a rank
     """
     laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
-    kind = options.batch or _kind_of_batch(options, parts, laid_out=laid_out)
+    parallel, sequences = options.parallel, options.sequences
+    kind = sequences.batch or _kind_of_batch(parallel, sequences, parts, laid_out=laid_out)
     if kind == DRAWN:
-        sizes = _drawn_sizes(options, parts)
+        sizes = _drawn_sizes(parallel, sequences, parts)
     else:
-        sizes = _recorded_sizes(options, parts, kind, laid_out=laid_out)
-    return options.model_copy(update={"batch": kind, **sizes})
+        sizes = _recorded_sizes(parallel, sequences, parts, kind, laid_out=laid_out)
+    return options.with_words(batch=kind, **sizes)
 
 
-def _kind_of_batch(options: SimulationOptions, parts: Sequence[Trace], *, laid_out: bool) -> str:
+def _kind_of_batch(
+    parallel: ParallelOptions, sequences: SequenceOptions, parts: Sequence[Trace], *, laid_out: bool
+) -> str:
     """Return the kind of batch that options without `--batch` ask for; `laid_out`: the trace names every cell."""
-    if options.global_batch_tokens is not None or options.global_batch_size is not None:
+    if sequences.global_batch_tokens is not None or sequences.global_batch_size is not None:
         return DRAWN
     # Micro-batches of an EP group are cut from a recording: docs/planner.md compares policies on them.
-    if options.ep_group_tokens is not None or (laid_out and options.micro_batch_tokens is None):
-        if options.tokens_per_rank is None:
+    if sequences.ep_group_tokens is not None or (laid_out and sequences.micro_batch_tokens is None):
+        if sequences.tokens_per_rank is None:
             return RECORDED
         return SCALED
-    if options.micro_batch_tokens is not None and options.tokens_per_rank is None:
+    if sequences.micro_batch_tokens is not None and sequences.tokens_per_rank is None:
         # Whoever says how a recording of full size is cut means that recording.
-        full = _drawn_sizes(options, parts)["global_batch_tokens"] or 0
+        full = _drawn_sizes(parallel, sequences, parts)["global_batch_tokens"] or 0
         if int(lengths_of(parts).sum()) >= full:
             return RECORDED
         return DRAWN
     return DRAWN
 
 
-def _drawn_sizes(options: SimulationOptions, parts: Sequence[Trace]) -> dict[str, int | None]:
+def _drawn_sizes(
+    parallel: ParallelOptions, sequences: SequenceOptions, parts: Sequence[Trace]
+) -> dict[str, int | None]:
     """Return the sizes of a batch that is drawn, by option: of a micro-batch and of the batch."""
-    slices = options.tensor_model_parallel_size * options.context_parallel_size
+    slices = parallel.slices
     require(
-        options.micro_batch_tokens is None or options.tokens_per_rank is None,
+        sequences.micro_batch_tokens is None or sequences.tokens_per_rank is None,
         "--micro-batch-tokens and --tokens-per-rank both set the size of a sampled micro-batch: give only one.",
     )
-    ranks = max(1, options.expert_model_parallel_size * _num_ep_groups(options, slices) // slices)
-    if options.ep_group_tokens is not None and options.tokens_per_rank is None:
-        return {"global_batch_tokens": options.global_batch_tokens or full_batch(options.ep_group_tokens)}
+    ranks = max(1, parallel.expert_model_parallel_size * _num_ep_groups(parallel) // slices)
+    if sequences.ep_group_tokens is not None and sequences.tokens_per_rank is None:
+        return {"global_batch_tokens": sequences.global_batch_tokens or full_batch(sequences.ep_group_tokens)}
     longest = _longest(parts)
-    tokens_asked = options.micro_batch_tokens or (options.tokens_per_rank or FULL_SIZE_TOKENS) * slices
+    tokens_asked = sequences.micro_batch_tokens or (sequences.tokens_per_rank or FULL_SIZE_TOKENS) * slices
     budget = max(tokens_asked, longest)
-    if options.micro_batch_tokens is not None and tokens_asked < longest:
+    if sequences.micro_batch_tokens is not None and tokens_asked < longest:
         logger.warning(
             "micro-batches hold up to %d tokens, not %d: as in slime, the longest sequence is not cut.",
             longest,
             tokens_asked,
         )
-    batch = options.global_batch_tokens or full_batch(budget * ranks)
-    if options.global_batch_size is not None:
-        batch = max(1, round(options.global_batch_size * float(lengths_of(parts).mean())))
+    batch = sequences.global_batch_tokens or full_batch(budget * ranks)
+    if sequences.global_batch_size is not None:
+        batch = max(1, round(sequences.global_batch_size * float(lengths_of(parts).mean())))
     sizes: dict[str, int | None] = {"micro_batch_tokens": budget, "global_batch_tokens": batch}
     return {**sizes, "ep_group_tokens": None, "tokens_per_rank": None}
 
 
 def _recorded_sizes(
-    options: SimulationOptions, parts: Sequence[Trace], kind: str, *, laid_out: bool
+    parallel: ParallelOptions, sequences: SequenceOptions, parts: Sequence[Trace], kind: str, *, laid_out: bool
 ) -> dict[str, int | None]:
     """Return the sizes of micro-batches that are cut from the recorded sequences, by option."""
-    cut = options.micro_batch_tokens is not None or options.ep_group_tokens is not None or laid_out
+    cut = sequences.micro_batch_tokens is not None or sequences.ep_group_tokens is not None or laid_out
     if kind == RECORDED:
-        slices = options.tensor_model_parallel_size * options.context_parallel_size
         if cut:
             return {}
-        return {"micro_batch_tokens": max(FULL_SIZE_TOKENS * slices, _longest(parts))}
-    scaled: dict[str, int | None] = {"tokens_per_rank": options.tokens_per_rank or FULL_SIZE_TOKENS}
+        return {"micro_batch_tokens": max(FULL_SIZE_TOKENS * parallel.slices, _longest(parts))}
+    scaled: dict[str, int | None] = {"tokens_per_rank": sequences.tokens_per_rank or FULL_SIZE_TOKENS}
     if not cut:
         recorded = int(lengths_of(parts).sum())
         scaled["ep_group_tokens"] = max(-(-recorded // FULL_BATCHES), _longest(parts), 1)
@@ -325,8 +331,8 @@ def open_trace_of_model(
     trace: TraceLike, options: SimulationOptions, known: LoadedModel | None = None
 ) -> tuple[TraceSource, LoadedModel]:
     """Return the trace and the model that it is of; raise where `known`, or the options, name another."""
-    named = known or (None if options.model == FROM_TRACE else _named(options))
-    source = open_for_model(trace, options, named)
+    named = known or (None if options.shape.model == FROM_TRACE else _named(options))
+    source = open_for_model(trace, options.trace, named)
     model = named or _model_of_trace(source, options)
     _check_model_fits(model, source)
     return source, model
@@ -340,61 +346,64 @@ def _model_of_trace(source: TraceSource, options: SimulationOptions) -> LoadedMo
         "top_k": source.top_k,
         "overrides": options.model_overrides(),
     }
-    asked_for = "model" in options.model_fields_set
+    asked_for = options.states("model")
     listed = None if asked_for else listed_model(source.model, **shape)
     return listed or model_from_trace(name=source.model, **shape)
 
 
 def named_model(options: SimulationOptions, of: str) -> MoeModelSpec:
     """Return the model of `--model` where there is no trace; `of` names the command in the error."""
-    require(options.model != FROM_TRACE, f"{of} needs --model when no trace is given.")
+    require(options.shape.model != FROM_TRACE, f"{of} needs --model when no trace is given.")
     return _named(options).spec
 
 
 def _named(options: SimulationOptions) -> LoadedModel:
-    return override_model(load_model(options.model), options.model_overrides())
+    return override_model(load_model(options.shape.model), options.model_overrides())
 
 
 def _problem(
     batch: Batch, step: TrainingStep, cost: LayerCostParams, history: StepLoad | None, options: SimulationOptions
 ) -> PlanProblem:
     of_batch = replace(step, load=batch.load, layout=batch.layout, lengths=batch.lengths)
-    repacks = not batch.layout.fixed and any(POLICIES[name].levers.pack for name in options.policy)
+    repacks = not batch.layout.fixed and any(POLICIES[name].levers.pack for name in options.planning.policy)
     return PlanProblem(
         load=batch.load,
         layout=batch.layout,
         model=step.model,
         topology=step.topology,
         cost=cost,
-        objective=OBJECTIVES[options.objective],
-        replica_slots=options.replica_slots,
+        objective=OBJECTIVES[options.pricing.objective],
+        replica_slots=options.slots.replica_slots,
         # auto starts from none: resident_slots.py adds one after the other.
-        cross_node_slots=options.cross_node_slots if isinstance(options.cross_node_slots, int) else 0,
-        resident_slots=options.resident_slots if isinstance(options.resident_slots, int) else 0,
+        cross_node_slots=options.slots.cross_node_slots if isinstance(options.slots.cross_node_slots, int) else 0,
+        resident_slots=options.slots.resident_slots if isinstance(options.slots.resident_slots, int) else 0,
         history=history,
-        steps_served=options.steps_served or options.reorder_interval,
+        steps_served=options.homes.steps_served or options.homes.reorder_interval,
         sequence_load=batch.sequence_load() if repacks else None,
         sequence_tokens=batch.lengths if repacks else None,
         micro_batch_cost=micro_batch_cost(of_batch),
         load_of_layout=batch.load_of_layout,
-        domain_balance=options.domain_balance,
-        seed=options.seed,
+        domain_balance=options.slots.domain_balance,
+        seed=options.planning.seed,
     )
 
 
-def check_policies(options: SimulationOptions) -> None:
+def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
     """Raise for an unknown policy or parameter, before any work is done."""
-    for name in options.policy:
-        planner = make_planner(name, **options.policy_parameters(name))
-        unmet = planner.unmet_dispatchers.get(options.moe_token_dispatcher_type)
+    for name in planning.policy:
+        planner = make_planner(name, **planning.parameters_of(name))
+        unmet = planner.unmet_dispatchers.get(kernels.moe_token_dispatcher_type)
         require(
             unmet is None,
-            f"--policy {name} cannot be forecast with --moe-token-dispatcher-type {options.moe_token_dispatcher_type}: "
-            f"{unmet} (python -m benchmarks.validate_model).",
+            f"--policy {name} cannot be forecast with --moe-token-dispatcher-type "
+            f"{kernels.moe_token_dispatcher_type}: {unmet} (python -m benchmarks.validate_model).",
         )
-    for option in options.policy_option:
-        options.policy_parameters(option.partition(".")[0])
-    require(len(set(options.policy)) == len(options.policy), f"--policy names a policy twice: {options.policy}.")
+    for option in planning.policy_option:
+        planning.parameters_of(option.partition(".")[0])
+    require(
+        len(set(planning.policy)) == len(planning.policy),
+        f"--policy names a policy twice: {planning.policy}.",
+    )
 
 
 def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
@@ -402,44 +411,45 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
 
     Example: `--gpus 32 --ep 8` with two pipeline stages are two EP groups of 16 GPUs.
     """
-    if options.gpus is None:
+    parallel, sequences = options.parallel, options.sequences
+    if parallel.gpus is None:
         return options
     sizes = {
-        "EP": options.expert_model_parallel_size,
-        "expert TP": options.expert_tensor_parallel_size or 1,
-        "PP": options.pipeline_model_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "expert TP": parallel.expert_tensor_parallel_size or 1,
+        "PP": parallel.pipeline_model_parallel_size,
     }
     gpus_of_group = math.prod(sizes.values())
-    groups, rest = divmod(options.gpus, gpus_of_group)
+    groups, rest = divmod(parallel.gpus, gpus_of_group)
     degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
     require(
         groups >= 1 and rest == 0,
-        f"--gpus {options.gpus} is not a multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
+        f"--gpus {parallel.gpus} is not a multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
     )
     require(
-        options.num_ep_groups in (None, groups),
-        f"--gpus {options.gpus} makes {groups} EP groups, --num-ep-groups is {options.num_ep_groups}: give only one.",
+        parallel.num_ep_groups in (None, groups),
+        f"--gpus {parallel.gpus} makes {groups} EP groups, --num-ep-groups is {parallel.num_ep_groups}: give only one.",
     )
     require(
-        options.ep_group_tokens is None or groups == 1,
+        sequences.ep_group_tokens is None or groups == 1,
         f"--ep-group-tokens describes one EP group: leave --gpus at {gpus_of_group}.",
     )
-    return options.model_copy(update={"num_ep_groups": groups})
+    return options.with_words(num_ep_groups=groups)
 
 
 def topology_of(
     options: SimulationOptions, hardware: HardwareSpec, parts: Sequence[Trace], *, num_experts: int
 ) -> ClusterTopology:
     """Return the ranks that the options ask for; the recorded layout of `parts` may need more EP groups."""
-    ep_size = options.expert_model_parallel_size
-    per_node = options.ranks_per_node or hardware.ranks_per_node
+    parallel, sequences = options.parallel, options.sequences
+    ep_size = parallel.expert_model_parallel_size
+    per_node = parallel.ranks_per_node or hardware.ranks_per_node
     check_ep_size(ep_size, num_experts, per_node)
-    _check_slots(options, num_experts)
-    slices = options.tensor_model_parallel_size * options.context_parallel_size
-    groups = _num_ep_groups(options, slices)
-    if options.ep_group_tokens is not None:
+    _check_slots(options.slots, ep_size, num_experts)
+    slices, groups = parallel.slices, _num_ep_groups(parallel)
+    if sequences.ep_group_tokens is not None:
         slices, groups = ep_size, 1  # the EP group as a whole holds the sequences of a micro-batch
-    elif options.micro_batch_tokens is None and options.num_ep_groups is None:
+    elif sequences.micro_batch_tokens is None and parallel.num_ep_groups is None:
         # A recorded layout says how many data-parallel ranks the run had.
         ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
         require(
@@ -451,22 +461,23 @@ def topology_of(
     topology = ClusterTopology(
         hardware=hardware, ep_size=ep_size, num_ep_groups=groups, slices_per_dp_rank=slices, ranks_per_node=per_node
     )
-    _check_nodes(options, topology)
-    sequences = sum(len(part.sequence_lengths) for part in parts)
+    _check_nodes(parallel, options.pricing.cluster, topology)
+    num_sequences = sum(len(part.sequence_lengths) for part in parts)
     require(
-        groups == 1 or options.global_batch_tokens is not None or topology.num_dp_ranks <= sequences,
-        f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {sequences} sequences.",
+        groups == 1 or sequences.global_batch_tokens is not None or topology.num_dp_ranks <= num_sequences,
+        f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {num_sequences} "
+        "sequences.",
     )
     return topology
 
 
-def _num_ep_groups(options: SimulationOptions, slices: int) -> int:
+def _num_ep_groups(parallel: ParallelOptions) -> int:
     """Return the EP groups that the options ask for: where they say none, as few as hold whole data-parallel ranks.
 
     A data-parallel rank of TP x CP = 4 `slices` lies in two EP groups of 2, so there are at least two of them.
     """
-    ep_size = options.expert_model_parallel_size
-    return options.num_ep_groups or math.lcm(ep_size, slices) // ep_size
+    ep_size = parallel.expert_model_parallel_size
+    return parallel.num_ep_groups or math.lcm(ep_size, parallel.slices) // ep_size
 
 
 def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
@@ -486,11 +497,11 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
     )
 
 
-def _check_slots(options: SimulationOptions, num_experts: int) -> None:
+def _check_slots(slot_options: SlotOptions, ep_size: int, num_experts: int) -> None:
     """Raise for more slots per rank than there are experts to fill them."""
-    elsewhere = num_experts - num_experts // options.expert_model_parallel_size
+    elsewhere = num_experts - num_experts // ep_size
     for name in ("replica_slots", "cross_node_slots", "resident_slots"):
-        slots = getattr(options, name)
+        slots = getattr(slot_options, name)
         # EP1 has no other ranks, and the default of one slot is no mistake there.
         require(
             slots == AUTO or slots <= max(1, elsewhere),
@@ -498,13 +509,13 @@ def _check_slots(options: SimulationOptions, num_experts: int) -> None:
         )
 
 
-def _check_nodes(options: SimulationOptions, topology: ClusterTopology) -> None:
+def _check_nodes(parallel: ParallelOptions, cluster: str, topology: ClusterTopology) -> None:
     """Raise where the job needs more nodes than there are; a cluster that does not say its size has enough."""
-    if options.num_nodes is None:
-        available = cluster_num_nodes(options.cluster)
+    if parallel.num_nodes is None:
+        available = cluster_num_nodes(cluster)
     else:
-        available = options.num_nodes
-    stages, per_node = options.pipeline_model_parallel_size, topology.ranks_per_node
+        available = parallel.num_nodes
+    stages, per_node = parallel.pipeline_model_parallel_size, topology.ranks_per_node
     ranks = topology.num_ranks * stages
     needed = -(-ranks // per_node)
     require(
@@ -550,29 +561,29 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
 def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, batch: Batch) -> SimulationOptions:
     """Return the options without policies that lack an earlier step, where the user named no policies."""
     has_earlier = source.steps.index(batch.step) > 0 or batch.load.num_micro_batches > 1
-    if has_earlier or "policy" in options.model_fields_set:
+    if has_earlier or options.states("policy"):
         return options
-    left_out = _forecasting(options)
+    left_out = _forecasting(options.planning)
     for name in left_out:
         logger.warning(
             "%s is left out: it plans from an earlier step, but the trace has one step of one micro-batch.", name
         )
-    return options.model_copy(update={"policy": [name for name in options.policy if name not in left_out]})
+    return options.with_words(policy=[name for name in options.planning.policy if name not in left_out])
 
 
-def _forecasting(options: SimulationOptions) -> list[str]:
-    return [name for name in options.policy if POLICIES[name].needs_history]
+def _forecasting(planning: PlanningOptions) -> list[str]:
+    return [name for name in planning.policy if POLICIES[name].needs_history]
 
 
 def _history(
     source: TraceSource, chosen_at: int, batch: Batch, options: SimulationOptions, cut: Callable[[int], Batch]
 ) -> tuple[StepLoad | None, str | None]:
     """Return the loads that were known when homes were chosen, at the `chosen_at`-th step, and their name."""
-    forecasting = _forecasting(options)
-    serves_several = (options.steps_served or options.reorder_interval) > 1
+    forecasting = _forecasting(options.planning)
+    serves_several = (options.homes.steps_served or options.homes.reorder_interval) > 1
     if not forecasting and not serves_several:
         return None, None
-    steps = source.steps[max(0, chosen_at - options.history_steps) : chosen_at]
+    steps = source.steps[max(0, chosen_at - options.homes.history_steps) : chosen_at]
     if steps:
         return StepLoad.joined(
             [cut(step).load for step in steps]

@@ -30,6 +30,7 @@ from moe_rl.core.schedules import verl_layout
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
+from moe_rl.option_groups import AUTO
 from moe_rl.planner.packing import best_start
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.replay import concatenate
@@ -43,14 +44,15 @@ from moe_rl.simulators.setting import StepSetting, TrainingRun
 from moe_rl.study.conditions import chosen_by
 from moe_rl.study.executors import Executor
 from moe_rl.study.expert_parts import model_in_parts
+from moe_rl.study.groups import SequenceOptions
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
 from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, drawn_sequences, full_batch
-from moe_rl.study.options import AUTO, DRAWN, RECORDED, SCALED
+from moe_rl.study.options import DRAWN, RECORDED, SCALED
 from moe_rl.study.population import check_population, population_cautions, population_notes
 from moe_rl.study.priced_setting import levers_on_all_layers
 from moe_rl.study.resident_slots import SPARE_MEMORY
-from moe_rl.study.rl_options import TuneOptions
+from moe_rl.study.rl_options import TunedParallel, TuneOptions
 from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
 from moe_rl.study.shape_levers import SampledRoutes, compared_shapes, levers_of, routes_like
 from moe_rl.study.sweep_file import finish_points
@@ -354,47 +356,48 @@ def tune(
     Raises `InvalidInputError` where no setting fits into memory.
     """
     model, batch = TunedBatch.of(trace, options)
+    parallel, slots = options.parallel, options.slots
     lengths = batch.lengths
-    hardware = load_cluster(options.cluster)
-    per_node = options.ranks_per_node or hardware.ranks_per_node
+    hardware = load_cluster(options.pricing.cluster)
+    per_node = parallel.ranks_per_node or hardware.ranks_per_node
     check_population(options)
     posterior = _posterior(options, hardware, lengths)
     hardware, costs = posterior.likeliest.constants
-    base, budget = replace(options.step_setting(), software=costs), options.micro_batch_tokens
+    base, budget = replace(options.step_setting(), software=costs), options.sequences.micro_batch_tokens
     if budget is not None and budget < lengths.max():
         tell(
             f"micro-batches hold up to {lengths.max():,} tokens instead of {budget:,}, because the longest sequence is "
             "not cut."
         )
         budget = int(lengths.max())
-    decided = {SEARCHED[name] for name in options.model_fields_set & set(SEARCHED)}
+    decided = {SEARCHED[name] for name in SEARCHED if options.states(name)}
     shaping = [name for name in ParallelLayout.__slots__ if name in decided]
-    values = {name: getattr(base, name, getattr(options, name, None)) for name in shaping}
+    values = {name: getattr(base, name, None) if hasattr(base, name) else options.value_of(name) for name in shaping}
     flags = not_none(values)
     shapes = tuple(
         shape
-        for shape in shapes_of(model, hardware, options.gpus, per_node, options.expert_tensor_parallel_size)
+        for shape in shapes_of(model, hardware, parallel.gpus, per_node, parallel.expert_tensor_parallel_size)
         if all(value == getattr(shape, name) for name, value in flags.items())
         and (base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall")
     )
     listed = "".join(f", {name} {value}" for name, value in flags.items())
-    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {options.gpus}{listed}.")
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {parallel.gpus}{listed}.")
     task = ShapeTask(
-        shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=options.gpus,
+        shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=parallel.gpus,
         ranks_per_node=per_node,
-        buffers=options.replica_slots + 2 * options.given_slots("cross_node_slots", "tune"),
+        buffers=slots.replica_slots + 2 * slots.number_of("cross_node_slots", "tune"),
         recompute=(base.recompute,) if "recompute" in decided else RECOMPUTE,
         micro_batch_tokens=budget,
-        resident_slots=None if options.resident_slots == AUTO else options.given_slots("resident_slots", "tune"),
+        resident_slots=None if slots.resident_slots == AUTO else int(slots.resident_slots),
     )  # fmt: skip
     settings = {
         "moe_rl_version": __version__,
         "trace_sha256": None if trace is None else digest_of(trace),
-        "options": options.model_dump(),
+        "options": options.words(),
     }
     estimates = estimated_speeds(task, executor, progress)
     tell(
-        f"{len(shapes):,} parallel layouts fill {options.gpus} GPUs, and {int((estimates > 0).sum()):,} of them fit "
+        f"{len(shapes):,} parallel layouts fill {parallel.gpus} GPUs, and {int((estimates > 0).sum()):,} of them fit "
         "into memory; only those that may be the fastest are simulated in full."
     )
     laid_out = dict[int, list[TunedSetting]]()
@@ -407,7 +410,7 @@ def tune(
     rows = [row for index in sorted(laid_out) for row in laid_out[index]]
     if not rows:
         raise InvalidInputError(
-            f"{model.name!r} does not fit on {options.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
+            f"{model.name!r} does not fit on {parallel.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
             f"layouts{listed}, even with full recomputation: give more --gpus, or --optimizer-offload-fraction."
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
@@ -424,7 +427,7 @@ def tune(
             levers_on_all_layers, trace=trace, options=options, num_tokens=int(lengths.sum()), batch=batch.kind
         )
     return Tuned(
-        model=model.name, cluster=hardware.name, gpus=options.gpus, num_tokens=int(lengths.sum()),
+        model=model.name, cluster=hardware.name, gpus=parallel.gpus, num_tokens=int(lengths.sum()),
         num_sequences=len(lengths), batch=batch.words, num_shapes=len(shapes), num_laid_out=len(laid_out),
         num_alike=told_alike, settings=tuple(rows),
         levers=() if sampled is None else _levers(rows, sampled, task, options, progress, whole),
@@ -437,12 +440,14 @@ def _sampled_routes(
 ) -> SampledRoutes | None:
     """Return the routes that levers are priced with; None without a trace, or where it holds counts alone."""
     if options.routes_like is not None:
-        like = routes_of_step(open_for_model(options.routes_like, options.model_copy(update={"format": None}), None))
-        return SampledRoutes.of(routes_like(like, model, lengths, seed=options.seed), model)
+        like = routes_of_step(open_for_model(options.routes_like, options.trace.with_words(format=None), None))
+        return SampledRoutes.of(routes_like(like, model, lengths, seed=options.planning.seed), model)
     if trace is None:
         return None
     source, _ = open_trace_of_model(trace, options)
-    routes = concatenate(tuple(source.parts(source.steps[-1] if options.step is None else options.step)))
+    routes = concatenate(
+        tuple(source.parts(source.steps[-1] if options.sequences.step is None else options.sequences.step))
+    )
     if not isinstance(routes, RoutingTrace):
         return None
     return SampledRoutes.of(routes, model)
@@ -475,7 +480,7 @@ def _levers(
 
 def _posterior(options: TuneOptions, hardware: HardwareSpec, lengths: NDArray[np.int64]) -> Posterior:
     """Return the constants after the known steps, whose settings `--known-step-config` has to say."""
-    if not options.known_step:
+    if not options.pricing.known_step:
         return Posterior.of(priors_of(options, hardware, steps_known=False))
     return posterior_of(options, hardware, {}, lengths)[0]
 
@@ -512,7 +517,7 @@ def _with_intervals(
 def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, posterior: Posterior) -> list[str]:
     """Say which software was priced, what the other kind would give, and what lies outside the fitted runs."""
     software = posterior.likeliest.prior.software.name
-    if options.known_step:
+    if options.pricing.known_step:
         sentences = [posterior.sentence(), *surprises(posterior)]
     else:
         other = load_software(TYPICAL if software == TUNED else TUNED)
@@ -529,7 +534,7 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
             f"be the fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)
-    best_cp = options.model_copy(update={"context_parallel_size": rows[0].context_parallel_size})
+    best_cp = options.with_words(context_parallel_size=rows[0].context_parallel_size)
     sentences += population_cautions(best_cp, packed=True)
     return [*sentences, *filter(None, [task.hardware.assumption()])]
 
@@ -551,19 +556,21 @@ class TunedBatch:
 
         Raises `InvalidInputError` for loads that are scaled: a layout search lays out sequences.
         """
-        _check_batch(options)
+        _check_batch(options.sequences)
         if trace is None:
             lengths = drawn_lengths(options)
             words = f"batch of {counted(len(lengths), 'sample', 'samples')}, {format_count(lengths.sum())} tokens"
             return named_model(options, "tune"), cls(lengths=lengths, words=words)
         source, model = open_trace_of_model(trace, options)
-        parts = tuple(source.parts(source.steps[-1] if options.step is None else options.step))
+        sequences = options.sequences
+        parts = tuple(source.parts(source.steps[-1] if sequences.step is None else sequences.step))
         recorded = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
-        tokens = _drawn_tokens(options, recorded)
+        tokens = _drawn_tokens(sequences, options.parallel, recorded)
         laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
-        kind, lengths = options.batch or _kind_of_batch(options, recorded, laid_out=laid_out), recorded
+        kind = sequences.batch or _kind_of_batch(sequences, tokens, recorded, laid_out=laid_out)
+        lengths = recorded
         if kind == DRAWN:
-            lengths = recorded[drawn_sequences(recorded, tokens, seed=options.seed)]
+            lengths = recorded[drawn_sequences(recorded, tokens, seed=options.planning.seed)]
         facts = {
             "num_tokens": lengths.sum(), "num_sequences": len(lengths), "num_recorded_sequences": len(recorded),
             "num_recorded_tokens": recorded.sum(),
@@ -571,32 +578,35 @@ class TunedBatch:
         return model.spec, cls(lengths=lengths, words=batch_words(facts, {"batch": kind}), kind=kind)
 
 
-def _check_batch(options: TuneOptions) -> None:
+def _check_batch(sequences: SequenceOptions) -> None:
     """Raise for options that describe loads, not sequences."""
-    scaled = options.batch == SCALED or options.tokens_per_rank is not None
+    scaled = sequences.batch == SCALED or sequences.tokens_per_rank is not None
     require(
-        not scaled and options.ep_group_tokens is None,
+        not scaled and sequences.ep_group_tokens is None,
         "tune packs sequences into the micro-batches of a data-parallel rank: give --micro-batch-tokens instead of "
         "--batch scaled, --tokens-per-rank and --ep-group-tokens.",
     )
 
 
-def _kind_of_batch(options: TuneOptions, recorded: NDArray[np.int64], *, laid_out: bool) -> str:
-    """Return the kind of batch that options without `--batch` ask for, as in `scenario`."""
-    if options.global_batch_tokens is not None or options.global_batch_size is not None:
+def _kind_of_batch(sequences: SequenceOptions, full_tokens: int, recorded: NDArray[np.int64], *, laid_out: bool) -> str:
+    """Return the kind of batch that options without `--batch` ask for, as in `scenario`.
+
+    `full_tokens` are those of a batch that is drawn.
+    """
+    if sequences.global_batch_tokens is not None or sequences.global_batch_size is not None:
         return DRAWN
-    if options.micro_batch_tokens is None:
+    if sequences.micro_batch_tokens is None:
         return RECORDED if laid_out else DRAWN
-    if int(recorded.sum()) >= _drawn_tokens(options, recorded):
+    if int(recorded.sum()) >= full_tokens:
         return RECORDED
     return DRAWN
 
 
-def _drawn_tokens(options: TuneOptions, recorded: NDArray[np.int64]) -> int:
+def _drawn_tokens(sequences: SequenceOptions, parallel: TunedParallel, recorded: NDArray[np.int64]) -> int:
     """Return the tokens of a batch that is drawn: given, else as many full micro-batches as `simulate` draws."""
-    if options.global_batch_size is not None:
-        return max(1, round(options.global_batch_size * float(recorded.mean())))
-    slices = options.tensor_model_parallel_size * options.context_parallel_size
-    ranks = max(1, options.gpus // (slices * options.pipeline_model_parallel_size))
-    budget = max(options.micro_batch_tokens or FULL_SIZE_TOKENS * slices, int(recorded.max(initial=0)))
-    return options.global_batch_tokens or full_batch(budget * ranks)
+    if sequences.global_batch_size is not None:
+        return max(1, round(sequences.global_batch_size * float(recorded.mean())))
+    slices = parallel.slices
+    ranks = max(1, parallel.gpus // (slices * parallel.pipeline_model_parallel_size))
+    budget = max(sequences.micro_batch_tokens or FULL_SIZE_TOKENS * slices, int(recorded.max(initial=0)))
+    return sequences.global_batch_tokens or full_batch(budget * ranks)

@@ -113,13 +113,13 @@ def levers_of(
     `room`: resident slots for which the setting leaves memory.
     """
     engine = ENGINES.get(row.dispatcher)
-    if options.domain_balance != OURS:
-        engine = options.domain_balance
+    if options.slots.domain_balance != OURS:
+        engine = options.slots.domain_balance
     scenario = state_scenario(
         sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
     )
     several = scenario.topology.num_nodes > 1
-    if several and options.resident_slots == 0:
+    if several and options.slots.resident_slots == 0:
         slots = min(room, SLOTS_TRIED)
     else:
         slots = row.resident_slots
@@ -152,7 +152,7 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
     ranks = math.lcm(row.expert_ranks, row.slices)
     cells = ranks // row.slices
     stages = row.pipeline_model_parallel_size
-    of_rank = float(lengths.sum()) * row.slices * stages / options.gpus / row.num_micro_batches
+    of_rank = float(lengths.sum()) * row.slices * stages / options.parallel.gpus / row.num_micro_batches
     together = min(of_rank, row.micro_batch_tokens) * cells
     least, most = MICRO_BATCHES
     count = min(row.num_micro_batches, max(least, min(most, int(SAMPLE_TOKENS / together))))
@@ -183,7 +183,7 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
         "num_nodes": None,
         **flex,
     }
-    return options.model_copy(update=changed)
+    return options.with_words(**changed)
 
 
 def _ratios(scenario: Scenario, engine: str | None, slots: int, share: float) -> dict[str, float]:
@@ -215,8 +215,8 @@ def _routed_s(policy: PolicyResult, share: float) -> float:
 
 def model_of_routes(options: TuneOptions) -> MoeModelSpec:
     """Return the model whose routes are made; raise where it has no name."""
-    require(options.model != FROM_TRACE, "--routes-like generates routes for a model: name it with --model.")
-    return override_model(load_model(options.model), options.model_overrides()).spec
+    require(options.shape.model != FROM_TRACE, "--routes-like generates routes for a model: name it with --model.")
+    return override_model(load_model(options.shape.model), options.model_overrides()).spec
 
 
 def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:

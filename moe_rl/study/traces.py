@@ -18,7 +18,8 @@ from moe_rl.replay import Trace, TraceSource, concatenate, open_source
 from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.source import require_agreement
 from moe_rl.replay.traces import NATIVE_FORMAT, Progress
-from moe_rl.study.options import TraceOptions, merge_options
+from moe_rl.study.groups import TraceOptions
+from moe_rl.study.options import merge_options
 
 IN_MEMORY = "memory"
 SAYS_ITS_SHAPE = (NATIVE_FORMAT, IN_MEMORY)  # Formats that hold the number of experts.
@@ -116,8 +117,7 @@ def options_of_model(trace: str | Path, options: TraceOptions, model: str | None
     except InvalidInputError as error:
         raise InvalidInputError(f"{error} For an unknown model, give --num-experts.") from error
     shape["moe_router_topk"] = shape.pop("top_k")
-    stated = {name: getattr(options, name) for name in options.model_fields_set}
-    return options.model_copy(update={**shape, **stated})
+    return options.with_words(**{**shape, **options.stated_words()})
 
 
 def located_trace(trace: str | Path) -> Path:

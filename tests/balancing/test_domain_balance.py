@@ -29,7 +29,7 @@ def test_plans_of_a_run_hold_homes_and_copies_across_nodes_alone(engine: str) ->
     topology = cluster_topology(config, ep_size=8, num_ep_groups=1)
     load = load_of(random_pairs(np.random.default_rng(3), (1, 3, 2, 8, 16), most=4000), 2)
     moved = plan_of_load(load, config=config, model=model, topology=topology, may=PLACEMENT)
-    assert moved.placement.spare_slots == config.spare_slots
+    assert moved.placement.spare_slots == config.slots.spare
     here: ExpertPlacement = moved.placement.with_slots(resident_slots=0, spare_slots=1)
     plan = plan_of_load(load, config=config, model=model, topology=topology, placement=here, may=COPIES)
     assert (plan.placement.home_rank == here.home_rank).all()

@@ -1,7 +1,6 @@
 """A plan without replicas says why, with figures that agree with the policy's own choice."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def test_small_passes_say_what_copies_cost_and_save() -> None:
 
 def test_where_copies_pay_the_policy_makes_them_and_nothing_is_said() -> None:
     assert why(CONFIG, load_of(5, tokens_per_rank=65536)) == ""
-    assert why(replace(CONFIG, objective="imbalance"), load_of(5)) == ""
+    assert why(CONFIG.with_words(objective="imbalance"), load_of(5)) == ""
 
 
 def test_equal_ranks_need_no_word() -> None:
@@ -60,7 +59,7 @@ def test_equal_ranks_need_no_word() -> None:
     ],
 )
 def test_settings_that_leave_no_replica_are_named(change: dict[str, object], sentence: str) -> None:
-    assert sentence in why(replace(CONFIG, **change), load_of(5))
+    assert sentence in why(CONFIG.with_words(**change), load_of(5))
 
 
 def test_moved_homes_and_no_tokens_are_no_obstacle() -> None:
@@ -71,4 +70,4 @@ def test_moved_homes_and_no_tokens_are_no_obstacle() -> None:
 
 
 def test_a_policy_without_the_lever_is_not_asked_why() -> None:
-    assert why(replace(CONFIG, policy="static"), load_of(5)) == ""
+    assert why(CONFIG.with_words(policy="static"), load_of(5)) == ""

@@ -95,7 +95,7 @@ class Run:
     def start(self) -> ExpertPlacement:
         """Return Megatron's placement with the slots of the configuration."""
         return self.scenario.problem.starting_placement().with_slots(
-            resident_slots=self.config.resident_slots, spare_slots=self.config.spare_slots
+            resident_slots=self.config.slots.resident_slots, spare_slots=self.config.slots.spare
         )
 
     def reordered(self) -> Plan:

@@ -30,8 +30,8 @@ def rows_of(rank: int, layers: list[int]) -> RankRows:
 @pytest.mark.parametrize("layers", [[0, 1], [2], [1, 3]])
 def test_a_stage_moves_the_experts_of_its_own_layers(layers: list[int]) -> None:
     placement = ExpertPlacement.contiguous(
-        num_layers=LAYERS, num_experts=EXPERTS, ep_size=RANKS, spare_slots=CONFIG.foreign_slots
-    ).with_slots(resident_slots=CONFIG.resident_slots, spare_slots=CONFIG.spare_slots)
+        num_layers=LAYERS, num_experts=EXPERTS, ep_size=RANKS, spare_slots=CONFIG.slots.foreign
+    ).with_slots(resident_slots=CONFIG.slots.resident_slots, spare_slots=CONFIG.slots.spare)
 
     def planned(exchange: InMemory) -> PlannedPass:
         planner = PassPlanner(exchange, layers=layers, model=MODEL)
@@ -43,7 +43,7 @@ def test_a_stage_moves_the_experts_of_its_own_layers(layers: list[int]) -> None:
     plan = found[0].plan
     moved = (plan.placement.home_rank != placement.home_rank).any(axis=1)
     assert moved.tolist() == [layer in layers for layer in range(LAYERS)]
-    assert plan.placement.resident_slots == CONFIG.resident_slots
+    assert plan.placement.resident_slots == CONFIG.slots.resident_slots
     predicted, static = found[0].predicted_rows, found[0].static_rows
     assert predicted is not None
     assert static is not None

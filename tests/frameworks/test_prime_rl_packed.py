@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_rl.replay import ImportOptions, recorded_sequences
-from moe_rl.study.options import TraceOptions
+from moe_rl.study.groups import TraceOptions
 from moe_rl.study.replay_check import check_recorded
 
 

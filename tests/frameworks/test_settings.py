@@ -45,7 +45,11 @@ def test_all_three_ways_give_the_same(tmp_path: Path) -> None:
 def test_observe_is_the_policy_moe_rl_that_carries_nothing_out() -> None:
     observed = settings_from_environment({"MOE_RL": "observe", "MOE_RL_REPLICA_SLOTS": "2"})
     assert observed is not None
-    assert (observed.balancer.policy, observed.balancer.observe, observed.balancer.replica_slots) == ("moe-rl", True, 2)
+    assert (observed.balancer.policy, observed.balancer.observe, observed.balancer.slots.replica_slots) == (
+        "moe-rl",
+        True,
+        2,
+    )
     assert observed.balances
 
 

@@ -167,7 +167,7 @@ def without_replicas() -> dict[str, Any]:
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build()
         balancer = attach([run.model], run.optimizer, BalancerConfig(policy="moe-rl", objective="time"))
-        followed = replace(balancer.config, objective="imbalance")
+        followed = balancer.config.with_words(objective="imbalance")
         for config in (balancer.config, balancer.config, followed, balancer.config):
             balancer.run.config = config
             balancer.begin_pass(PassSource.replayed(occurring(0)), forward_only=True)

@@ -42,7 +42,7 @@ def compare(
             routes = occurring(step)
             held = [tiny_gpt.held_rows(each) for each in routes]
             plan = balancer.plan_reorder(held) if config is PLANNED else None
-            balancer.reorder(plan or random_residents(balancer, step, slots=config.resident_slots))
+            balancer.reorder(plan or random_residents(balancer, step, slots=config.slots.resident_slots))
             balancer.begin_pass(PassSource.given(plan, held))
             tiny_gpt.update(run, step, routes, curve)
             metrics.append(balancer.end_pass().as_dict())

@@ -210,7 +210,7 @@ def extreme_routes() -> dict[str, Any]:
     found = {}
     with tiny_gpt.parallel(2):
         for name, config in (("fp32", GROUPED), ("fp8", FP8)):
-            static = BalancerConfig(policy="static", experts="grouped", recipe=config.recipe)
+            static = BalancerConfig(policy="static", experts="grouped", recipe=config.kernels.recipe)
             curves = [
                 balanced(tiny_gpt.build(), steps=1, config=each, routes_of=routes_of)[0] for each in (static, config)
             ]

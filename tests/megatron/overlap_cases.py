@@ -5,7 +5,6 @@ On stand-ins of streams and of TransformerEngine's layers.
 
 import standins  # noqa: F401, I001 - before Megatron
 
-from dataclasses import replace
 from typing import Any
 
 import tiny_gpt
@@ -67,7 +66,7 @@ def residents() -> dict[str, Any]:
 
 
 def static_rows() -> dict[str, Any]:
-    grouped = replace(ULTRAEP, experts="grouped", backend="reference", static_rows=True)
+    grouped = ULTRAEP.with_words(experts="grouped", backend="reference", static_rows=True)
     return compared(grouped, moe_ffn_hidden_size=64)
 
 
@@ -97,5 +96,5 @@ def delayed_with_replicas() -> str:
 def refused() -> str:
     with tiny_gpt.parallel(2):
         run = tiny_gpt.build(tiny_gpt.te_spec, moe_grouped_gemm=True, **BF16, **OVERLAPPED)
-        config = replace(ULTRAEP, cross_node_slots=1, ranks_per_node=1)
+        config = ULTRAEP.with_words(cross_node_slots=1, ranks_per_node=1)
         return refusal(lambda: attach(run.models, run.optimizer, config))

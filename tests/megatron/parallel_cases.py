@@ -3,7 +3,6 @@
 import collections
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import tiny_gpt
@@ -89,16 +88,16 @@ def tensor_parallel_grouped() -> dict[str, Any]:
 
 def cross_nodes_grouped() -> dict[str, Any]:
     """Every rank a node of its own, so that all replicas come from other nodes, a layer ahead; and the same in FP8."""
-    across = replace(GROUPED, policy="moe-rl", cross_node_slots=1, ranks_per_node=1)
+    across = GROUPED.with_words(policy="moe-rl", cross_node_slots=1, ranks_per_node=1)
     with tiny_gpt.parallel(2):
         found: dict[str, Any] = {
             "plain": tiny_gpt.train(tiny_gpt.build(), steps=ONE_STEP, micro_batches=MICRO_BATCHES),
             "fp8_static": balanced(
-                tiny_gpt.build(), steps=ONE_STEP, config=replace(GROUPED, policy="static", recipe="fp8-block")
+                tiny_gpt.build(), steps=ONE_STEP, config=GROUPED.with_words(policy="static", recipe="fp8-block")
             )[0],
         }
         for name, recipe in (("fp32", "bf16"), ("fp8", "fp8-block")):
-            config = replace(across, recipe=recipe)
+            config = across.with_words(recipe=recipe)
             found[name], metrics = balanced(tiny_gpt.build(), steps=ONE_STEP, config=config)
             found[f"{name}_poisoned"], _ = balanced(
                 tiny_gpt.build(), steps=ONE_STEP, config=config, around=poisoned_codes

@@ -3,7 +3,6 @@
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -230,7 +229,7 @@ def plans_of_two_groups() -> dict[str, Any]:
         balancer.begin_pass(PassSource.given(plan))
         loss = tiny_gpt.forward_backward(run, 0, routes, forward_only=True)
         metrics = balancer.end_pass()
-        asked = replace(CONFIG, parameters={"tolerance": 0.1 * (dist.get_rank() == 3)})
+        asked = CONFIG.with_words(parameters={"tolerance": 0.1 * (dist.get_rank() == 3)})
         balancer.run.config = asked
         other_loss, other = forward(run, balancer, routes)
     return {

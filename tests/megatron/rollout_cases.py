@@ -44,7 +44,7 @@ def rollouts(**parallel: int) -> dict[str, Any]:
     layers = {"num_layers": 4} if parallel.get("pipeline", 1) > 1 else {}
     found: dict[str, Any] = {"metrics": [], "sources": [], "would_be": []}
     ep_size = 4 // parallel.get("pipeline", 1)
-    config = replace(CONFIG, ranks_per_node=ep_size // 2)
+    config = CONFIG.with_words(ranks_per_node=ep_size // 2)
     with tiny_gpt.parallel(ep_size, **parallel), patch.object(tiny_gpt, "replay", live):
         for name in ("plain", "balanced", "observed"):
             run = tiny_gpt.build(**layers)
@@ -53,7 +53,7 @@ def rollouts(**parallel: int) -> dict[str, Any]:
             run.optimizer.reload_model_params()
             balancer = None
             if name != "plain":
-                balancer = attach(run.models, run.optimizer, replace(config, observe=name == "observed"))
+                balancer = attach(run.models, run.optimizer, config.with_words(observe=name == "observed"))
             curve = tiny_gpt.history()
             for step in range(ROLLOUTS):
                 routes = [torch.zeros(tiny_gpt.SEQUENCE * tiny_gpt.BATCH, 4, 2)] * MICRO_BATCHES

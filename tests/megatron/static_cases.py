@@ -7,7 +7,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +45,7 @@ DROPLESS = BalancerConfig(
     policy="ultraep", objective="imbalance", experts="grouped", backend="reference", ranks_per_node=4
 )
 PLAIN_EXPERTS = BalancerConfig(policy="ultraep", objective="imbalance", ranks_per_node=4, experimental=True)
-HOMES_ALONE = replace(DROPLESS, policy="static", replica_slots=0)
+HOMES_ALONE = DROPLESS.with_words(policy="static", replica_slots=0)
 WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__")
 """Methods of a tensor for which a host waits on a device, or whose result has a shape that only the device knows."""
 
@@ -131,7 +130,7 @@ def as_dropless(**changes: Any) -> dict[str, Any]:
     with tiny_gpt.parallel(4), deep_ep.any_float():
         found = {
             "dropless": trained(DROPLESS, **changes),
-            "static": trained(replace(DROPLESS, static_rows=True), **changes),
+            "static": trained(DROPLESS.with_words(static_rows=True), **changes),
         }
     return {name: (each["curve"], each["metrics"]) for name, each in found.items()}
 
@@ -154,7 +153,7 @@ def growing_micro_batches() -> dict[str, Any]:
     """Micro-batches of 4 and 8 tokens per sequence, then of 4 and 16: the buffer of a pass is made for the larger."""
     found: dict[str, Any] = {"reallocations": []}
     with tiny_gpt.parallel(4), deep_ep.any_float():
-        for name, config in (("dropless", DROPLESS), ("static", replace(DROPLESS, static_rows=True))):
+        for name, config in (("dropless", DROPLESS), ("static", DROPLESS.with_words(static_rows=True))):
             run, curve = tiny_gpt.build(**WIDTH, **HYBRID), tiny_gpt.history()
             balancer = attach(run.models, run.optimizer, config)
             for step, lengths in enumerate(((4, 8), (4, 16))):
@@ -174,7 +173,7 @@ def a_recorded_layer() -> dict[str, Any]:
     if not has_static_budget():
         return {}
     with tiny_gpt.parallel(4):
-        static = trained(replace(HOMES_ALONE, static_rows=True), record=True, **HYBRID)
+        static = trained(HOMES_ALONE.with_words(static_rows=True), record=True, **HYBRID)
         dropless = trained(HOMES_ALONE, record=True, **HYBRID)
     per_step = len(static["runs"]) // STEPS
     return {
@@ -189,7 +188,7 @@ def overflow(**changes: Any) -> list[str]:
     """The routes that come are others than those that the plan knew: all rows want expert 0 and 1."""
     with tiny_gpt.parallel(4), deep_ep.any_float():
         run = tiny_gpt.build(**changes)
-        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        balancer = attach(run.models, run.optimizer, HOMES_ALONE.with_words(static_rows=True))
         before = [parameter.detach().clone() for parameter in run.model.parameters()]
         told = occurring(0, count=MICRO_BATCHES)
         balancer.begin_pass(PassSource.replayed(told))
@@ -219,7 +218,7 @@ def unknown_routes() -> list[Any]:
     """Rows of which nothing is known, and no risk is stated: the pass takes them as they come."""
     with tiny_gpt.parallel(4):
         run = tiny_gpt.build()
-        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        balancer = attach(run.models, run.optimizer, HOMES_ALONE.with_words(static_rows=True))
         told = occurring(0, count=MICRO_BATCHES)
         balancer.begin_pass(PassSource.replayed(without_some(told)))
         limits = {state.capacity_rows for state in balancer._states}
@@ -241,7 +240,7 @@ def stated_risk() -> dict[str, Any]:
     with tiny_gpt.parallel(4), deep_ep.any_float():
         for name, config in (
             ("dropless", DROPLESS),
-            ("static", replace(DROPLESS, static_rows=True, capacity_risk=1e-4)),
+            ("static", DROPLESS.with_words(static_rows=True, capacity_risk=1e-4)),
         ):
             run, curve = tiny_gpt.build(**WIDTH), tiny_gpt.history()
             balancer = attach(run.models, run.optimizer, config)
@@ -261,7 +260,7 @@ def adversarial_rows() -> str:
     """Rows without a route that all want two experts, against a bound that most draws stay below."""
     with tiny_gpt.parallel(4), deep_ep.any_float():
         run = tiny_gpt.build()
-        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True, capacity_risk=0.9))
+        balancer = attach(run.models, run.optimizer, HOMES_ALONE.with_words(static_rows=True, capacity_risk=0.9))
         told = occurring(0, count=MICRO_BATCHES)
         count = len(told[0]) // 2
         balancer.begin_pass(PassSource.replayed(without_some(told, count)))
@@ -290,7 +289,7 @@ def fixed_factor() -> dict[str, Any]:
     ):
         for name, factor in (("dropless", None), ("kept", 4.0), ("exceeded", 1.0)):
             run = tiny_gpt.build(tiny_gpt.te_spec, **WIDTH, **fused, moe_expert_rank_capacity_factor=factor)
-            config = replace(DROPLESS, static_rows=factor is not None, experimental=True)
+            config = DROPLESS.with_words(static_rows=factor is not None, experimental=True)
             balancer, curve = attach(run.models, run.optimizer, config), tiny_gpt.history()
             for step, routes in enumerate([occurring(0, count=MICRO_BATCHES), occurring(1, count=MICRO_BATCHES)]):
                 told = without_some(routes) if step else routes  # the second pass has no bound
@@ -378,7 +377,7 @@ def forecasts() -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": []}
     with tiny_gpt.parallel(4), deep_ep.any_float():
         run = tiny_gpt.build()
-        balancer = attach(run.models, run.optimizer, replace(HOMES_ALONE, static_rows=True))
+        balancer = attach(run.models, run.optimizer, HOMES_ALONE.with_words(static_rows=True))
         for step in range(3):
             if step == 2:
                 peak = found["metrics"][0]["moe_rl/forecast_peak_bytes"]

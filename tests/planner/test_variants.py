@@ -76,6 +76,6 @@ def test_variants_take_the_parameters_of_moe_rl_but_those_that_make_them() -> No
         policy=["static+pack", "moe-rl-unpacked", "moe-rl"],
         policy_option=["moe-rl.rounds=2", "moe-rl.pack=true", "moe-rl.reorder=true", "moe-rl-unpacked.rounds=3"],
     )
-    assert options.policy_parameters("moe-rl") == {"rounds": 2, "pack": True, "reorder": True}
-    assert options.policy_parameters("static+pack") == {"rounds": 2}
-    assert options.policy_parameters("moe-rl-unpacked") == {"rounds": 3, "reorder": True}
+    assert options.planning.parameters_of("moe-rl") == {"rounds": 2, "pack": True, "reorder": True}
+    assert options.planning.parameters_of("static+pack") == {"rounds": 2}
+    assert options.planning.parameters_of("moe-rl-unpacked") == {"rounds": 3, "reorder": True}

@@ -147,7 +147,7 @@ def test_the_setting_in_front_is_simulated_on_all_gpus_with_the_peak_of_the_sear
     stated = simulated_options(row, options, num_tokens=with_routes.num_tokens, batch="drawn")
     shape = ShapeLevers(setting=row, engine=None, resident_slots=0, speeds={"static": 1.0})
     assert "--gpus 16" in command_of("countdown-grpo", stated, shape)
-    scenario = state_scenario("countdown-grpo", stated.model_copy(update={"policy": ["static"]}), lambda *_: None)
+    scenario = state_scenario("countdown-grpo", stated.with_words(policy=["static"]), lambda *_: None)
     assert scenario.topology.num_ranks == 16
     simulate, _ = pricing_of(scenario, make_plans(scenario, ["static"], lambda *_: None))
     memory = simulate(scenario.training_step.setting).forced_balance.memory

@@ -73,7 +73,7 @@ def _look_ahead(data: Any, engine_run: EngineRun, *, forward_only: bool) -> None
     engine, run, look_ahead = engine_run.engine, engine_run.run, engine_run.look_ahead
     look_ahead.prepared = None
     # Rows of a dynamic context-parallel group are cut by another scheduler; buffers of one size want replayed routes.
-    if run.balancer is None or engine.engine_config.dynamic_context_parallel or run.balancer.config.static_rows:
+    if run.balancer is None or engine.engine_config.dynamic_context_parallel or run.balancer.config.kernels.static_rows:
         return
     # Sequences change their micro-batch by where the experts will be, which is not known while homes are searched.
     if run.packs and run.balancer.searches_homes:

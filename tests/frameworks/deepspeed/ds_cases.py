@@ -5,7 +5,6 @@ import os
 import sys
 import tempfile
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,7 +178,7 @@ def compared(make: Any, **how: Any) -> dict[str, Any]:
 def without_replay() -> dict[str, Any]:
     """A log-prob pass over all sequences of a step at once, then its update; experts move by themselves."""
     results: dict[str, Any] = {}
-    for name, config in (("plain", STATIC), ("balanced", replace(CONFIG, replica_slots=1, reorders=True))):
+    for name, config in (("plain", STATIC), ("balanced", CONFIG.with_words(replica_slots=1, reorders=True))):
         engine = built()
         balancer = adapter.attach(engine, config, replay=False)
         losses, norms, metrics = [], [], []

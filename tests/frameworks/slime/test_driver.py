@@ -171,9 +171,9 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
     schedule = [[[0], [1]], [[2], [3]]]
     given: Any = {"token_budget": 19, "model": MODEL, "topology": cluster_topology(CONFIG, ep_size=2)}
     with caplog.at_level("WARNING"):
-        same = pack_schedule(routes, schedule, config=replace(CONFIG, policy="moe-rl"), **given)
+        same = pack_schedule(routes, schedule, config=CONFIG.with_words(policy="moe-rl"), **given)
     with pytest.raises(InvalidInputError, match="policy 'ultraep' does not pack sequences"):
-        pack_schedule(routes, schedule, config=replace(CONFIG, policy="ultraep"), **given)
+        pack_schedule(routes, schedule, config=CONFIG.with_words(policy="ultraep"), **given)
     assert same == schedule
     assert "a micro-batch has 20 tokens, more than 19" in caplog.text
 

@@ -63,7 +63,7 @@ class CpuActor(engine_workers.ActorRolloutRefWorker):
         return {
             "parameters": sum(each.param_data.untyped_storage().size() for each in parameters),
             "buffers": balancer.transport.buffers.weights.numel() if balancer else 0,
-            "ranks_per_node": balancer.config.ranks_per_node if balancer else 0,
+            "ranks_per_node": balancer.config.slots.ranks_per_node if balancer else 0,
             "prepared": self.prepared,
             "woken": self.rollout.woken,
             "weights": self.rollout.weights,
