@@ -184,8 +184,8 @@ def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) 
     configs, steps = options.pricing.known_step_config, options.pricing.known_step
     require(
         len(configs) in (0, len(steps)),
-        f"--known-step-config is given {len(configs)} times, --known-step {len(steps)} times: give one for each, in the same "
-        "order ('-': this command's own setting).",
+        f"--known-step-config is given {len(configs)} times, --known-step {len(steps)} times: give one for each, in "
+        "the same order ('-': this command's own setting).",
     )
     stated: list[StatedStep] = []
     for index, text in enumerate(options.pricing.known_step):
