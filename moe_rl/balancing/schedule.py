@@ -22,6 +22,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import Filler, read_load
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.planner.base import COPIES, OURS, Levers, PlanProblem
@@ -250,7 +251,10 @@ def plan_of_load(
 def step_setting(config: BalancerConfig, of_run: StepSetting | None = None, *, forward_only: bool) -> StepSetting:
     """Return how the pass is run: as the framework says, where one is asked, and the configuration before it."""
     setting = StepSetting() if of_run is None else of_run
-    return replace(setting, dispatcher=config.pricing.dispatcher or setting.dispatcher, forward_only=forward_only)
+    dispatcher = setting.dispatcher
+    if config.pricing.dispatcher is not None:
+        dispatcher = Dispatcher(config.pricing.dispatcher)
+    return replace(setting, dispatcher=dispatcher, forward_only=forward_only)
 
 
 def cost_of_load(

@@ -8,6 +8,7 @@ from moe_rl.cli.profile_tables import print_profile
 from moe_rl.config import load_model
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
 from moe_rl.profiling.recordings import read_recordings
@@ -51,7 +52,7 @@ def profile(
         spec = load_model(str(model)).spec
         shape = RecordedShape(
             model=spec,
-            dispatcher="alltoall" if moe_token_dispatcher_type == "alltoall" else "deepep",
+            dispatcher=Dispatcher.of_options(moe_token_dispatcher_type, Dispatcher.DEEPEP),
             ep_size=int(expert_model_parallel_size or 0),
             ranks_per_node=ranks_per_node,
             tokens_per_rank=int(tokens_per_rank or 0),

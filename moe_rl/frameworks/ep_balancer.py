@@ -30,6 +30,7 @@ from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.frameworks.ep_exchange import ReplicaExchange, SlotTraffic
 from moe_rl.frameworks.ep_layer import LayerRun
 from moe_rl.frameworks.routes import of_moe_layers
@@ -265,7 +266,7 @@ class EpBalancer(PassCycle[EpTables]):
             groups.exchange,
             layers=range(model.num_moe_layers),
             model=model,
-            setting=StepSetting(dispatcher="alltoall"),
+            setting=StepSetting(dispatcher=Dispatcher.ALLTOALL),
         )
         self._run_layers = EpLayers(layers, clock=clock, groups=groups, model=model, replay=replay)
         super().__init__(planner, self._run_layers, config=config, clocks=[clock], groups=groups, movable=movable)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.simulators.setting import DISPATCHERS, RECOMPUTE_MODULES, StepSetting
 
 
@@ -54,8 +55,11 @@ def step_setting_of(config: Any) -> StepSetting:
     recompute = "full" if option("recompute_granularity") == "full" else "none"
     flex = option("moe_token_dispatcher_type") == "flex"
     backend = option("moe_flex_dispatcher_backend")
+    dispatcher = Dispatcher.ALLTOALL
+    if flex:
+        dispatcher = Dispatcher(backend) if backend in DISPATCHERS else Dispatcher.DEEPEP
     return StepSetting(
-        dispatcher=(backend if backend in DISPATCHERS else "deepep") if flex else "alltoall",
+        dispatcher=dispatcher,
         recompute="moe" if selective and "moe" in modules else recompute,
         recompute_modules=tuple(name for name in RECOMPUTE_MODULES if selective and name in modules),
         tensor_model_parallel_size=option("tensor_model_parallel_size", 1),

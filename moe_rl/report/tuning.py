@@ -8,6 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from moe_rl.core.mappings import attributes, not_none
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.html import render_picture, save_as
@@ -30,8 +31,11 @@ class ParallelLayout:
     context_parallel_size: int
     pipeline_model_parallel_size: int
     num_virtual_stages: int
-    dispatcher: str
+    dispatcher: Dispatcher
     expert_tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dispatcher", Dispatcher(self.dispatcher))  # A file of results has the word.
 
     @property
     def expert_ranks(self) -> int:
@@ -192,15 +196,12 @@ def _sizes(row: TunedSetting) -> dict[str, object]:
 
 def _others(row: TunedSetting) -> dict[str, object]:
     """Return what is not a parallel size, under the names of Megatron's configuration."""
-    dispatch: dict[str, object] = {"moe_token_dispatcher_type": "alltoall"}
-    if row.dispatcher != "alltoall":
-        dispatch = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": row.dispatcher}
     # p2p is Megatron's default.
     if row.cp_comm_type in (None, "p2p"):
         exchange = {}
     else:
         exchange = {"cp_comm_type": row.cp_comm_type}
-    return RECOMPUTE[row.recompute] | dispatch | exchange
+    return RECOMPUTE[row.recompute] | row.dispatcher.as_options | exchange
 
 
 def _megatron(row: TunedSetting) -> str:
@@ -235,7 +236,7 @@ def _nemo_rl(row: TunedSetting) -> str:
     named = _sizes(row) | {
         "sequence_parallel": row.tensor_model_parallel_size > 1,
         "activation_checkpointing": row.recompute == "full",
-        "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
+        "moe_token_dispatcher_type": row.dispatcher.as_options["moe_token_dispatcher_type"],
     }
     lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in named.items()]
     packing = f"policy.sequence_packing.train_mb_tokens={row.micro_batch_tokens}"

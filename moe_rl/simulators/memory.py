@@ -102,7 +102,7 @@ def saved_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
 
 def transient_row_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     """Return bytes that a routed row adds while its layer runs backward."""
-    copies = FLAT_COPIES if setting.dispatcher == "alltoall" else 0
+    copies = FLAT_COPIES if setting.dispatcher.sends_rows else 0
     return ACTIVATION_TRANSIENT[model.activation] * model.moe_ffn_hidden_size + copies * BF16_BYTES * model.hidden_size
 
 
@@ -156,7 +156,7 @@ def forecast_memory(
         how = replace(run, setting=replace(setting, recompute=recompute))
         common = [_common_parts(how, resident, slots, most, stage) for stage in range(stages)]
         leveled, received = (
-            _leveled(values, width) for values in (rows, rows if setting.dispatcher == "alltoall" else visits)
+            _leveled(values, width) for values in (rows, rows if setting.dispatcher.sends_rows else visits)
         )
         routed = _routed_bytes(leveled, received, of_layers, how)
         per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from moe_rl.core.cost import Floats
 from moe_rl.core.metrics import StepPrediction
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.simulators.all_to_all import VisitDifference
 from moe_rl.simulators.memory import MemoryForecast
 
@@ -36,7 +37,7 @@ class SimulationConditions:
     """Effective length that attention sees: sum(length^2) / sum(length), or the override."""
     ep_size: int
     ranks_per_node: int
-    dispatcher: str
+    dispatcher: Dispatcher
     recompute: str
     scaled: bool
     """True: the loads were scaled to another number of tokens per rank."""

@@ -18,11 +18,10 @@ from moe_rl.core.errors import (
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import ClusterTopology
 
-# deepep and hybridep: one copy per token and node, then per rank (Megatron's `flex`); alltoall: one copy per token and
-# expert. HybridEP is priced as DeepEP: DeepEP's constants were fitted to HybridEP's published bandwidths.
-DISPATCHERS = ("deepep", "hybridep", "alltoall")
+DISPATCHERS = tuple(Dispatcher)
 PRECISIONS = ("bf16", "fp8")
 # Backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer.
 RECOMPUTE = ("none", "moe", "full")
@@ -41,7 +40,7 @@ CP_COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
 class StepSetting:
     """Options of a training step, in Megatron's words."""
 
-    dispatcher: str = "deepep"
+    dispatcher: Dispatcher = Dispatcher.DEEPEP
     recompute: str = "none"
     pipeline_model_parallel_size: int = 1
     """S, pipeline stages; layers are split evenly."""
@@ -104,6 +103,7 @@ class StepSetting:
             self, dispatcher=DISPATCHERS, recompute=RECOMPUTE, precision=PRECISIONS, cuda_graph=CUDA_GRAPHS,
             recompute_modules=RECOMPUTE_MODULES, offload_modules=OFFLOAD_MODULES,
         )  # fmt: skip
+        object.__setattr__(self, "dispatcher", Dispatcher(self.dispatcher))  # A file has the word.
         require_word_or_none(self, "cp_comm_type", CP_COMM_TYPES)
         require_shares(self, "optimizer_offload_fraction", "replica_exposed")
         require_least(
@@ -111,7 +111,7 @@ class StepSetting:
             context_parallel_size=1, reorder_interval=1, sequence_length=1, mtp_num_layers=0, log_prob_passes=0,
         )  # fmt: skip
         require(
-            self.cuda_graph != "full_iteration" or self.dispatcher != "alltoall",
+            self.cuda_graph != "full_iteration" or self.dispatcher.can_be_captured,
             "cuda_graph 'full_iteration' cannot capture the alltoall dispatcher: its host reads counts in every layer.",
         )
         require(
@@ -146,7 +146,7 @@ class StepSetting:
         return layer_cost_params(
             model,
             self.perturbed(topology),
-            hierarchical=self.dispatcher != "alltoall",
+            hierarchical=not self.dispatcher.sends_rows,
             recompute_moe=self.recompute != "none",
             forward_only=self.forward_only,
             replica_exposed=self.replica_exposed,

@@ -324,7 +324,7 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
 def _visits(scenario: Scenario, result: SimulationResult) -> str:
     """Return how the ranks and nodes that tokens visit are known."""
     difference = result.static.visit_difference
-    if result.conditions.dispatcher == "alltoall":
+    if result.conditions.dispatcher.sends_rows:
         return "of rows, one for each expert of a token, counted in the loads"
     if difference is None:
         return "of independent choices"

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from moe_rl.core.errors import require
 from moe_rl.core.mappings import not_none
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.option_groups import HomeOptions, OptionGroup, PriceOptions, read_by
 from moe_rl.study.shown import SHOWN
 from moe_rl.yaml_files import FROM_TRACE
@@ -147,11 +148,9 @@ class KernelOptions(OptionGroup):
     packed_sequences: bool = False
 
     @property
-    def dispatcher(self) -> str:
-        """The dispatcher in the simulator's words."""
-        if self.moe_token_dispatcher_type == "alltoall":
-            return "alltoall"
-        return self.moe_flex_dispatcher_backend
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher that the two options of Megatron choose."""
+        return Dispatcher.of_options(self.moe_token_dispatcher_type, self.moe_flex_dispatcher_backend)
 
     @property
     def precision(self) -> str:

@@ -13,6 +13,7 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.cost import TUNED_COSTS, LayerRows, all_to_all_time, gemm_time
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.software import SoftwareCosts
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.measurements import Measurement, read_measurements
 from moe_rl.simulators.balanced import uniform_load
@@ -97,7 +98,7 @@ def predicted_seconds(timed: Timing, hardware: HardwareSpec, costs: SoftwareCost
     if isinstance(timed, TimedStep):
         return 1.0 / timed.run.predicted(hardware, costs).tokens_per_s_per_gpu
     model = timed.model()
-    setting = StepSetting(dispatcher=timed.dispatcher, precision=timed.precision, software=costs)
+    setting = StepSetting(dispatcher=Dispatcher(timed.dispatcher), precision=timed.precision, software=costs)
     backward, tokens = timed.phase == "backward", timed.tokens_per_rank
     part = layer_parts(model, hardware, setting, backward=backward, moe_layer=True)["attention"]
     attention = part.per_token * tokens + part.per_square * tokens * timed.sequence_length
@@ -124,4 +125,4 @@ def _uniform_rows(timed: Measurement, tile_rows: float) -> LayerRows:
     """
     model, topology = timed.model(), timed.topology(load_cluster("h100"))
     load = uniform_load(model, topology, tokens_per_rank=timed.tokens_per_rank)
-    return uniform_rows(load, topology, tile_rows=tile_rows, deduplicated=timed.dispatcher == "deepep")
+    return uniform_rows(load, topology, tile_rows=tile_rows, deduplicated=not Dispatcher(timed.dispatcher).sends_rows)

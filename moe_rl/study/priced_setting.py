@@ -34,10 +34,6 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 
 def options_of(row: TunedSetting) -> dict[str, Any]:
     """Return the options of a simulation that a setting stands for, but for its batch and its levers."""
-    if row.dispatcher == "alltoall":
-        flex = {}
-    else:
-        flex = {"moe_flex_dispatcher_backend": row.dispatcher}
     return {
         "expert_model_parallel_size": row.expert_model_parallel_size,
         "expert_tensor_parallel_size": row.expert_tensor_parallel_size,
@@ -46,8 +42,7 @@ def options_of(row: TunedSetting) -> dict[str, Any]:
         "pipeline_model_parallel_size": row.pipeline_model_parallel_size,
         "num_virtual_stages_per_pipeline_rank": row.num_virtual_stages,
         "micro_batch_tokens": row.micro_batch_tokens,
-        "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
-        **flex,
+        **row.dispatcher.as_options,
         **RECOMPUTE[row.recompute],
     }
 

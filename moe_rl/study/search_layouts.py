@@ -28,6 +28,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.option_groups import AUTO
@@ -110,9 +111,12 @@ def shapes_of(
             check_ep_size(ep * parts, model.num_experts * parts, ranks_per_node)
         except InvalidInputError:
             continue
+        dispatchers = [Dispatcher.ALLTOALL]
+        if ep * parts > 1:
+            dispatchers = [Dispatcher.DEEPEP, Dispatcher.ALLTOALL]
         for virtual in VIRTUAL_STAGES if pp > 1 else (1,):
             if virtual == 1 or model.num_layers % (pp * virtual) == 0:
-                for dispatcher in ("deepep", "alltoall") if ep * parts > 1 else ("alltoall",):
+                for dispatcher in dispatchers:
                     yield ParallelLayout(
                         expert_model_parallel_size=ep, tensor_model_parallel_size=tp, context_parallel_size=cp,
                         pipeline_model_parallel_size=pp, num_virtual_stages=virtual, dispatcher=dispatcher,
@@ -378,7 +382,7 @@ def tune(
         shape
         for shape in shapes_of(model, hardware, parallel.gpus, per_node, parallel.expert_tensor_parallel_size)
         if all(value == getattr(shape, name) for name, value in flags.items())
-        and (base.cuda_graph != "full_iteration" or shape.dispatcher != "alltoall")
+        and (base.cuda_graph != "full_iteration" or shape.dispatcher.can_be_captured)
     )
     listed = "".join(f", {name} {value}" for name, value in flags.items())
     require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {parallel.gpus}{listed}.")

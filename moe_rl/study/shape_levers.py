@@ -156,9 +156,6 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
     together = min(of_rank, row.micro_batch_tokens) * cells
     least, most = MICRO_BATCHES
     count = min(row.num_micro_batches, max(least, min(most, int(SAMPLE_TOKENS / together))))
-    flex = dict[str, Any]()
-    if row.dispatcher != "alltoall":
-        flex = {"moe_flex_dispatcher_backend": row.dispatcher}
     recompute = {"none": None, "moe": "selective", "full": "full"}[row.recompute]
     changed: dict[str, Any] = {
         "batch": DRAWN,
@@ -173,7 +170,6 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
         "expert_tensor_parallel_size": row.expert_tensor_parallel_size,
         "tensor_model_parallel_size": row.tensor_model_parallel_size,
         "context_parallel_size": row.context_parallel_size,
-        "moe_token_dispatcher_type": "alltoall" if row.dispatcher == "alltoall" else "flex",
         "recompute_granularity": recompute,
         "recompute_modules": ["moe"] if recompute == "selective" else ["core_attn"],
         "resident_slots": 0,
@@ -181,7 +177,7 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
         "step": None,
         "num_layers": None,
         "num_nodes": None,
-        **flex,
+        **row.dispatcher.as_options,
     }
     return options.with_words(**changed)
 
