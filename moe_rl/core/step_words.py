@@ -4,10 +4,13 @@ Nobody compares a word. Whoever plans, prices or reports asks what it needs to k
 
     dispatcher.sends_rows           does a token travel once for every expert, not once for every rank?
     dispatcher.as_options           which of Megatron's options choose it?
+    recompute.repeats_experts       does backward compute a layer's experts again?
+    recompute.repeats_layer         does it compute attention again, too?
 
 A word is a text, as a user types it and as reports keep it: `Dispatcher("alltoall") == "alltoall"`.
 """
 
+from collections.abc import Container
 from enum import StrEnum
 
 
@@ -46,3 +49,55 @@ class Dispatcher(StrEnum):
     def of_options(cls, dispatcher_type: str, backend: str) -> "Dispatcher":
         """Return the dispatcher that Megatron's options choose; the backend is read for `flex` alone."""
         return cls.ALLTOALL if dispatcher_type == "alltoall" else cls(backend)
+
+
+class Recompute(StrEnum):
+    """What backward computes again because forward did not keep it."""
+
+    NONE = "none"
+    MOE = "moe"
+    """A layer's experts, with their all-to-all and shared experts."""
+    FULL = "full"
+    """The whole layer: forward keeps its input alone."""
+
+    @property
+    def repeats_experts(self) -> bool:
+        """Experts and their all-to-all run twice; their rows are not kept until backward."""
+        return self is not Recompute.NONE
+
+    @property
+    def repeats_layer(self) -> bool:
+        """Attention and dense layers run twice, too; of a layer only its input is kept."""
+        return self is Recompute.FULL
+
+    @property
+    def as_options(self) -> dict[str, str | list[str] | None]:
+        """The options of Megatron that choose it; `core_attn` are the modules that a run names by default.
+
+        >>> Recompute.MOE.as_options
+        {'recompute_granularity': 'selective', 'recompute_modules': ['moe']}
+        """
+        if self.repeats_layer:
+            return {"recompute_granularity": "full", "recompute_modules": ["core_attn"]}
+        if self.repeats_experts:
+            return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        return {"recompute_granularity": None, "recompute_modules": ["core_attn"]}
+
+    @classmethod
+    def of_options(cls, granularity: str | None, modules: Container[str]) -> "Recompute":
+        """Return what Megatron's options repeat; single modules beside the experts are counted elsewhere."""
+        if granularity == "full":
+            return cls.FULL
+        if granularity == "selective" and "moe" in modules:
+            return cls.MOE
+        return cls.NONE
+
+    @property
+    def stronger(self) -> "tuple[Recompute, ...]":
+        """What keeps less, the least change first.
+
+        >>> [str(word) for word in Recompute.NONE.stronger]
+        ['moe', 'full']
+        """
+        words = tuple(Recompute)
+        return words[words.index(self) + 1 :]

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.simulators.setting import DISPATCHERS, RECOMPUTE_MODULES, StepSetting
 
 
@@ -52,7 +52,6 @@ def step_setting_of(config: Any) -> StepSetting:
 
     modules = option("recompute_modules") or ()
     selective = option("recompute_granularity") == "selective"
-    recompute = "full" if option("recompute_granularity") == "full" else "none"
     flex = option("moe_token_dispatcher_type") == "flex"
     backend = option("moe_flex_dispatcher_backend")
     dispatcher = Dispatcher.ALLTOALL
@@ -60,7 +59,7 @@ def step_setting_of(config: Any) -> StepSetting:
         dispatcher = Dispatcher(backend) if backend in DISPATCHERS else Dispatcher.DEEPEP
     return StepSetting(
         dispatcher=dispatcher,
-        recompute="moe" if selective and "moe" in modules else recompute,
+        recompute=Recompute.of_options(option("recompute_granularity"), modules),
         recompute_modules=tuple(name for name in RECOMPUTE_MODULES if selective and name in modules),
         tensor_model_parallel_size=option("tensor_model_parallel_size", 1),
         context_parallel_size=option("context_parallel_size", 1),

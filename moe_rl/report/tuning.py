@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from moe_rl.core.mappings import attributes, not_none
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import Axes, Line, line_chart
 from moe_rl.report.html import render_picture, save_as
@@ -70,7 +70,7 @@ class TunedSetting(ParallelLayout):
     micro_batch_tokens: int
     """Token budget of a data-parallel rank."""
     num_micro_batches: int
-    recompute: str
+    recompute: Recompute
     tokens_per_s_per_gpu: float
     peak_gib: float
     parts: Mapping[str, float]
@@ -86,6 +86,10 @@ class TunedSetting(ParallelLayout):
     peak_interval_gib: tuple[float, float] | None = None
     cp_comm_type: str | None = None
     """How the CP ranks exchange keys and values; None without context parallelism."""
+
+    def __post_init__(self) -> None:
+        ParallelLayout.__post_init__(self)
+        object.__setattr__(self, "recompute", Recompute(self.recompute))
 
     @property
     def told_apart(self) -> bool:
@@ -183,10 +187,10 @@ SIZES = (
     "context_parallel_size",
     "pipeline_model_parallel_size",
 )
-RECOMPUTE: dict[str, dict[str, object]] = {
-    "none": {},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": "moe"},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+RECOMPUTE: dict[Recompute, dict[str, object]] = {
+    Recompute.NONE: {},
+    Recompute.MOE: {"recompute_granularity": "selective", "recompute_modules": "moe"},
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
 
@@ -235,7 +239,7 @@ def _verl(row: TunedSetting) -> str:
 def _nemo_rl(row: TunedSetting) -> str:
     named = _sizes(row) | {
         "sequence_parallel": row.tensor_model_parallel_size > 1,
-        "activation_checkpointing": row.recompute == "full",
+        "activation_checkpointing": row.recompute.repeats_layer,
         "moe_token_dispatcher_type": row.dispatcher.as_options["moe_token_dispatcher_type"],
     }
     lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in named.items()]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moe_rl.core.cost import BF16_BYTES, FP8_ROW_BYTES, Floats
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.step_words import Recompute
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 GIB = 1 << 30
@@ -150,7 +151,11 @@ def forecast_memory(
     num_resident = _resident_slots(placement)
 
     def forecast(
-        *, recompute: str = setting.recompute, width: int = 1, slots: float = buffers, resident: int = num_resident
+        *,
+        recompute: Recompute = setting.recompute,
+        width: int = 1,
+        slots: float = buffers,
+        resident: int = num_resident,
     ) -> MemoryForecast:
         """Return the forecast where every `width` ranks share their rows."""
         how = replace(run, setting=replace(setting, recompute=recompute))
@@ -180,7 +185,7 @@ def forecast_memory(
     if stated_forecast.fits:
         return stated_forecast
     alternatives = {
-        "recomputation (--recompute-granularity full)": forecast(recompute="full"),
+        "recomputation (--recompute-granularity full)": forecast(recompute=Recompute.FULL),
         "replicas that level the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
     }
     if ranks > domain:
@@ -208,7 +213,7 @@ def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], 
     updates = not setting.forward_only
     largest = np.stack([rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
     rows_in_flight = largest
-    if setting.recompute == "none" and updates:
+    if not setting.recompute.repeats_experts and updates:
         in_stage = np.stack([rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
         rows_in_flight = np.stack(
             [_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2
@@ -231,7 +236,7 @@ def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float
         # Its own share, and the layer that is gathered for use.
         params = sharded + params / layers
     micro_batches = in_flight(setting, stage) if updates else 1
-    if setting.recompute != "full" and updates:
+    if not setting.recompute.repeats_layer and updates:
         saved = _attention_bytes(model, setting)
     else:
         saved = BF16_BYTES * model.hidden_size
@@ -305,9 +310,8 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     hidden, outputs = model.hidden_size, model.num_attention_heads * model.kv_channels
     product = 1 if setting.precision == "fp8" else BF16_BYTES
     gone, again = setting.offload_modules, setting.recompute_modules
-    if setting.recompute == "none":
-        shared = model.shared_expert_ffn_hidden_size
-    else:
+    shared = model.shared_expert_ffn_hidden_size
+    if setting.recompute.repeats_experts:
         shared = 0
     saved = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
     saved += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))

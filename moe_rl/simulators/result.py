@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from moe_rl.core.cost import Floats
 from moe_rl.core.metrics import StepPrediction
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.simulators.all_to_all import VisitDifference
 from moe_rl.simulators.memory import MemoryForecast
 
@@ -38,7 +38,7 @@ class SimulationConditions:
     ep_size: int
     ranks_per_node: int
     dispatcher: Dispatcher
-    recompute: str
+    recompute: Recompute
     scaled: bool
     """True: the loads were scaled to another number of tokens per rank."""
 

@@ -18,13 +18,12 @@ from moe_rl.core.errors import (
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.core.topology import ClusterTopology
 
 DISPATCHERS = tuple(Dispatcher)
 PRECISIONS = ("bf16", "fp8")
-# Backward computes again: nothing, the MoE forward (with its all-to-all), or the whole layer.
-RECOMPUTE = ("none", "moe", "full")
+RECOMPUTE = tuple(Recompute)
 # Single modules that backward computes again (`--recompute-modules`).
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 # Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`).
@@ -41,7 +40,7 @@ class StepSetting:
     """Options of a training step, in Megatron's words."""
 
     dispatcher: Dispatcher = Dispatcher.DEEPEP
-    recompute: str = "none"
+    recompute: Recompute = Recompute.NONE
     pipeline_model_parallel_size: int = 1
     """S, pipeline stages; layers are split evenly."""
     num_virtual_stages: int = 1
@@ -103,7 +102,9 @@ class StepSetting:
             self, dispatcher=DISPATCHERS, recompute=RECOMPUTE, precision=PRECISIONS, cuda_graph=CUDA_GRAPHS,
             recompute_modules=RECOMPUTE_MODULES, offload_modules=OFFLOAD_MODULES,
         )  # fmt: skip
-        object.__setattr__(self, "dispatcher", Dispatcher(self.dispatcher))  # A file has the word.
+        # A file has the words.
+        object.__setattr__(self, "dispatcher", Dispatcher(self.dispatcher))
+        object.__setattr__(self, "recompute", Recompute(self.recompute))
         require_word_or_none(self, "cp_comm_type", CP_COMM_TYPES)
         require_shares(self, "optimizer_offload_fraction", "replica_exposed")
         require_least(
@@ -130,7 +131,7 @@ class StepSetting:
     @property
     def forward_passes(self) -> int:
         """Forward passes over a layer's attention part in the main pass."""
-        if self.recompute == "full" and not self.forward_only:
+        if self.recompute.repeats_layer and not self.forward_only:
             return 2
         return 1
 
@@ -147,7 +148,7 @@ class StepSetting:
             model,
             self.perturbed(topology),
             hierarchical=not self.dispatcher.sends_rows,
-            recompute_moe=self.recompute != "none",
+            recompute_moe=self.recompute.repeats_experts,
             forward_only=self.forward_only,
             replica_exposed=self.replica_exposed,
             fp8=self.precision == "fp8",

@@ -14,6 +14,7 @@ import numpy as np
 from moe_rl.core.cost import Floats, LayerRows, all_to_all_time, gemm_time, prefetch_time, replicate_time
 from moe_rl.core.errors import require
 from moe_rl.core.plan import Plan
+from moe_rl.core.step_words import Recompute
 from moe_rl.simulators.base_time import SourceWork, head_parts, layer_parts, rank_seconds
 from moe_rl.simulators.pricing import StepPricing, TrainingStep
 
@@ -123,7 +124,7 @@ class _Drawing:
         self.micro_batch = 0
         self.events: list[TimelineEvent] = []
 
-    def draw(self, micro_batch: int, *, updates: bool, recompute: str) -> None:
+    def draw(self, micro_batch: int, *, updates: bool, recompute: Recompute) -> None:
         """Draw forward through all layers, and backward through them in reverse for an update."""
         self.micro_batch = micro_batch
         layers = range(self.rows.shape[1])
@@ -138,14 +139,14 @@ class _Drawing:
             return
         self._outside("head backward")
         for layer in reversed(layers):
-            if recompute == "full":
+            if recompute.repeats_layer:
                 self._compute("attention recompute", self.seconds["attention"][micro_batch], layer)
-            if recompute != "none":
+            if recompute.repeats_experts:
                 self._experts(layer, " recompute")
             self._experts(layer, " backward", backward=True)
             self._compute("attention backward", self.seconds["attention backward"][micro_batch], layer)
             self._wait(layer)
-        if recompute == "full":
+        if recompute.repeats_layer:
             self._outside("dense layers", " recompute")
         self._outside("dense layers backward")
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from moe_rl.core.errors import require
 from moe_rl.core.mappings import not_none
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.option_groups import HomeOptions, OptionGroup, PriceOptions, read_by
 from moe_rl.study.shown import SHOWN
 from moe_rl.yaml_files import FROM_TRACE
@@ -188,13 +188,9 @@ class MemoryOptions(OptionGroup):
     overlap_param_gather: bool = True
 
     @property
-    def recompute(self) -> str:
-        """Recomputation in the simulator's words; modules that the simulator does not price are left out."""
-        if self.recompute_granularity == "full":
-            return "full"
-        if "moe" in self.selected_modules:
-            return "moe"
-        return "none"
+    def recompute(self) -> Recompute:
+        """What backward computes again of a layer, beside single modules."""
+        return Recompute.of_options(self.recompute_granularity, self.recompute_modules)
 
     @property
     def selected_modules(self) -> list[str]:

@@ -25,11 +25,6 @@ from moe_rl.study.shown import SHOWN
 from moe_rl.study.traces import TraceLike
 
 OF_THE_SEARCH = frozenset(words_of(TuneOptions)) - frozenset(words_of(SimulationOptions))
-RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
-    "none": {"recompute_granularity": None, "recompute_modules": ["core_attn"]},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {"recompute_granularity": "full", "recompute_modules": ["core_attn"]},
-}
 
 
 def options_of(row: TunedSetting) -> dict[str, Any]:
@@ -43,7 +38,7 @@ def options_of(row: TunedSetting) -> dict[str, Any]:
         "num_virtual_stages_per_pipeline_rank": row.num_virtual_stages,
         "micro_batch_tokens": row.micro_batch_tokens,
         **row.dispatcher.as_options,
-        **RECOMPUTE[row.recompute],
+        **row.recompute.as_options,
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from moe_rl.core.step_words import Recompute
 from moe_rl.report.units import GIB
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import StepSetting
@@ -30,15 +31,14 @@ class Fitting:
 
 def trials(setting: StepSetting, num_layers: int) -> Iterator[Trial]:
     """Yield settings that need less memory, from those that cost least time: recomputation, offload, more GPUs."""
-    ladder = {"none": ("moe", "full"), "moe": ("full",), "full": ()}[setting.recompute]
     savings = {
-        "moe": "--recompute-granularity selective --recompute-modules moe",
-        "full": "--recompute-granularity full",
+        Recompute.MOE: "--recompute-granularity selective --recompute-modules moe",
+        Recompute.FULL: "--recompute-granularity full",
     }
-    for recompute in ladder:
+    for recompute in setting.recompute.stronger:
         yield Trial(options=savings[recompute], setting=replace(setting, recompute=recompute))
-    smallest = replace(setting, recompute="full")
-    words = [savings["full"]] if ladder else []
+    smallest = replace(setting, recompute=Recompute.FULL)
+    words = [] if setting.recompute is Recompute.FULL else [savings[Recompute.FULL]]
     if setting.optimizer_offload_fraction < 1:
         offload = replace(smallest, optimizer_offload_fraction=1.0)
         yield Trial(options=" ".join([*words, "--optimizer-offload-fraction 1"]), setting=offload)

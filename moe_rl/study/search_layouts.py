@@ -28,7 +28,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import verl_layout
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
-from moe_rl.core.step_words import Dispatcher
+from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.option_groups import AUTO
@@ -135,7 +135,7 @@ class ShapeTask:
     lengths: NDArray[np.int64]
     gpus: int
     ranks_per_node: int
-    recompute: tuple[str, ...] = RECOMPUTE
+    recompute: tuple[Recompute, ...] = RECOMPUTE
     micro_batch_tokens: int | None = None
     """Of a data-parallel rank; None: `BUDGETS`."""
     buffers: int = 0

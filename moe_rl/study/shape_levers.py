@@ -156,7 +156,6 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
     together = min(of_rank, row.micro_batch_tokens) * cells
     least, most = MICRO_BATCHES
     count = min(row.num_micro_batches, max(least, min(most, int(SAMPLE_TOKENS / together))))
-    recompute = {"none": None, "moe": "selective", "full": "full"}[row.recompute]
     changed: dict[str, Any] = {
         "batch": DRAWN,
         "packing": "none",
@@ -170,8 +169,7 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
         "expert_tensor_parallel_size": row.expert_tensor_parallel_size,
         "tensor_model_parallel_size": row.tensor_model_parallel_size,
         "context_parallel_size": row.context_parallel_size,
-        "recompute_granularity": recompute,
-        "recompute_modules": ["moe"] if recompute == "selective" else ["core_attn"],
+        **row.recompute.as_options,
         "resident_slots": 0,
         "policy": ["static"],
         "step": None,
