@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from moe_rl.core.errors import InvalidInputError, nearest_name, require
+from moe_rl.core.step_words import OURS
 
 AUTO = "auto"  # A number of slots that is still to be chosen.
 
@@ -172,10 +173,15 @@ class SlotOptions(OptionGroup):
     """C, the same from other nodes; each takes the memory of two, because they arrive one layer ahead."""
     resident_slots: SlotCount = 0
     """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
-    domain_balance: str = "ours"
+    domain_balance: str = OURS
     """Who balances the ranks of a node: "ours" is the replicas here, which run anywhere; an engine of
     `planner.domain_engine` (engine:moonep, engine:hybridep, engine:ultraep) is the dispatcher's own. Then `moe-rl`
     chooses homes, packing, resident copies and copies across nodes over it, and `replica_slots` is 0."""
+
+    @property
+    def has_domain_engine(self) -> bool:
+        """Whether the dispatcher's own engine balances the ranks of a node."""
+        return self.domain_balance != OURS
 
     def number_of(self, name: str, user: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `user` cannot do."""

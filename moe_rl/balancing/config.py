@@ -12,7 +12,8 @@ from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.simulators.setting import DISPATCHERS
 from moe_rl.yaml_files import sentence_of
 
-EXPERTS = ("megatron", "grouped")
+MEGATRON, GROUPED = "megatron", "grouped"  # Values of `experts`.
+EXPERTS = (MEGATRON, GROUPED)
 
 
 class RunSlots(SlotOptions):
@@ -93,7 +94,7 @@ class RunHomes(HomeOptions):
 class ExpertKernels(OptionGroup):
     """Who computes the experts, and how."""
 
-    experts: str = "megatron"
+    experts: str = MEGATRON
     """Who computes the experts: "megatron" leaves it to the module that is there; "grouped" runs home and replica
     slots through `moe_rl.kernels`' GroupedExperts, on the module's own parameters."""
     recipe: str = "bf16"
@@ -114,15 +115,20 @@ class ExpertKernels(OptionGroup):
     """Of static_rows: probability, at most, that rows without a route exceed the buffers of a pass, as
     `core.certificate` bounds them; 0 is the worst case. None: a pass that has such rows takes rows as they come."""
 
+    @property
+    def are_ours(self) -> bool:
+        """Whether `moe_rl.kernels` compute the experts, not the module that Megatron made."""
+        return self.experts == GROUPED
+
     @model_validator(mode="after")
     def _fit_each_other(self) -> Self:
         require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")
         require(
-            self.experts == "grouped" or (self.recipe, self.backend) == ("bf16", "auto"),
+            self.are_ours or (self.recipe, self.backend) == ("bf16", "auto"),
             f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
         )
         require(
-            not self.static_rows or self.experts == "grouped",
+            not self.static_rows or self.are_ours,
             f"static_rows needs experts='grouped', which reads counts on the device, not {self.experts!r}.",
         )
         require(
@@ -188,7 +194,7 @@ class BalancerConfig(OptionGroup):
                 not (self.observe and getattr(kernels, name)), f"{name} has no effect: observe does not change the run."
             )
         require(
-            not self.observe or kernels.experts == "megatron",
+            not (self.observe and kernels.are_ours),
             f"experts={kernels.experts!r} has no effect: observe leaves the experts to the framework.",
         )
         require(

@@ -25,7 +25,7 @@ from moe_rl.core.reduce import Filler, read_load
 from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
-from moe_rl.planner.base import COPIES, OURS, Levers, PlanProblem
+from moe_rl.planner.base import COPIES, Levers, PlanProblem
 from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, make_planner
 from moe_rl.replay import count_sequences
@@ -240,7 +240,7 @@ def plan_of_load(
         history=history,
         domain_balance=slots.domain_balance,
     )
-    if slots.domain_balance != OURS:  # what the engine copies is priced, and is not in the plan
+    if slots.has_domain_engine:  # what the engine copies is priced, and is not in the plan
         problem, may = replace(problem, replica_slots=1), replace(may, replicate=False)
     parameters = dict(config.parameters)
     if config.kernels.static_rows and may.pack and config.policy == "moe-rl":

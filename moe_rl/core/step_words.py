@@ -13,6 +13,9 @@ A word is a text, as a user types it and as reports keep it: `Dispatcher("alltoa
 from collections.abc import Container
 from enum import StrEnum
 
+OURS = "ours"
+"""Of `domain_balance`: replicas inside a domain are planned here, and run anywhere; else the name of an engine."""
+
 
 class Dispatcher(StrEnum):
     """Who takes tokens to their experts and back."""

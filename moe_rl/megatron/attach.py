@@ -124,7 +124,7 @@ def _looked_at(
     for _, layer in chunks_and_layers:
         _check_layer(layer, config)
     check_groups(chunks_and_layers[0][1].config.expert_model_parallel_size)
-    grouped = config.kernels.experts == "grouped"
+    grouped = config.kernels.are_ours
     compute = _compute_of(config.kernels) if grouped else None
     views = []
     for _, layer in chunks_and_layers:
@@ -220,7 +220,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
         raise InvalidInputError("a balancer is already attached to this model: call its detach() first.")
-    copies = config.slots.foreign > 0 or config.kernels.experts == "grouped"
+    copies = config.slots.foreign > 0 or config.kernels.are_ours
     facts = {"experts": config.kernels.experts, "static_rows": config.kernels.static_rows}
     _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
     # From 0.18 on Megatron has another name for it.

@@ -17,11 +17,9 @@ from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
+from moe_rl.core.step_words import OURS as OURS
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.objective import TIME, PlanObjective, objective_of
-
-OURS = "ours"
-"""Of `domain_balance`: replicas inside a domain are planned here, and run anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +135,11 @@ class PlanProblem:
     def spare_slots(self) -> int:
         """R + C, slots of each rank beside its E/P home slots."""
         return self.replica_slots + self.cross_node_slots
+
+    @property
+    def has_domain_engine(self) -> bool:
+        """Whether the dispatcher's own engine balances the ranks of a node."""
+        return self.domain_balance != OURS
 
     @property
     def prices_layouts(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import BACKWARD_ACTIVATION_FACTOR, BACKWARD_GEMM_FACTOR, LayerCostParams, flat_shares
-from moe_rl.planner.base import OURS, PlanProblem
+from moe_rl.planner.base import PlanProblem
 
 PICOSECONDS = 1e12
 MIGRATION_SPREAD = 1.5
@@ -87,7 +87,7 @@ class SearchWeights:
         level = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
         whole_row_cost = max(1, round(row_s * PICOSECONDS))
         if load.routes is not None and level:
-            row_s *= LEVELLED if problem.domain_balance == OURS else LEVELLED_OVER_ENGINE
+            row_s *= LEVELLED_OVER_ENGINE if problem.has_domain_engine else LEVELLED
         passes = 2.0 * (cost.forward_passes + cost.backward_passes)
         copy_s = passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s / topology.ranks_per_domain
         moved_s = MIGRATION_SPREAD * problem.model.expert_state_bytes / topology.ep_size / steps_served

@@ -12,7 +12,6 @@ from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
 from moe_rl.core.software import TUNED, TYPICAL
 from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
-from moe_rl.planner.base import OURS
 from moe_rl.planner.others.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
 from moe_rl.report.units import GIB, format_bytes, format_count
@@ -97,7 +96,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "slots": problem.replica_slots,
         "cross_node_slots": problem.cross_node_slots,
         "resident_slots": problem.resident_slots,
-        "domain_balance": None if problem.domain_balance == OURS else problem.domain_balance,
+        "domain_balance": problem.domain_balance if problem.has_domain_engine else None,
         "objective": problem.objective.name,
         "micro_batches": _micro_batch_rule(scenario),
         "load_bytes": int(scenario.batch.load.pairs.nbytes),
@@ -151,7 +150,7 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
     """
     sentences, problem = [], scenario.problem
     for name, plan in plans.items():
-        exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.domain_balance != OURS)
+        exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.has_domain_engine)
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
             at = "at no size that was tried"

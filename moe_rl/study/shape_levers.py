@@ -113,7 +113,7 @@ def levers_of(
     `room`: resident slots for which the setting leaves memory.
     """
     engine = ENGINES.get(row.dispatcher)
-    if options.slots.domain_balance != OURS:
+    if options.slots.has_domain_engine:
         engine = options.slots.domain_balance
     scenario = state_scenario(
         sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
