@@ -10,6 +10,7 @@ from typing import Self
 
 from moe_rl.core.errors import InvalidInputError, require_known, require_least, require_positive
 from moe_rl.core.mappings import without
+from moe_rl.core.step_words import CudaGraph
 
 TUNED, TYPICAL = "tuned", "typical"
 
@@ -57,13 +58,19 @@ class SoftwareCosts:
         require_least(self, whose="software: ", **{item.name: 0 for item in fields(self)})
         require_positive(self, "host_adam_gb_per_s", "everything", whose="software: ")
 
-    def launched(self, cuda_graph: str) -> float:
-        """Return the share of a layer's launches that `cuda_graph`, one of `simulators.setting.CUDA_GRAPHS`, leaves.
+    def launched(self, cuda_graph: CudaGraph) -> float:
+        """Return the share of a layer's launches that `cuda_graph` leaves.
 
         Of the launches that graphs of attention and router spare, half are taken as the router's.
         """
         partial = self.partial_graph_share
-        return {"none": 1.0, "router": (1.0 + partial) / 2.0, "partial": partial, "full_iteration": 0.0}[cuda_graph]
+        left = {
+            CudaGraph.NONE: 1.0,
+            CudaGraph.ROUTER: (1.0 + partial) / 2.0,
+            CudaGraph.PARTIAL: partial,
+            CudaGraph.FULL_ITERATION: 0.0,
+        }
+        return left[cuda_graph]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

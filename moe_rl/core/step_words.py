@@ -6,6 +6,7 @@ Nobody compares a word. Whoever plans, prices or reports asks what it needs to k
     dispatcher.as_options           which of Megatron's options choose it?
     recompute.repeats_experts       does backward compute a layer's experts again?
     recompute.repeats_layer         does it compute attention again, too?
+    cuda_graph.spares_all_launches  does the host launch nothing at all?
 
 A word is a text, as a user types it and as reports keep it: `Dispatcher("alltoall") == "alltoall"`.
 """
@@ -104,3 +105,32 @@ class Recompute(StrEnum):
         """
         words = tuple(Recompute)
         return words[words.index(self) + 1 :]
+
+
+class CudaGraph(StrEnum):
+    """What CUDA graphs launch in place of the host."""
+
+    NONE = "none"
+    ROUTER = "router"
+    """Router and preprocessing."""
+    PARTIAL = "partial"
+    """Attention, too."""
+    FULL_ITERATION = "full_iteration"
+
+    @property
+    def spares_all_launches(self) -> bool:
+        """The host launches nothing in a step, and can read nothing back either."""
+        return self is CudaGraph.FULL_ITERATION
+
+    @classmethod
+    def of_options(cls, implementation: str | None, scope: Container[str]) -> "CudaGraph":
+        """Return what Megatron's options capture; a graph without attention still launches router and preprocessing.
+
+        >>> str(CudaGraph.of_options("local", ["moe_router"]))
+        'router'
+        """
+        if implementation in (None, "none"):
+            return cls.NONE
+        if implementation == "full_iteration":
+            return cls.FULL_ITERATION
+        return cls.PARTIAL if "attn" in scope else cls.ROUTER

@@ -301,7 +301,7 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     A third of it for forward. Graphs spare the launches that they hold; a graph of the whole iteration spares all.
     """
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
-    if setting.cuda_graph == "full_iteration":
+    if setting.cuda_graph.spares_all_launches:
         return 0.0
     left = software.launched(setting.cuda_graph)
     wider = 1.0 + software.host_per_tensor_rank * (setting.tensor_model_parallel_size - 1)

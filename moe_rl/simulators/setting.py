@@ -18,7 +18,7 @@ from moe_rl.core.errors import (
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.step_words import Dispatcher, Recompute
+from moe_rl.core.step_words import CudaGraph, Dispatcher, Recompute
 from moe_rl.core.topology import ClusterTopology
 
 DISPATCHERS = tuple(Dispatcher)
@@ -28,8 +28,7 @@ RECOMPUTE = tuple(Recompute)
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 # Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`).
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-# CUDA graphs launch (`--cuda-graph-scope`): nothing; router and preprocessing; attention, too; everything.
-CUDA_GRAPHS = ("none", "router", "partial", "full_iteration")
+CUDA_GRAPHS = tuple(CudaGraph)
 
 # How context-parallel ranks exchange keys and values: a ring, an exchange of heads, both, or all at once.
 CP_COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
@@ -54,8 +53,7 @@ class StepSetting:
     `base_time.default_cp_comm_type`."""
     precision: str = "bf16"
     """Of the matrix products; attention's core stays BF16."""
-    cuda_graph: str = "none"
-    """One of `CUDA_GRAPHS`."""
+    cuda_graph: CudaGraph = CudaGraph.NONE
     fused_grouped_mlp: bool = False
     """True: one kernel computes an expert's products, activation and casts (`--use-transformer-engine-op-fuser`)."""
     recompute_modules: tuple[str, ...] = ()
@@ -105,6 +103,7 @@ class StepSetting:
         # A file has the words.
         object.__setattr__(self, "dispatcher", Dispatcher(self.dispatcher))
         object.__setattr__(self, "recompute", Recompute(self.recompute))
+        object.__setattr__(self, "cuda_graph", CudaGraph(self.cuda_graph))
         require_word_or_none(self, "cp_comm_type", CP_COMM_TYPES)
         require_shares(self, "optimizer_offload_fraction", "replica_exposed")
         require_least(
@@ -112,7 +111,7 @@ class StepSetting:
             context_parallel_size=1, reorder_interval=1, sequence_length=1, mtp_num_layers=0, log_prob_passes=0,
         )  # fmt: skip
         require(
-            self.cuda_graph != "full_iteration" or self.dispatcher.can_be_captured,
+            not self.cuda_graph.spares_all_launches or self.dispatcher.can_be_captured,
             "cuda_graph 'full_iteration' cannot capture the alltoall dispatcher: its host reads counts in every layer.",
         )
         require(

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from moe_rl.core.errors import require
 from moe_rl.core.mappings import not_none
-from moe_rl.core.step_words import Dispatcher, Recompute
+from moe_rl.core.step_words import CudaGraph, Dispatcher, Recompute
 from moe_rl.option_groups import HomeOptions, OptionGroup, PriceOptions, read_by
 from moe_rl.study.shown import SHOWN
 from moe_rl.yaml_files import FROM_TRACE
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from moe_rl.core.software import Software
     from moe_rl.replay import ImportOptions
 
-# Values of `--cuda-graph-impl`, and their names in the simulator.
-GRAPHS = {"none": "none", "transformer_engine": "partial", "local": "partial", "full_iteration": "full_iteration"}
+# Values of `--cuda-graph-impl`.
+GRAPHS = ("none", "transformer_engine", "local", "full_iteration")
 
 
 def _parts(text: str) -> list[str]:
@@ -158,19 +158,18 @@ class KernelOptions(OptionGroup):
         return "bf16" if self.fp8_format is None else "fp8"
 
     @property
-    def cuda_graph(self) -> str:
-        """What is captured, in the simulator's words."""
-        graph = GRAPHS[self.cuda_graph_impl or "none"]
-        # A graph without attention still launches router and preprocessing.
-        if graph == "partial" and "attn" not in self.cuda_graph_scope:
-            return "router"
-        return graph
+    def cuda_graph(self) -> CudaGraph:
+        """What graphs capture."""
+        return CudaGraph.of_options(self.cuda_graph_impl, self.cuda_graph_scope)
 
     @property
     def are_tuned(self) -> bool:
         """Whether they show what only a tuned stack runs: graphs, fused operators, overlap of micro-batches."""
-        has_graphs = GRAPHS[self.cuda_graph_impl or "none"] != "none"
-        return has_graphs or self.use_transformer_engine_op_fuser or self.overlap_moe_expert_parallel_comm
+        return (
+            self.cuda_graph is not CudaGraph.NONE
+            or self.use_transformer_engine_op_fuser
+            or self.overlap_moe_expert_parallel_comm
+        )
 
 
 class MemoryOptions(OptionGroup):

@@ -382,7 +382,7 @@ def tune(
         shape
         for shape in shapes_of(model, hardware, parallel.gpus, per_node, parallel.expert_tensor_parallel_size)
         if all(value == getattr(shape, name) for name, value in flags.items())
-        and (base.cuda_graph != "full_iteration" or shape.dispatcher.can_be_captured)
+        and (not base.cuda_graph.spares_all_launches or shape.dispatcher.can_be_captured)
     )
     listed = "".join(f", {name} {value}" for name, value in flags.items())
     require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {parallel.gpus}{listed}.")
