@@ -21,14 +21,14 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.step_words import CudaGraph, Dispatcher, Recompute
 from moe_rl.core.topology import ClusterTopology
 
-DISPATCHERS = tuple(Dispatcher)
+DISPATCHERS: tuple[Dispatcher, ...] = tuple(Dispatcher)
 PRECISIONS = ("bf16", "fp8")
-RECOMPUTE = tuple(Recompute)
+RECOMPUTE: tuple[Recompute, ...] = tuple(Recompute)
 # Single modules that backward computes again (`--recompute-modules`).
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
 # Modules whose kept inputs wait in host memory (`--fine-grained-activation-offloading --offload-modules`).
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-CUDA_GRAPHS = tuple(CudaGraph)
+CUDA_GRAPHS: tuple[CudaGraph, ...] = tuple(CudaGraph)
 
 # How context-parallel ranks exchange keys and values: a ring, an exchange of heads, both, or all at once.
 CP_COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
