@@ -62,7 +62,11 @@ from moe_rl.version import __version__
 
 # Tokens of a rank in a micro-batch: slime's and verl's MoE scripts have 8,192 to 32,768; one step more on either side.
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
-RECOMPUTE = ("none", "moe", "full")  # From the fastest to the smallest: more is tried only where less does not fit.
+RECOMPUTE = (
+    Recompute.NONE,
+    Recompute.MOE,
+    Recompute.FULL,
+)  # From the fastest to the smallest: more only where less does not fit.
 VIRTUAL_STAGES = (1, 2, 4)
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 EXPERT_TENSOR = (1, 2, 4, 8)
