@@ -99,10 +99,11 @@ class OptionGroup(BaseModel):
     def place_of(cls, location: Iterable[int | str]) -> tuple[int | str, ...]:
         """Return where an error is in a user's words, from where it is in the groups: nobody types a group."""
         place = tuple(location)
-        field = cls.model_fields.get(str(place[0])) if place else None
-        if field is not None and group_of(field) is not None:
-            return place[1:]
-        return place
+        if not place or str(place[0]) not in cls.model_fields:
+            return place
+        if group_of(cls.model_fields[str(place[0])]) is None:
+            return place
+        return place[1:]
 
     def value_of(self, word: str) -> Any:
         """Return the value of a word that is known by its name alone, as a report or a flag knows it."""
@@ -113,7 +114,9 @@ class OptionGroup(BaseModel):
 
     def words(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the values by word: what a file of results keeps. `names`: of these words alone."""
-        return {word: self.value_of(word) for word in (words_of(type(self)) if names is None else names)}
+        if names is None:
+            names = words_of(type(self))
+        return {word: self.value_of(word) for word in names}
 
     def stated_words(self) -> dict[str, Any]:
         """Return the words that somebody stated, by flag, file or keyword, also where they state the default."""

@@ -204,6 +204,16 @@ class BalancerConfig(OptionGroup):
         )
         return self
 
+    @property
+    def moves_sequences(self) -> bool:
+        """Whether sequences may change their micro-batch, if the policy has that lever."""
+        return self.micro_batches.pack and not self.observe
+
+    @property
+    def cuts_micro_batches(self) -> bool:
+        """Whether micro-batches may become smaller than the framework's limit."""
+        return self.micro_batches.fit_micro_batches and not self.observe
+
     def with_words(self, **values: Any) -> Self:
         """Return a configuration in which these words have other values, checked as a new one is."""
         return type(self)(**{**self.stated_words(), **values})

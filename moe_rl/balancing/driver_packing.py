@@ -27,7 +27,7 @@ from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 def packs_in_driver(config: BalancerConfig) -> bool:
     """Return whether the run's policy moves sequences, and the run changes anything at all."""
-    return config.micro_batches.pack and not config.observe and POLICIES[config.policy].levers.pack
+    return config.moves_sequences and POLICIES[config.policy].levers.pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay
     `stated` are the settings that somebody set. Of moves, which are on by themselves, nothing is said where nobody
     asked for them: where they cannot act is part of the framework's page.
     """
-    packs = config.micro_batches.pack and not config.observe and POLICIES[config.policy].levers.pack
+    packs = config.moves_sequences and POLICIES[config.policy].levers.pack
     if packs and native_core() is None:
         yield f"pack is on but does nothing, because {why_not_native()}: sequences stay in their micro-batches."
     if config.homes.reorders and "reorders" in stated and why_homes_stay is not None:
@@ -232,10 +232,7 @@ class MegatronRun:
 
     def micro_batch_limit(self, limit: int, longest: int) -> int:
         """Return the tokens of the next update's micro-batches per GPU, at most; see `MicroBatchLimit`."""
-        if self.balancer is None:
-            return limit
-        config = self.balancer.config
-        if config.observe or not config.micro_batches.fit_micro_batches:
+        if self.balancer is None or not self.balancer.config.cuts_micro_batches:
             return limit
         return self._limit.next(limit, longest, fitting_tokens=self.balancer.fitting_tokens)
 
@@ -245,7 +242,7 @@ class MegatronRun:
         if self.balancer is None:
             return False
         config = self.balancer.config
-        return config.micro_batches.pack and not config.observe and POLICIES[config.policy].levers.pack
+        return config.moves_sequences and POLICIES[config.policy].levers.pack
 
     def record(self, path: Path | str) -> None:
         """Record the routing of every training pass from now on, as one trace per data-parallel rank in `path`."""

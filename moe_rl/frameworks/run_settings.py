@@ -107,10 +107,10 @@ class Settings:
         return facts
 
 
-RUN_FIELDS: dict[str, type] = dict.fromkeys(("strict", "check", "telemetry"), bool)
+FLAGS = ("strict", "check", "telemetry")
+RUN_FIELDS: dict[str, type] = dict.fromkeys(FLAGS, bool)
 RUN_FIELDS |= {"record": str, "plans": str, "prometheus": int, "router_shift": float}
 UNTIL = "until"  # a number or a path
-FLAGS = tuple(name for name, kind in RUN_FIELDS.items() if kind is bool)
 
 
 def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
