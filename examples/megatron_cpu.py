@@ -8,7 +8,7 @@ Needs the packages of `pip install '.[megatron]'`.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def main() -> None:
     balancing = BalancerConfig(policy="moe-rl", objective="imbalance")
     with cpu_megatron():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-        plain, observed, balanced = train(None), train(replace(balancing, observe=True)), train(balancing)
+        plain, observed, balanced = train(None), train(balancing.with_words(observe=True)), train(balancing)
     if dist.get_rank() == 0:
         print(f"{'':7}{'MOE_RL=observe':28}{'MOE_RL=moe-rl':22}{'loss'}")
         print(f"{'step':7}{'imbalance':12}{'would be':16}{'imbalance':22}{'plain':12}{'observed':12}{'balanced'}")

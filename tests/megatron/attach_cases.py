@@ -135,7 +135,7 @@ def resident_slots_of_least_memory() -> list[int]:
             memory = int((rooms[dist.get_rank()] + 0.5) * slot_bytes / megatron_run.RESIDENT_SHARE)
             with patch.object(megatron_run, "memory_bytes", lambda memory=memory: memory):
                 config = BalancerConfig(policy="moe-rl", ranks_per_node=1)
-                found.append(megatron_run.chosen(config, frozenset(), run.models).resident_slots)
+                found.append(megatron_run.chosen(config, frozenset(), run.models).slots.resident_slots)
         return found
 
 

@@ -7,7 +7,6 @@ import itertools
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -128,7 +127,7 @@ def fp8_block() -> dict[str, Any]:
         found["without_replicas"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=static)
         found["balanced"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=FP8)
         found["recomputed"], _ = balanced(tiny_gpt.build(**BF16, **RECOMPUTE), steps=ONE_STEP, config=FP8)
-        copies = replace(FP8, transposed_codes=True)
+        copies = FP8.with_words(transposed_codes=True)
         found["transposed"], _ = balanced(tiny_gpt.build(**BF16), steps=ONE_STEP, config=copies)
     return found
 
