@@ -1,8 +1,8 @@
 """Packing sequences and reordering homes in turns, until neither improves the other.
 
 S sequences, M micro-batches, D data-parallel ranks, C cells ((EP group, micro-batch) pairs), L MoE layers, E experts.
-A *place* is a (micro-batch, data-parallel rank) pair as one index m * D + d. A *bin* is a node, or a rank when there
-will be no replicas.
+A *place* is a (micro-batch, data-parallel rank) pair as one index (`sequence_places`). A *bin* is a node, or a rank
+when there will be no replicas.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.routes import RouteSample
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.outlook import Outlook
+from moe_rl.planner.sequence_places import SequencePlaces
 from moe_rl.planner.weights import SearchWeights
 
 PACK_SEED = 1 << 40
@@ -78,22 +79,22 @@ class Searcher:
         self.current = problem.starting_placement().home_rank
         largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
         require(largest < 2**31, f"a micro-batch of {largest} token-expert pairs exceeds the planner's limit of 2^31.")
-        layout = problem.layout
-        self.given_place = (layout.micro_batch * layout.num_dp_ranks + layout.dp_rank).astype(np.int32)
-        self.given_order = np.empty(layout.num_sequences, np.int32)
-        self.given_order[np.lexsort((layout.order, layout.dp_rank, layout.micro_batch))] = np.arange(len(layout.order))
+        self.places = SequencePlaces(problem)
         self.routes = problem.load.routes if weights.copy_cost > 0 else None
-        self._last_cells: tuple[NDArray[np.int32], tuple[NDArray[np.int32], NDArray[np.int64]]] | None = None
 
     def given(self) -> SearchState:
         """Return where the searches start: homes in force, sequences where the layout has them."""
-        return SearchState(home=self.current, place=self.given_place, order=self.given_order)
+        return SearchState(home=self.current, place=self.places.given_place, order=self.places.given_order)
 
     def ordered(self) -> SearchState:
         """Return `given` with the homes that suit its layout, where homes may move."""
         if self.options.reorders:
             return self.reorder(self.given(), turn=0)
         return self.given()
+
+    def layout(self, state: SearchState) -> BatchLayout:
+        """Return the layout with the sequences in these places and order; the given one if none moved."""
+        return self.places.layout(state.place, state.order)
 
     def run(self, state: SearchState, *, reorders: bool) -> SearchState:
         """Return homes and places after `rounds` turns of packing, each cooler than the last, and of reordering."""
@@ -111,7 +112,7 @@ class Searcher:
         `row_cost` takes the place of the weights' own.
         """
         topology, options, weights = self.problem.topology, self.options, self.weights
-        load, _, counts = self._weighed(*self.cells(state.place), self.outlook)
+        load, _, counts = self._weighed(*self.places.cells(state.place), self.outlook)
         home = self.core.reorder(
             load=load if self.outlook is None else np.rint(load * counts[:, None, None]).astype(np.int32),
             row_cost=weights.row_cost if row_cost is None else row_cost,
@@ -154,7 +155,7 @@ class Searcher:
         """
         routes = self.routes
         assert routes is not None
-        _, tokens, counts = self._weighed(*self.cells(state.place), outlook)
+        _, tokens, counts = self._weighed(*self.places.cells(state.place), outlook)
         topology, num_cells = self.problem.topology, len(tokens)
         cell, source = self._drawn_cells(routes, state)
         ids = routes.routes
@@ -229,8 +230,8 @@ class Searcher:
         bin_of = state.home // (topology.ep_size // bins)
         bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
-        first_node, num_nodes = self._nodes_of_place()
-        batch_of_place = self._batch_of_place()
+        first_node, num_nodes = self.places.nodes()
+        batch_of_place = self.places.cell_of_place()
         limit = NO_LIMIT
         if fullest is not None:
             rows = np.zeros((int(batch_of_place.max()) + 1, bin_load.shape[1]), np.int64)
@@ -299,64 +300,3 @@ class Searcher:
             layer, rank, slot = np.nonzero(residents >= 0)
             present[layer, topology.node_of_rank[rank], residents[layer, rank, slot]] = 1
         return present
-
-    def _nodes_of_place(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return [M * D], [M * D]: the first node that holds tokens of each place, and how many do."""
-        layout, topology = self.problem.layout, self.problem.topology
-        dp_rank = np.arange(layout.num_micro_batches * layout.num_dp_ranks) % layout.num_dp_ranks
-        first_rank = dp_rank * topology.slices_per_dp_rank % topology.ep_size
-        last_rank = first_rank + topology.slices_per_dp_rank - 1
-        first_rank, last_rank = (
-            first_rank // topology.ranks_per_domain,
-            np.minimum(last_rank, topology.ep_size - 1) // topology.ranks_per_domain,
-        )
-        return first_rank.astype(np.int32), (last_rank - first_rank + 1).astype(np.int32)
-
-    def cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return loads [C, L, E] and tokens [C] of every cell when the sequences stand in these places."""
-        if self._last_cells is None or not np.array_equal(self._last_cells[0], place):
-            self._last_cells = place, self._cells(place)
-        return self._last_cells[1]
-
-    def _cells(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        problem, load = self.problem, self.problem.load
-        if np.array_equal(place, self.given_place) or problem.sequence_load is None:
-            shape = (-1, load.num_layers, load.num_experts)
-            return np.ascontiguousarray(load.per_expert().reshape(shape), np.int32), load.tokens.sum(axis=2).reshape(-1)
-        assert problem.sequence_tokens is not None
-        batch = self._batch_of_place()[place]
-        num_cells = load.num_ep_groups * load.num_micro_batches
-        pairs = np.zeros((num_cells, load.num_layers, load.num_experts), np.int32)
-        for cell in range(num_cells):
-            pairs[cell] = problem.sequence_load[batch == cell].sum(axis=0, dtype=np.int32)
-        tokens = np.bincount(batch, weights=problem.sequence_tokens, minlength=num_cells).astype(np.int64)
-        if load.scaled:
-            return self._scaled(pairs, tokens)
-        return (pairs, tokens)
-
-    def _scaled(
-        self, pairs: NDArray[np.int32], tokens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return recorded loads [C, L, E] and tokens [C] in the size of the problem's scaled load, shares kept."""
-        target = self.problem.load.tokens.sum(axis=2).max(initial=0)
-        recorded = pairs.sum(axis=2, keepdims=True, dtype=np.int64)
-        scaled = np.rint(pairs * (target * self.problem.load.top_k / np.maximum(recorded, 1)))
-        return scaled.astype(np.int32), np.where(tokens > 0, target, 0)
-
-    def layout(self, state: SearchState) -> BatchLayout:
-        """Return the layout with the sequences in these places and order; the given one if none moved."""
-        stated = self.problem.layout
-        if np.array_equal(state.place, self.given_place) and np.array_equal(state.order, self.given_order):
-            return stated
-        micro_batch, dp_rank = np.divmod(state.place, stated.num_dp_ranks)
-        return replace(
-            stated, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=state.order
-        )
-
-    def _batch_of_place(self) -> NDArray[np.int32]:
-        """Return [M * D] cell g * M + m of every place."""
-        layout, topology = self.problem.layout, self.problem.topology
-        micro_batch, dp_rank = np.divmod(np.arange(layout.num_micro_batches * layout.num_dp_ranks), layout.num_dp_ranks)
-        group = dp_rank * topology.slices_per_dp_rank // topology.ep_size
-        batch: NDArray[np.int32] = (group * layout.num_micro_batches + micro_batch).astype(np.int32)
-        return batch

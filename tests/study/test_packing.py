@@ -13,11 +13,12 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import with_rule
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner import moe_rl_policy
+from moe_rl.planner import portfolio as portfolio_module
 from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.candidates import Candidate
 from moe_rl.planner.migration import migration_time
-from moe_rl.planner.moe_rl_policy import Candidate, _Run
 from moe_rl.planner.packing import layouts_of_lengths
+from moe_rl.planner.portfolio import Portfolio
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
 from moe_rl.replay.sequences import concatenate
@@ -128,15 +129,15 @@ def test_the_given_layout_stays_in_the_race_where_another_start_looks_better(mon
         problem.layout, problem.micro_batch_cost, problem.sequence_tokens, problem.topology, native_core()
     ).values()
     found: list[Candidate] = []
-    searched = _Run._found
+    searched = Portfolio.searched
     # The only start: another than the given one.
-    monkeypatch.setattr(moe_rl_policy, "starts_for_routes", lambda *_: ([other], []))
+    monkeypatch.setattr(portfolio_module, "starts_for_routes", lambda *_: ([other], []))
 
-    def recorded(run: _Run, nothing: Candidate) -> list[Candidate]:
-        found.extend(searched(run, nothing))
+    def recorded(portfolio: Portfolio, nothing: Candidate) -> list[Candidate]:
+        found.extend(searched(portfolio, nothing))
         return found
 
-    monkeypatch.setattr(_Run, "_found", recorded)
+    monkeypatch.setattr(Portfolio, "searched", recorded)
     make_planner("moe-rl", pack_iterations=2_000, reorder_iterations=2_000).plan(problem)
     start = problem.starting_placement().home_rank
     assert any(one.layout is problem.layout and not np.array_equal(one.home, start) for one in found)
@@ -151,20 +152,20 @@ def test_free_packing_never_loses_to_what_a_run_packs_by_lengths_alone(
         pytest.skip("packing by routes needs the C++ core")
     free = scenario_of(bundled_long_tail(), FROM_TRACE, 16, LONGEST // 4).problem
     run = replace(free, layout=with_rule(free.layout, framework))
-    candidates, of_free = list[Candidate](), list[tuple[_Run, Candidate]]()
-    searched, chosen = _Run._found, _Run.best
+    candidates, of_free = list[Candidate](), list[tuple[Portfolio, Candidate]]()
+    searched, chosen = Portfolio.searched, Portfolio.best
 
-    def recorded(plan_run: _Run, nothing: Candidate) -> list[Candidate]:
-        candidates[:] = searched(plan_run, nothing)
+    def recorded(portfolio: Portfolio, nothing: Candidate) -> list[Candidate]:
+        candidates[:] = searched(portfolio, nothing)
         return candidates
 
-    def kept(plan_run: _Run) -> Candidate:
-        best = chosen(plan_run)
-        of_free[:] = [(plan_run, best)]
+    def kept(portfolio: Portfolio) -> Candidate:
+        best = chosen(portfolio)
+        of_free[:] = [(portfolio, best)]
         return best
 
-    monkeypatch.setattr(_Run, "_found", recorded)
-    monkeypatch.setattr(_Run, "best", kept)
+    monkeypatch.setattr(Portfolio, "searched", recorded)
+    monkeypatch.setattr(Portfolio, "best", kept)
     planner = make_planner("moe-rl", pack_iterations=2_000, reorder_iterations=2_000)
     of_run = planner.plan(run)
     assert not of_run.layout.same_cells(run.layout)
@@ -172,8 +173,8 @@ def test_free_packing_never_loses_to_what_a_run_packs_by_lengths_alone(
     homes = of_run.placement.home_rank
     alike = [one for one in candidates if one.layout.same_cells(of_run.layout) and np.array_equal(one.home, homes)]
     assert alike
-    ((plan_run, best),) = of_free
-    assert plan_run._with_moves(best) <= min(plan_run._with_moves(one) for one in alike)
+    ((portfolio, best),) = of_free
+    assert portfolio.pricing.with_moves(best) <= min(portfolio.pricing.with_moves(one) for one in alike)
 
 
 def test_the_price_of_a_layout_is_the_simulators() -> None:

@@ -1,0 +1,221 @@
+"""Candidates of a plan: homes and a layout, with the copies that suit them best, and what they cost."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_rl.core.layout import BatchLayout
+from moe_rl.core.load import StepLoad
+from moe_rl.core.plan import ReplicaPlan
+from moe_rl.planner.base import Levers, PlanProblem
+from moe_rl.planner.migration import migration_time, residents_time
+from moe_rl.planner.objective import PlanObjective
+from moe_rl.planner.weights import PICOSECONDS, SearchWeights
+
+PPM = 1_000_000
+ACROSS, RESIDENT = 1, 2
+"""Kinds of instances, as the core has them."""
+JUDGED = 8
+"""Micro-batches, at least, in which candidates with copies across nodes are compared; all copies are made once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Homes and a layout with the replicas that suit them best."""
+
+    home: NDArray[np.int32]
+    """[L, E] home rank of every expert."""
+    residents: NDArray[np.int32]
+    """[L, P, S] experts that ranks hold for the whole step, -1 empty."""
+    layout: BatchLayout
+    load: StepLoad
+    replicas: ReplicaPlan
+    cell_cost: NDArray[np.float64]
+    """[G, M, L] seconds, or rows of the busiest rank."""
+    objective: PlanObjective
+    most_rows: int
+    """Of the fullest rank in all cells that were planned."""
+
+    step_s: float | None
+    """Seconds of the step with what its micro-batches cost beside their routed experts; None: not known."""
+    across_save: float = 1.0
+    """Share of the price that copies across nodes save on the same homes, where that is known."""
+
+    @property
+    def price(self) -> float:
+        """What candidates are compared by: the whole step where it is known."""
+        if self.step_s is None:
+            return self.cost
+        return self.step_s
+
+    @property
+    def cost(self) -> float:
+        """What the objective makes of the routed experts."""
+        return self.objective.total(self.cell_cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySettings:
+    """How copies are chosen: the fields of `MoeRlPlanner` that say so."""
+
+    search_steps: int
+    tolerance: float
+    cross_node_gain: float
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidatePricing:
+    """Gives homes and a layout their copies and their price, in one problem."""
+
+    problem: PlanProblem
+    may: Levers
+    core: Any
+    start: NDArray[np.int32]
+    """[L, E] homes in force."""
+    settings: CopySettings
+
+    @property
+    def crosses(self) -> bool:
+        """Whether ranks may hold copies from other nodes for a micro-batch."""
+        problem = self.problem
+        return self.may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
+
+    def candidate(
+        self,
+        home: NDArray[np.int32],
+        layout: BatchLayout,
+        load: StepLoad,
+        residents: NDArray[np.int32] | None = None,
+        *,
+        cross_nodes: bool = True,
+        final: bool = False,
+    ) -> Candidate:
+        """Return the candidate with its copies.
+
+        With copies `cross_nodes` only the `final` one has those of every micro-batch: before, its cost is that of every
+        n-th one, times the tokens of those between.
+        """
+        problem, objective = self.problem, self.problem.objective
+        if residents is None:
+            residents = self._residents_in_force()
+        cross_nodes &= self.crosses
+        every = 1
+        if cross_nodes and objective.in_seconds and not final:
+            every = max(1, load.num_micro_batches // JUDGED)
+        copies = self._copies(home, load, residents, cross_nodes=cross_nodes, every=every, final=final)
+        if objective.in_seconds:
+            cost = _seconds(copies, load, every)
+        else:
+            cost = self._rows_of_busiest_rank(load, copies["highest_load"], copies["offsets"], copies["kind"] == ACROSS)
+        layout_cost = problem.micro_batch_cost if objective.in_seconds else None
+        return Candidate(
+            home=home,
+            residents=residents,
+            layout=layout,
+            load=load,
+            replicas=_replica_plan(copies, load),
+            cell_cost=cost,
+            objective=objective,
+            most_rows=int(copies["highest_load"].max(initial=0)),
+            step_s=None if layout_cost is None else layout_cost.step_s(cost, layout, problem.topology),
+        )
+
+    def with_moves(self, candidate: Candidate) -> float:
+        """Return what candidates are chosen by."""
+        return candidate.price + self.moves_s(candidate)
+
+    def moves_s(self, candidate: Candidate) -> float:
+        """Return the seconds that moving to its homes, and making its copies that stay, take of each step."""
+        if self.problem.objective.moves_are_free:
+            return 0.0
+        moved = migration_time(self.start, candidate.home, self.problem) / self.problem.steps_served
+        return moved + residents_time(candidate.residents, candidate.home, self.problem)
+
+    def moves_by_layer(self, home: NDArray[np.int32], weights: SearchWeights) -> NDArray[np.float64]:
+        """Return [L] seconds of moving there, every move at an even share of its link.
+
+        The choice between whole candidates counts the busiest one.
+        """
+        start, node = self.start, self.problem.topology.node_of_rank
+        crosses = (node[home] != node[start]).sum(axis=1)
+        in_node = (home != start).sum(axis=1) - crosses
+        moves: NDArray[np.float64] = crosses * weights.move_cost + in_node * weights.move_inside_cost
+        return moves / PICOSECONDS
+
+    def _copies(
+        self,
+        home: NDArray[np.int32],
+        load: StepLoad,
+        residents: NDArray[np.int32],
+        *,
+        cross_nodes: bool,
+        every: int,
+        final: bool,
+    ) -> dict[str, NDArray[Any]]:
+        """Return what the core chooses: `offsets` [C * L + 1] of the copies of every cell, and their arrays."""
+        problem, settings = self.problem, self.settings
+        in_seconds = problem.objective.in_seconds
+        copies: dict[str, NDArray[Any]] = self.core.replicate(
+            (load if in_seconds else replace(load, routes=None)).native(self.core, problem.topology),
+            home=home,
+            residents=residents,
+            cost=problem.cost if in_seconds else None,
+            replica_slots=problem.replica_slots if self.may.replicate else 0,
+            cross_node_slots=problem.cross_node_slots if cross_nodes else 0,
+            spare_slots=problem.spare_slots,
+            search_nodes=settings.search_steps,
+            tolerance_ppm=round(settings.tolerance * PPM),
+            cross_gain_ppm=round(settings.cross_node_gain * PPM),
+            num_threads=settings.num_threads,
+            thorough=final and load.routes is not None,
+            every=every,
+        )
+        return copies
+
+    def _residents_in_force(self) -> NDArray[np.int32]:
+        """Return [L, P, S] the copies that stay whatever is planned; none where the plan may choose them."""
+        load, slots, current = self.problem.load, self.problem.resident_slots, self.problem.current_placement
+        residents = np.full((load.num_layers, load.ep_size, slots), -1, np.int32)
+        if current is not None and not self.may.choose_residents:
+            residents[:, :, : current.resident_slots] = current.resident_experts
+        return residents
+
+    def _rows_of_busiest_rank(
+        self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], crosses: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
+        shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
+        mean = load.pairs.sum(axis=(3, 4), dtype=np.int64) / load.ep_size
+        crossing = np.diff(np.concatenate([[0], np.cumsum(crosses)])[offsets]).reshape(shape)
+        cost: NDArray[np.float64] = highest.reshape(shape) + self.settings.cross_node_gain * mean * crossing
+        return cost
+
+
+def _replica_plan(copies: dict[str, NDArray[Any]], load: StepLoad) -> ReplicaPlan:
+    """Return the core's copies as a plan has them, with the pairs that each source sends to an expert."""
+    pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
+    cell = np.repeat(np.arange(len(copies["offsets"]) - 1), np.diff(copies["offsets"]))
+    return ReplicaPlan(
+        **{name: copies[name] for name in ("offsets", "expert", "physical_id", "source_quota")},
+        source_pairs=pairs[cell, :, copies["expert"]],
+        resident=copies["kind"] == RESIDENT,
+        num_ep_groups=load.num_ep_groups,
+        num_micro_batches=load.num_micro_batches,
+        num_layers=load.num_layers,
+    )
+
+
+def _seconds(copies: dict[str, NDArray[Any]], load: StepLoad, every: int) -> NDArray[np.float64]:
+    """Return [G, M, L] seconds; micro-batches that were not judged take as long per token as those that were."""
+    shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
+    running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
+    seconds: NDArray[np.float64] = copies["seconds"].reshape(shape) * running
+    if every == 1:
+        return seconds
+    tokens, judged = load.tokens.sum(axis=2)[:, :, None], np.arange(shape[1]) % every == every // 2
+    judged_tokens = np.maximum(tokens[:, judged].sum(axis=1, keepdims=True), 1)
+    seconds_per_token = seconds.sum(axis=1, keepdims=True) / judged_tokens
+    return np.where(judged[:, None], seconds, seconds_per_token * tokens)
