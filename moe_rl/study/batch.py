@@ -20,6 +20,7 @@ from moe_rl.core.schedules import framework_layout, with_rule
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import count_sequences
+from moe_rl.study.groups import KnowledgeOptions
 from moe_rl.study.options import SimulationOptions
 
 
@@ -120,7 +121,7 @@ def cut_step(
     lengths = lengths_of(parts)
     every = tuple(parts)
     if as_planners_know_it:
-        visible = _known(every, lengths, options)
+        visible = _known(every, lengths, options.knowledge, seed=options.planning.seed)
     else:
         visible = every
     unrouted = sum(map(_unrouted, parts))
@@ -169,11 +170,13 @@ def counts_of(part: StepPart) -> SequenceCounts:
     return counts_of(part.copied(np.arange(part.num_sequences)))
 
 
-def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: SimulationOptions) -> tuple[StepPart, ...]:
+def _known(
+    parts: tuple[StepPart, ...], lengths: NDArray[np.int64], knowledge: KnowledgeOptions, *, seed: int
+) -> tuple[StepPart, ...]:
     """Return the parts without the routes that `--unknown-routes` and `--unknown-pairs` hide."""
-    rng, parts_kept = np.random.default_rng(options.planning.seed), list[StepPart]()
+    rng, parts_kept = np.random.default_rng(seed), list[StepPart]()
     hidden = np.zeros(len(lengths), np.bool_)
-    hidden[rng.permutation(len(lengths))[: round(options.knowledge.unknown_routes * len(lengths))]] = True
+    hidden[rng.permutation(len(lengths))[: round(knowledge.unknown_routes * len(lengths))]] = True
     start = 0
     for part in parts:
         is_hidden = hidden[start : start + len(part.sequence_lengths)]
@@ -181,12 +184,12 @@ def _known(parts: tuple[StepPart, ...], lengths: NDArray[np.int64], options: Sim
         # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
         if _has_routes(part):
             lost = np.repeat(is_hidden, part.sequence_lengths)
-            if options.knowledge.unknown_pairs:
-                lost |= rng.random(len(lost)) < options.knowledge.unknown_pairs
+            if knowledge.unknown_pairs:
+                lost |= rng.random(len(lost)) < knowledge.unknown_pairs
             parts_kept.append(_without_rows(part, lost))
         else:
             require(
-                options.knowledge.unknown_pairs == 0,
+                knowledge.unknown_pairs == 0,
                 "--unknown-pairs hides routes of tokens, but the trace holds only counts.",
             )
             parts_kept.append(_without_sequences(counts_of(part), is_hidden))

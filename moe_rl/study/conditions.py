@@ -18,7 +18,8 @@ from moe_rl.report.units import GIB, format_bytes, format_count
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
-from moe_rl.study.options import DRAWN, SimulationOptions
+from moe_rl.study.groups import KernelOptions, PricingOptions
+from moe_rl.study.options import DRAWN
 from moe_rl.study.population import population_cautions, population_notes
 from moe_rl.study.scenario import Scenario, Simulate
 from moe_rl.yaml_files import read_yaml
@@ -82,7 +83,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "cluster": topology.hardware.name,
         "fabric": topology.hardware.fabric,
         "software": scenario.software.name,
-        "software_chosen_by": chosen_by(options),
+        "software_chosen_by": chosen_by(options.pricing, options.kernels),
         **conditions,
         **options.words(SAID),
         "sequence_length_mean": round(float(scenario.batch.lengths.mean()), 1)
@@ -116,29 +117,30 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
     return not_none(facts)
 
 
-def chosen_by(options: SimulationOptions) -> str:
+def chosen_by(pricing: PricingOptions, kernels: KernelOptions) -> str:
     """Return why this software was priced."""
-    if options.pricing.names_software:
+    if pricing.names_software:
         return "--software"
-    if options.pricing.known_step:
+    if pricing.known_step:
         return "--known-step"
-    if options.kernels.are_tuned:
+    if kernels.are_tuned:
         return "graphs, fused operators or overlap in the setting"
     return "the default"
 
 
 def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
     """Say which software was priced and why, and what the other kind would give."""
-    name = scenario.software.name
+    name, options = scenario.software.name, scenario.options
+    reason = chosen_by(options.pricing, options.kernels)
     other = TYPICAL if name == TUNED else TUNED
     if scenario.options.pricing.known_step:
-        return f"software: {name} ({chosen_by(scenario.options)}), with constants fitted on the known steps."
+        return f"software: {name} ({reason}), with constants fitted on the known steps."
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
     other_s, own_s = priced.static.step_time_s, result.static.step_time_s
     return (
-        f"software: {name} ({chosen_by(scenario.options)}); with --software {other}, static takes {other_s:.3g} s "
+        f"software: {name} ({reason}); with --software {other}, static takes {other_s:.3g} s "
         f"instead of {own_s:.3g} s, and {best} is {gain:.2f}x as fast."
     )
 
@@ -238,7 +240,8 @@ def cautions(
     if not scenario.options.pricing.in_seconds:
         return sentences
     lengths = scenario.batch.lengths
-    outside = population_cautions(scenario.options, packed=bool((lengths != lengths[0]).any()))
+    packed = bool((lengths != lengths[0]).any())
+    outside = population_cautions(scenario.options.parallel, scenario.options.passes.seq_length, packed=packed)
     assumed = scenario.topology.hardware.assumption()
     return [*sentences, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
 

@@ -261,7 +261,7 @@ def _row_step(
             lambda model: load_model(model).spec,
             load_cluster,
         )
-        _check_model(run.model, options)
+        _check_model(run.model, options.shape.model)
         seconds_per_token = 1.0 / run.tokens_per_s
         return StatedStep(text=str(row.get("name", name)), seconds=seconds_per_token, run=_of_whole_run(run))
     words = with_underscores(row)
@@ -286,7 +286,7 @@ def priced_row(
     """Return a setting in the words of the options; what it does not say is as in this command's own options."""
     base = without(options.stated_words(), NOT_SHARED)
     row = merge_options(KnownStepOptions, {**base, **whole_names(KnownStepOptions, words)})
-    _check_model(row.shape.model, options)
+    _check_model(row.shape.model, options.shape.model)
     model = load_model(row.shape.model if row.shape.model != FROM_TRACE else options.shape.model).spec
     if own_lengths is None or set(words) & BATCH_WORDS:
         lengths = lengths_of_row(row)
@@ -336,11 +336,11 @@ BATCH_WORDS = {"global_batch_size", "num_samples", "mean_length"}
 NOT_SHARED = ("known_step", "known_step_config", "known_memory", "policy", "policy_option", "step")
 
 
-def _check_model(model: str, options: SimulationOptions) -> None:
-    """Raise for a step of another model than the one that is forecast."""
-    if FROM_TRACE in (model, options.shape.model):
+def _check_model(model: str, forecast: str) -> None:
+    """Raise for a step of another model than `forecast`, the one that is forecast."""
+    if FROM_TRACE in (model, forecast):
         return
-    stated, other = load_model(model).spec.name, load_model(options.shape.model).spec.name
+    stated, other = load_model(model).spec.name, load_model(forecast).spec.name
     require(stated == other, f"it is a step of {stated}, but the forecast is of {other}: give one of the same model.")
 
 

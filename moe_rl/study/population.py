@@ -3,7 +3,7 @@
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.study.options import SimulationOptions
+from moe_rl.study.groups import MemoryOptions, ParallelOptions
 
 # Clusters and models of the published runs that the constants meet (tests/simulators/data).
 FITTED_CLUSTERS = {
@@ -20,10 +20,10 @@ FITTED_MODELS = {
 FITTED_RL_CLUSTERS = ("h100",)
 
 
-def check_population(options: SimulationOptions) -> None:
+def check_population(memory: MemoryOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
-        not (options.memory.use_megatron_fsdp and options.memory.optimizer_offload_fraction > 0),
+        not (memory.use_megatron_fsdp and memory.optimizer_offload_fraction > 0),
         "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast: the only published run with both "
         "took seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
     )
@@ -47,14 +47,17 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
     ]
 
 
-def population_cautions(options: SimulationOptions, *, packed: bool) -> list[str]:
-    """Return what published runs of such a setting contradict; `packed`: sequences of several lengths."""
+def population_cautions(parallel: ParallelOptions, seq_length: int | None, *, packed: bool) -> list[str]:
+    """Return what published runs of such a setting contradict.
+
+    `seq_length` is that of the price, None that of the batch; `packed`: sequences have several lengths.
+    """
     sentences = []
-    if options.parallel.expert_model_parallel_size == 1:
+    if parallel.expert_model_parallel_size == 1:
         sentences.append(
             "outside the fitted runs: without expert parallelism, published runs took 44 to 57 % longer than forecast."
         )
-    if options.parallel.context_parallel_size > 1 and packed and options.passes.seq_length is None:
+    if parallel.context_parallel_size > 1 and packed and seq_length is None:
         sentences.append(
             "outside the fitted runs: with context parallelism, packed sequences are priced like unpacked ones. Four "
             "such published runs took 5 to 16 times as long as forecast."

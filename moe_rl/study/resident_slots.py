@@ -22,6 +22,7 @@ from moe_rl.planner.registry import POLICIES
 from moe_rl.report.units import GIB, counted
 from moe_rl.simulators.balanced import flops_per_token
 from moe_rl.simulators.result import PolicyResult
+from moe_rl.study.groups import PlanningOptions, PricingOptions
 from moe_rl.study.known_steps import UPDATE, KnownMemory, OwnStep, PricedRun, posterior_of, surprises
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import make_plans, pricing_of
@@ -92,7 +93,8 @@ def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Pr
 def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Scenario:
     """Return the scenario with the slots that are best for the policy that fills them, and say why so many."""
     spec, hardware, noun = scenario.model.spec, scenario.topology.hardware, KINDS[name]
-    policy, room_bytes = deciding_policy(scenario.options, spec, name), (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
+    options, room_bytes = scenario.options, (1 - SPARE_MEMORY) * hardware.hbm_gib * GIB
+    policy = deciding_policy(options.planning, options.pricing, spec, name)
     most = spec.num_experts - scenario.topology.experts_per_rank(spec.num_experts)
 
     def tried(slots: int) -> tuple[Scenario, PolicyResult]:
@@ -133,24 +135,24 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
     return best_trial
 
 
-def deciding_policy(options: SimulationOptions, model: MoeModelSpec, name: str) -> str:
+def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: MoeModelSpec, name: str) -> str:
     """Return the policy whose step decides: one that fills such slots, or resident ones with copies that it holds.
 
     Raises where there is none, and where its time or memory would not be known.
     """
     flag, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
-    options.pricing.require_times(f"{flag} looks for the shortest step")
+    pricing.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
         f"{flag} needs a memory forecast, but {', '.join(model.assumed_fields)} of the model is only assumed: "
         "name the --model, or give a number.",
     )
-    levers = {policy: POLICIES[policy].levers for policy in options.planning.policy}
+    levers = {policy: POLICIES[policy].levers for policy in planning.policy}
     filling = [policy for policy, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
     filling = filling or [policy for policy in levers if resident and POLICIES[policy].fills_slots_for_a_step]
     does = "copies experts across nodes"
     if resident:
         does = "holds copies for a whole step"
-    require(len(filling) > 0, f"{flag}: none of --policy {','.join(options.planning.policy)} {does}; moe-rl does.")
+    require(len(filling) > 0, f"{flag}: none of --policy {','.join(planning.policy)} {does}; moe-rl does.")
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(filling, key=lambda policy: POLICIES[policy].variant_of is not None)

@@ -168,7 +168,7 @@ class TrainingPasses:
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
     options.pricing.require_times("an RL step is a time")
-    check_population(options)
+    check_population(options.memory)
     require(
         not options.passes.forward_only and not options.passes.log_prob_passes,
         "--forward-only and --log-prob-passes describe a single pass, but an RL step has its own passes.",
@@ -371,7 +371,7 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     software = passes.posterior.likeliest.prior.software.name
     sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
     sentences += population_notes(passes.model, passes.hardware, software)
-    sentences += population_cautions(options, packed=True)
+    sentences += population_cautions(options.parallel, options.passes.seq_length, packed=True)
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
     if of_lengths:
         sentences.append(
@@ -442,9 +442,10 @@ def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: 
         return f"software: {software}, with constants fitted on the known steps."
     other = load_software(TYPICAL if software == TUNED else TUNED)
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
+    reason = chosen_by(options.pricing, options.kernels)
     other_s, own_s = priced["static"].step_time_s, own["static"].step_time_s
     return (
-        f"software: {software} ({chosen_by(options)}); with --software {other.name}, a static step takes "
+        f"software: {software} ({reason}); with --software {other.name}, a static step takes "
         f"{other_s:.3g} s instead of {own_s:.3g} s. Both are fitted on the same published RL steps, so the difference "
         "does not say which software is faster."
     )

@@ -142,7 +142,7 @@ class _Rollouts:
             f"--resident-slots {copies} makes {per_rank} slots per rank, but the model has {spec.num_experts} experts.",
         )
         requests = options.sequences.ep_group_tokens or REQUESTS_PER_RANK * ranks
-        planned, scored, sentences = _planned_and_scored(source, options)
+        planned, scored, sentences = _planned_and_scored(source, options.sequences.step)
         progress("following the decoding", 0, 1)
 
         def batches(of: RoutingTrace) -> DecodeBatches:
@@ -238,14 +238,10 @@ def score_map(expert_map: ExpertMap, batches: DecodeBatches, served: NDArray[np.
     return MapScore(imbalance=imbalance(rank_load), active_slots=float(active_of_fullest.mean()))
 
 
-def _planned_and_scored(
-    source: TraceSource, options: SimulationOptions
-) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
+def _planned_and_scored(source: TraceSource, step: int | None) -> tuple[RoutingTrace, RoutingTrace, dict[str, object]]:
     """Return the sequences to plan on, the ones to score on (the same object if there is no other), and their names."""
-    if options.sequences.step is None:
+    if step is None:
         step = source.steps[-1]
-    else:
-        step = options.sequences.step
     source.require_step(step)
     scored = routes_of_step(source, step)
     index = source.steps.index(step)

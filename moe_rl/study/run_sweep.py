@@ -133,7 +133,7 @@ def _check(trace: TraceLike, options: SimulationOptions) -> None:
     source, model = open_trace_of_model(trace, options)
     for name in KINDS:
         if options.value_of(name) == AUTO:
-            deciding_policy(options, model.spec, name)
+            deciding_policy(options.planning, options.pricing, model.spec, name)
     topology_of(with_groups_of_gpus(options), load_cluster(options.pricing.cluster), (), num_experts=source.num_experts)
 
 

@@ -153,7 +153,7 @@ def state_scenario(
     `model` None: the model that the options name.
     """
     check_policies(options.planning, options.kernels)
-    check_population(options)
+    check_population(options.memory)
     options = with_groups_of_gpus(options)
     hardware = load_cluster(options.pricing.cluster)
     progress("reading the trace", 0, 1)

@@ -368,7 +368,7 @@ def tune(
     lengths = batch.lengths
     hardware = load_cluster(options.pricing.cluster)
     per_node = parallel.ranks_per_node or hardware.ranks_per_node
-    check_population(options)
+    check_population(options.memory)
     posterior = _posterior(options, hardware, lengths)
     hardware, costs = posterior.likeliest.constants
     base, budget = replace(options.step_setting(), software=costs), options.sequences.micro_batch_tokens
@@ -536,14 +536,14 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
             row.tokens_per_s_per_gpu * own_s / moved
             for row, own_s, moved in zip(compared, before, factors, strict=True)
         ]
-        best = int(np.argmax(speeds))
+        best, reason = int(np.argmax(speeds)), chosen_by(options.pricing, options.kernels)
         sentences = [
-            f"software: {software} ({chosen_by(options)}); with --software {other.name}, {compared[best].name} would "
+            f"software: {software} ({reason}); with --software {other.name}, {compared[best].name} would "
             f"be the fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)
-    best_cp = options.with_words(context_parallel_size=rows[0].context_parallel_size)
-    sentences += population_cautions(best_cp, packed=True)
+    best_cp = options.parallel.with_words(context_parallel_size=rows[0].context_parallel_size)
+    sentences += population_cautions(best_cp, options.passes.seq_length, packed=True)
     return [*sentences, *filter(None, [task.hardware.assumption()])]
 
 
