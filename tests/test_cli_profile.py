@@ -103,7 +103,7 @@ def test_many_ranks_are_shown_by_their_spread(tmp_path: Path) -> None:
 def test_without_ranges_the_command_says_that_waiting_is_not_known(tmp_path: Path) -> None:
     ran = moe_rl("profile", one_layer(tmp_path, 0, ranges=False), one_layer(tmp_path, 1, ranges=False))
     assert ran.code == 0
-    assert "waiting is not known: no all-to-all lies in a moe_rl range" in ran.out
+    assert "waiting is not known: no all-to-all is in a moe_rl range" in ran.out
     assert "kernels count by their names alone" in " ".join(ran.out.split())
 
 
