@@ -1,0 +1,111 @@
+"""A framework with a loop of its own, outside the repository, gets an adapter as docs/extending.md says."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_ranks import Launch, run_cases
+
+pytest.importorskip("megatron.core", reason="tinyrl trains Megatron's layers")
+pytest.importorskip("setuptools", reason="pip builds the package with it; torch brings it")
+
+pytestmark = pytest.mark.multi_rank
+
+SOURCE = Path(__file__).parent / "tinyrl_package"
+ROOT = Path(__file__).parents[2]
+CASES = ("gradients_are_equal", "a_whole_run", "a_loss_raises", "one_rank_has_routes_of_another_model")
+LIMIT = 1e-5
+"""Only the order of sums differs; of a loss, a gradient norm or a gradient, by the largest."""
+WEIGHTS_LIMIT = 2 * 4 * 3e-3
+"""After four steps of Adam with a learning rate of 3e-3: a gradient of zero but for rounding steps either way."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed tinyrl and its adapter."""
+    copy = tmp_path_factory.mktemp("source") / SOURCE.name
+    shutil.copytree(SOURCE, copy)
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps"]
+    made = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(target), str(copy)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def launch(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(installed)]))
+        return run_cases(
+            Path(__file__).parent,
+            [f"tinyrl_cases.{case}" for case in CASES],
+            world_size=2,
+            folder=tmp_path_factory.mktemp("ranks"),
+            timeout_s=90.0,
+        )
+
+
+def apart(plain: dict[str, list[float]], ours: dict[str, list[float]]) -> float:
+    """The largest relative difference of two curves."""
+    assert plain.keys() == ours.keys()
+    pairs = [pair for name in plain for pair in zip(plain[name], ours[name], strict=True)]
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def of_updates(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Those of the updates of `lived`: per rollout a score, two updates and a validation."""
+    return [each for number, each in enumerate(metrics) if number % 4 in (1, 2)]
+
+
+def test_the_gradients_of_balanced_updates_are_those_of_plain_ones(launch: Launch) -> None:
+    for rank in launch.of("tinyrl_cases.gradients_are_equal"):
+        assert rank["losses"]["balanced"] == pytest.approx(rank["losses"]["plain"], rel=LIMIT)
+        assert rank["apart"] <= LIMIT * rank["largest"]
+        for update in rank["metrics"]:
+            assert update["moe_rl/replicas"] > 0
+            assert update["moe_rl/fallback"] == 0
+            assert update["moe_rl/static_imbalance"] > 1.2
+            assert update["moe_rl/imbalance"] < 1.06
+            assert update["moe_rl/imbalance"] < update["moe_rl/static_imbalance"]
+
+
+def test_a_run_that_scores_validates_saves_and_publishes_is_the_plain_one(launch: Launch) -> None:
+    for rank in launch.of("tinyrl_cases.a_whole_run"):
+        assert apart(rank["plain"], rank["ours"]) <= LIMIT
+        assert rank["weights"] <= WEIGHTS_LIMIT
+        assert min(rank["moved"]) > 0
+        assert rank["homes"] == rank["moved"][-1]
+        for update in of_updates(rank["metrics"]):
+            assert update["moe_rl/imbalance"] < 1.06
+            assert update["moe_rl/known_share"] == 1
+        going_on, plain, balanced = rank["next"]
+        assert plain == pytest.approx(going_on, rel=LIMIT)
+        assert balanced == pytest.approx(going_on, rel=LIMIT)
+
+
+def test_a_loss_that_raises_leaves_a_run_that_goes_on(launch: Launch) -> None:
+    for rank in launch.of("tinyrl_cases.a_loss_raises"):
+        assert rank["caught"] == 2
+        assert apart(rank["plain"], rank["ours"]) <= LIMIT
+        assert rank["weights"] <= WEIGHTS_LIMIT
+        assert min(rank["moved"]) > 0
+
+
+def test_routes_that_are_wrong_on_one_rank_are_refused_on_all(launch: Launch) -> None:
+    for rank in launch.of("tinyrl_cases.one_rank_has_routes_of_another_model"):
+        assert "the routes are from another model" in rank["said"]
+        assert rank["loss"] == pytest.approx(rank["plain"], rel=LIMIT)
+
+
+def test_the_doctor_knows_the_adapter(installed: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(installed)])
+    command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "doctor", "--framework", "tinyrl"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tinyrl 0.3.0" in done.stdout
+    assert "balancer = attach(trainer, BalancerConfig(reorders=True))" in done.stdout
