@@ -55,11 +55,15 @@ def source_of(micro_batches: Sequence[Episodes], model: MoeModelSpec, *, replays
 
 
 def _routes(episodes: Episodes, model: MoeModelSpec) -> Any:
-    """Return [N, L, K], -1 for the last token of an episode and what fills it up."""
+    """Return [N, L, K]; the last token of an episode, and what fills it up, tinyrl sends to experts 0 .. K-1.
+
+    With -1 there the plan would lack these rows, a quarter of all, and -1 is what the pages ask for.
+    """
     length = episodes.token_grid.shape[1]
     by_token = [np.moveaxis(picked, 0, 1) for picked in episodes.picked_experts or ()]
-    padded = [with_missing_last_rows(of_moe_layers(ids, model), length) for ids in by_token]
-    return padded_rows(np.stack(padded), where=RowSlice.current())
+    padded = np.stack([with_missing_last_rows(of_moe_layers(ids, model), length) for ids in by_token])
+    filled = np.where(padded < 0, np.arange(model.top_k), padded)
+    return padded_rows(filled, where=RowSlice.current())
 
 
 def _sequence_rows(episodes: Episodes) -> SequenceRows:
