@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from moe_rl.megatron.checkpoint import restore_placement, save_placement
     from moe_rl.megatron.layer import ElasticMoELayer, elastic_spec
     from moe_rl.megatron.recorder import RoutingRecorder
-    from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows
+    from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows, padded_sequences
     from moe_rl.replay.merge import merge_recordings
 
 __all__ = [
     "BalancerConfig", "Balancer", "ElasticMoELayer", "PassMetrics", "PassSource", "RoutingRecorder", "RowSlice",
-    "attach", "cluster_topology", "elastic_spec", "merge_recordings", "packed_rows", "padded_rows", "plan_from_local",
-    "plan_from_schedule", "restore_placement", "save_placement",
+    "attach", "cluster_topology", "elastic_spec", "merge_recordings", "packed_rows", "padded_rows", "padded_sequences",
+    "plan_from_local", "plan_from_schedule", "restore_placement", "save_placement",
 ]  # fmt: skip
 
 _MODULES = {
@@ -43,6 +43,7 @@ _MODULES = {
     "merge_recordings": "replay.merge",
     "packed_rows": "megatron.routed_rows",
     "padded_rows": "megatron.routed_rows",
+    "padded_sequences": "megatron.routed_rows",
     "plan_from_local": "balancing",
     "plan_from_schedule": "balancing",
     "restore_placement": "megatron.checkpoint",

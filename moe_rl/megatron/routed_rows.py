@@ -7,7 +7,7 @@ tensor-parallel rank an equal consecutive part of what is left. Wrong row order 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError, require
 
 Routes = torch.Tensor | NDArray[np.integer]
@@ -63,6 +64,22 @@ def padded_rows(routed_experts: Routes, *, where: RowSlice, attention_mask: Any 
         ids = np.where(mask[:, :, None, None], ids, -1)
     boundaries = np.arange(batch + 1) * length
     return ids.reshape(-1, *ids.shape[2:])[held_positions(boundaries, where, side_by_side=True)]
+
+
+def padded_sequences(tokens: Any, *, where: RowSlice, attention_mask: Any = None) -> SequenceRows:
+    """Return the rows that `padded_rows` returns, by their sequence: token ids [B, S] of a padded batch.
+
+    `attention_mask` [B, S] is false on padding. Every sequence is named by all of its tokens, whichever rows of it
+    this rank holds.
+
+    Example: [[5, 6, 7], [8, 9, 0]] with the last token masked has rows of sequences 0 1 0 1 0 and padding.
+    """
+    ids = _array(tokens)
+    require(ids.ndim == 2, f"tokens must be [B, S], got {list(ids.shape)}.")
+    sequence_by_sequence = SequenceRows.of_padded(ids, attention_mask)
+    boundaries = np.arange(len(ids) + 1) * ids.shape[1]
+    positions = held_positions(boundaries, where, side_by_side=True)
+    return replace(sequence_by_sequence, sequence_of_row=sequence_by_sequence.sequence_of_row[positions])
 
 
 def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, where: RowSlice) -> Ints:

@@ -8,6 +8,7 @@ import pytest
 from curves import FP32_LIMIT, relative_difference
 from strategies import model_spec
 
+from moe_rl.balancing import SequenceRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import forward_backward
 
@@ -56,6 +57,17 @@ def test_micro_batches_that_are_looked_at_again_are_never_held_together() -> Non
     assert len(balancer.begin_pass.call_args.args[0].routes) == 6
     with pytest.raises(InvalidInputError, match="`again` yields 6 micro-batches, but the call needs 7"):
         run(data_iterator=data, num_microbatches=7)
+
+
+def test_a_schedule_says_routes_and_sequences() -> None:
+    balancer = Mock(model=model_spec(num_experts=8, num_layers=2, top_k=2, moe_layer_ids=(0, 1)))
+    rows = SequenceRows.of_tokens([[5, 6, 7]])
+    run = forward_backward(
+        lambda **_: None, balancer, lambda batches: [np.zeros((3, 2, 2), np.int64)], tokens=lambda batches: [rows]
+    )
+    run(data_iterator=iter([0]), num_microbatches=1)
+    source = balancer.begin_pass.call_args.args[0]
+    assert (len(source.routes), source.sequences) == (1, (rows,))
 
 
 @loop_case("router_shift")

@@ -1,18 +1,15 @@
 """Cases of test_rollouts.py: RL steps of bare Megatron without replay, a log-prob pass before two updates."""
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import tiny_gpt
 import torch
 from feed_cases import live
 
 from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.sequence_rows import SequenceRows
-from moe_rl.megatron import BalancerConfig, RowSlice, attach
-from moe_rl.megatron.routed_rows import held_positions
+from moe_rl.megatron import BalancerConfig, RowSlice, attach, padded_sequences
 
 ROLLOUTS, MICRO_BATCHES = 3, 4
 TOKENS_OF = tiny_gpt.tokens_of
@@ -21,10 +18,7 @@ CONFIG = BalancerConfig(objective="imbalance", cross_node_slots=1, ranks_per_nod
 
 def held(step: int, micro_batch: int) -> SequenceRows:
     """The rows of this rank: [S, B], of which a tensor-parallel rank has a part."""
-    whole = SequenceRows.of_padded(tiny_gpt.tokens_of(step, micro_batch)[:, :-1])
-    boundaries = np.arange(tiny_gpt.BATCH + 1) * tiny_gpt.SEQUENCE
-    rows = held_positions(boundaries, RowSlice.current(), side_by_side=True)
-    return replace(whole, sequence_of_row=whole.sequence_of_row[rows])
+    return padded_sequences(tiny_gpt.tokens_of(step, micro_batch)[:, :-1], where=RowSlice.current())
 
 
 def like_some(gpt: Any) -> None:

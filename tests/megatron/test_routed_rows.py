@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows, replayed_rows
+from moe_rl.megatron.routed_rows import RowSlice, packed_rows, padded_rows, padded_sequences, replayed_rows
 
 
 def named(batch: int, length: int) -> np.ndarray:
@@ -55,6 +56,19 @@ def test_padding_has_no_route() -> None:
         torch.ones(2, 2, 3, 1, dtype=torch.uint8), where=RowSlice(), attention_mask=torch.tensor([[1, 1], [0, 1]])
     )
     assert rows[:, 0, 0].tolist() == [1, -1, 1, 1]
+
+
+@given(tp_size=st.sampled_from([1, 2]), cp_size=st.sampled_from([1, 2]), batch=st.integers(1, 3))
+def test_sequences_of_a_padded_batch_lie_as_its_routes(tp_size: int, cp_size: int, batch: int) -> None:
+    """The route of every token says which sequence it is of, and padding has none."""
+    length = 2 * cp_size * tp_size
+    mask = np.arange(length) < np.arange(length, length - batch, -1)[:, None]
+    tokens = np.arange(batch * length).reshape(batch, length)
+    for where in slices(tp_size, cp_size):
+        rows = padded_sequences(torch.from_numpy(tokens), where=where, attention_mask=mask)
+        sequence = padded_rows(named(batch, length), where=where, attention_mask=mask)[:, 0, 0]
+        assert rows.sequence_of_row.tolist() == np.where(sequence < 0, batch, sequence).tolist()
+        assert rows.keys.tolist() == SequenceRows.of_padded(tokens, mask).keys.tolist()
 
 
 def test_packed_sequences_follow_each_other_and_their_last_token_has_no_route() -> None:

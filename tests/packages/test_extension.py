@@ -138,42 +138,6 @@ def test_the_settings_of_the_framework_are_read(installed: Path, tmp_path: Path)
     assert settings["moe_token_dispatcher_type"] == "flex"
 
 
-INSIDE_COURIER = """
-import json
-import numpy as np
-from types import SimpleNamespace
-from moe_rl.config import model_from_trace
-from moe_rl_example.courier.attach import balanced, source_of
-
-model = model_from_trace(name="", moe_layer_ids=(0, 1, 2), num_experts=8, top_k=2, overrides={}).spec
-calls = []
-balancer = SimpleNamespace(
-    model=model,
-    begin_pass=lambda source, *, forward_only: calls.append(["begin", source.num_micro_batches, forward_only]),
-    end_pass=lambda: calls.append("end"),
-    give_up=lambda: calls.append("give up"),
-)
-tokens = [{"tokens": [[5, 6, 7]]}, {"tokens": [[8, 9]]}]
-routes = [{**batch, "routes": np.zeros((len(batch["tokens"][0]), 3, 2), np.int64)} for batch in tokens]
-losses = balanced(lambda batches: [0.5] * len(batches), balancer)(routes)
-try:
-    balanced(lambda batches: 1 / 0, balancer, forward_only=True)(tokens)
-except ZeroDivisionError:
-    calls.append("raised")
-replayed, expected = source_of(routes, model), source_of(tokens, model)
-print(json.dumps([losses, calls, len(replayed.routes), expected.routes, len(expected.sequences)]))
-"""
-
-
-def test_the_adapter_of_the_framework_says_what_it_knows_of_a_pass(installed: Path) -> None:
-    done = run(["-c", INSIDE_COURIER], installed)
-    assert done.returncode == 0, done.stderr
-    losses, calls, num_routes, no_routes, num_sequences = json.loads(done.stdout)
-    assert losses == [0.5, 0.5]
-    assert calls == [["begin", 2, False], "end", ["begin", 2, True], "give up", "raised"]
-    assert (num_routes, no_routes, num_sequences) == (2, None, 2)
-
-
 def test_the_kernel_backend_is_checked_and_timed(installed: Path) -> None:
     pytest.importorskip("torch", reason="kernel benchmarks need torch")
     options = ("--device", "cpu", "--provider", "log-softmax", "--routing", "zipf", "--budget-s", 0.001, "--json", "-")
@@ -236,13 +200,15 @@ def test_a_package_that_cannot_be_used_is_named_in_one_sentence(
     assert line.startswith(f"error: broken offers the {kind} 'mine' ({value}), which cannot be used:")
 
 
-def test_the_page_shows_what_the_package_holds() -> None:
+def test_the_page_shows_what_the_packages_hold() -> None:
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```(?:python|toml)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    files = {path.name: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.*") if path.is_file()}
-    found = [name for snippet in shown for name, text in files.items() if snippet in text]
-    assert sorted(found) == ["attach.py", "dealt.py", "log_softmax.py", "pyproject.toml", "settings.py", "trace.py"]
-    assert len(shown) == len(found)
+    files = [*SOURCE.rglob("*.*"), *(SOURCE.parent / "tinyrl_package" / "tinyrl_moe_rl").glob("*.py")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()}
+    sources = [name for snippet in shown for name, text in texts.items() if snippet in text]
+    parts = ["attach.py"] * 2 + ["contract.py", "dealt.py", "log_softmax.py", "pyproject.toml"]
+    assert sorted(sources) == [*parts, "settings.py", "trace.py"]
+    assert len(shown) == len(sources)
 
 
 def test_the_page_names_files_that_there_are() -> None:

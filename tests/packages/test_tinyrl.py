@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multi_rank
 
 SOURCE = Path(__file__).parent / "tinyrl_package"
 ROOT = Path(__file__).parents[2]
-CASES = ("gradients_are_equal", "a_whole_run", "a_loss_raises", "one_rank_has_routes_of_another_model")
+CASES = ("gradients_are_equal", "a_whole_run", "one_rank_has_routes_of_another_model", "switched_on_from_outside")
 LIMIT = 1e-5
 """Only the order of sums differs; of a loss, a gradient norm or a gradient, by the largest."""
 WEIGHTS_LIMIT = 2 * 4 * 3e-3
@@ -46,7 +46,7 @@ def launch(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
             [f"tinyrl_cases.{case}" for case in CASES],
             world_size=2,
             folder=tmp_path_factory.mktemp("ranks"),
-            timeout_s=90.0,
+            timeout_s=300.0,
         )
 
 
@@ -55,11 +55,6 @@ def apart(plain: dict[str, list[float]], ours: dict[str, list[float]]) -> float:
     assert plain.keys() == ours.keys()
     pairs = [pair for name in plain for pair in zip(plain[name], ours[name], strict=True)]
     return max(abs(a - b) / abs(a) for a, b in pairs)
-
-
-def of_updates(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Those of the updates of `lived`: per rollout a score, two updates and a validation."""
-    return [each for number, each in enumerate(metrics) if number % 4 in (1, 2)]
 
 
 def test_the_gradients_of_balanced_updates_are_those_of_plain_ones(launch: Launch) -> None:
@@ -74,38 +69,55 @@ def test_the_gradients_of_balanced_updates_are_those_of_plain_ones(launch: Launc
             assert update["moe_rl/imbalance"] < update["moe_rl/static_imbalance"]
 
 
-def test_a_run_that_scores_validates_saves_and_publishes_is_the_plain_one(launch: Launch) -> None:
+def test_a_run_whose_loss_raises_once_is_the_plain_one_after_that_too(launch: Launch) -> None:
+    """It scores, validates, saves, publishes and is resumed, with and without the adapter."""
     for rank in launch.of("tinyrl_cases.a_whole_run"):
-        assert apart(rank["plain"], rank["ours"]) <= LIMIT
+        assert apart(rank["plain"], rank["balanced"]) <= LIMIT
         assert rank["weights"] <= WEIGHTS_LIMIT
         assert rank["moved"][-1] > 0
         assert rank["homes"] == rank["moved"][-1]
-        for update in of_updates(rank["metrics"]):
+        assert len(rank["updates"]) == 4
+        assert all(update["moe_rl/imbalance"] < update["moe_rl/static_imbalance"] for update in rank["updates"])
+        # Validation lets the router decide on padding, which later plans then take for a mean of both.
+        for update in rank["updates"][:2]:
             assert update["moe_rl/imbalance"] == pytest.approx(update["moe_rl/predicted_imbalance"])
-            assert update["moe_rl/imbalance"] < 1.06
         going_on, plain, balanced = rank["next"]
         assert plain == pytest.approx(going_on, rel=LIMIT)
         assert balanced == pytest.approx(going_on, rel=LIMIT)
 
 
-def test_a_loss_that_raises_leaves_a_run_that_goes_on(launch: Launch) -> None:
-    for rank in launch.of("tinyrl_cases.a_loss_raises"):
-        assert rank["caught"] == 2
-        assert apart(rank["plain"], rank["ours"]) <= LIMIT
-        assert rank["weights"] <= WEIGHTS_LIMIT
-        assert rank["moved"][-1] > 0
-
-
 def test_routes_that_are_wrong_on_one_rank_are_refused_on_all(launch: Launch) -> None:
     for rank in launch.of("tinyrl_cases.one_rank_has_routes_of_another_model"):
-        assert "the routes are from another model" in rank["said"]
+        assert "the routes are from another model" in rank["message"]
         assert rank["loss"] == pytest.approx(rank["plain"], rel=LIMIT)
 
 
-def test_the_doctor_knows_the_adapter(installed: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(installed)])
-    command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "doctor", "--framework", "tinyrl"]
+def test_variables_switch_it_on_and_off(launch: Launch) -> None:
+    for rank in launch.of("tinyrl_cases.switched_on_from_outside"):
+        assert rank["nothing"]
+        assert rank["losses"]["balanced"] == pytest.approx(rank["losses"]["plain"], rel=LIMIT)
+        balanced, switched_off = rank["metrics"]
+        assert balanced["moe_rl/imbalance"] < balanced["moe_rl/static_imbalance"]
+        assert switched_off == {}
+
+
+def run(arguments: list[str], package: Path) -> str:
+    """Return what Python prints with this checkout and the package on its path."""
+    path = os.pathsep.join([str(ROOT), str(package)])
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tinyrl 0.3.0" in done.stdout
-    assert "balancer = attach(trainer, BalancerConfig(reorders=True))" in done.stdout
+    return done.stdout
+
+
+def test_the_doctor_knows_the_adapter(installed: Path) -> None:
+    code = "from moe_rl.cli import main; main()"
+    printed = run(["-c", code, "doctor", "--framework", "tinyrl"], installed)
+    assert "tinyrl 0.3.0" in printed
+    assert "balancer = attach(trainer, BalancerConfig(reorders=True))" in printed
+
+
+def test_the_conformance_suite_runs_over_the_contract(installed: Path) -> None:
+    suite = ROOT / "tests" / "conformance" / "test_adapters.py"
+    printed = run(["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", "tinyrl", str(suite)], installed)
+    assert "3 passed, 1 skipped" in printed

@@ -1,25 +1,29 @@
 """Cases of test_tinyrl.py: a framework that moe_rl does not know, with and without its adapter, on two ranks."""
 
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from tinyrl import Episodes, Trainer
 from tinyrl.trainer import policy_gradient
-from tinyrl_moe_rl.attach import attach
+from tinyrl_moe_rl.attach import attach, attach_from_environment
 
 from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.megatron import Balancer
 from moe_rl.megatron.on_cpu import cpu_megatron
 
 VOCABULARY, EXPERTS, LAYERS, TOP_K = 48, 8, 3, 2
-EPISODES, LONGEST, MICRO_BATCHES = 4, 24, 4
+EPISODES, LONGEST, MICRO_BATCHES = 4, 16, 3
 STAY = BalancerConfig(objective="imbalance", replica_slots=2)
 MOVE = BalancerConfig(objective="imbalance", replica_slots=1, reorders=True)
 
@@ -81,7 +85,7 @@ def farthest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
 
 
 def gradients_are_equal() -> dict[str, Any]:
-    """Every gradient of three updates, experts at home with two replica slots a rank."""
+    """Every gradient of two updates, experts at home with two replica slots a rank."""
     gradients: dict[str, list[dict[str, torch.Tensor]]] = {"plain": [], "balanced": []}
     losses: dict[str, list[float]] = {"plain": [], "balanced": []}
     metrics: list[dict[str, float]] = []
@@ -96,7 +100,7 @@ def gradients_are_equal() -> dict[str, Any]:
             trainer.before_step.append(keep)
             if kind == "balanced":
                 attach(trainer, STAY, on_metrics=metrics.append)
-            for micro_batches in map(rollout, range(3)):
+            for micro_batches in map(rollout, range(2)):
                 trainer.score(micro_batches)
                 losses[kind].append(trainer.update(micro_batches)["loss"])
     plain, ours = gradients["plain"], gradients["balanced"]
@@ -108,92 +112,91 @@ def gradients_are_equal() -> dict[str, Any]:
     }
 
 
-def lived(config: BalancerConfig | None, folder: Path, breaks: Callable[[Trainer], None] | None = None) -> Any:
-    """What a run of two rollouts with two updates each did: scored, validated, saved and published in between."""
-    trainer, metrics = Trainer(), []
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run of two rollouts with two updates each left behind."""
+
+    trainer: Trainer
+    curve: dict[str, list[float]]
+    published: dict[str, torch.Tensor]
+    updates: list[dict[str, float]]
+    """The balancer's metrics of every update."""
+    moved: list[int]
+    """How many experts were away from home after each rollout."""
+
+
+def break_an_update(trainer: Trainer) -> None:
+    """Let the loss raise in the second micro-batch; then save and validate, as plain tinyrl can."""
+    calls = itertools.count(1)
+
+    def raising(log_probs: torch.Tensor, episodes: Episodes) -> torch.Tensor:
+        if next(calls) == 2:
+            raise OfTheUserError
+        return policy_gradient(log_probs, episodes)
+
+    trainer.loss = raising
+    with pytest.raises(OfTheUserError):
+        trainer.update(rollout(1))
+    trainer.loss = policy_gradient
+    trainer.save(shared_folder())
+    trainer.validate(rollout(50, recorded=False))
+
+
+def run_of_two_rollouts(config: BalancerConfig | None, folder: Path) -> Run:
+    """Score, update, validate, save and publish; the loss raises once between the rollouts."""
+    trainer, metrics, updates = Trainer(), [], []
     balancer = attach(trainer, config, on_metrics=metrics.append) if config else None
     curve: dict[str, list[float]] = {"loss": [], "grad_norm": [], "validation": [], "score": []}
     moved = []
     for step in range(2):
         micro_batches = rollout(step)
         trainer.score(micro_batches)
-        curve["score"] += [float(each.old_log_probs.mean()) for each in micro_batches]
-        for update in range(2):
-            if breaks is not None and (step, update) == (1, 0):
-                breaks(trainer)
+        curve["score"] += [float(episodes.old_log_probs.mean()) for episodes in micro_batches]
+        if step == 1:
+            break_an_update(trainer)
+        for _ in range(2):
             for name, value in trainer.update(micro_batches).items():
                 curve[name].append(value)
+            updates += metrics[-1:]
         curve["validation"].append(trainer.validate(rollout(100 + step, recorded=False)))
         if balancer is not None:
-            moved.append(int((balancer.placement.home_rank != balancer.megatron_placement.home_rank).sum()))
+            moved.append(away_from_home(balancer))
     trainer.save(folder)
-    weights = published(trainer)
-    return trainer, curve, weights, metrics, moved
+    return Run(trainer=trainer, curve=curve, published=published(trainer), updates=updates, moved=moved)
+
+
+def away_from_home(balancer: Balancer) -> int:
+    return int((balancer.placement.home_rank != balancer.megatron_placement.home_rank).sum())
 
 
 def a_whole_run() -> dict[str, Any]:
     with ranks():
-        folders = [shared_folder(), shared_folder()]
-        _, plain, weights, _, _ = lived(None, folders[0])
-        trainer, ours, own_weights, metrics, moved = lived(MOVE, folders[1])
-        going_on = trainer.update(rollout(7))
+        plain = run_of_two_rollouts(None, shared_folder())
+        folder = shared_folder()
+        balanced = run_of_two_rollouts(MOVE, folder)
+        going_on = balanced.trainer.update(rollout(7))
         resumed = Trainer()
-        resumed.load(folders[1])  # plain tinyrl reads what the balanced run wrote
+        resumed.load(folder)  # plain tinyrl reads what the balanced run wrote
         after = resumed.update(rollout(7))
         again = Trainer()
         balancer = attach(again, MOVE)
-        again.load(folders[1])
-        homes = int((balancer.placement.home_rank != balancer.megatron_placement.home_rank).sum())
+        again.load(folder)
+        homes = away_from_home(balancer)
         from_balanced = again.update(rollout(7))
     return {
-        "plain": plain,
-        "ours": ours,
-        "weights": farthest(weights, own_weights),
-        "metrics": metrics,
-        "moved": moved,
+        "plain": plain.curve,
+        "balanced": balanced.curve,
+        "weights": farthest(plain.published, balanced.published),
+        "updates": balanced.updates,
+        "moved": balanced.moved,
         "homes": homes,
         "next": [going_on, after, from_balanced],
     }
 
 
-def a_loss_raises() -> dict[str, Any]:
-    """In the third micro-batch of an update; the run saves, validates and updates anew, as plain tinyrl does."""
-    caught = []
-
-    def breaks(trainer: Trainer) -> None:
-        calls = [0]
-
-        def raising(log_probs: torch.Tensor, episodes: Episodes) -> torch.Tensor:
-            calls[0] += 1
-            if calls[0] == 3:
-                raise OfTheUserError
-            return policy_gradient(log_probs, episodes)
-
-        trainer.loss = raising
-        try:
-            trainer.update(rollout(1))
-        except OfTheUserError:
-            caught.append(True)
-        trainer.loss = policy_gradient
-        trainer.save(shared_folder())
-        trainer.validate(rollout(50, recorded=False))
-
-    with ranks():
-        _, plain, weights, _, _ = lived(None, shared_folder(), breaks)
-        _, ours, own_weights, metrics, moved = lived(MOVE, shared_folder(), breaks)
-    return {
-        "caught": len(caught),
-        "plain": plain,
-        "ours": ours,
-        "weights": farthest(weights, own_weights),
-        "metrics": metrics,
-        "moved": moved,
-    }
-
-
 def one_rank_has_routes_of_another_model() -> dict[str, Any]:
-    """All ranks hear of it, none waits, and the run goes on."""
-    said = ""
+    """All ranks raise, none waits, and the run goes on."""
+    message = ""
     with ranks():
         trainer = Trainer()
         attach(trainer, MOVE)
@@ -203,6 +206,27 @@ def one_rank_has_routes_of_another_model() -> dict[str, Any]:
         try:
             trainer.update(micro_batches)
         except InvalidInputError as error:
-            said = str(error)
+            message = str(error)
         loss = trainer.update(rollout(0))["loss"]
-        return {"said": said, "loss": loss, "plain": Trainer().update(rollout(0))["loss"]}
+        return {"message": message, "loss": loss, "plain": Trainer().update(rollout(0))["loss"]}
+
+
+def switched_on_from_outside() -> dict[str, Any]:
+    """By variables alone, for one of two updates."""
+    words = {"MOE_RL": "moe-rl", "MOE_RL_OBJECTIVE": "imbalance", "MOE_RL_STRICT": "1", "MOE_RL_UNTIL": "1"}
+    with ranks(), pytest.MonkeyPatch.context() as patch:
+        losses: dict[str, list[float]] = {"plain": [], "balanced": []}
+        metrics = []
+        trainer = Trainer()
+        without_variable = attach_from_environment(trainer)
+        losses["plain"] = [trainer.update(rollout(step))["loss"] for step in range(2)]
+        for name, value in words.items():
+            patch.setenv(name, value)
+        trainer = Trainer()
+        megatron_run = attach_from_environment(trainer)
+        assert megatron_run is not None
+        for step in range(2):
+            losses["balanced"].append(trainer.update(rollout(step))["loss"])
+            metrics.append(megatron_run.last_metrics)
+        megatron_run.detach()
+    return {"losses": losses, "metrics": metrics, "nothing": without_variable is None}

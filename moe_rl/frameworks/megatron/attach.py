@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_rl.balancing.exchange import agreed
 from moe_rl.balancing.loads import as_array
 from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.sequence_rows import SequenceRows
@@ -41,8 +42,10 @@ def forward_backward(
 
     `routes` gets the M micro-batches that the data iterator is about to yield and returns one integer array [N, L, K]
     per micro-batch for the rows that this rank holds (`moe_rl.megatron.RowSlice`), or None, which must be so on all
-    ranks alike. Then `tokens` says which sequences these rows are of, so that an update is planned from what routers
-    chose in the log-prob pass before it; without it, from the mean of the pass before. `again` returns another iterator
+    ranks alike. `tokens` says which sequences these rows are of (`moe_rl.megatron.padded_sequences`): an update is then
+    planned from what routers chose in the log-prob pass before it, if that counted every row. Without routes and
+    `tokens`, a pass is planned from the mean of the pass before. Whatever `routes` or `tokens` raises on a rank, all
+    ranks raise. `again` returns another iterator
     over the same micro-batches: these are looked at and dropped one by one, and `data_iterator` stays as it is, for one
     that brings every micro-batch to the device when it is asked for. `on_metrics` gets the metrics of every call; by
     default they are logged.
@@ -52,13 +55,18 @@ def forward_backward(
     @functools.wraps(function)
     def planned(**kwargs: Any) -> Any:
         count = kwargs["num_microbatches"]
-        if again is None:
-            # All micro-batches of the call are held at once, as many as the plan is for.
-            micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
-            routed, sequences = routes(micro_batches), tokens and tokens(micro_batches)
-        else:
-            routed, sequences = _read_one_by_one(islice(again(), count), count, routes, tokens)
-        source = _source_of(routed, sequences, count, balancer.model)
+
+        def announced() -> PassSource:
+            if again is None:
+                # All micro-batches of the call are held at once, as many as the plan is for.
+                micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
+                routed, sequences = routes(micro_batches), tokens and tokens(micro_batches)
+            else:
+                routed, sequences = _read_one_by_one(islice(again(), count), count, routes, tokens)
+            return _source_of(routed, sequences, count, balancer.model)
+
+        # A rank that cannot read its micro-batches must not leave the others waiting in begin_pass.
+        source = agreed(announced)
         balancer.begin_pass(source, forward_only=bool(kwargs.get("forward_only", False)))
         try:
             result = function(**kwargs)
@@ -103,7 +111,7 @@ def _source_of(
     if routes is not None:
         num_layers = {layers for ids in routes if (layers := as_array(ids).shape[1])}
         require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
-        return PassSource.replayed([of_moe_layers(ids, model) for ids in routes])
+        return PassSource.replayed([of_moe_layers(ids, model) for ids in routes], sequences)
     if sequences is None:
         return PassSource.unknown(num_micro_batches)
     return PassSource.expected(sequences)

@@ -23,6 +23,11 @@ class Episodes:
     """[B, S - 1], after `Trainer.score`."""
 
     @property
+    def is_token(self) -> torch.Tensor:
+        """[B, S]: false on what an episode is filled up with."""
+        return torch.arange(self.token_grid.shape[1])[None] < torch.tensor(self.num_tokens)[:, None]
+
+    @property
     def counts(self) -> torch.Tensor:
         """[B, S - 1]: which next tokens are part of an episode."""
-        return torch.arange(1, self.token_grid.shape[1])[None] < torch.tensor(self.num_tokens)[:, None]
+        return self.is_token[:, 1:]

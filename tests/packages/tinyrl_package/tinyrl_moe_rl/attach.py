@@ -1,22 +1,30 @@
 """Balances a tinyrl trainer. B episodes of S tokens, L MoE layers, K choices, N = S * B rows in Megatron's order.
 
-balancer = attach(trainer, BalancerConfig(reorders=True))
+balancer = attach(trainer, BalancerConfig(reorders=True))    # or, as MOE_RL and its companions say:
+megatron_run = attach_from_environment(trainer)
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from tinyrl import Episodes, Trainer
 
-from moe_rl.balancing import BalancerConfig, PassSource, SequenceRows
-from moe_rl.balancing.exchange import agreed
-from moe_rl.core.model import MoeModelSpec
-from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
-from moe_rl.megatron import Balancer, RowSlice, padded_rows, restore_placement, save_placement
+from moe_rl.frameworks import (
+    BalancerConfig,
+    MegatronRun,
+    MoeModelSpec,
+    PassSource,
+    agreed,
+    of_moe_layers,
+    settings_from_environment,
+    with_missing_last_rows,
+)
+from moe_rl.megatron import Balancer, RowSlice, padded_rows, padded_sequences, restore_placement, save_placement
 from moe_rl.megatron import attach as attach_to_megatron
 from tinyrl_moe_rl.contract import FRAMEWORK
 
@@ -24,66 +32,71 @@ Metrics = Callable[[dict[str, float]], object]
 
 
 def attach(trainer: Trainer, config: BalancerConfig, *, on_metrics: Metrics = lambda metrics: None) -> Balancer:
-    """Balance every pass of the trainer, and bring experts home for all that reads or writes weights; a collective."""
+    """Balance every pass, and bring experts home for all that reads or writes weights; a collective of all ranks."""
     agreed(FRAMEWORK.check)
     balancer = attach_to_megatron([trainer.model], trainer.optimizer, config)
-    trainer.run_micro_batches = _planned(trainer.run_micro_batches, balancer, on_metrics)  # type: ignore[method-assign]
-    save, load = trainer.save, trainer.load
+    trainer.run_micro_batches = balanced(trainer.run_micro_batches, balancer, on_metrics)
+    save, load, publish = trainer.save, trainer.load, trainer.publish
 
-    def saved(folder: Path) -> None:
+    def save_from_home(folder: Path) -> None:
+        # tinyrl saves torch's Adam inside Megatron's optimizer, which raises nothing while experts are away.
         with balancer.canonical():
             save(folder)
         save_placement(balancer, folder)
 
-    def loaded(folder: Path) -> None:
+    def load_at_home(folder: Path) -> None:
         with balancer.canonical():
             load(folder)
         restore_placement(balancer, folder)
 
-    trainer.save, trainer.load = saved, loaded  # type: ignore[method-assign]
-    at_home = functools.partial(balancer.canonical, weights_only=True)
-    trainer.publish = _inside(at_home, trainer.publish)  # type: ignore[method-assign]
+    def publish_from_home(send: Callable[[str, torch.Tensor], Any]) -> None:
+        # It reads `named_parameters()`, which raises nothing either. The optimizer's state can stay away.
+        with balancer.canonical(weights_only=True):
+            publish(send)
+
+    trainer.save, trainer.load, trainer.publish = save_from_home, load_at_home, publish_from_home
     return balancer
 
 
 def source_of(micro_batches: Sequence[Episodes], model: MoeModelSpec, *, replays: bool) -> PassSource:
     """Return what tinyrl knows before a pass: its episodes and, if they are replayed, their routes."""
-    sequences = [_sequence_rows(episodes) for episodes in micro_batches]
+    where = RowSlice.current()
+    sequences = [
+        padded_sequences(episodes.token_grid, where=where, attention_mask=episodes.is_token)
+        for episodes in micro_batches
+    ]
     if not replays or any(episodes.picked_experts is None for episodes in micro_batches):
         return PassSource.expected(sequences)
-    return PassSource.replayed([_routes(episodes, model) for episodes in micro_batches], sequences)
+    routes = [padded_rows(routes_of(episodes, model), where=where) for episodes in micro_batches]
+    return PassSource.replayed(routes, sequences)
 
 
-def _routes(episodes: Episodes, model: MoeModelSpec) -> Any:
-    """Return [N, L, K]; the last token of an episode, and what fills it up, tinyrl sends to experts 0 .. K-1.
+def routes_of(episodes: Episodes, model: MoeModelSpec) -> NDArray[np.signedinteger]:
+    """Return [B, S, L, K]. The last token of an episode, and padding, have no route: tinyrl runs experts 0 .. K-1.
 
-    With -1 there the plan would lack these rows, a quarter of all, and -1 is what the pages ask for.
+    These ids are as good as routes, so the plan is exact. If the router decided there, they would stay -1.
     """
     length = episodes.token_grid.shape[1]
     by_token = [np.moveaxis(picked, 0, 1) for picked in episodes.picked_experts or ()]
     padded = np.stack([with_missing_last_rows(of_moe_layers(ids, model), length) for ids in by_token])
-    filled = np.where(padded < 0, np.arange(model.top_k), padded)
-    return padded_rows(filled, where=RowSlice.current())
+    return np.where(padded < 0, np.arange(model.top_k), padded)
 
 
-def _sequence_rows(episodes: Episodes) -> SequenceRows:
-    """Return which episode every row is of: row s * B + b is token s of episode b."""
-    num_tokens, length = np.array(episodes.num_tokens), episodes.token_grid.shape[1]
-    tokens = [row[:count] for row, count in zip(episodes.token_grid, num_tokens, strict=True)]
-    is_token = np.arange(length)[:, None] < num_tokens
-    return SequenceRows.of_tokens(tokens, np.where(is_token, np.arange(len(tokens)), -1))
+def balanced(run: Callable[..., Any], balancer: Balancer, on_metrics: Metrics) -> Callable[..., Any]:
+    """Return `run` with every call planned: scoring, validation (forward only) and updates.
 
+    tinyrl zeroes gradients before it calls `run`. Nothing else may touch weights or gradients inside a pass.
+    """
 
-def _planned(run: Callable[..., Any], balancer: Balancer, on_metrics: Metrics) -> Callable[..., Any]:
     @functools.wraps(run)
     def planned(micro_batches: Sequence[Episodes], *, trains: bool, replays: bool = True) -> Any:
-        # A rank that cannot read its routes must not leave the others waiting in begin_pass.
+        # `agreed`: if one rank cannot read its routes, all raise. Else the others would wait for it in begin_pass.
         source = agreed(lambda: source_of(micro_batches, balancer.model, replays=replays))
         balancer.begin_pass(source, forward_only=not trains)
         try:
             results = run(micro_batches, trains=trains, replays=replays)
         except BaseException:
-            balancer.give_up()
+            balancer.give_up()  # the other ranks may never come to end_pass, which is a collective
             raise
         on_metrics(balancer.end_pass().as_dict())
         return results
@@ -91,10 +104,24 @@ def _planned(run: Callable[..., Any], balancer: Balancer, on_metrics: Metrics) -
     return planned
 
 
-def _inside(context: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def inside(*given: Any, **named: Any) -> Any:
-        with context():
-            return function(*given, **named)
+def attach_from_environment(trainer: Trainer) -> MegatronRun | None:
+    """Balance as MOE_RL, MOE_RL_UNTIL and the other variables say; without MOE_RL nothing changes; a collective.
 
-    return inside
+    Experts stay at home. With `guarded=True` they move, and `attach` above shows what an adapter then has to guard.
+    """
+    settings = settings_from_environment()
+    if settings is None:
+        return None
+    megatron_run = MegatronRun.attach(FRAMEWORK, [trainer.model], trainer.optimizer, settings)
+    run = trainer.run_micro_batches
+
+    def planned(micro_batches: Sequence[Episodes], *, trains: bool, replays: bool = True) -> Any:
+        call = functools.partial(run, micro_batches, trains=trains, replays=replays)
+        balancer = megatron_run.balancer
+        source = None  # nothing to balance, or over by MOE_RL_UNTIL: it still records, checks and measures
+        if balancer is not None:
+            source = agreed(lambda: source_of(micro_batches, balancer.model, replays=replays))
+        return megatron_run.around(call, source, forward_only=not trains)
+
+    trainer.run_micro_batches = planned
+    return megatron_run

@@ -1,6 +1,6 @@
 """What the adapter relies on in tinyrl, and what a user writes."""
 
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks import Framework, Symbol
 
 FRAMEWORK = Framework(
     name="tinyrl",
