@@ -333,11 +333,19 @@ def layouts() -> dict[str, Any]:
         mask[0, 3:] = 0
         hidden = by_sequence(torch.from_numpy(routes_of_padded("r", mask="m")([{"r": padded, "m": mask}])[0]))
         run = tiny_gpt.build()
-        balanced = forward_backward(lambda **_: None, attach(run.models, None, CONFIG), lambda _: [routes[..., :1]])
+        balancer = attach(run.models, None, CONFIG)
+        other_model = routes[..., :1]
+        balanced = forward_backward(lambda **_: None, balancer, lambda _: [other_model])
+        # Wrong on one rank alone: no other may wait for it in a collective.
+        own_routes = other_model if torch.distributed.get_rank() == 1 else routes
+        one_wrong = forward_backward(lambda **_: None, balancer, lambda _: [own_routes, own_routes])
         refused = []
-        for data in ({"a": 1}, iter([(0, None)]), iter([(0, None), (1, None)])):
+        two = [(0, None), (1, None)]
+        for call, data in (
+            (balanced, {"a": 1}), (balanced, iter(two[:1])), (balanced, iter(two)), (one_wrong, iter(two)),
+        ):  # fmt: skip
             try:
-                balanced(data_iterator=data, num_microbatches=2, model=run.models, forward_step_func=None)
+                call(data_iterator=data, num_microbatches=2, model=run.models, forward_step_func=None)
             except InvalidInputError as error:
                 refused.append(str(error))
         return {
