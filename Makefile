@@ -114,8 +114,8 @@ $(OLDEST)/.created:
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(OLDEST_TRITON)
 	@touch $@
 
-# Faults of the day in the runtime, and whether tests notice. Alone on the machine: it uses two cores. In CI, whose tests have
-# just passed: MUTANTS="10 --minutes 8 --tests-pass".
+# Faults of the day in the runtime, and whether tests notice. Alone on the machine: it uses two cores. In CI:
+# MUTANTS="10 --minutes 8".
 MUTANTS ?= 100
 mutants: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m mutants --count $(MUTANTS)

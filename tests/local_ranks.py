@@ -26,13 +26,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from moe_rl.core.errors import require
 
@@ -81,18 +81,27 @@ def run_cases(
     for old in (*folder.glob("*.rendezvous"), *logs):
         old.unlink(missing_ok=True)
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", GLOO_SOCKET_IFNAME="lo")
-    command = [sys.executable, __file__, str(sources), str(folder)]
+    arguments = [str(sources), str(folder), str(world_size), str(timeout_s), backend, *cases]
     with logs[0].open("wb") as log:
-        arguments = [*command, str(world_size), str(timeout_s), backend, *cases]
-        launch = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            launch.wait()
-        finally:
-            launch.terminate()  # which ends the ranks too, where this test is interrupted
+        exit_code = run_launch(arguments, log, environment)
     failure = ""
-    if launch.returncode:
+    if exit_code:
         failure = "".join(f"--- {path.stem} ---\n{_tail(path)}\n" for path in logs if path.exists())
     return Launch(results=_read_results(folder, cases, world_size), failure=failure)
+
+
+def _in_python_of_its_own(arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]) -> int:
+    """Run `main` with these arguments in a new process and return its exit code."""
+    command = [sys.executable, __file__, *arguments]
+    launch = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        return launch.wait()
+    finally:
+        launch.terminate()  # which ends the ranks too, where this test is interrupted
+
+
+run_launch: Callable[[Sequence[str], BinaryIO, Mapping[str, str]], int] = _in_python_of_its_own
+"""How a launch runs: what has imported the same already (tests/mutants/zygote.py) puts a fork here."""
 
 
 def _log(folder: Path, rank: int) -> Path:
@@ -160,7 +169,7 @@ def _run_rank(call: Callable[[], Any], case: str, rank: int, given: argparse.Nam
         os.dup2(log, stream)
     code = 0
     try:
-        _call(call, case, rank, given)
+        call_in_group(call, case, rank, given)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -171,7 +180,8 @@ def _run_rank(call: Callable[[], Any], case: str, rank: int, given: argparse.Nam
     os._exit(code)
 
 
-def _call(call: Callable[[], Any], case: str, rank: int, given: argparse.Namespace) -> None:
+def call_in_group(call: Callable[[], Any], case: str, rank: int, given: argparse.Namespace) -> None:
+    """Call a case inside a process group of its own and write what it returns."""
     import torch
     import torch.distributed as dist
 
@@ -192,7 +202,8 @@ def _call(call: Callable[[], Any], case: str, rank: int, given: argparse.Namespa
     dist.barrier()  # the others may still be talking to this process
 
 
-def _main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Import the modules of the cases, then fork the ranks of one case after the other."""
     parser = argparse.ArgumentParser(description="The process of run_cases.")
     parser.add_argument("sources", type=Path)
     parser.add_argument("folder", type=Path)
@@ -200,7 +211,7 @@ def _main() -> None:
     parser.add_argument("timeout_s", type=float)
     parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("cases", nargs="+")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
     sys.path[:0] = [str(given.sources), str(Path.cwd())]  # the latter for examples, as `python -m` has it
@@ -222,4 +233,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -1,33 +1,36 @@
-"""Draw small faults in the runtime of the day's tree and see whether the tests that cover their modules notice.
+"""Draw small faults in the runtime of the day's tree and see whether the tests that reach them notice.
 
-    python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--minutes 75] [--tests-pass] [--list]
+    python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--minutes 75] [--reach FOLDER] [--list]
 
-PYTHONPATH holds tests/. A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
-`hook/sitecustomize.py`, so that the tree itself stays as it is. It dies by a failing test, or by the time limit. One
-that no test reaches lives. Ends with 1 if too many live. After so many minutes none is begun, and it is said how many
-were not.
+PYTHONPATH holds tests/. First the tests of cover.yaml run once, traced: which lines of the runtime does each reach, in
+how many seconds? A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
+`hook/sitecustomize.py`, so that the tree itself stays as it is. The tests that reach its line run, those that cover its
+module first and the quickest of them first, until one fails: then it has died, as also by the time limit. One that no
+test reaches lives. Sessions are forks of processes that have imported the rest (zygote.py). Ends with 1 if too many
+live. After so many minutes none is begun, and it is said how many were not.
 """
 
 import argparse
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from threading import Lock
 
 import yaml
 
-from mutants.kinds import Edit, applied, edits_of
+from mutants.kinds import Edit, applied, edits_of, is_fault
+from mutants.reach import Reach, read
+from mutants.zygote import FLAVORS, Session, Zygote
 
 ROOT = Path(__file__).parents[2]
 COVER: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("cover.yaml").read_text())
@@ -46,9 +49,14 @@ WHOLE = 100
 """Mutants of a whole run."""
 UNLUCKY = 1e-3
 """How rarely a draw of less than a whole run may fail though LEAST_DEAD of all mutants die."""
-CLEAN = Lock()
-LIMIT_S = 1800.0
-"""Of one mutant: a hang is noticed by the limits inside the tests, long before."""
+OF_OTHERS_S = 60.0
+"""CPU of the tests that cover other modules, reach a mutant's line, and run when those of its own module have not
+noticed it."""
+LIMIT_S, TIMES = 120.0, 20.0
+"""Of a session: so long and so many times the CPU that its tests take without a fault."""
+REACH_LIMIT_S = 3600.0
+NOTHING_FAILED = (0, 5)
+"""Exit codes of pytest; 5: nothing was selected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +92,31 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     for module, path in modules():
         for edit in edits_of(path.read_text(encoding="utf-8")):
             by_kind[edit.kind].append(Mutant(module=module, path=path, edit=edit))
-    draw, found = random.Random(seed), []
+    draw, chosen = random.Random(seed), []
     for of_kind in by_kind.values():
         draw.shuffle(of_kind)
-    while len(found) < count and any(by_kind.values()):
-        found += [of_kind.pop() for of_kind in by_kind.values() if of_kind]
-    return found[:count]
+    while len(chosen) < count and any(by_kind.values()):
+        chosen += [mutant for mutant in map(_next_fault, by_kind.values()) if mutant is not None]
+    return chosen[:count]
 
 
-def covering(module: str) -> list[str]:
+def _next_fault(mutants: list[Mutant]) -> Mutant | None:
+    """Take mutants from a list's end until one is another program; None if none is left."""
+    while mutants:
+        mutant = mutants.pop()
+        if is_fault(mutant.path.read_text(encoding="utf-8"), mutant.edit):
+            return mutant
+    return None
+
+
+@cache
+def covering(module: str) -> tuple[str, ...]:
     """Return the test files of a module: those of the longest name in cover.yaml that it begins with."""
-    return COVER[entry_of(module)]
+    files: list[str] = []
+    for name in COVER[entry_of(module)]:
+        path = ROOT / name
+        files += [name] if path.is_file() else [str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py"))]
+    return tuple(files)
 
 
 def entry_of(module: str) -> str:
@@ -117,67 +139,128 @@ def most_alive(count: int) -> int:
     return count
 
 
-def killer(mutant: Mutant, folder: Path, *, tests_pass: bool) -> str:
-    """Return which test file notices a mutant; empty where it lives. `tests_pass`: they do without it, ask no more."""
-    file = folder / "mutant.py"
-    file.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
-    path = os.pathsep.join([str(Path(__file__).parent / "hook"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "MOE_RL_TEST_MUTANT_MODULE": f"moe_rl.{mutant.module}",
-        "MOE_RL_TEST_MUTANT_FILE": str(file),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    for tests in covering(mutant.module):
-        if not passes(tests, environment):
-            if not tests_pass:
-                with CLEAN:
-                    require_clean(tests)
-            return tests
+class Sessions:
+    """Runs sessions of pytest; every thread has zygotes of its own, which begin when they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._of_thread = threading.local()
+        self._zygotes: list[Zygote] = []
+
+    def run(self, session: Session) -> int:
+        """Return pytest's exit code."""
+        zygotes = self._of_thread.__dict__.setdefault("zygotes", {})
+        if session.flavor not in zygotes:
+            zygotes[session.flavor] = Zygote(session.flavor)
+            self._zygotes.append(zygotes[session.flavor])
+        return zygotes[session.flavor].run(session)
+
+    def close(self) -> None:
+        """End all zygotes."""
+        for zygote in self._zygotes:
+            zygote.close()
+
+
+def reached(files: Sequence[str], sessions: Sessions, pool: ThreadPoolExecutor) -> list[Reach]:
+    """Run the tests of these files without a fault; return what each reaches. One that fails notices nothing."""
+
+    def of_file(file: str, flavor: str) -> list[Reach]:
+        name = f"{file.removesuffix('.py').replace('/', '.')}.{flavor}"
+        written = sessions.folder / f"{name}.jsonl"
+        if not written.exists():
+            unfinished, log = written.with_suffix(".unfinished"), sessions.folder / f"{name}.log"
+            unfinished.write_text("")
+            sessions.run(Session(tests=[file], flavor=flavor, reach=unfinished, log=log, limit_s=REACH_LIMIT_S))
+            unfinished.rename(written)
+        return read(written, flavor)
+
+    of_flavors = [
+        (file, flavor) for file in files for flavor in FLAVORS if not flavor or flavor in (ROOT / file).read_text()
+    ]
+    tests = [test for of_one in pool.map(lambda pair: of_file(*pair), of_flavors) for test in of_one]
+    for test in tests:
+        if not test.passed:
+            print(f"fails without a mutant, and counts for none: {test.tests[0]}", flush=True)
+    return [test for test in tests if test.passed]
+
+
+def candidates(mutant: Mutant, tests: Iterable[Reach]) -> tuple[list[Reach], list[Reach]]:
+    """Return the tests that reach a mutant, the quickest first: those that cover its module, and some others."""
+    lines, path = set(mutant.edit.lines), str(mutant.path.resolve())
+    reaching = sorted((test for test in tests if lines & test.lines.get(path, frozenset())), key=lambda t: t.seconds)
+    own = [test for test in reaching if test.file in covering(mutant.module)]
+    others, seconds = [], 0.0
+    for test in reaching:
+        seconds += test.seconds if test not in own else 0.0
+        if test not in own and seconds <= OF_OTHERS_S:
+            others.append(test)
+    return own, others
+
+
+def in_sessions(tests: Sequence[Reach]) -> Iterator[list[Reach]]:
+    """Yield tests that run together: those of one process, then cases of several ranks, one, two, four, eight ...
+
+    A launch runs its cases before the first of their tests looks at what they returned.
+    """
+    alone = [test for test in tests if not test.of_ranks]
+    of_ranks = [test for test in tests if test.of_ranks]
+    if alone:
+        yield alone
+    size = 1
+    while of_ranks:
+        now, of_ranks = of_ranks[:size], of_ranks[size:]
+        for _, together in groupby(sorted(now, key=lambda test: test.flavor), lambda test: test.flavor):
+            yield list(together)
+        size *= 2
+
+
+def killer(mutant: Mutant, folder: Path, tests: Sequence[Reach], sessions: Sessions) -> str:
+    """Return which tests notice a mutant; empty where it lives."""
+    text = folder / "mutant.py"
+    text.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
+    fault = {"MODULE": f"moe_rl.{mutant.module}", "FILE": str(mutant.path), "TEXT": str(text)}
+    environment = {f"MOE_RL_TEST_MUTANT_{name}": value for name, value in fault.items()}
+    own, others = candidates(mutant, tests)
+    for together in (*in_sessions(own), *in_sessions(others)):
+        session = Session(
+            tests=[name for test in together for name in test.tests],
+            flavor=together[0].flavor,
+            environment=environment,
+            log=folder / "log",
+            limit_s=LIMIT_S + TIMES * sum(test.seconds for test in together),
+        )
+        if sessions.run(session) not in NOTHING_FAILED:
+            return together[0].tests[0] + (f" or {len(session.tests) - 1} others" if len(session.tests) > 1 else "")
     return ""
 
 
-def passes(tests: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a file's tests pass in time."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", tests]
-    try:
-        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return ran.returncode in (0, 5)  # 5: nothing to run here
-
-
-@cache
-def require_clean(tests: str) -> None:
-    """Raise if a file's tests fail without a fault, too: then it has noticed nothing. Asked once per file."""
-    if not passes(tests, os.environ):
-        raise RuntimeError(f"{tests} fails without a mutant: no mutant has died of it.")
-
-
-def run(mutants: Iterable[Mutant], given: argparse.Namespace) -> tuple[int, list[Mutant]]:
+def run(mutants: Sequence[Mutant], given: argparse.Namespace, folder: Path) -> tuple[int, list[Mutant]]:
     """Run mutants, print what becomes of each, and return how many ran and those that live."""
     alive: list[Mutant] = []
     num_run, started = 0, time.monotonic()
+    sessions = Sessions(given.reach or folder)
+    sessions.folder.mkdir(parents=True, exist_ok=True)
 
-    def killer_in_time(mutant: Mutant, folder: Path) -> str | None:
+    def killer_in_time(mutant: Mutant, index: int) -> str | None:
         if time.monotonic() - started > 60 * given.minutes:
             return None
-        folder.mkdir()
-        return killer(mutant, folder, tests_pass=given.tests_pass)
+        (folder / str(index)).mkdir()
+        return killer(mutant, folder / str(index), tests, sessions)
 
-    with tempfile.TemporaryDirectory() as shared, ThreadPoolExecutor(given.processes) as pool:
-        futures = {
-            pool.submit(killer_in_time, mutant, Path(shared) / str(index)): mutant
-            for index, mutant in enumerate(mutants)
-        }
+    with ThreadPoolExecutor(given.processes) as pool:
+        files = dict.fromkeys(file for mutant in mutants for file in covering(mutant.module))
+        tests = reached(list(files), sessions, pool)
+        print(f"{len(tests)} tests of {len(files)} files, {time.monotonic() - started:.0f} s", flush=True)
+        futures = {pool.submit(killer_in_time, mutant, index): mutant for index, mutant in enumerate(mutants)}
         for future in as_completed(futures):
             mutant, killed_by = futures[future], future.result()
             if killed_by is None:
                 continue
             num_run += 1
             alive += [] if killed_by else [mutant]
-            place = f"[{num_run}/{len(futures)} {time.monotonic() - started:.0f} s]"
-            print(f"{place} {killed_by or 'ALIVE'}  {mutant}", flush=True)
+            fate = killed_by or f"ALIVE after {sum(map(len, candidates(mutant, tests)))} tests"
+            print(f"[{num_run}/{len(futures)} {time.monotonic() - started:.0f} s] {mutant}\n    {fate}", flush=True)
+    sessions.close()
     return num_run, alive
 
 
@@ -188,14 +271,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(datetime.now(UTC).strftime("%Y%m%d")))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=75.0, help="after which none is begun")
-    parser.add_argument("--tests-pass", action="store_true", help="they have passed without a mutant: do not ask again")
+    parser.add_argument("--reach", type=Path, help="folder of what tests reach; what lies there is not asked again")
     parser.add_argument("--list", action="store_true", help="say which would run, and run none")
     given = parser.parse_args()
     mutants = drawn(given.count, given.seed)
     if given.list:
         print(*mutants, sep="\n")
         return 0
-    num_run, alive = run(mutants, given)
+    with tempfile.TemporaryDirectory() as folder:
+        num_run, alive = run(mutants, given, Path(folder))
     late = len(mutants) - num_run
     print(
         f"{num_run - len(alive)} of {num_run} died, seed {given.seed}; {late} not begun in {given.minutes:g} minutes."

@@ -9,6 +9,8 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SOURCE = '''
+import torch.distributed as dist
+
 def moved(self, a, b):
     """Größe: columns of a tree are bytes."""
     self._kept = a[1:] - b
@@ -19,7 +21,7 @@ def moved(self, a, b):
     return self.placement, swap(a, b)
 '''
 EXPECTED = {
-    "off by one": {"a[2:] - b", "a <= b"},
+    "off by one": {"a[2:] - b", "(a) <= (b)"},
     "wrong group": {"group=None"},
     "missing wait": {"    pass\n    if"},
     "dropped fold": {"    pass\n    self.work"},
@@ -46,7 +48,7 @@ def program(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
 
 def test_a_kind_makes_of_a_line_what_its_name_says(kinds) -> None:  # type: ignore[no-untyped-def]
-    edits = kinds.edits_of(SOURCE)
+    edits = [edit for edit in kinds.edits_of(SOURCE) if kinds.is_fault(SOURCE, edit)]
     assert {edit.kind for edit in edits} == set(EXPECTED)
     for edit in edits:
         changed = kinds.applied(SOURCE, edit)
@@ -79,14 +81,32 @@ def test_of_a_small_draw_as_many_may_live_as_chance_brings(program) -> None:  # 
     assert [program.most_alive(count) for count in (1, 10, 100, 200)] == [1, 4, 5, 10]
 
 
-def test_a_mutant_is_imported_in_the_place_of_its_module(tmp_path: Path) -> None:
-    mutant = tmp_path / "mutant.py"
-    mutant.write_text("THERE = 1\n")
+def test_a_mutant_is_imported_in_the_place_of_its_module_and_finds_what_lies_beside_it(tmp_path: Path) -> None:
+    mutant, module = tmp_path / "mutant.py", TESTS.parent / "moe_rl" / "core" / "metrics.py"
+    mutant.write_text("def there():\n    return __file__\n")
     environment = {
         "PYTHONPATH": str(TESTS / "mutants" / "hook"),
         "MOE_RL_TEST_MUTANT_MODULE": "moe_rl.core.metrics",
-        "MOE_RL_TEST_MUTANT_FILE": str(mutant),
+        "MOE_RL_TEST_MUTANT_FILE": str(module),
+        "MOE_RL_TEST_MUTANT_TEXT": str(mutant),
     }
-    ask = "import moe_rl.core.metrics as m; print(m.THERE)"
+    ask = "import inspect, moe_rl.core.metrics as m; print(m.there(), inspect.getsource(m.there), sep='\\n', end='')"
     ran = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=False)
-    assert ran.stdout == "1\n", ran.stderr
+    assert ran.stdout == f"{module}\n{mutant.read_text()}", ran.stderr
+
+
+def test_what_python_refuses_and_what_is_the_same_program_is_no_mutant(kinds) -> None:  # type: ignore[no-untyped-def]
+    same = """
+if isinstance(a, Layer) and get_tensor_model_parallel_world_size() > 1 and same_places(old, new):
+    sentence += f"{name} is set"
+"""
+    assert {edit.kind for edit in kinds.edits_of(same)} == {"other branch"}
+    samples = "read(name, group=group)\n"
+    assert not kinds.edits_of(samples)
+    assert kinds.edits_of("dist.all_reduce(rows, group=group)\nTransport(group=group)\n")
+
+
+def test_an_edit_is_reached_by_the_lines_of_its_own_statement(kinds) -> None:  # type: ignore[no-untyped-def]
+    text = "if a(\n    b,\n    1,\n):\n    d = e[1:]\n    f = (\n        g - h\n    )\n"
+    lines = {edit.kind: list(edit.lines) for edit in kinds.edits_of(text)}
+    assert lines == {"other branch": [1, 2, 3, 4], "off by one": [5], "swapped operands": [6, 7, 8]}
