@@ -1,6 +1,7 @@
 """Sequences of a running pass dealt anew to the micro-batches of their rank: what stays, and what gets better."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from strategies import model_spec
 
+from moe_rl.balancing import packing
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.packing import RankSequences, packed_micro_batches
 from moe_rl.balancing.schedule import cluster_topology
@@ -114,6 +116,17 @@ def test_stages_decide_together(uneven_stage: int) -> None:
     assert found is not None
     assert alone is not None
     assert busiest(uneven, found) < busiest(uneven, alone)
+
+
+def test_experts_cost_what_a_micro_batch_has_for_each_rank() -> None:
+    """Four ranks with four sequences of 10 tokens in two micro-batches: 160 / 4 / 2 tokens a rank."""
+    everyone = [of_one_node(rank, [0, 2, 1, 3]) for rank in range(EP_SIZE)]
+    in_seconds = replace(CONFIG, objective="time")
+    with patch.object(packing, "cost_of_lengths", wraps=packing.cost_of_lengths) as cost:
+        packed_micro_batches(
+            everyone, config=in_seconds, model=MODEL, ep_size=4, num_ep_groups=1, token_budget=BUDGET, setting=None
+        )
+    assert cost.call_args.kwargs["tokens_per_rank"] == 20
 
 
 def test_nothing_known_or_ranks_that_share_no_group_change_nothing() -> None:

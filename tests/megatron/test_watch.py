@@ -20,7 +20,12 @@ def test_replay_that_is_right_agrees_and_replay_that_is_wrong_alarms(outcome: li
         assert loads["moe_rl/expert_load_p50"] <= loads["moe_rl/expert_load_p99"] <= loads["moe_rl/expert_load_max"]
         assert 0 < loads["moe_rl/nodes_per_token"] <= 1
         assert rank["zeros"]["moe_rl/load_drift"] > 0
+        for name, value in rank["own loads"].items():
+            assert rank["of one rank"][name] == value, "of the ranks that share the stage's layers, and of no others"
+        assert rank["imbalance of one rank"] == rank["own imbalance"] > 1, "of the EP group, and of no others"
     assert outcome[0]["replayed"]["moe_rl/expert_load_max"] == outcome[1]["replayed"]["moe_rl/expert_load_max"]
+    assert outcome[0]["own imbalance"] != outcome[1]["own imbalance"]
+    assert outcome[0]["own loads"] != outcome[1]["own loads"], "the ranks have other tokens"
 
 
 @pytest.mark.multi_rank(world_size=2, case="watch_cases.watched")

@@ -5,10 +5,15 @@ from unittest.mock import patch
 
 import tiny_gpt
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from recorder_cases import live
 
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.metrics import imbalance
+from moe_rl.megatron.load_watch import LoadWatch
 from moe_rl.megatron.router_watch import RouterWatch
+from moe_rl.routes.online import load_metrics
 
 
 def refusals(run: Any) -> list[str]:
@@ -66,9 +71,26 @@ def watched() -> dict[str, Any]:
         zeros = own.clone()
         zeros[:32] = 0
         passed("zeros", zeros)
+        # The ranks that share a stage's layers are not all ranks of a run: here every rank has layers for itself.
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        with patch.object(parallel_state, "get_tensor_and_data_parallel_group", lambda **_: alone):
+            passed("of one rank", own.clone())
+        counts = [torch.bincount(ids.ravel(), minlength=run.config.num_moe_experts) for ids in own.unbind(1)]
+        found["own loads"] = load_metrics(torch.stack(counts).numpy())
         watch.close()
         tiny_gpt.forward_backward(run, 0, [own.clone()], forward_only=True)
         found["closed"] = watch.end_pass()
+        loads = LoadWatch(run.models)
+        loads.begin_pass(forward_only=True)
+        with (
+            patch.object(parallel_state, "get_expert_model_parallel_group", lambda: alone),
+            patch.object(parallel_state, "get_expert_model_parallel_world_size", lambda: 2),
+        ):
+            tiny_gpt.forward_backward(run, 0, [own.clone()], forward_only=True)
+            found["imbalance of one rank"] = loads.end_pass()["moe_rl/imbalance"]
+        loads.close()
+        of_homes = torch.stack(counts).view(1, 1, len(counts), 2, -1).sum(dim=4)
+        found["own imbalance"] = imbalance(of_homes.numpy())
         found["refused"] = refusals(run)
         found["counts"] = torch.bincount(own[:, 0].ravel(), minlength=run.config.num_moe_experts).tolist()
         return found

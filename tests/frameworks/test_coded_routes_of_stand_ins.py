@@ -1,0 +1,211 @@
+"""Coded routes through stand-ins of what the frameworks' modules do with routes, where these are not installed.
+
+test_coded_routes.py does the same through their own modules. A stand-in has the names that are wrapped and does with
+routes what the framework does: packs, copies, pickles.
+"""
+
+import asyncio
+import base64
+import copy
+import pickle
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_rl.frameworks import coded_routes
+from moe_rl.frameworks.coded_routes import POINTS, coded, from_text, is_coded, to_text
+from moe_rl.routes.coded import CodedRoutes
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def routes(rng: np.random.Generator) -> np.ndarray:
+    """[T, L, K] ids of 128 experts in rising order, as a stream holds them; some rows were not routed."""
+    ids = np.sort(np.argsort(rng.random((40, 3, 128)), axis=2)[:, :, :8], axis=2)
+    ids[:5] = -1
+    return ids
+
+
+class Batch(dict[str, Any]):
+    """Columns, as TensorDict has them."""
+
+    def exclude(self, key: str) -> "Batch":
+        return Batch({name: value for name, value in self.items() if name != key})
+
+
+class DataProto:
+    def __init__(self, batch: Batch | None, meta_info: dict[str, Any]) -> None:
+        self.batch, self.non_tensor_batch, self.meta_info = batch, {"uid": [1]}, meta_info
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.batch, self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.batch, self.non_tensor_batch, self.meta_info = state
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_verls_batches_are_coded_on_the_wire_alone(nested: bool, routes: np.ndarray, monkeypatch: Any) -> None:
+    for name in ("__getstate__", "__setstate__"):
+        monkeypatch.setattr(DataProto, name, vars(DataProto)[name])
+    rows = torch.from_numpy(routes.astype(np.int16))
+    offsets = torch.tensor([0, 25, 40])
+    column = torch.nested.nested_tensor_from_jagged(rows, offsets) if nested else rows.reshape(2, 20, 3, 8)
+    batch = DataProto(Batch(routed_experts=column, input_ids=torch.arange(40)), {"temperature": 0.7})
+    without = [DataProto(None, {}), DataProto(Batch(input_ids=torch.arange(3)), {})]
+    before = len(pickle.dumps(batch))
+    POINTS["verl.protocol"](SimpleNamespace(DataProto=DataProto))  # type: ignore[arg-type]
+    wire = pickle.dumps(batch)
+    assert len(wire) < 0.8 * before
+    received = pickle.loads(wire)
+    assert batch.batch["routed_experts"] is column, "what is sent stays as it is"
+    assert received.meta_info == batch.meta_info
+    assert received.non_tensor_batch == batch.non_tensor_batch
+    assert torch.equal(received.batch["input_ids"], batch.batch["input_ids"])
+    got = received.batch["routed_experts"]
+    assert (got.is_nested, got.dtype) == (nested, torch.int16)
+    if nested:
+        assert torch.equal(got.offsets(), offsets)
+    assert torch.equal(got.values() if nested else got.reshape(rows.shape), rows)
+    for other in without:
+        assert pickle.loads(pickle.dumps(other)).__getstate__()[1:] == other.__getstate__()[1:]
+
+
+def test_nemo_rls_payloads_are_texts(routes: np.ndarray) -> None:
+    module = ModuleType("codec")
+    module.encode_routed_experts = lambda ids: ids.tolist()
+    module.decode_routed_experts = lambda payload, dtype: torch.tensor(payload).to(dtype)
+    POINTS["nemo_rl.utils.routed_experts_codec"](module)
+    ids = torch.from_numpy(routes)
+    text = module.encode_routed_experts(ids)
+    assert is_coded(text)
+    got = module.decode_routed_experts(text, torch.int16)
+    assert got.dtype == torch.int16
+    assert torch.equal(got.long(), ids)
+    assert torch.equal(module.decode_routed_experts(ids.tolist(), torch.int64), ids), "what is not coded"
+
+
+def test_skyrls_payloads_are_texts_with_a_shape_and_a_type(routes: np.ndarray) -> None:
+    module = ModuleType("wire")
+    module._to_host_array = np.asarray
+    module.compact_routed_expert_indices = lambda ids: ids.astype(np.int16)
+    module.pack_routed_experts = None
+    module.decode_packed_routed_experts = lambda payload: ("its own", payload)
+    POINTS["skyrl.backends.skyrl_train.inference_servers.generate_wire"](module)
+    payload = module.pack_routed_experts(torch.from_numpy(routes))
+    assert (payload["shape"], payload["dtype"]) == (list(routes.shape), "int16")
+    got = module.decode_packed_routed_experts(payload)
+    assert got.dtype == np.int16
+    np.testing.assert_array_equal(got, routes)
+    for other in ({"data": base64.b64encode(bytes(9)).decode()}, [1], None):
+        assert module.decode_packed_routed_experts(other) == ("its own", other)
+
+
+class Pickler:
+    def encode(self, batches: list[Any]) -> bytes:
+        return pickle.dumps(batches)
+
+    def decode(self, data: bytes) -> list[Any]:
+        return pickle.loads(data)
+
+
+class MicroBatchSender:
+    def __init__(self, folder: str) -> None:
+        self.folder, self.encoder = folder, Pickler()
+
+
+class MicroBatchReceiver:
+    def __init__(self, folder: str) -> None:
+        self.folder, self.decoder = folder, Pickler()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+def test_prime_rls_micro_batches_are_coded_between_its_processes(
+    dtype: str, routes: np.ndarray, monkeypatch: Any
+) -> None:
+    """int32 words hold combine weights, too: they are sent as they are."""
+    module = ModuleType("base")
+    for kind in (MicroBatchSender, MicroBatchReceiver):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+        setattr(module, kind.__name__, kind)
+    ids = np.where(routes < 0, 0, routes).astype(dtype)
+    ids[:5] = np.arange(8)
+    experts = SimpleNamespace(data=ids.tobytes(), shape=list(ids.shape), dtype=dtype)
+    batches = [SimpleNamespace(routed_experts=experts), SimpleNamespace(routed_experts=None)]
+    POINTS["prime_rl.transports.rollouts.base"](module)
+    sender, receiver = MicroBatchSender("sent"), MicroBatchReceiver("received")
+    assert (sender.folder, receiver.folder) == ("sent", "received")
+    wire = sender.encoder.encode(batches)
+    assert batches[0].routed_experts is experts
+    assert experts.data == ids.tobytes(), "the trainer goes on with its own batch"
+    sent = pickle.loads(wire)[0].routed_experts.data
+    assert (sent == experts.data) == (dtype == "int32")
+    for data in (wire, pickle.dumps(batches)):
+        first, second = receiver.decoder.decode(data)
+        assert first.routed_experts.data == experts.data
+        assert (first.routed_experts.shape, first.routed_experts.dtype) == (experts.shape, dtype)
+        assert second.routed_experts is None
+
+
+def test_sglangs_managers_hand_out_texts_and_its_client_reads_them(routes: np.ndarray) -> None:
+    class DetokenizerManager:
+        def handle_batch_token_id_out(self, output: Any) -> Any:
+            assert output.routed_experts is None, "SGLang would make base64 of int32 of them"
+            return copy.copy(output)
+
+    class TokenizerManager:
+        async def _handle_batch_output(self, output: Any) -> Any:
+            return output.routed_experts
+
+    module = SimpleNamespace(
+        DetokenizerManager=DetokenizerManager,
+        TokenizerManager=TokenizerManager,
+        extract_routed_experts_from_meta_info=lambda data: ("its own", data),
+    )
+    for name in ("managers.detokenizer_manager", "managers.tokenizer_manager", "state_capturer.routed_experts"):
+        POINTS[f"sglang.srt.{name}"](module)
+    ids = torch.from_numpy(routes.astype(np.int32))
+    (text, none), nothing = (
+        DetokenizerManager().handle_batch_token_id_out(SimpleNamespace(routed_experts=given)).routed_experts
+        for given in ([ids, None], None)
+    )
+    assert (none, nothing) == (None, None)
+    passed_on = asyncio.run(TokenizerManager()._handle_batch_output(SimpleNamespace(routed_experts=[text, ids])))
+    assert passed_on == [text, text]
+    client = module.extract_routed_experts_from_meta_info
+    got = client({"meta_info": {"routed_experts": text}})
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, routes.ravel())
+    for other in ({}, {"routed_experts": "AAAA"}):
+        assert client({"meta_info": other}) == ("its own", {"meta_info": other})
+
+
+def test_slimes_client_takes_the_first_of_several_names(routes: np.ndarray) -> None:
+    module = ModuleType("misc")
+    module.decode_int32_meta_array = lambda meta_info, keys: ("its own", keys)
+    POINTS["slime.utils.misc"](module)
+    meta = {"second": to_text(routes), "third": to_text(routes[:7])}
+    for keys, wanted in ((("first", "second", "third"), routes), ("third", routes[:7])):
+        got = module.decode_int32_meta_array(meta, keys)
+        assert torch.equal(got, torch.from_numpy(wanted.astype(np.int32).ravel()))
+    assert module.decode_int32_meta_array(meta, "first") == ("its own", "first")
+
+
+def test_a_stream_is_of_the_fewest_experts_that_hold_its_ids_and_their_number() -> None:
+    """Ids 0 and 1 are of two experts; eight choices of which none was made are still of eight."""
+    for ids, num_experts in (
+        ([[[0, 1]]], 2),
+        ([[[1, 2]]], 4),
+        ([[[-1] * 8]], 8),
+        ([[[0, 127]]], 128),
+        ([[[128]]], 256),
+    ):
+        stream = coded(np.array(ids))
+        assert stream.num_experts == num_experts
+        np.testing.assert_array_equal(from_text(to_text(np.array(ids)), np.int32), ids)
+    assert isinstance(stream, CodedRoutes)
+    assert not is_coded(base64.b64encode(b"MOE").decode())
+    assert to_text(np.zeros((2, 1, 1), np.int64))[: len(coded_routes.TEXT_START)] == coded_routes.TEXT_START
