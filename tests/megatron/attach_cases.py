@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from replica_cases import occurring
 
+from moe_rl.balancing.home_choice import HomeChoice
 from moe_rl.balancing.pass_source import PassSource
 from moe_rl.balancing.schedule import hardware_of
+from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.plan import Plan
 from moe_rl.frameworks import megatron_run
@@ -120,7 +123,21 @@ def packed_differently() -> dict[str, Any]:
         def packed(token_budget: int) -> Any:
             return balancer.packed(given, tokens, token_budget=token_budget, routes=sequences)
 
-        return {"limits": refusal(lambda: packed(limit + dist.get_rank())), "one_limit": len(packed(limit))}
+        asked: list[frozenset[int]] = []
+        settle, move = HomeChoice.settle, HomeChoice.move
+
+        def settled(choice: Any, rows: Any) -> bool:
+            asked.append(frozenset().union(*(of_batch.sequence_keys for of_batch in rows)))
+            return settle(choice, rows)
+
+        def moved(choice: Any) -> bool:
+            asked.append(frozenset())
+            return move(choice)
+
+        with patch.object(HomeChoice, "settle", settled), patch.object(HomeChoice, "move", moved):
+            limits, one_limit = refusal(lambda: packed(limit + dist.get_rank())), len(packed(limit))
+        of_update = SequenceRows.of_tokens(tokens).sequence_keys
+        return {"limits": limits, "one_limit": one_limit, "settled": asked[-2:] == [of_update, frozenset()]}
 
 
 def resident_slots_of_least_memory() -> list[int]:
@@ -132,7 +149,8 @@ def resident_slots_of_least_memory() -> list[int]:
         slot_bytes = sum(p.numel() * 8 for experts in of_layer for p in experts.parameters()) // 4
         found = []
         for rooms in ((1, 9), (0, 1)):
-            memory = int((rooms[dist.get_rank()] + 0.5) * slot_bytes / megatron_run.RESIDENT_SHARE)
+            # Room for so many and a byte.
+            memory = math.ceil((rooms[dist.get_rank()] * slot_bytes + 1) / megatron_run.RESIDENT_SHARE)
             with patch.object(megatron_run, "memory_bytes", lambda memory=memory: memory):
                 config = BalancerConfig(policy="moe-rl", ranks_per_node=1)
                 found.append(megatron_run.chosen(config, frozenset(), run.models).slots.resident_slots)

@@ -130,6 +130,7 @@ def test_what_ranks_lack_in_common_is_named_with_the_rank_and_both_values(outcom
 def test_ranks_that_pack_to_other_limits_are_told(outcome: list[Any]) -> None:
     for found in outcome:
         assert found["one_limit"] == 2
+        assert found["settled"], "which log-prob passes were of this update is settled before experts move"
         assert found["limits"].startswith("ranks must pack with the same token_budget: rank 1 has ")
 
 
