@@ -32,9 +32,10 @@ class Homes:
 class Run:
     """A run whose planner answers at once: the n-th request gets placement n."""
 
-    def __init__(self, **config: Any) -> None:
-        options = {"reorders": True, "resident_slots": 0} | config
-        self.config = SimpleNamespace(**options)
+    def __init__(self, *, reorders: bool = True, resident_slots: int = 0) -> None:
+        self.config = SimpleNamespace(
+            homes=SimpleNamespace(reorders=reorders), slots=SimpleNamespace(resident_slots=resident_slots)
+        )
         self.homes: Homes | None = Homes()
         self.why_homes_stay: str | None = None
         self.placement: Any = "as they are"

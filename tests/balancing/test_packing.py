@@ -121,7 +121,7 @@ def test_stages_decide_together(uneven_stage: int) -> None:
 def test_experts_cost_what_a_micro_batch_has_for_each_rank() -> None:
     """Four ranks with four sequences of 10 tokens in two micro-batches: 160 / 4 / 2 tokens a rank."""
     everyone = [of_one_node(rank, [0, 2, 1, 3]) for rank in range(EP_SIZE)]
-    in_seconds = replace(CONFIG, objective="time")
+    in_seconds = CONFIG.with_words(objective="time")
     with patch.object(packing, "cost_of_lengths", wraps=packing.cost_of_lengths) as cost:
         packed_micro_batches(
             everyone, config=in_seconds, model=MODEL, ep_size=4, num_ep_groups=1, token_budget=BUDGET, setting=None
