@@ -10,7 +10,7 @@ def advise(
     metrics: Path,
     as_json: bool = False,
 ) -> None:
-    """Recommend corrections to switch on or off from a run's metrics, each with its measured value, rule and source.
+    """From a run's metrics, recommend which corrections to switch on or off, with measured value, rule and source.
 
     Example: moe-rl advise out/countdown_grpo/metrics.jsonl
     """

@@ -65,7 +65,8 @@ class ReplicaPlan:
         require_shapes(self, sizes, whose="replica plan: ", **columns)
         require(not count or int(self.source_quota.min()) >= 0, "replica plan: a quota is negative.")
         require(
-            bool((self.source_quota <= self.source_pairs).all()), "replica plan: a quota exceeds the source's pairs."
+            bool((self.source_quota <= self.source_pairs).all()),
+            "replica plan: a quota exceeds the number of token-expert pairs on its source rank.",
         )
 
     @classmethod

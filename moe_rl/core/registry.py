@@ -67,7 +67,7 @@ class Registry(Generic[T]):
         if not isinstance(name, str) or not name:
             raise InvalidInputError(f"a {self.kind} needs a name: {entry!r} has none.")
         if name in self._entries:
-            raise InvalidInputError(f"there already is a {self.kind} {name!r}.")
+            raise InvalidInputError(f"a {self.kind} named {name!r} already exists.")
         if self._check is not None:
             self._check(entry)
         self._entries[name] = entry

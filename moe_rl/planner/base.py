@@ -104,13 +104,13 @@ class PlanProblem:
         load, topology = self.load, self.topology
         require(
             load.num_experts == self.model.num_experts and load.num_layers == self.model.num_moe_layers,
-            f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, model {self.model.name!r} has "
-            f"{self.model.num_moe_layers} of {self.model.num_experts}.",
+            f"the load has {load.num_layers} MoE layers with {load.num_experts} experts each, but model "
+            f"{self.model.name!r} has {self.model.num_moe_layers} with {self.model.num_experts} each.",
         )
         require(
             load.ep_size == topology.ep_size and load.num_ep_groups == topology.num_ep_groups,
-            f"the load is for {load.num_ep_groups} EP groups of {load.ep_size} ranks, but the topology is for "
-            f"{topology.num_ep_groups} of {topology.ep_size}.",
+            f"the load has {load.num_ep_groups} EP groups with {load.ep_size} ranks each, but the topology has "
+            f"{topology.num_ep_groups} with {topology.ep_size} each.",
         )
         topology.experts_per_rank(self.model.num_experts)
         self._check_sequences()

@@ -243,8 +243,8 @@ class _Survey:
         """Say so if one row of ids makes up a large share of the first layer, or stands many times in a row."""
         if self._stuck:
             logger.warning(
-                "%s: %d of %d sequences (the first is sequence %d) hold one row of routes in all layers %d times or "
-                "more in a row, which no router does: see moe-rl replay check.",
+                "%s: in %d of %d sequences (the first is sequence %d), at least %d consecutive tokens have the "
+                "same routes in all layers, which no router produces: run moe-rl replay check.",
                 path,
                 len(self._stuck),
                 self.num_sequences,

@@ -277,8 +277,8 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     same_shape = (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts)
     require(
         same_shape,
-        f"the load has {load.num_layers} MoE layers of {load.num_experts} experts, but model {model.name!r} has "
-        f"{model.num_moe_layers} of {model.num_experts}.",
+        f"the load has {load.num_layers} MoE layers with {load.num_experts} experts each, but model {model.name!r} has "
+        f"{model.num_moe_layers} with {model.num_experts} each.",
     )
     for name, plan in plans.items():
         require(

@@ -207,7 +207,7 @@ def test_replica_columns_that_do_not_fit_are_refused() -> None:
     quotas = {"source_quota": np.full((1, 4), -1, np.int32), "source_pairs": np.zeros((1, 4), np.int32)}
     with pytest.raises(InvalidInputError, match="a quota is negative"):
         replace(empty, **columns, **quotas)
-    with pytest.raises(InvalidInputError, match="a quota exceeds the source's pairs"):
+    with pytest.raises(InvalidInputError, match="a quota exceeds the number of token-expert pairs"):
         replace(empty, **columns, **{**quotas, "source_quota": np.ones((1, 4), np.int32)})
     with pytest.raises(InvalidInputError, match=r"source_pairs must be \[N, P\] = \[1, 4\]"):
         replace(empty, **columns, **{**quotas, "source_pairs": np.zeros((1, 3), np.int32)})

@@ -156,7 +156,7 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     for _ in range(3):
         assert proven_on(CHIP).tiles == ()
     assert [line.getMessage() for line in caplog.records] == [
-        f"grouped GEMM on sm_90-132: plain loop; no faster tiles are proven on such a GPU (no {path})"
+        f"grouped GEMM on sm_90-132: plain loop, because no faster tile is verified on this GPU (no {path})"
     ]
     record(*SPECIAL).save(path)
     proven_on.cache_clear()

@@ -33,8 +33,8 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     """With two stages, the previous and the next rank are the same process. A batch then holds two sends to that
-    process, activation and gradient, and only their order distinguishes them. On gloo the loss is wrong without an
-    error (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination; megatron.core does not
+    process, activation and gradient, and only their order distinguishes them. On gloo the loss is silently wrong
+    (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination; megatron.core does not
     check.
     """
     settings = case.settings

@@ -122,19 +122,21 @@ def proven_on(chip: Chip) -> ProvenTiles:
     """Return the tiles of a chip's record whose carried code is what was proven; say once in the log what there is."""
     path, no_tiles = record_path(chip), ProvenTiles(chip=str(chip))
     if not path.is_file():
-        logger.warning("grouped GEMM on %s: plain loop; no faster tiles are proven on such a GPU (no %s)", chip, path)
+        logger.warning(
+            "grouped GEMM on %s: plain loop, because no faster tile is verified on this GPU (no %s)", chip, path
+        )
         return no_tiles
     record = ProvenTiles.load(path)
     if record.chip != str(chip):
-        logger.warning("grouped GEMM on %s: plain loop; %s is for %s", chip, path, record.chip)
+        logger.warning("grouped GEMM on %s: plain loop, because %s is for %s", chip, path, record.chip)
         return no_tiles
     usable = record.of_code(carried_for(chip.capability))
     if len(usable.tiles) < len(record.tiles):
         logger.warning(
-            "grouped GEMM on %s: %d of %d proven tiles of %s do not match the carried machine code",
+            "grouped GEMM on %s: %d of %d verified tiles in %s do not match the precompiled machine code",
             chip, len(record.tiles) - len(usable.tiles), len(record.tiles), path,
         )  # fmt: skip
-    logger.info("grouped GEMM on %s: %d proven tiles of %s", chip, len(usable.tiles), path)
+    logger.info("grouped GEMM on %s: %d verified tiles from %s", chip, len(usable.tiles), path)
     return usable
 
 
@@ -166,6 +168,9 @@ def _fits(name: str, device: torch.device) -> bool:
     max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
     if max_clusters < wanted:
         logger.warning(
-            "grouped GEMM: plain loop; %d clusters of %s are needed, the GPU holds %d", wanted, name, max_clusters
+            "grouped GEMM: plain loop, because %d clusters of %s are needed and the GPU holds only %d",
+            wanted,
+            name,
+            max_clusters,
         )
     return max_clusters >= wanted

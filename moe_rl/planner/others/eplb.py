@@ -81,8 +81,8 @@ def eplb_placement(problem: PlanProblem, known_load: StepLoad, *, hierarchical: 
     load, topology = problem.load, problem.topology
     require(
         known_load.num_layers == load.num_layers and known_load.num_experts == load.num_experts,
-        f"the history has {known_load.num_layers} MoE layers of {known_load.num_experts} experts, but the step has "
-        f"{load.num_layers} of {load.num_experts}.",
+        f"the history has {known_load.num_layers} MoE layers with {known_load.num_experts} experts each, but the step "
+        f"has {load.num_layers} with {load.num_experts} each.",
     )
     per_rank = topology.experts_per_rank(load.num_experts) + problem.replica_slots
     expert = rebalance_experts(
