@@ -9,8 +9,8 @@ that verl makes, `run` the one of a run with moe_rl (the driver packs by lengths
 workers deal those of their rank by routes), `free` that of a search with routes over all ranks; homes and replicas are
 planned for each. `kept` is the share of what `free` saves that `run` saves, too. With `--routes` there is a column for
 a driver that has routes and keeps equal counts: what it does not keep is lost by that rule. With `--paddings 4` there
-is one for ranks that may have four sequences more than others, as if the others were filled with padding samples of no
-cost (trainer v1 of verl makes such samples of 2 tokens; a run of moe_rl makes none).
+is one for `padding_samples=4`: ranks may have four sequences more than others, which are filled up with padding samples
+(trainer v1 of verl; 2 tokens each, which are not priced).
 """
 
 import argparse
@@ -81,8 +81,8 @@ def packed_update(
     if with_routes:
         plans["equal"] = make_planner("moe-rl").plan(replace(run, layout=replace(run.layout, lengths_alone=False)))
     if paddings:
-        most = (run.layout.most_sequences or 0) + paddings
-        plans["padded"] = make_planner("moe-rl").plan(replace(run, layout=replace(run.layout, most_sequences=most)))
+        padded = with_rule(scenario.problem.layout, "verl", padding_samples=paddings)
+        plans["padded"] = make_planner("moe-rl").plan(replace(scenario.problem, layout=padded))
     simulate, _ = pricing_of(scenario, plans)
     result = simulate(scenario.training_step.setting)
     seconds = {f"{each}_s": result.policies[each].step_time_s for each in plans}

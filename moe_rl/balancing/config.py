@@ -148,9 +148,18 @@ class MicroBatchOptions(OptionGroup):
     pack: bool = True
     """Exchange sequences between a rank's micro-batches where these are dynamic (verl, slime, miles), within the
     framework's limits, so that the loads of the micro-batches that run at once on all ranks complement each other."""
+    padding_samples: int = 0
+    """Of verl's trainer v1: how many padding samples the driver may give to a rank in every mini-batch, so that all
+    have equally many where packing gives some more sequences than others. They have two tokens that no loss counts. A
+    run whose settings would count them is packed without, and its log says why."""
     fit_micro_batches: bool = True
     """Where a framework lets the run cut its micro-batches (verl's dynamic ones), never above its own limit: cut them
     to what the forecast of the last pass says will fit, where the limit will not."""
+
+    @model_validator(mode="after")
+    def _is_a_count(self) -> Self:
+        require(self.padding_samples >= 0, f"padding_samples must be at least 0, got {self.padding_samples}.")
+        return self
 
 
 class BalancerConfig(OptionGroup):

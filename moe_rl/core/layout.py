@@ -31,6 +31,9 @@ class BatchLayout:
     """True when a framework owns the layout, so that planners must not repack it."""
     most_sequences: int | None = None
     """Most sequences that a DP rank may run in the step; None means no limit. verl gives all ranks equally many."""
+    padding_samples: int = 0
+    """How many sequences more than `most_sequences` a DP rank may run, because the others are filled up with padding
+    samples (trainer v1 of verl). These have a few tokens that no loss counts, and no place in the layout."""
     lengths_alone: bool = False
     """True where a driver packs that knows the lengths of sequences but not their routes."""
 
@@ -53,6 +56,13 @@ class BatchLayout:
     def num_sequences(self) -> int:
         """S, sequences."""
         return len(self.micro_batch)
+
+    @property
+    def most_on_a_rank(self) -> int | None:
+        """Most sequences of a DP rank where the others are filled up to as many; None means no limit."""
+        if self.most_sequences is None:
+            return None
+        return self.most_sequences + self.padding_samples
 
     def same_cells(self, other: Self) -> bool:
         """Return whether every sequence stands in the same place as in `other`."""

@@ -220,15 +220,21 @@ FRAMEWORK_RULES = {"verl": EQUAL_COUNTS, "slime": ANY_COUNTS, "megatron": OWN_SC
 PACKINGS = ("run", "free", "none")
 
 
-def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> BatchLayout:
+def may_be_padded(framework: str, packing: str) -> bool:
+    """Return whether padding samples may fill up ranks: where a run has to give all of them equally many."""
+    return packing == PACKINGS[0] and FRAMEWORK_RULES[framework] == EQUAL_COUNTS
+
+
+def with_rule(layout: BatchLayout, framework: str, packing: str = "run", *, padding_samples: int = 0) -> BatchLayout:
     """Return the layout with the rule under which it may be packed anew.
 
     "run": what moe_rl does in a run of the framework. Drivers of verl and slime pack by lengths alone; verl's gives all
-    data-parallel ranks equally many sequences. Schedules of the others are carried out as they are. "free": any place
-    within the token budget, by routes. "none": as laid out.
+    data-parallel ranks equally many sequences, up to `padding_samples` of which per rank may be padding samples.
+    Schedules of the others are carried out as they are. "free": any place within the token budget, by routes. "none":
+    as laid out.
     """
     require_known(packing, PACKINGS, f"--packing {packing!r} is unknown.")
-    layout = replace(layout, fixed=False, most_sequences=None, lengths_alone=False)
+    layout = replace(layout, fixed=False, most_sequences=None, padding_samples=0, lengths_alone=False)
     if packing == "free":
         return layout
     if packing == "none" or FRAMEWORK_RULES[framework] == OWN_SCHEDULE:
@@ -236,7 +242,7 @@ def with_rule(layout: BatchLayout, framework: str, packing: str = "run") -> Batc
     if FRAMEWORK_RULES[framework] == ANY_COUNTS:
         return replace(layout, lengths_alone=True)
     most = -(-layout.num_sequences // layout.num_dp_ranks)
-    return replace(layout, most_sequences=most, lengths_alone=True)
+    return replace(layout, most_sequences=most, padding_samples=padding_samples, lengths_alone=True)
 
 
 def framework_layout(

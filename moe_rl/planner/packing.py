@@ -64,8 +64,12 @@ def best_start(
     """Return the cheapest start by `cost.balanced_s`; the given one unless another saves `LEAST_SAVING`.
 
     What a driver can do that knows lengths alone: with `searched` the starts are searched by them, and ranks get at
-    most `most_sequences`.
+    most `most_on_a_rank`. Where that counts padding samples, a layout that needs none is tried first, and stays unless
+    another saves `LEAST_SAVING`.
     """
+    if searched and stated.most_sequences and stated.padding_samples:
+        equal = best_start(replace(stated, padding_samples=0), cost, tokens, topology, core)
+        stated = replace(equal, padding_samples=stated.padding_samples)
     starts = layouts_of_lengths(stated, cost, tokens, topology, core, searched=searched)
     best = _cheapest([stated, *starts.values()], cost, topology)
     if searched and stated.most_sequences:
@@ -214,7 +218,7 @@ def searched_by_lengths(
         travel=None,
         node_of_place=np.full(ranks * count, -1, np.int32),
         ranks=ranks if stated.most_sequences else 0,
-        most=stated.most_sequences or 0,
+        most=stated.most_on_a_rank or 0,
     )
     return _layout(stated, place, count)
 
@@ -286,6 +290,7 @@ def _layout(stated: BatchLayout, place: NDArray[np.int32], count: int) -> BatchL
         num_dp_ranks=stated.num_dp_ranks,
         token_budget=stated.token_budget,
         most_sequences=stated.most_sequences,
+        padding_samples=stated.padding_samples,
         lengths_alone=stated.lengths_alone,
     )
 
@@ -293,12 +298,12 @@ def _layout(stated: BatchLayout, place: NDArray[np.int32], count: int) -> BatchL
 def with_equal_counts(
     stated: BatchLayout, place: NDArray[np.int32], work: NDArray[np.int64], tokens: NDArray[np.int64]
 ) -> NDArray[np.int32] | None:
-    """Return the [S] places with at most `given.most_sequences` on every rank; None where no move keeps the budget.
+    """Return the [S] places with at most `most_on_a_rank` on every rank; None where no move keeps the budget.
 
     Sequences leave ranks that have too many for ranks that have room: always by the move after which the busiest ranks
     of the micro-batches have least work together. A move leaves no cell empty.
     """
-    most, ranks, place = stated.most_sequences, stated.num_dp_ranks, place.copy()
+    most, ranks, place = stated.most_on_a_rank, stated.num_dp_ranks, place.copy()
     assert most is not None
     budget = stated.token_budget or int(stated.rank_tokens(tokens).max(initial=0))
     count = int(place.max(initial=-1)) // ranks + 1

@@ -254,7 +254,7 @@ class Searcher:
             node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),
             limit=limit,
             ranks=layout.num_dp_ranks if layout.most_sequences else 0,
-            most=layout.most_sequences or 0,
+            most=layout.most_on_a_rank or 0,
         )
         state = replace(state, place=place)
         if travel is None:

@@ -16,7 +16,7 @@ from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.reduce import MAX_LOAD_BYTES, Filler, reduce_load
 from moe_rl.core.routes import RouteSample
-from moe_rl.core.schedules import framework_layout, with_rule
+from moe_rl.core.schedules import framework_layout, may_be_padded, with_rule
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import count_sequences
@@ -231,6 +231,12 @@ def _layout(
     topology: ClusterTopology,
     model: MoeModelSpec,
 ) -> BatchLayout:
+    sequences = options.sequences
+    laid_out = sequences.micro_batch_tokens is not None and sequences.ep_group_tokens is None
+    require(
+        not sequences.padding_samples or (laid_out and may_be_padded(sequences.layout, sequences.packing)),
+        f"--padding-samples {sequences.padding_samples} has no effect: only --layout verl with --packing run has them.",
+    )
     if options.sequences.ep_group_tokens is not None:
         return BatchLayout.ep_group(lengths, token_budget=options.sequences.ep_group_tokens, seed=options.planning.seed)
     if options.sequences.micro_batch_tokens is not None:
@@ -243,7 +249,7 @@ def _layout(
             multiple_of=options.parallel.pipeline_model_parallel_size if virtual else 1,
             model=model,
         )
-        return with_rule(layout, options.sequences.layout, options.sequences.packing)
+        return with_rule(layout, sequences.layout, sequences.packing, padding_samples=sequences.padding_samples)
     return BatchLayout.recorded(
         np.concatenate([part.micro_batch for part in parts]),
         np.concatenate([part.dp_rank for part in parts]),

@@ -126,6 +126,7 @@ class SequenceOptions(OptionGroup):
     micro_batch_tokens: int | None = None
     layout: str = "verl"
     packing: str = "run"
+    padding_samples: int = 0
     global_batch_tokens: int | None = None
     global_batch_size: int | None = None
     ep_group_tokens: int | None = None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import HARDWARE, model_spec, seeds
 
-from moe_rl.balancing.driver_packing import DriverPacking, packed_shares
+from moe_rl.balancing.driver_packing import PADDING_TOKENS, DriverPacking, filled_up, packed_shares
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.native import native_core
@@ -171,3 +171,57 @@ def test_what_a_run_may_pack_is_its_frameworks_rule() -> None:
     assert PACKINGS[0] == "run"
     with pytest.raises(InvalidInputError, match="--packing 'all' is unknown"):
         with_rule(layout, "verl", "all")
+
+
+@needs_core
+@settings(max_examples=10)
+@given(seed=seeds, paddings=st.integers(1, 4), mini_batches=st.integers(1, 2))
+def test_padding_samples_fill_ranks_up_to_one_size(seed: int, paddings: int, mini_batches: int) -> None:
+    """Every sequence once, in its mini-batch; ranks alike in every mini-batch; the budget holds with the padding."""
+    ranks, count = 4, 24 * mini_batches
+    packing, lengths = replace(packing_of(token_budget=BUDGET), padding_samples=paddings), lengths_of(seed, count)
+    shares = packed_shares(packing, lengths, mini_batches=mini_batches)
+    assert shares is not None
+    assert sorted(shares.order) == list(range(count + shares.padding_samples))
+    order, micro_batch = (column.reshape(ranks, mini_batches, -1) for column in (shares.order, shares.micro_batch))
+    assert order.shape[2] <= count // (ranks * mini_batches) + paddings
+    before = np.arange(count).reshape(ranks, mini_batches, -1)
+    tokens = np.append(lengths, np.full(shares.padding_samples, PADDING_TOKENS))
+    for number in range(mini_batches):
+        own = order[:, number]
+        assert set(own[own < count].ravel()) == set(before[:, number].ravel())
+        assert len({int(of_rank.max()) for of_rank in micro_batch[:, number]}) == 1
+        for rank in range(ranks):
+            held = np.bincount(micro_batch[rank, number], weights=tokens[order[rank, number]])
+            assert 0 < held.min() <= held.max() <= BUDGET
+
+
+@needs_core
+def test_padding_samples_never_cost_and_pay_where_lengths_are_uneven() -> None:
+    gains = []
+    for seed in range(4):
+        lengths, topology = lengths_of(seed, 64), topology_of(8, ep_size=4)
+        own = framework_layout("verl", lengths, num_dp_ranks=8, token_budget=BUDGET)
+        cost = cost_of_lengths(
+            TrainingRun(model=MODEL, topology=topology, setting=StepSetting()), lengths, tokens_per_rank=2e3
+        )
+        rules = [with_rule(own, "verl"), with_rule(own, "verl", padding_samples=4)]
+        equal, padded = (best_start(rule, cost, lengths, topology, native_core()) for rule in rules)
+        assert np.bincount(padded.dp_rank, minlength=8).max() <= 8 + 4
+        gains.append(cost.balanced_s(equal, topology) / cost.balanced_s(padded, topology))
+    assert min(gains) >= 1.0
+    assert max(gains) > 1.002
+
+
+def test_a_rank_without_room_is_not_filled_up() -> None:
+    """Two ranks, one of them full to its budget with a single sequence while the other has two."""
+    layout = BatchLayout(
+        micro_batch=np.zeros(3, np.int32), dp_rank=np.array([0, 1, 1], np.int32), order=np.arange(3, dtype=np.int32),
+        num_micro_batches=1, num_dp_ranks=2, token_budget=100,
+    )  # fmt: skip
+    lengths = np.array([100, 40, 40])
+    assert filled_up(layout, lengths, 2) is None
+    filled = filled_up(layout, lengths - PADDING_TOKENS, 2)
+    assert filled is not None
+    assert filled.dp_rank.tolist() == [0, 1, 1, 0]
+    assert filled_up(replace(layout, token_budget=None), lengths, 2) is not None

@@ -7,9 +7,12 @@ side by side takes as long. Advantages, losses and the samples of an update stay
 uid, losses are divided by constants of the whole mini-batch.
 
 The micro-batches go to the workers as a column: of the batch under v0, of TransferQueue under v1.
+
+With `padding_samples` ranks may get unequal numbers of samples under v1: the others are filled up (`padding`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,6 +25,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import logger
 from moe_rl.frameworks.run_settings import Settings
+from moe_rl.frameworks.verl.padding import mini_batches_of, why_not_padded, with_padding_samples
 from moe_rl.huggingface import model_of_config
 from moe_rl.simulators.setting import StepSetting
 
@@ -41,30 +45,64 @@ def install_when_imported(settings: Settings) -> None:
         when_imported(module, partial(install, trainer=trainer, settings=settings))
 
 
+@dataclass(slots=True)
+class DriverState:
+    """What is known of one trainer between its calls."""
+
+    packing: DriverPacking | None
+    """None: sequences stay where verl puts them."""
+    mini_batch_size: int | None = None
+    """Samples of a mini-batch on all ranks, padding samples included; None: as verl's configuration has it."""
+
+
 def install(module: ModuleType, trainer: str, settings: Settings) -> Callable[[], None]:
-    """Wrap `_balance_batch` of the module's trainer and return what undoes it."""
-    packings: dict[int, DriverPacking | None] = {}
+    """Wrap `_balance_batch` and `_update_actor` of the module's trainer and return what undoes it."""
+    drivers: dict[int, DriverState] = {}
 
     def balanced(original: Callable[..., Any], self: Any, batch: Any, *arguments: Any, **more: Any) -> Any:
         result = original(self, batch, *arguments, **more)
-        batch = batch if result is None else result
-        if id(self) not in packings:
-            packings[id(self)] = _packing_or_warning(self, settings)
-        packing = packings[id(self)]
-        if packing is not None:
-            _pack(batch, packing, self.config.actor_rollout_ref)
-        return result
+        returned = batch if result is None else result
+        if id(self) not in drivers:
+            drivers[id(self)] = DriverState(packing=_packing_or_warning(self, settings, pads=hasattr(returned, "tags")))
+        packed = _pack(returned, drivers[id(self)], self)
+        return None if result is None else packed
 
-    return wrap(getattr(module, trainer), "_balance_batch", balanced)
+    def updated(original: Callable[..., Any], self: Any, *arguments: Any, **more: Any) -> Any:
+        driver = drivers.get(id(self))
+        if driver is None or driver.mini_batch_size is None:
+            return original(self, *arguments, **more)
+        with mini_batches_of(self.actor_rollout_wg, driver.mini_batch_size):
+            return original(self, *arguments, **more)
+
+    undo = [
+        wrap(getattr(module, trainer), "_balance_batch", balanced),
+        wrap(getattr(module, trainer), "_update_actor", updated),
+    ]
+
+    def uninstall() -> None:
+        for restore in undo:
+            restore()
+
+    return uninstall
 
 
-def _packing_or_warning(trainer: Any, settings: Settings) -> DriverPacking | None:
-    """Return how the run's updates are packed; None, after a sentence, where verl's settings leave nothing to pack."""
+def _packing_or_warning(trainer: Any, settings: Settings, *, pads: bool) -> DriverPacking | None:
+    """Return how the run's updates are packed; None, after a sentence, where verl's settings leave nothing to pack.
+
+    `pads`: the trainer is v1's, which knows padding samples.
+    """
     try:
-        return packing_of(trainer.config, num_dp_ranks=_num_dp_ranks(trainer), settings=settings)
+        packing = packing_of(trainer.config, num_dp_ranks=_num_dp_ranks(trainer), settings=settings)
     except InvalidInputError as error:
         logger.warning("moe_rl: sequences stay on the ranks that verl gives them: %s", error)
         return None
+    if not settings.balancer.micro_batches.padding_samples:
+        return packing
+    reason = why_not_padded(trainer) if pads else "trainer v0 has none."
+    if reason:
+        logger.warning("moe_rl: sequences are packed without padding samples: %s", reason)
+        return packing
+    return replace(packing, padding_samples=settings.balancer.micro_batches.padding_samples)
 
 
 def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverPacking:
@@ -119,15 +157,23 @@ def _num_dp_ranks(trainer: Any) -> int:
     return int(max(workers._dispatch_info["actor"])) + 1
 
 
-def _pack(batch: Any, packing: DriverPacking, config: Any) -> None:
-    """Put the samples of every mini-batch in the order of their new ranks."""
-    lengths = _lengths(batch)
+def _pack(batch: Any, driver: DriverState, trainer: Any) -> Any:
+    """Return the batch with the samples of every mini-batch in the order of their new ranks."""
+    driver.mini_batch_size = None
+    if driver.packing is None:
+        return batch
+    config, lengths = trainer.config.actor_rollout_ref, _lengths(batch)
     samples = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
-    shares = None
-    if len(lengths) and len(lengths) % samples == 0:
-        shares = packed_shares(packing, lengths, mini_batches=len(lengths) // samples)
-    if shares is not None:
-        _reorder(batch, shares)
+    if not len(lengths) or len(lengths) % samples:
+        return batch
+    shares = packed_shares(driver.packing, lengths, mini_batches=len(lengths) // samples)
+    if shares is None:
+        return batch
+    if shares.padding_samples:
+        batch = with_padding_samples(batch, len(shares.order), trainer.tokenizer.eos_token_id)
+        driver.mini_batch_size = len(shares.order) * samples // len(lengths)
+    _reorder(batch, shares)
+    return batch
 
 
 def _lengths(batch: Any) -> NDArray[np.int64]:

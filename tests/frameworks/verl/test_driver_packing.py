@@ -252,7 +252,7 @@ def test_v1_reorders_keys_and_puts_micro_batches_beside_their_fields(
 ) -> None:
     from verl.utils import transferqueue_utils
 
-    from moe_rl.frameworks.verl.driver import COLUMN, _pack, packing_of
+    from moe_rl.frameworks.verl.driver import COLUMN, DriverState, _pack, packing_of
 
     lengths, store = lengths_of(0), dict[tuple[str, str], int]()
 
@@ -262,7 +262,9 @@ def test_v1_reorders_keys_and_puts_micro_batches_beside_their_fields(
 
     monkeypatch.setattr(transferqueue_utils, "tq", SimpleNamespace(kv_batch_put=kv_batch_put))
     batch = Keys(lengths, fields)
-    _pack(batch, packing_of(config, num_dp_ranks=RANKS, settings=settings_of()), config.actor_rollout_ref)
+    driver = DriverState(packing=packing_of(config, num_dp_ranks=RANKS, settings=settings_of()))
+    assert _pack(batch, driver, SimpleNamespace(config=config)) is batch
+    assert driver.mini_batch_size is None
     assert sorted(batch.keys) == sorted(f"sample {number}" for number in range(SAMPLES))
     assert batch.keys != [f"sample {number}" for number in range(SAMPLES)]
     assert batch.fields == (None if fields is None else ["input_ids", COLUMN])
