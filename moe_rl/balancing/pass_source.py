@@ -186,10 +186,14 @@ class ExpectedOrReplayedRows(RowReader):
         self._forecast, self._sequences, self._replayed = forecast, sequences, replayed
 
     def read(self) -> RankRows:
-        """Return what the log-prob pass counted if that is all of these rows, else the replayed ones."""
-        if self._forecast.covers(self._sequences):
+        """Return the replayed rows if none is left out, or if the log-prob pass did not count all of the others.
+
+        Replayed routes are what will run. Where they leave rows out, what the log-prob pass counted is nearer.
+        """
+        replayed = self._replayed.read()
+        if replayed.known < 1.0 and self._forecast.covers(self._sequences):
             return self._forecast.predict(self._sequences)
-        return self._replayed.read()
+        return replayed
 
 
 class ReadOnce(RowReader):

@@ -174,6 +174,8 @@ def test_replayed_routes_give_way_where_whole_sequences_were_heard(rng: np.rando
     replayed = CountedRows(known.predict([held_of(other)]))
     in_full = ExpectedOrReplayedRows(known, [held_of(found[::-1])], replayed)
     np.testing.assert_array_equal(in_full.read().pairs[0], counted(found))
+    every_row = CountedRows(dataclasses.replace(replayed.read(), known=1.0))
+    assert ExpectedOrReplayedRows(known, [held_of(found)], every_row).read() is every_row.read()
     half = SequenceRows.of_tokens([found[0][0]], np.zeros(4))
     for held in (held_of([*found, *other]), half):
         assert ExpectedOrReplayedRows(known, [held], replayed).read() is replayed.read()

@@ -78,8 +78,7 @@ def test_a_run_whose_loss_raises_once_is_the_plain_one_after_that_too(launch: La
         assert rank["homes"] == rank["moved"][-1]
         assert len(rank["updates"]) == 4
         assert all(update["moe_rl/imbalance"] < update["moe_rl/static_imbalance"] for update in rank["updates"])
-        # Validation lets the router decide on padding, which later plans then take for a mean of both.
-        for update in rank["updates"][:2]:
+        for update in rank["updates"]:  # every row has a route, so nothing is expected that does not come
             assert update["moe_rl/imbalance"] == pytest.approx(update["moe_rl/predicted_imbalance"])
         going_on, plain, balanced = rank["next"]
         assert plain == pytest.approx(going_on, rel=LIMIT)
