@@ -16,7 +16,8 @@ from moe_rl.replay.manifest import MANIFEST_NAME
 from moe_rl.replay.traces import NATIVE_FORMAT, TraceReader, TraceSource
 
 # Options that `import_trace` applies to the rows of any foreign format.
-PICKLED = (".pkl", ".pickle")  # Never unpickled: such a file may run code.
+SAVED_OTHERWISE = (".pkl", ".pickle", ".pt", ".pth")  # Not unpickled: such a file may run code.
+TABLES = (".csv", ".tsv")
 OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 
 
@@ -59,7 +60,12 @@ def _recognize(path: Path, stated_format: str | None) -> str:
             f"{path} holds answers without routes: start vLLM or SGLang with --enable-return-routed-experts.",
         )
         names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
-        hint = f" {SAVE_ARRAYS}" if path.suffix in PICKLED else ""
+        hint = f" {SAVE_ARRAYS}" if path.suffix.lower() in SAVED_OTHERWISE else ""
+        require(
+            path.suffix.lower() not in TABLES,
+            f"{path} is a table of text, which says neither where a sequence ends nor which column is which layer's. "
+            f"{SAVE_ARRAYS}",
+        )
         raise InvalidInputError(f"{path} is not in a known trace format. Name the format with --format: {names}.{hint}")
     # A guess between two formats would read one of them wrong without a word.
     require(len(matches) == 1, f"{path} could be {' or '.join(matches)}: name the format with --format.")

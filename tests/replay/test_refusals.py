@@ -79,6 +79,55 @@ def test_an_array_of_one_layer_is_read(tmp_path: Path) -> None:
     assert open_source(tmp_path / "one.npy").load().routed_experts.shape == (50, 1, 8)
 
 
+@pytest.mark.parametrize("key", ["layer_{}", "layers.{}", "model.layers.{}.mlp.gate", "L{}"])
+def test_arrays_that_are_numbered_by_layer_are_the_layers_of_one_sequence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    ids = drawn_routes(50, 12)
+    # The order in the file, and that of the names as text, is another one.
+    np.savez(tmp_path / "t.npz", **{key.format(layer + 1): ids[:, layer] for layer in reversed(range(12))})
+    for axes in ("TLK", "LTK"):
+        source = open_source(tmp_path / "t.npz", options=ImportOptions(num_experts=128, axes=axes))
+        assert (source.num_sequences, source.moe_layer_ids) == (1, tuple(range(1, 13)))
+        np.testing.assert_array_equal(source.load().routed_experts, ids)
+    first, last = key.format(1), key.format(12)
+    assert f"its 12 arrays, {first} to {last}, are read as the layers of one sequence of 50 tokens" in caplog.text
+
+
+def test_keys_that_do_not_number_layers_once_name_sequences(tmp_path: Path) -> None:
+    ids = drawn_routes(50, 2)
+    np.savez(tmp_path / "groups.npz", group0_layer_1=ids[:, 0], group1_layer_1=ids[:, 1])
+    np.savez(tmp_path / "mixed.npz", layer_0=ids[:, 0], other=ids[:, 1])
+    for name in ("groups.npz", "mixed.npz"):
+        source = open_source(tmp_path / name)
+        assert (source.num_sequences, len(source.moe_layer_ids)) == (2, 1)
+    for other in (ids[:, 1:], ids[:49, 1]):
+        np.savez(tmp_path / "unequal.npz", layer_0=ids[:, 0], layer_1=other)
+        with pytest.raises(InvalidInputError, match=r"numbers its arrays by layer, so all must be .* 'layer_1' is \["):
+            open_source(tmp_path / "unequal.npz")
+
+
+def test_a_single_tensor_is_one_sequence(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    ids = drawn_routes(50, 3)
+    torch.save(torch.from_numpy(ids), tmp_path / "t.pt")
+    torch.save(torch.from_numpy(ids[:, 0]), tmp_path / "layer.pt")
+    np.testing.assert_array_equal(open_source(tmp_path / "t.pt").load().routed_experts, ids)
+    assert open_source(tmp_path / "layer.pt").load().routed_experts.shape == (50, 1, 8)
+    torch.save(torch.from_numpy(ids[None]), tmp_path / "batch.pt")
+    with pytest.raises(InvalidInputError, match=r"uint8 \[1, 50, 3, 8\]: give each sequence an array of its own"):
+        open_source(tmp_path / "batch.pt")
+    torch.save({"topk_ids": torch.from_numpy(ids)}, tmp_path / "named.pt")
+    with pytest.raises(InvalidInputError, match=r"not in a known trace format.*np\.savez"):
+        open_source(tmp_path / "named.pt")
+
+
+def test_a_table_of_text_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    np.savetxt(tmp_path / "t.csv", drawn_routes(20), fmt="%d", delimiter=",")
+    with pytest.raises(InvalidInputError, match=r"t\.csv is a table of text, .* np\.savez"):
+        open_source(tmp_path / "t.csv")
+
+
 def test_lists_of_nested_lists_are_read(tmp_path: Path) -> None:
     sequences = [drawn_routes(20 + index, 3) for index in range(3)]
     (tmp_path / "own.json").write_text(json.dumps([ids.tolist() for ids in sequences]))

@@ -1,8 +1,9 @@
 """`.npz`: one `[tokens, layers, K]` id array per sequence, under the sequence's name.
 
-A `.pt` file with a list of such tensors, or a `.json` file with a list of nested lists, is also read. So are your own
-records, in `.jsonl` or a `.json` list: each is nested lists, or an object with one field of them under any name;
-`group_id` or `prompt_id` is its prompt group. An array `[tokens, K]` holds one layer; `axes` LTK means that layers come
+A `.pt` file with such a tensor or a list of them, or a `.json` file with a list of nested lists, is also read. So are
+your own records, in `.jsonl` or a `.json` list: each is nested lists, or an object with one field of them under any
+name; `group_id` or `prompt_id` is its prompt group. An array `[tokens, K]` holds one layer; where all keys of an `.npz`
+file number layers (`layer_0`, `layers.1`), its arrays are the layers of one sequence. `axes` LTK means that layers come
 before tokens. Every row counts as a route. Floats `[tokens, layers, E]` are router logits: if K is given, the K highest
 become routes. This is wrong for a router with groups or an expert bias, so a warning says so. Keys that start with
 `group<number>` or `prompt<number>` put sequences into prompt groups.
@@ -11,7 +12,7 @@ become routes. This is wrong for a router with groups or an expert bias, so a wa
 import logging
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from moe_rl.replay.importers.torch_file import load_torch_file
 
 logger = logging.getLogger(__name__)
 
+# A key that numbers a layer: layer_3, layers.3, model.layers.3.mlp.gate, L3.
+LAYER_KEY = re.compile(r"(?:.*[._-])?(?:layers?|l)[._-]?(\d+)(?!\d)", re.IGNORECASE)
 GROUP_KEY = re.compile(r"(?:group|prompt)[-_]?(\d+)(?!\d)")
 # Deflate cannot shrink data by more than about 1032; a larger claim is a lie about the size.
 MAX_DEFLATE_RATIO = 1100
@@ -76,12 +79,14 @@ def _recognizes(path: Path) -> bool:
         head = json_head(path)
         is_record = FIELD_OF_LISTS.search(head) is not None and not any(word in head for word in OF_ENGINES)
         return is_record or NESTED_LISTS.match(head) is not None
-    return suffix in TORCH and path.is_file() and _is_list(load_torch_file(path, verify=False))
+    return suffix in TORCH and path.is_file() and _is_tensors(load_torch_file(path, verify=False))
 
 
-def _is_list(document: object) -> bool:
-    """Return whether a torch file holds a list of tensors."""
-    return isinstance(document, list | tuple) and len(document) > 0 and isinstance(document[0], np.ndarray)
+def _is_tensors(document: object) -> bool:
+    """Return whether a torch file holds a tensor or a list of them."""
+    if isinstance(document, list | tuple) and len(document) > 0:
+        return isinstance(document[0], np.ndarray)
+    return isinstance(document, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +96,18 @@ class _NamedArray:
     name: str
     values: NDArray[Any]
     group: str | int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    """Model layer of each layer, where the file numbers them."""
 
 
 def _arrays(path: Path) -> Iterator[_NamedArray]:
     """Yield the array of every sequence."""
     suffix = path.suffix.lower()
     if suffix == ".npz":
+        layers = _numbered_layers(npz_keys(path))
+        if layers:
+            yield _of_layers(path, layers)
+            return
         for key, values in npz_arrays(path):
             group = GROUP_KEY.match(key)
             yield _NamedArray(name=key, values=values, group=group and group.group(1))
@@ -105,10 +116,49 @@ def _arrays(path: Path) -> Iterator[_NamedArray]:
             with located(where):
                 yield _of_record(value, index)
     else:
-        document = of_kind(load_torch_file(path), list | tuple, f"{path} is not a list of arrays.")  # type: ignore[arg-type]
-        for index, value in enumerate(document):
+        document = load_torch_file(path)
+        if isinstance(document, np.ndarray):
+            document = [document]
+        tensors = of_kind(document, list | tuple, f"{path} is not a tensor or a list of them.")  # type: ignore[arg-type]
+        for index, value in enumerate(tensors):
             with located(f"{path}, sequence {index}"):
                 yield _NamedArray(name=str(index), values=as_array(value))
+
+
+def _numbered_layers(keys: Sequence[str]) -> dict[str, int]:
+    """Return the layer that each key numbers; empty where a key numbers none, or two the same."""
+    matches = {key: LAYER_KEY.match(key) for key in keys}
+    layers = {key: int(match[1]) for key, match in matches.items() if match is not None}
+    if len(layers) < len(keys) or len(set(layers.values())) < len(keys):
+        return {}
+    return layers
+
+
+def _of_layers(path: Path, layers: Mapping[str, int]) -> _NamedArray:
+    """Return the sequence whose layers are the arrays of a file, [tokens, K] each."""
+    arrays = dict(npz_arrays(path))
+    ordered = sorted(layers, key=lambda key: layers[key])
+    first = arrays[ordered[0]]
+    for key in ordered:
+        require(
+            arrays[key].ndim == 2 and arrays[key].shape == first.shape,
+            f"{path} numbers its arrays by layer, so all must be [tokens, top-k] of the same tokens, but {key!r} is "
+            f"{list(arrays[key].shape)} and {ordered[0]!r} is {list(first.shape)}. If they are sequences, name them "
+            "otherwise.",
+        )
+    logger.warning(
+        "%s: its %d arrays, %s to %s, are read as the layers of one sequence of %d tokens.",
+        path,
+        len(ordered),
+        ordered[0],
+        ordered[-1],
+        len(first),
+    )
+    return _NamedArray(
+        name=path.stem,
+        values=np.stack([arrays[key] for key in ordered], axis=1),
+        layer_ids=tuple(layers[key] for key in ordered),
+    )
 
 
 def _of_record(value: object, index: int) -> _NamedArray:
@@ -134,23 +184,31 @@ def _depth(value: object) -> int:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     for index, array in enumerate(_arrays(path)):
-        routes = _as_ids(array.values, options, f"{path}: {array.name!r}", first=index == 0)
+        values = array.values
+        if options.axes == "LTK" and values.ndim == 3 and array.layer_ids is None:
+            values = values.swapaxes(0, 1)
+        routes = _as_ids(values, options, f"{path}: {array.name!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
             require(index < len(options.prompt_lengths), f"{path} has more sequences than there are prompt lengths.")
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
             routes = np.concatenate([prompt, routes])
-        yield RecordedSequence(routes=routes, valid=valid, name=array.name, group=array.group)
+        yield RecordedSequence(
+            routes=routes, valid=valid, name=array.name, group=array.group, layer_ids=array.layer_ids
+        )
 
 
 def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: bool) -> NDArray[np.integer]:
-    """Return [tokens, layers, K] ids of an array in another order, of one layer, or of router logits."""
+    """Return [tokens, layers, K] ids of such an array, of one of one layer, or of router logits."""
     is_logits = values.dtype.kind == "f"
     if values.ndim == 2:
         values = values[:, None]  # of one layer
-    if options.axes == "LTK" and values.ndim == 3:
-        values = values.swapaxes(0, 1)
+    require(
+        values.ndim <= 3,
+        f"{what} is {values.dtype} {list(values.shape)}: give each sequence an array of its own, [tokens, layers, "
+        "top-k], without padding.",
+    )
     if not is_logits:
         require(
             values.ndim == 3 and values.dtype.kind in "iu",
