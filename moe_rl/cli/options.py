@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +44,7 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             below: dict[str, Any] = {}
             try:
                 if launch and issubclass(schema, SimulationOptions):
-                    gpus = merge_options(schema, {"gpus": settings["gpus"]}, config).parallel.gpus
-                    below = _launched(launch, schema, gpus)
+                    below = _launched(launch, schema, settings, config)
                 below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
                 options = merge_options(schema, settings, config, below=below)
             except InvalidInputError as error:
@@ -89,11 +88,15 @@ def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
     return _keyword("help_all", Annotated[bool, option], False)
 
 
-def _launched(files: list[Path], schema: type[SimulationOptions], gpus: int | None) -> dict[str, Any]:
+def _launched(
+    files: list[Path], schema: type[SimulationOptions], typed: Mapping[str, Any], config: Path | None
+) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
-    from moe_rl.study.launch import launch_options
+    from moe_rl.study.launch import OF_SHARE, launch_options
 
-    options, sentences = launch_options(files, schema, gpus=gpus)
+    sizes = merge_options(schema, {name: typed[name] for name in OF_SHARE}, config).parallel
+    stated = {name: getattr(sizes, name) for name in OF_SHARE if name in sizes.model_fields_set}
+    options, sentences = launch_options(files, schema, stated=stated)
     say_notes(sentences)
     return options
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,6 +30,9 @@ SIZES = (
     "expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size",
     "context_parallel_size", "pipeline_model_parallel_size",
 )  # fmt: skip
+OF_SHARE = ("gpus", "num_ep_groups", *SIZES)
+"""Options that decide on how many GPUs of a run a simulation runs, and so which part of its batch."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 # Options that work only beside others, and those that a value is checked with.
 NEEDS: Mapping[str, Mapping[str, object]] = {"recompute_modules": {"recompute_granularity": "selective"}}
@@ -46,18 +50,19 @@ OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_
 
 
 def launch_options(
-    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions, *, gpus: int | None = None
+    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions, *, stated: Mapping[str, Any] = NOTHING
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options that the run's files set, and notes that say which were read and which could not be.
 
     The options are keywords for `moe_rl.simulate`, or fields of another `schema`. An option that the files do not set
     is absent: its default holds. So is one with a value that is not priced, which a note names.
 
-    Of the run's batch, a simulation gets the part of its own GPUs: `gpus` if given (--gpus), else as few EP groups as
-    hold whole data-parallel ranks. A layout search gets the whole batch.
+    Of the run's batch, a simulation gets the part of its own GPUs: `gpus` of the `stated` options (--gpus), else as few
+    EP groups as hold whole data-parallel ranks, of the sizes that are stated (`OF_SHARE`) or else the files'. A layout
+    search gets the whole batch.
     """
     run = interpret(read_run(list(files)))
-    share = 1.0 if schema.of_all_gpus else _simulated_share(run, gpus)
+    share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
     everything = {**_options(run.settings), **_batch_options(run, share)}
     priced, left_out = _priced({name: value for name, value in everything.items() if name in words_of(schema)})
     names = ", ".join(path.name for path in files)
@@ -129,22 +134,26 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
 
 
 def _sizes(settings: RunSettings) -> dict[str, int]:
-    return {name: int(str(settings.value_of(name) or 1)) for name in SIZES}
+    sizes = {name: int(str(settings.value_of(name) or 1)) for name in SIZES}
+    return {**sizes, "expert_tensor_parallel_size": _expert_tensor(settings)}
 
 
-def _simulated_share(run: ReadRun, simulated: int | None) -> float | None:
+def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
     """Return the share of a batch that the simulated GPUs train on; None if the run's number of GPUs is not known.
 
-    Without `simulated`, these are as few EP groups as hold whole data-parallel ranks: 32 GPUs with EP8 and PP2 are two
-    EP groups, of which one is simulated with half of the batch. The other has a batch like it.
+    Without stated `gpus`, these are as few EP groups as hold whole data-parallel ranks: 32 GPUs with EP8 and PP2 are
+    two EP groups, of which one is simulated with half of the batch. The other has a batch like it. With EP16 stated,
+    all of them are one group, with the whole batch.
     """
     if run.batch.gpus is None:
         return None
+    simulated = stated.get("gpus")
     if simulated is None:
-        sizes = _sizes(run.settings)
+        sizes = {**_sizes(run.settings), **{name: stated[name] for name in SIZES if name in stated}}
         experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
         slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
-        simulated = math.lcm(experts, slices) * sizes["pipeline_model_parallel_size"]
+        ranks = experts * stated["num_ep_groups"] if "num_ep_groups" in stated else math.lcm(experts, slices)
+        simulated = ranks * sizes["pipeline_model_parallel_size"]
     return min(1.0, simulated / run.batch.gpus)
 
 

@@ -174,9 +174,33 @@ def test_the_batch_is_that_of_the_gpus_that_are_simulated(tmp_path: Path) -> Non
     """32 samples of an update on 16 GPUs: 8 GPUs train on half of them, and a layout search on all."""
     path = tmp_path / "run.sh"
     path.write_text(VERL.format(more=""))
-    sizes = {gpus: launch_options([path], gpus=gpus)[0]["global_batch_size"] for gpus in (None, 8, 16, 64)}
-    assert sizes == {None: 16, 8: 16, 16: 32, 64: 32}
-    assert launch_options([path], TuneOptions, gpus=8)[0]["global_batch_size"] == 32
+    sizes = {gpus: launch_options([path], stated={"gpus": gpus})[0]["global_batch_size"] for gpus in (8, 16, 64)}
+    assert sizes == {8: 16, 16: 32, 64: 32}
+    assert launch_options([path])[0]["global_batch_size"] == 16
+    assert launch_options([path], TuneOptions, stated={"gpus": 8})[0]["global_batch_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("more", "stated", "samples"),
+    [
+        # EP2 x ETP4, as Megatron cuts experts like attention: one of two groups of 8 GPUs.
+        ("", {}, 16),
+        ("", {"expert_model_parallel_size": 4}, 32),
+        ("", {"expert_tensor_parallel_size": 1}, 16),
+        ("", {"num_ep_groups": 2}, 32),
+        ("", {"pipeline_model_parallel_size": 2}, 32),
+        (ONE_EXPERT_PART, {"expert_model_parallel_size": 16}, 32),
+        # TP4 alone: EP2 x ETP4 holds two data-parallel ranks.
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=1", {}, 16),
+    ],
+)
+def test_typed_sizes_decide_which_part_of_the_batch_is_simulated(
+    tmp_path: Path, more: str, stated: dict[str, int], samples: int
+) -> None:
+    """32 samples of an update on 16 GPUs."""
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=more))
+    assert launch_options([path], stated=stated)[0]["global_batch_size"] == samples
 
 
 @pytest.mark.lengthy
@@ -187,6 +211,8 @@ def test_typed_gpus_decide_the_batch_of_a_script(tmp_path: Path) -> None:
     one_group, both = (simulated(tmp_path, trace, *arguments, "--gpus", gpus) for gpus in (8, 16))
     assert both["setting"]["num_ep_groups"] == 2 * one_group["setting"]["num_ep_groups"]
     assert [run["setting"]["global_batch_tokens"] for run in (one_group, both)] == [16 * 300, 32 * 300]
+    larger_group = simulated(tmp_path, trace, *arguments, "--ep", 4)
+    assert larger_group["setting"]["global_batch_tokens"] == 32 * 300
 
 
 def test_a_model_that_the_files_name_is_pointed_to(tmp_path: Path) -> None:
