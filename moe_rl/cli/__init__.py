@@ -5,6 +5,7 @@ import sys
 from typer.exceptions import TyperException
 
 from moe_rl.cli.console import say
+from moe_rl.cli.copies import say_which_runs
 from moe_rl.core.errors import InvalidInputError
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -16,6 +17,7 @@ def main() -> None:
         # Here, since help texts name what other packages add, and one of these packages may be broken.
         from moe_rl.cli.commands import application
 
+        say_which_runs()
         sys.exit(application()(prog_name="moe-rl", standalone_mode=False) or 0)
     except TyperException as error:
         from moe_rl.cli.help import refusal
