@@ -147,13 +147,13 @@ def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
     """
     if run.batch.gpus is None:
         return None
-    simulated = stated.get("gpus")
+    simulated: int | None = stated.get("gpus")
     if simulated is None:
         sizes = {**_sizes(run.settings), **{name: stated[name] for name in SIZES if name in stated}}
         experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
         slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
         ranks = experts * stated["num_ep_groups"] if "num_ep_groups" in stated else math.lcm(experts, slices)
-        simulated = ranks * sizes["pipeline_model_parallel_size"]
+        simulated = int(ranks * sizes["pipeline_model_parallel_size"])
     return min(1.0, simulated / run.batch.gpus)
 
 

@@ -127,10 +127,12 @@ def _arrays(path: Path) -> Iterator[_NamedArray]:
 
 def _numbered_layers(keys: Sequence[str]) -> dict[str, int]:
     """Return the layer that each key numbers; empty where a key numbers none, or two the same."""
-    matches = {key: LAYER_KEY.match(key) for key in keys}
-    layers = {key: int(match[1]) for key, match in matches.items() if match is not None}
-    if len(layers) < len(keys) or len(set(layers.values())) < len(keys):
-        return {}
+    layers = dict[str, int]()
+    for key in keys:
+        match = LAYER_KEY.match(key)
+        if match is None or int(match[1]) in layers.values():
+            return {}
+        layers[key] = int(match[1])
     return layers
 
 
