@@ -239,7 +239,7 @@ def _cluster_content(path: Path) -> dict[str, Any]:
     base = CONFIGS / "clusters" / f"{str(like).lower()}.yaml"
     if base == path or not base.is_file():
         near = nearest_name(str(like).lower(), cluster_names())
-        raise InvalidInputError(f"{path}: like must name another cluster, got {like!r}.{near}")
+        raise InvalidInputError(f"{path}: the key 'like' must name another cluster, got {like!r}.{near}")
     repeated = _cluster_content(base)
     if content.keys() <= SAME_NODES:
         return {**repeated, **content}
@@ -338,7 +338,9 @@ def _software_content(path: Path) -> dict[str, Any]:
     like = content.pop("like", None)
     if like is None:
         return content
-    require_known(str(like), software_names(), f"{path}: like must name another software, got {like!r}.")
+    require_known(
+        str(like), software_names(), f"{path}: the key 'like' must name known training software, got {like!r}."
+    )
     return {**_software_content(CONFIGS / "software" / f"{like}.yaml"), **content}
 
 

@@ -56,7 +56,7 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens-per-rank", 4096), "--batch scaled (--tokens-per-rank with --ep-group-tokens) scales loads"),
+        (("--tokens-per-rank", 4096), "an RL step cannot use --batch scaled (implied by --tokens-per-rank"),
         (("--objective", "imbalance"), "an RL step is a time"),
         (("--staleness", 1), "give them their own rollout_gpus"),
         (("--log-prob-passes", 1), "an RL step has its own passes"),

@@ -122,7 +122,7 @@ def test_a_cluster_repeats_only_what_differs_from_the_one_that_it_is_like(tmp_pa
     assert hardware.sources["rdma_gb_per_s"] == "two NICs per GPU"
     assert hardware.sources["hbm_gib"] == f"assumed: as on H200: {h200.sources['hbm_gib']}"
     for like in ("h1000", 3, ["h100"]):
-        with pytest.raises(InvalidInputError, match="like must name another cluster"):
+        with pytest.raises(InvalidInputError, match="the key 'like' must name another cluster"):
             load_cluster(write_yaml(tmp_path / "mine.yaml", mine | {"like": like}))
 
 

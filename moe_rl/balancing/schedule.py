@@ -313,8 +313,8 @@ def require_useful_slots(config: BalancerConfig) -> None:
         filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]
         require(
             not config.value_of(slots) or config.policy in filling,
-            f"{slots} has no effect: policy {config.policy!r} leaves these slots empty; use one of "
-            f"{', '.join(filling)}, or 0.",
+            f"{slots} has no effect: policy {config.policy!r} leaves these slots empty. Set {slots} to 0, or "
+            f"choose a policy that fills them: {', '.join(filling)}.",
         )
 
 

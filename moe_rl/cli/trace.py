@@ -165,7 +165,7 @@ def synth(
             overwrite=overwrite,
         )
     if like_trace is not None:
-        say(f"experts meet as in {like_trace}: {in_words(fitted)}")
+        say(f"expert co-activation is fitted to {like_trace}: {in_words(fitted)}")
     _say_written(target, written.manifest)
 
 

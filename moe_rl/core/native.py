@@ -33,7 +33,7 @@ def _say_once(reason: str) -> None:
     logger.warning(
         "the C++ core is not available (%s): counting and sampling routes is slower, node visits are estimated as if "
         "tokens chose experts independently, and moe-rl plans come from the reference planner. To build the core, "
-        "install with a C++20 compiler.",
+        "install a C++20 compiler and reinstall moe_rl.",
         reason,
     )
 

@@ -189,7 +189,8 @@ class RoutingTrace(SequenceColumns):
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            f"every sequence must be [tokens, layers, top-k] with the same layers and top-k, got {sorted(shapes)}.",
+            "every sequence must have shape [tokens, layers, top-k], with equal layers and top-k; got "
+            f"{sorted(shapes)}.",
         )
         for index, ids in enumerate(sequences):
             require_token_axis_first(np.shape(ids), what=f"sequence {index}: routes")

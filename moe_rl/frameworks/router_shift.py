@@ -136,7 +136,7 @@ class RouterShiftRun:
                 return call()
             with self.tap.old_pass(self._num_tokens, self._store) as self._store, self.tap.told(rows):
                 return call()
-        require(self._store is not None, "the router shift has no pass of old log-probabilities to compare with.")
+        require(self._store is not None, "the router shift needs an old-log-prob pass before the update; none has run.")
         assert self._store is not None
         self._updated, self._asked, self._coming = True, [], iter(micro_batches)
         token = READING.set(self)

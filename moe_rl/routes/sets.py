@@ -163,7 +163,7 @@ def core_of_routes() -> ModuleType:
     native = native_core()
     if native is None:
         raise InvalidInputError(
-            f"coded routes need the C++ core, and {why_not_native()}; install with a C++20 compiler, or keep "
-            "routes in a trace without --coded."
+            f"coded routes need the C++ core, and {why_not_native()}; install a C++20 compiler and reinstall moe_rl, "
+            "or keep routes in a trace without --coded."
         )
     return native

@@ -190,8 +190,8 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
     require(
         scenario.options.sequences.batch != SCALED,
-        f"--batch {SCALED} (--tokens-per-rank with --ep-group-tokens) scales loads, but an RL step uses the samples of "
-        "the trace.",
+        f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens): it scales "
+        "expert loads, but an RL step needs the samples of the trace.",
     )
     plans = make_plans(scenario, beside_static(options.planning.policy), progress)
     progress("simulating", 0, 1)
@@ -259,7 +259,7 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
         return report
     if report.scaled:
         # The rollout would generate the recorded samples, and the update train on many times their tokens.
-        note = f"no RL step: {SCALED} loads do not belong to samples; see --batch."
+        note = f"no RL step: {SCALED} loads cannot be assigned to samples; see --batch."
         return replace(report, notes=(note, *report.notes))
     passes = _passes(scenario, plans, mini_batches=1)
     engine = _engine_size(passes.model, passes.hardware)
@@ -445,7 +445,7 @@ def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: 
     reason = chosen_by(options.pricing, options.kernels)
     other_s, own_s = priced["static"].step_time_s, own["static"].step_time_s
     return (
-        f"software: {software} ({reason}); with --software {other.name}, a static step takes "
+        f"software: {software} ({reason}); with --software {other.name}, a step under static placement takes "
         f"{other_s:.3g} s instead of {own_s:.3g} s. Both are fitted on the same published RL steps, so the difference "
         "does not say which software is faster."
     )

@@ -89,7 +89,7 @@ def _trace_of_arrays(
     shapes = {array.shape[1:] for array in arrays}
     require(
         len(shapes) == 1 and len(next(iter(shapes))) == 2,
-        "arrays of a trace are [tokens, layers, topk] with the same layers and topk, got shapes "
+        "all arrays of a trace must have shape [tokens, layers, topk], with equal layers and topk; got shapes "
         f"{', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
     )
     return RoutingTrace.from_sequences(

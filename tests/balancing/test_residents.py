@@ -43,7 +43,7 @@ def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resid
     [
         (
             {"resident_slots": 1},
-            "resident_slots has no effect: policy 'ultraep' leaves these slots empty; use one of moe",
+            "resident_slots has no effect: policy 'ultraep' leaves these slots empty. Set resident_slots to 0",
         ),
         ({"cross_node_slots": 1}, "cross_node_slots has no effect: policy 'ultraep' leaves"),
     ],

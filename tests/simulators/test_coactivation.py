@@ -111,7 +111,7 @@ def test_the_command_line_makes_a_trace_like_another(tmp_path: Path) -> None:
     given, made, counts = write_npz(tmp_path / "given.npz"), tmp_path / "made.moetrace", tmp_path / "c.moetrace"
     ran = moe_rl("trace", "synth", "preset_b", made, "--option", "num_sequences=10", "--like", given)
     assert ran.code == 0, ran.err
-    assert "experts meet as in" in ran.err
+    assert "expert co-activation is fitted to" in ran.err
     assert open_source(made).num_sequences == 10
     assert moe_rl("trace", "convert", given, counts, "--num-experts", 8, "--counts-only").code == 0
     refused = moe_rl("trace", "synth", "preset_b", tmp_path / "n.moetrace", "--like", counts)

@@ -94,7 +94,7 @@ def test_a_list_of_arrays_is_a_trace() -> None:
     assert moe_rl.open_trace(arrays, num_experts=8).num_tokens == 480
     with pytest.raises(InvalidInputError, match="give num_experts"):
         moe_rl.open_trace(arrays)
-    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\] with the same layers and topk"):
+    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\], with equal layers and topk"):
         moe_rl.open_trace([arrays[0][:, 0]], num_experts=8)
 
 

@@ -28,7 +28,7 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
     """
     replay, dynamic = case.replays, case.settings.dynamic_context_parallel
     if replay and dynamic:
-        yield Found("{} regroups micro-batches whose routes {} replays.", dynamic, replay)
+        yield Found("{} regroups micro-batches, but {} replays routes by micro-batch number.", dynamic, replay)
 
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
@@ -50,7 +50,7 @@ def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
     """
     backend, packed = case.flex_backend, case.settings.packed
     if backend and backend.value == "hybridep" and packed:
-        yield Found("{} exchanges tokens of batches that {} packs.", backend, packed)
+        yield Found("{} needs equal numbers of tokens on all ranks, but {} makes them unequal.", backend, packed)
 
 
 def deepep_in_small_groups(case: Case) -> Iterator[Found]:

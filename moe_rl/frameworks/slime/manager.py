@@ -101,7 +101,9 @@ class _Packer:
                 if self.settings.strict:
                     raise
                 self._why_not = str(error)
-                logger.warning("moe_rl: samples stay where %s puts them: %s", self.framework, error)
+                logger.warning(
+                    "moe_rl: packing across ranks is off, so %s assigns the samples: %s", self.framework, error
+                )
         return self._packing
 
 
