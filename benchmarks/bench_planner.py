@@ -44,6 +44,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core, why_not_native
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
@@ -98,7 +99,7 @@ def problem_on(trace: RoutingTrace, ep_size: int, token_budget: int, cross_node_
         cost=layer_cost_params(model, topology),
         objective="imbalance",
         cross_node_slots=cross_node_slots,
-        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(count_sequences(trace).tokens_per_expert),
         sequence_tokens=trace.sequence_lengths,
         load_of_layout=lambda other: reduce_load([trace], layout=other, topology=topology),
     )
@@ -260,7 +261,8 @@ def whole_plan_problem(
     token_budget = max(int(tokens.max()), int(tokens.sum() / micro_batches * 1.08))
     layout = BatchLayout.ep_group(tokens, token_budget=token_budget)
     model = reshaped(given, layers=layers, experts=experts, top_k=top_k)
-    counted = load_for_layout(load, tokens, layout, topology, top_k)
+    sequence_load = SequenceLoad.of_different(load)
+    counted = load_for_layout(sequence_load, tokens, layout, topology, top_k)
     if routed_tokens:
         none = np.zeros(0, np.int64)
         drawn = RouteSample(
@@ -279,7 +281,7 @@ def whole_plan_problem(
         topology=topology,
         cost=layer_cost_params(model, topology),
         objective=objective,
-        sequence_load=load,
+        sequence_load=sequence_load,
         sequence_tokens=tokens,
     )
 

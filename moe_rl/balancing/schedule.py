@@ -22,6 +22,7 @@ from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import Filler, read_load
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
@@ -120,7 +121,7 @@ def pack_schedule(
         topology=topology,
         layout=replace(layout, fixed=False, token_budget=token_budget),
         lengths=trace.sequence_lengths.astype(np.int64),
-        sequence_load=counts.tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(counts.tokens_per_expert),
         may=replace(COPIES, pack=True),
     ).layout
     cells: list[list[list[int]]] = [[[] for _ in batches] for batches in schedule]
@@ -192,7 +193,7 @@ def plan_of_load(
     placement: ExpertPlacement | None = None,
     layout: BatchLayout | None = None,
     lengths: NDArray[np.int64] | None = None,
-    sequence_load: NDArray[np.int32] | None = None,
+    sequence_load: SequenceLoad | None = None,
     forward_only: bool = False,
     may: Levers = COPIES,
     history: StepLoad | None = None,

@@ -132,7 +132,7 @@ class Packing {
 
   private:
     const std::int32_t *of(int sequence) const {
-        return sequence < 0 ? none_.data() : p_.load + width_ * static_cast<std::size_t>(sequence);
+        return sequence < 0 ? none_.data() : p_.load + width_ * static_cast<std::size_t>(p_.row_of[sequence]);
     }
 
     std::int64_t balance_after(int batch, const std::int32_t *in, const std::int32_t *out) {

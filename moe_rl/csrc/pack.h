@@ -13,7 +13,8 @@ struct PackProblem {
     int places;  // (micro-batch, DP rank) cells
     int batches; // (EP group, micro-batch) pairs, group by group, whose load is balanced together
     int groups;  // EP groups
-    const std::int32_t *load;      // [S, bins, L] rows of the sequence in each bin (node or rank)
+    const std::int32_t *load;      // [U, bins, L] rows in each bin (node or rank) of the U different sequences
+    const std::int32_t *row_of;    // [S] which of these a sequence is
     const std::int64_t *tokens;    // [S]
     const std::int64_t *work;      // [parts, S] what a place pays beside routed experts, in units of rows; a batch waits
     int parts;                     // for the busiest place in each part

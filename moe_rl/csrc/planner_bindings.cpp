@@ -284,12 +284,13 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
     return array_out(std::move(load), sequences, bins * layers);
 }
 
-auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
+auto pack_arrays(In<std::int32_t, 2> bin_load, In<std::int32_t, 1> row, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
           In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, int num_groups, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
           std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place, std::int32_t limit, int ranks, int most) {
-    const std::size_t sequences = bin_load.shape(0), places = batch_of_place.shape(0);
-    check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [S, bins * L]");
+    const std::size_t sequences = row.shape(0), places = batch_of_place.shape(0);
+    check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [U, bins * L]");
+    check_ranks(row.data(), sequences, bin_load.shape(0));
     check(tokens.shape(0) == sequences && work.shape(1) == sequences && place.shape(0) == sequences,
           "every sequence needs tokens, work and a place");
     check_ranks(place.data(), sequences, places);
@@ -305,7 +306,7 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, int bins, In<std::int64_t, 1> tok
     check(ranks >= 0 && (ranks == 0 || places % static_cast<std::size_t>(ranks) == 0), "every rank has as many places");
     check(most >= 0 && (most == 0 || ranks > 0), "only ranks have a number of sequences");
     const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
-                              static_cast<int>(places), num_batches, num_groups, bin_load.data(), tokens.data(), work.data(),
+                              static_cast<int>(places), num_batches, num_groups, bin_load.data(), row.data(), tokens.data(), work.data(),
                               static_cast<int>(work.shape(0)), batch_of_place.data(), budget,
                               travel ? travel->data() : nullptr, node_of_place.data(), nodes, limit, ranks, most};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
@@ -438,10 +439,11 @@ void bind_planner(nb::module_ &module) {
                "`peak` the fullest one of all cells.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a, "bin_of"_a, "bins"_a, "num_threads"_a,
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");
-    module.def("pack", &pack_arrays, "bin_load"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,
+    module.def("pack", &pack_arrays, "bin_load"_a, "row"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,
                "num_batches"_a, "num_groups"_a, "budget"_a, "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(),
                "node_of_place"_a, "limit"_a = std::numeric_limits<std::int32_t>::max(), "ranks"_a = 0, "most"_a = 0,
-               "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin.");
+               "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin. "
+               "Sequence s has the rows row[s] of bin_load [U, bins * L].");
     module.def("staircase", &staircase_places, "work"_a, "tokens"_a, "ranks"_a, "budget"_a, "count"_a,
                "Return [S] places micro_batch * ranks + rank, long sequences together; None where one has no room.");
     module.def("arrange", &arrange_order, "tokens"_a, "travel"_a, "place"_a, "first_node"_a, "num_nodes"_a, "order"_a,

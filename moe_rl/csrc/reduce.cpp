@@ -172,15 +172,18 @@ MOE_RL_VECTOR_CLONES void share_out(const std::int32_t *counts, std::int64_t sto
 }
 
 void add_sequences(Array<std::int32_t, 4> pairs, Array<const std::int32_t, 3> sequence_load,
-                   Array<const std::int64_t, 1> lengths, Array<const std::int64_t, 1> sequence,
+                   Array<const std::int32_t, 1> row, Array<const std::int64_t, 1> lengths, Array<const std::int64_t, 1> sequence,
                    Array<const std::int64_t, 1> block, Array<const std::int64_t, 1> stop) {
     const auto layers = static_cast<std::int64_t>(pairs.shape(1)), sources = static_cast<std::int64_t>(pairs.shape(2));
     const auto experts = static_cast<std::int64_t>(pairs.shape(3)), pieces = static_cast<std::int64_t>(sequence.shape(0));
-    const auto sequences = static_cast<std::int64_t>(sequence_load.shape(0));
+    const auto sequences = static_cast<std::int64_t>(row.shape(0));
     check(static_cast<std::int64_t>(sequence_load.shape(1)) == layers &&
               static_cast<std::int64_t>(sequence_load.shape(2)) == experts,
           "sequence_load and pairs differ in their layers or experts");
-    check(lengths.shape(0) == sequence_load.shape(0), "every sequence needs a length");
+    check(lengths.shape(0) == row.shape(0), "every sequence needs a length");
+    for (std::int64_t of = 0; of < sequences; ++of)
+        check(row(of) >= 0 && static_cast<std::size_t>(row(of)) < sequence_load.shape(0),
+              "a sequence has counts outside sequence_load");
     check(block.shape(0) == sequence.shape(0) && stop.shape(0) == sequence.shape(0),
           "every piece needs a block and an end");
     for (std::int64_t piece = 0; piece < pieces; ++piece)
@@ -195,7 +198,7 @@ void add_sequences(Array<std::int32_t, 4> pairs, Array<const std::int32_t, 3> se
             const std::int64_t of = sequence(piece), cell = block(piece) / sources, source = block(piece) % sources;
             if (piece == 0 || of != sequence(piece - 1))
                 std::fill(given.begin(), given.end(), 0);
-            share_out(sequence_load.data() + (of * layers + layer) * experts, stop(piece), lengths(of), experts,
+            share_out(sequence_load.data() + (row(of) * layers + layer) * experts, stop(piece), lengths(of), experts,
                       upto.data());
             std::int32_t *to = pairs.data() + ((cell * layers + layer) * sources + source) * experts;
             for (std::int64_t expert = 0; expert < experts; ++expert)
@@ -222,9 +225,9 @@ void bind_reduce(nb::module_ &module) {
     bind_add_routes<std::uint8_t>(module, DOC);
     bind_add_routes<std::uint16_t>(module, DOC);
     module.def("add_sequences", &add_sequences, nb::arg("pairs").noconvert(), nb::arg("sequence_load").noconvert(),
-               nb::arg("lengths").noconvert(), nb::arg("sequence").noconvert(), nb::arg("block").noconvert(),
-               nb::arg("stop").noconvert(),
-               "Add sequences of counts [S, L, E] to pairs [G * M, L, P, E].\n\n"
+               nb::arg("row").noconvert(), nb::arg("lengths").noconvert(), nb::arg("sequence").noconvert(),
+               nb::arg("block").noconvert(), nb::arg("stop").noconvert(),
+               "Add sequences to pairs [G * M, L, P, E]; sequence s has the counts row[s] of sequence_load [U, L, E].\n\n"
                "Piece i ends at token stop[i] of sequence[i], where its next piece starts, and belongs to block[i] = "
                "(g * M + m) * P + p. A piece takes its share of every count, rounded so that a sequence keeps its own.");
 }

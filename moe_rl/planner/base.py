@@ -17,6 +17,7 @@ from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.step_words import OURS as OURS
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.objective import TIME, PlanObjective, objective_of
@@ -81,8 +82,8 @@ class PlanProblem:
     is a part of one."""
     current_placement: ExpertPlacement | None = None
     """Placement before the step; None means Megatron's contiguous one."""
-    sequence_load: NDArray[np.int32] | None = None
-    """[S, L, E] token-expert pairs of every sequence, for policies that repack a layout that is not fixed."""
+    sequence_load: SequenceLoad | None = None
+    """Token-expert pairs of every sequence, for policies that repack a layout that is not fixed."""
     sequence_tokens: NDArray[np.int64] | None = None
     """[S] tokens of every sequence, which count against the layout's budget."""
     micro_batch_cost: MicroBatchCost | None = None
@@ -118,14 +119,10 @@ class PlanProblem:
     def _check_sequences(self) -> None:
         num_sequences = self.layout.num_sequences
         if self.sequence_load is not None:
-            want = (num_sequences, self.load.num_layers, self.load.num_experts)
-            require(
-                self.sequence_load.shape == want,
-                f"sequence_load must be [S, L, E] = {list(want)}, got {list(self.sequence_load.shape)}.",
-            )
+            known, want = self.sequence_load, [num_sequences, self.load.num_layers, self.load.num_experts]
+            got = [known.num_sequences, known.num_layers, known.num_experts]
+            require(got == want, f"sequence_load must be of [sequences, layers, experts] = {want}, got {got}.")
             require(self.sequence_tokens is not None, "sequence_load requires sequence_tokens.")
-            negative = self.sequence_load.size and int(self.sequence_load.min()) < 0
-            require(not negative, "sequence_load holds a negative count.")
         require(
             self.sequence_tokens is None or self.sequence_tokens.shape == (num_sequences,),
             f"sequence_tokens must have one entry per sequence ({num_sequences}).",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.schedules import karmarkar_karp
+from moe_rl.core.sequence_load import sums_per_cell
 from moe_rl.core.topology import ClusterTopology
 
 MORE_COUNTS = 3
@@ -204,6 +205,7 @@ def searched_by_lengths(
     group = np.arange(ranks) * topology.slices_per_dp_rank // topology.ep_size
     place, _ = core.pack(
         bin_load=np.rint(routed_s[:, None] * units).astype(np.int32),
+        row=np.arange(len(tokens), dtype=np.int32),
         bins=1,
         tokens=tokens,
         work=np.rint(cost.sequence_s * units).astype(np.int64),
@@ -357,6 +359,7 @@ def packed_on_their_ranks(
     stated: BatchLayout,
     bin_load: NDArray[np.int32],
     *,
+    row: NDArray[np.int32] | None = None,
     tokens: NDArray[np.int64],
     cost: MicroBatchCost | None,
     top_k: int,
@@ -365,14 +368,17 @@ def packed_on_their_ranks(
 ) -> NDArray[np.int32]:
     """Return [S] micro-batches in which sequences stay on their data-parallel rank, no dearer than the given ones.
 
-    `bin_load` [S, B, L] are the rows of a sequence in each bin of each layer. `cost` prices the micro-batches; None: by
-    the rows of the busiest bins alone. No place gets more tokens than the budget (without one: than the fullest has),
+    `bin_load` [U, B, L] are the rows of different sequences in each bin of each layer, and sequence s has those of
+    `row[s]`; without `row` all sequences differ (U is S). `cost` prices the micro-batches; None: by the rows of the
+    busiest bins alone. No place gets more tokens than the budget (without one: than the fullest has),
     and none is left empty.
     """
     ranks, count, bins = stated.num_dp_ranks, stated.num_micro_batches, bin_load.shape[1]
     budget = stated.token_budget or int(stated.rank_tokens(tokens).max(initial=0))
     group = np.arange(ranks) * topology.slices_per_dp_rank // topology.ep_size
     batch_of_place = (group * count + np.arange(count)[:, None]).astype(np.int32).ravel()
+    if row is None:
+        row = np.arange(len(tokens), dtype=np.int32)
     work, row_s = np.zeros((1, len(tokens)), np.int64), 0.0
     if cost is not None:
         # One more token on every rank is top-k rows on each in every layer; a node's bin has all rows of its ranks.
@@ -382,6 +388,7 @@ def packed_on_their_ranks(
     def searched(heat: int) -> tuple[NDArray[np.int32], float]:
         place, least = core.pack(
             bin_load=np.ascontiguousarray(bin_load.reshape(len(bin_load), -1)),
+            row=row,
             bins=bins,
             tokens=tokens,
             work=work,
@@ -400,8 +407,8 @@ def packed_on_their_ranks(
         return place // ranks, float(least)
 
     def seconds(micro_batch: NDArray[np.int32], priced: MicroBatchCost) -> float:
-        rows = np.zeros((topology.num_ep_groups * count, *bin_load.shape[1:]), np.int64)
-        np.add.at(rows, batch_of_place[micro_batch * ranks + stated.dp_rank], bin_load)
+        cell = batch_of_place[micro_batch * ranks + stated.dp_rank]
+        rows = sums_per_cell(bin_load, row, cell, topology.num_ep_groups * count)
         busiest = rows.max(axis=1).reshape(topology.num_ep_groups, count, -1)
         layout = replace(stated, micro_batch=micro_batch, order=np.arange(len(tokens), dtype=np.int32))
         return priced.step_s(busiest * row_s + priced.routed_fixed_s / priced.num_moe_layers, layout, topology)

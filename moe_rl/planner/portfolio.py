@@ -185,10 +185,11 @@ class Portfolio:
         assert problem.sequence_tokens is not None
         bins = topology.ep_size if options.by_rank else topology.num_nodes
         bin_of = (best.home // (topology.ep_size // bins)).astype(np.int32)
-        bin_load = self.pricing.core.bin_loads(problem.sequence_load, bin_of, bins, options.num_threads)
+        bin_load = self.pricing.core.bin_loads(problem.sequence_load.counts, bin_of, bins, options.num_threads)
         micro_batch = packed_on_their_ranks(
             best.layout,
             bin_load.reshape(len(bin_load), bins, -1),
+            row=problem.sequence_load.row,
             tokens=np.ascontiguousarray(problem.sequence_tokens, np.int64),
             cost=problem.micro_batch_cost,
             top_k=problem.load.top_k,

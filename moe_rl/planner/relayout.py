@@ -12,18 +12,19 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.native import native_core
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import PlanProblem
 
 
 def load_for_layout(
-    sequence_load: NDArray[np.int32],
+    sequence_load: SequenceLoad,
     sequence_tokens: NDArray[np.int64],
     layout: BatchLayout,
     topology: ClusterTopology,
     top_k: int,
 ) -> StepLoad:
-    """Return the `StepLoad` of `layout` from loads [S, L, E] and tokens [S] of its sequences.
+    """Return the `StepLoad` of `layout` from the loads and tokens [S] of its sequences.
 
     A data-parallel rank cuts the tokens of a cell into equal consecutive slices; a sequence that spans several gives
     each its share of every expert's pairs, rounded so that the sequence keeps its counts. Micro-batch totals are exact;
@@ -35,7 +36,7 @@ def load_for_layout(
         layout.num_dp_ranks == topology.num_dp_ranks,
         f"the layout is for {layout.num_dp_ranks} data-parallel ranks, but the topology has {topology.num_dp_ranks}.",
     )
-    _, num_layers, num_experts = sequence_load.shape
+    num_layers, num_experts = sequence_load.num_layers, sequence_load.num_experts
     shape = (topology.num_ep_groups, layout.num_micro_batches, topology.ep_size)
     pairs = np.zeros((*shape[:2], num_layers, shape[2], num_experts), np.int32)
     tokens = np.zeros(shape, np.int64)
@@ -56,7 +57,7 @@ def load_for_layout(
     np.add.at(tokens.reshape(-1), block, stop - begin)
     _add_pieces(
         pairs.reshape(-1, *pairs.shape[2:]),
-        np.ascontiguousarray(sequence_load, np.int32),
+        sequence_load,
         lengths,
         sequence,
         block,
@@ -89,7 +90,7 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
 
 def _add_pieces(
     pairs: NDArray[np.int32],
-    sequence_load: NDArray[np.int32],
+    sequence_load: SequenceLoad,
     lengths: NDArray[np.int64],
     sequence: NDArray[np.int64],
     block: NDArray[np.int64],
@@ -102,14 +103,15 @@ def _add_pieces(
     """
     core = native_core()
     if core is not None:
-        core.add_sequences(pairs, sequence_load, lengths, sequence, block, stop)
+        core.add_sequences(pairs, sequence_load.counts, sequence_load.row, lengths, sequence, block, stop)
         return
-    assigned = np.zeros(sequence_load.shape[1:], np.int64)
+    assigned = np.zeros(sequence_load.counts.shape[1:], np.int64)
     for index in range(len(sequence)):
         of = int(sequence[index])
         if index == 0 or of != sequence[index - 1]:
             assigned = np.zeros_like(assigned)
-        upto = (sequence_load[of].astype(np.int64) * stop[index] + lengths[of] // 2) // lengths[of]
+        counts = sequence_load.counts[sequence_load.row[of]].astype(np.int64)
+        upto = (counts * stop[index] + lengths[of] // 2) // lengths[of]
         cell, rank = divmod(int(block[index]), pairs.shape[2])
         pairs[cell, :, rank] += (upto - assigned).astype(np.int32)
         assigned = upto

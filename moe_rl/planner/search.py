@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.routes import RouteSample
+from moe_rl.core.sequence_load import sums_per_cell
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.outlook import Outlook
 from moe_rl.planner.sequence_places import SequencePlaces
@@ -228,17 +229,19 @@ class Searcher:
         else:
             budget = int(tokens_of_places.max(initial=0))
         bin_of = state.home // (topology.ep_size // bins)
-        bin_load = self.core.bin_loads(problem.sequence_load, bin_of, bins, self.options.num_threads)
+        row = problem.sequence_load.row
+        bin_load = self.core.bin_loads(problem.sequence_load.counts, bin_of, bins, self.options.num_threads)
         travel = self._travel(state)
         first_node, num_nodes = self.places.nodes()
         batch_of_place = self.places.cell_of_place()
         limit = NO_LIMIT
         if fullest is not None:
-            rows = np.zeros((int(batch_of_place.max()) + 1, bin_load.shape[1]), np.int64)
-            np.add.at(rows, batch_of_place[state.place], bin_load)
+            num_batches = int(batch_of_place.max()) + 1
+            rows = sums_per_cell(bin_load, row, batch_of_place[state.place], num_batches)
             limit = int(fullest * rows.max())
         place, _ = self.core.pack(
             bin_load=bin_load,
+            row=row,
             bins=bins,
             tokens=tokens,
             work=self.weights.sequence_cost,

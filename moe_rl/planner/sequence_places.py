@@ -77,9 +77,7 @@ class SequencePlaces:
         assert problem.sequence_tokens is not None
         batch = self.cell_of_place()[place]
         num_cells = load.num_ep_groups * load.num_micro_batches
-        pairs = np.zeros((num_cells, load.num_layers, load.num_experts), np.int32)
-        for cell in range(num_cells):
-            pairs[cell] = problem.sequence_load[batch == cell].sum(axis=0, dtype=np.int32)
+        pairs = problem.sequence_load.per_cell(batch, num_cells)
         tokens = np.bincount(batch, weights=problem.sequence_tokens, minlength=num_cells).astype(np.int64)
         if load.scaled:
             return self._scaled(pairs, tokens)

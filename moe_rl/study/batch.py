@@ -14,9 +14,10 @@ from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad, expected_pairs
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.reduce import MAX_LOAD_BYTES, Filler, reduce_load
+from moe_rl.core.reduce import Filler, reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.schedules import framework_layout, may_be_padded, with_rule
+from moe_rl.core.sequence_load import SequenceLoad, known_tokens, load_of_sequences, sums_per_cell
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
 from moe_rl.replay import count_sequences
@@ -49,27 +50,20 @@ class Batch:
         """Rows of the step, rows without a route included."""
         return int(self.lengths.sum())
 
-    def sequence_load(self) -> NDArray[np.int32]:
-        """Return [S, L, E] token-expert pairs of every sequence; refuse a batch for which they need more than 4 GB."""
-        self._require_countable()
-        pairs, tokens = _counted(self.known)
-        if self.known is not self.parts:
-            missing = _counted(self.parts)[1] - tokens
-            # A sequence of which something is known goes on as it does.
-            total = np.where(pairs.any(axis=2, keepdims=True), pairs, pairs.sum(axis=0, dtype=np.int64))
-            pairs += expected_pairs(missing[:, None, None], total, self.load.top_k)[:, :, 0]
-        return pairs
-
-    def _require_countable(self) -> None:
-        """Packing holds counts of each sequence: 8 drawn a hundred thousand times are a hundred thousand."""
-        layers, experts = self.load.num_layers, self.load.num_experts
-        size = len(self.lengths) * layers * experts * np.dtype(np.int32).itemsize
-        require(
-            size <= MAX_LOAD_BYTES,
-            f"to pack this batch, its counts per [sequence, layer, expert] = [{len(self.lengths):,}, {layers}, "
-            f"{experts:,}] need {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: set --packing none, or "
-            "--global-batch-tokens to a smaller batch.",
-        )
+    def sequence_load(self) -> SequenceLoad:
+        """Return the token-expert pairs of every sequence; refuse a batch whose counts need more than 4 GB."""
+        known = load_of_sequences(self.known)
+        if self.known is self.parts:
+            return known
+        told = known_tokens(self.known)
+        missing = known_tokens(self.parts) - told
+        # Sequences that share a row of counts are told alike: the first one of a row speaks for all of them.
+        _, first = np.unique(known.row, return_index=True)
+        all_pairs = sums_per_cell(known.counts, known.row, np.zeros_like(known.row), 1)
+        # A sequence of which something is known goes on as it does.
+        total = np.where(known.counts.any(axis=2, keepdims=True), known.counts, all_pairs)
+        expected = expected_pairs(missing[first][:, None, None], total, self.load.top_k)[:, :, 0]
+        return replace(known, counts=known.counts + expected)
 
 
 def cut_step(
@@ -144,30 +138,16 @@ def cut_step(
     )
 
 
-def _counted(parts: Sequence[StepPart]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return [S, L, E] pairs and [S] tokens with a route of every sequence."""
-    pairs, tokens = [], []
-    for part in parts:
-        counts = counts_of(part)
-        pairs.append(counts.tokens_per_expert)
-        tokens.append(counts.num_valid_tokens)
-    return np.concatenate(pairs).astype(np.int32), np.concatenate(tokens).astype(np.int64)
-
-
 def lengths_of(parts: Sequence[StepPart]) -> NDArray[np.int64]:
     """Return [S] tokens of every sequence of a step."""
     return np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
 
 
-def counts_of(part: StepPart) -> SequenceCounts:
-    """Return the counts of every sequence of a part, which may hold nothing else."""
+def counts_of(part: RoutingTrace | SequenceCounts) -> SequenceCounts:
+    """Return the counts of every sequence of a recorded part, which may hold nothing else."""
     if isinstance(part, SequenceCounts):
         return part
-    if isinstance(part, RoutingTrace):
-        return count_sequences(part)
-    if part.visible is None:
-        return counts_of(part.recorded).select(part.numbers)
-    return counts_of(part.copied(np.arange(part.num_sequences)))
+    return count_sequences(part)
 
 
 def _known(
@@ -192,7 +172,7 @@ def _known(
                 knowledge.unknown_pairs == 0,
                 "--unknown-pairs hides routes of tokens, but the trace holds only counts.",
             )
-            parts_kept.append(_without_sequences(counts_of(part), is_hidden))
+            parts_kept.append(_without_sequences(part, is_hidden))
     return tuple(parts_kept)
 
 
@@ -209,8 +189,22 @@ def _without_rows(part: StepPart, lost: NDArray[np.bool_]) -> StepPart:
     return replace(part, valid=part.valid & ~lost)
 
 
-def _without_sequences(part: SequenceCounts, is_hidden: NDArray[np.bool_]) -> SequenceCounts:
-    """Return counts of which planners are not told the sequences `is_hidden` [S]."""
+def _without_sequences(part: StepPart, is_hidden: NDArray[np.bool_]) -> StepPart:
+    """Return a part with counts of which planners are not told the sequences `is_hidden` [S]."""
+    if isinstance(part, DrawnSequences):
+        assert isinstance(part.recorded, SequenceCounts)
+        recorded = np.arange(part.recorded.num_sequences)
+        # Every recorded sequence once as it is and once hidden, so that drawn ones still share their counts.
+        twice = part.recorded.select(np.concatenate([recorded, recorded]))
+        hidden_twin = np.repeat([False, True], len(recorded))
+        numbers = part.numbers + len(recorded) * is_hidden
+        return DrawnSequences(recorded=_hidden(twice, hidden_twin), numbers=numbers)
+    assert isinstance(part, SequenceCounts)
+    return _hidden(part, is_hidden)
+
+
+def _hidden(part: SequenceCounts, is_hidden: NDArray[np.bool_]) -> SequenceCounts:
+    """Return counts without those of the sequences `is_hidden` [S], whose tokens stay."""
     counts = np.where(is_hidden[:, None, None], 0, part.tokens_per_expert).astype(part.tokens_per_expert.dtype)
     visible = np.where(is_hidden, 0, part.num_valid_tokens)
     return replace(part, tokens_per_expert=counts, num_valid_tokens=visible)

@@ -18,6 +18,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
@@ -70,7 +71,7 @@ def problem_on(
         topology,
         layout=layout,
         objective="time",
-        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(count_sequences(trace).tokens_per_expert),
         sequence_tokens=lengths,
         **options,
     )

@@ -17,6 +17,7 @@ from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.native import native_core
 from moe_rl.core.plan import Plan
 from moe_rl.core.reduce import reduce_load
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
@@ -41,7 +42,7 @@ def problem_on(trace: RoutingTrace, ep_size: int, token_budget: int, **options: 
         model=model,
         topology=topology,
         cost=layer_cost_params(model, topology),
-        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(count_sequences(trace).tokens_per_expert),
         sequence_tokens=trace.sequence_lengths,
         load_of_layout=lambda other: reduce_load([trace], layout=other, topology=topology),
         **{"objective": "imbalance", **options},
@@ -203,7 +204,7 @@ def test_cells_of_several_data_parallel_ranks_and_ep_groups_are_packed(objective
         topology=topology,
         cost=layer_cost_params(model, topology),
         objective=objective,
-        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(count_sequences(trace).tokens_per_expert),
         sequence_tokens=trace.sequence_lengths,
         load_of_layout=lambda other: reduce_load([trace], layout=other, topology=topology),
     )
@@ -291,7 +292,7 @@ def test_loads_of_a_new_layout_are_those_of_the_reduction() -> None:
     layout = BatchLayout.in_order(trace.sequence_lengths, num_dp_ranks=4, token_budget=300)
     counts = count_sequences(trace)
     load = load_for_layout(
-        counts.tokens_per_expert.astype(np.int32), trace.sequence_lengths, layout, topology, trace.top_k
+        SequenceLoad.of_different(counts.tokens_per_expert), trace.sequence_lengths, layout, topology, trace.top_k
     )
     assert (load.pairs == reduce_load([counts], layout=layout, topology=topology).pairs).all()
     exact = reduce_load([trace], layout=layout, topology=topology)
@@ -320,7 +321,8 @@ def test_wrong_parameters_are_refused(parameter: str, value: object) -> None:
 def test_sequences_that_do_not_fit_the_problem_are_refused() -> None:
     problem = small_problem()
     assert problem.sequence_load is not None
-    for change in ({"sequence_load": problem.sequence_load[1:]}, {"sequence_tokens": None}):
+    fewer = replace(problem.sequence_load, row=problem.sequence_load.row[1:])
+    for change in ({"sequence_load": fewer}, {"sequence_tokens": None}):
         with pytest.raises(InvalidInputError, match="sequence_"):
             replace(problem, **change)
 

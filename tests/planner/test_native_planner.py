@@ -187,6 +187,7 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
     work = rng.integers(0, 30, (int(rng.integers(1, 4)), sequences))
     arguments = {
         "bin_load": bin_load,
+        "row": np.arange(sequences, dtype=np.int32),
         "bins": bins,
         "tokens": tokens,
         "work": work,
@@ -357,7 +358,8 @@ def test_packing_lowers_the_work_of_the_busiest_rank_where_loads_are_equal(rng: 
         return int(burden.max(axis=1).sum())
 
     packed, cost = core().pack(
-        bin_load=np.zeros((sequences, 2), np.int32),
+        bin_load=np.zeros((1, 2), np.int32),
+        row=np.zeros(sequences, np.int32),
         bins=2,
         tokens=lengths,
         work=lengths[None] ** 2,

@@ -14,6 +14,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import ALL_LEVERS, OBJECTIVES, PLACEMENT, Levers, PlanObjective, make_planner
 from moe_rl.planner.objective import IMBALANCE, TIME
@@ -149,7 +150,7 @@ def test_packing_meets_the_optimum_of_all_layouts(seed: int) -> None:
         objective=PEAK,
         replica_slots=0,
         layout=layout,
-        sequence_load=sequence_load.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(sequence_load),
         sequence_tokens=tokens,
         load_of_layout=lambda changed: load_of(pairs_of(changed.micro_batch), 1),
     )

@@ -7,6 +7,7 @@ from numpy.random import default_rng
 from moe_rl.config import load_cluster
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.native import native_core
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import relayout
 from moe_rl.planner.relayout import load_for_layout
@@ -22,7 +23,7 @@ def test_core_and_numpy_cut_sequences_alike(monkeypatch: pytest.MonkeyPatch, sli
     layout = BatchLayout.in_order(tokens, num_dp_ranks=topology.num_dp_ranks, token_budget=3_000_000)
 
     def loads() -> tuple[np.ndarray, np.ndarray]:
-        found = load_for_layout(load, tokens, layout, topology, top_k=2)
+        found = load_for_layout(SequenceLoad.of_different(load), tokens, layout, topology, top_k=2)
         return found.pairs, found.tokens
 
     pairs, held = loads()

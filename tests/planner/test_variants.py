@@ -8,6 +8,7 @@ from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import imbalance, rank_load
 from moe_rl.core.reduce import reduce_load
+from moe_rl.core.sequence_load import SequenceLoad
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner import PlanProblem, make_planner
 from moe_rl.planner.relayout import load_of_plan
@@ -43,7 +44,7 @@ def packable_problem() -> PlanProblem:
         cost=layer_cost_params(model, topology),
         objective="imbalance",
         cross_node_slots=1,
-        sequence_load=count_sequences(trace).tokens_per_expert.astype(np.int32),
+        sequence_load=SequenceLoad.of_different(count_sequences(trace).tokens_per_expert),
         sequence_tokens=trace.sequence_lengths,
         load_of_layout=lambda other: reduce_load([trace], layout=other, topology=topology),
     )

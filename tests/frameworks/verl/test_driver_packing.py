@@ -172,7 +172,7 @@ def dealt_by_workers(layout: BatchLayout, scenario: Scenario, home_rank: np.ndar
     for rank, own in enumerate(own_sequences):
         batches = [np.flatnonzero(layout.micro_batch[own] == number) for number in range(layout.num_micro_batches)]
         of_rank = RankSequences.of(
-            problem.sequence_load[own], home_rank, tokens=problem.sequence_tokens[own].tolist(),
+            problem.sequence_load.of(own), home_rank, tokens=problem.sequence_tokens[own].tolist(),
             topology=problem.topology, by_rank=False, dp_rank=rank, stage=0, micro_batches=batches,
         )  # fmt: skip
         everyone.append(of_rank)
