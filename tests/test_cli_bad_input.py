@@ -443,18 +443,18 @@ def test_a_plan_does_not_overwrite_its_trace(tmp_path: Path, trace: Path) -> Non
 @pytest.mark.lengthy
 def test_the_installed_command_ends_with_code_2_and_leaves_old_outputs_alone(tmp_path: Path, trace: Path) -> None:
     old = tmp_path / "a.json"
-    old.write_text("old")
+    old.write_text("{}")
     command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "simulate", str(trace), "--ep", "3"]
     ran = subprocess.run([*command, "--ep-group-tokens", "200", "--json", str(old)], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "error: --ep 3 does not divide the 8 experts; --ep 2 or --ep 4 does.\n"
-    assert old.read_text() == "old"
+    assert old.read_text() == "{}"
 
 
 def test_when_one_output_fails_none_changes(tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second file fails while it is written, as on a full disk."""
     first, second = tmp_path / "a.html", tmp_path / "b.json"
-    second.write_text("old")
+    second.write_text("{}")
     before = snapshot(tmp_path)
     write = Path.write_bytes
 

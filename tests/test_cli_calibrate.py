@@ -77,7 +77,7 @@ def test_the_table_shows_both_values_and_the_errors_of_every_group(tmp_path: Pat
 
 
 def test_json_holds_what_the_table_shows(tmp_path: Path, csv: Path) -> None:
-    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json")
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json", "-")
     document = json.loads(ran.out)
     assert document["schema"] == "moe_rl.calibrate/1"
     assert list(document["constants"]) == list(FITTED)
@@ -91,7 +91,7 @@ def test_json_holds_what_the_table_shows(tmp_path: Path, csv: Path) -> None:
 
 def test_one_group_has_no_held_out_error_and_says_so(tmp_path: Path, csv: Path) -> None:
     csv.write_text(measured(groups=("small",)))
-    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json")
+    ran = calibrate(csv, "--out", tmp_path / "mine.yaml", "--json", "-")
     assert "held_out_error" not in json.loads(ran.out)
     assert "held-out errors need at least two groups" in calibrate(csv, "--out", tmp_path / "mine.yaml").out
 
@@ -99,7 +99,7 @@ def test_one_group_has_no_held_out_error_and_says_so(tmp_path: Path, csv: Path) 
 def test_files_add_up(tmp_path: Path) -> None:
     for group in ("small", "large"):
         (tmp_path / f"{group}.csv").write_text(measured(groups=(group,)))
-    ran = calibrate(tmp_path / "small.csv", tmp_path / "large.csv", "--out", tmp_path / "mine.yaml", "--json")
+    ran = calibrate(tmp_path / "small.csv", tmp_path / "large.csv", "--out", tmp_path / "mine.yaml", "--json", "-")
     assert json.loads(ran.out)["num_measurements"] == 24
 
 

@@ -12,7 +12,7 @@ from moe_rl.planner.registry import POLICIES, make_planner
 
 @pytest.mark.parametrize("what", ["models", "clusters", "policies"])
 def test_every_listed_name_is_taken(what: str) -> None:
-    rows = json.loads(moe_rl(what, "--json").out)
+    rows = json.loads(moe_rl(what, "--json", "-").out)
     shown = moe_rl(what).out
     for row in rows:
         name = row[what.removesuffix("s") if what != "policies" else "policy"]

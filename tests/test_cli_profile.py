@@ -63,7 +63,7 @@ def one_layer(folder: Path, rank: int, *, ranges: bool = True, **changes: float)
 
 
 def document(*arguments: object) -> dict[str, Any]:
-    ran = moe_rl("profile", *arguments, "--json")
+    ran = moe_rl("profile", *arguments, "--json", "-")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert isinstance(found, dict)

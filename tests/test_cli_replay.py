@@ -49,7 +49,7 @@ def test_faults_of_responses_are_named_and_end_with_code_1(tmp_path, sequences):
     assert "sequence 0 (r1): shifted_by_a_token" in ran.out
     assert "sequence 2 (r1): last_row_lost" in ran.out
     assert "sglang#20964" in ran.out
-    document = json.loads(moe_rl("replay", "check", path, *SHAPE, "--reference", own, "--json").out)
+    document = json.loads(moe_rl("replay", "check", path, *SHAPE, "--reference", own, "--json", "-").out)
     assert [fault["fault"] for fault in document["faults"]] == ["shifted_by_a_token", "last_row_lost"]
 
 

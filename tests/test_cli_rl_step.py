@@ -12,7 +12,7 @@ SETTING = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", 
 
 def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None:
     trace, plot = write_npz(tmp_path / "t.npz"), tmp_path / "step.svg"
-    ran = moe_rl("rl-step", trace, *SETTING, "--prompt-tokens", 10, "--reward-seconds", 2, "--plot", plot, "--json")
+    ran = moe_rl("rl-step", trace, *SETTING, "--prompt-tokens", 10, "--reward-seconds", 2, "--plot", plot, "--json", "-")
     assert ran.code == 0, ran.err
     document = json.loads(ran.out)
     assert set(document["policies"]) == {"static", "eplb-oracle", "moe-rl"}
@@ -31,7 +31,7 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     rollouts = [
-        json.loads(moe_rl("rl-step", trace, *SETTING, *eager, "--json").out)["policies"]["static"]["parts_s"]["rollout"]
+        json.loads(moe_rl("rl-step", trace, *SETTING, *eager, "--json", "-").out)["policies"]["static"]["parts_s"]["rollout"]
         for eager in ((), ("--rollout-enforce-eager",))
     ]
     assert rollouts[0] < rollouts[1]
@@ -39,7 +39,7 @@ def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
 
 def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
-    apart = ("--rollout-gpus", 4, "--staleness", 1, "--rollout-tokens-per-s", 1, "--json")
+    apart = ("--rollout-gpus", 4, "--staleness", 1, "--rollout-tokens-per-s", 1, "--json", "-")
     figures = json.loads(moe_rl("rl-step", trace, *SETTING, *apart).out)["policies"]["static"]
     parts = figures["parts_s"]
     assert figures["step_time_s"] == pytest.approx(parts["rollout"] + parts["weight_sync"])
@@ -48,7 +48,7 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
 def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Path) -> None:
     trace, caution = write_npz(tmp_path / "t.npz"), "One published sync determines its constant"
     for name, expected in (("rdma", True), ("stage-broadcast", False)):
-        apart = ("--rollout-gpus", 4, "--staleness", 1, "--weight-sync-transport", name, "--json")
+        apart = ("--rollout-gpus", 4, "--staleness", 1, "--weight-sync-transport", name, "--json", "-")
         notes = json.loads(moe_rl("rl-step", trace, *SETTING, *apart).out)["notes"]
         assert [caution in note for note in notes if f"the weight sync by {name}: " in note] == [expected]
 
@@ -78,10 +78,10 @@ FROM_LENGTHS = ("--model", "qwen3-30b-a3b", "--ep", 8, "--train-gpus", 32, "--nu
 
 
 def test_lengths_alone_make_a_step() -> None:
-    figures = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--json").out)["policies"]
+    figures = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--json", "-").out)["policies"]
     assert list(figures) == ["static", "forced_balance"]
     assert figures["forced_balance"]["update_speedup_vs_static"] > figures["forced_balance"]["speedup_vs_static"] > 1
-    same = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", 1, "--json").out)["policies"]
+    same = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", 1, "--json", "-").out)["policies"]
     assert same["forced_balance"]["speedup_vs_static"] == 1
 
 
@@ -100,7 +100,7 @@ def test_a_step_without_a_trace_has_a_title(tmp_path: Path, imbalance: float, ti
 
 
 def test_micro_batches_have_simulates_size_and_gpus_are_the_trainers_unless_options_say_otherwise() -> None:
-    described = [*FROM_LENGTHS[:4], *FROM_LENGTHS[6:12], *FROM_LENGTHS[14:], "--json"]
+    described = [*FROM_LENGTHS[:4], *FROM_LENGTHS[6:12], *FROM_LENGTHS[14:], "--json", "-"]
     figures = [
         json.loads(moe_rl("rl-step", *described, *more).out)["policies"]
         for more in (("--gpus", 32), ("--train-gpus", 32, "--micro-batch-tokens", 8192))
@@ -113,7 +113,7 @@ def test_micro_batches_have_simulates_size_and_gpus_are_the_trainers_unless_opti
 def test_a_sweep_prints_a_table_for_every_value() -> None:
     ran = moe_rl("rl-step", *FROM_LENGTHS, "--sweep", "mini-batches=1,4")
     assert ran.code == 2  # it prices the passes again: not an option of the RL step alone
-    ran = moe_rl("rl-step", *FROM_LENGTHS, "--sweep", "finished_share=1,0.5", "--json")
+    ran = moe_rl("rl-step", *FROM_LENGTHS, "--sweep", "finished_share=1,0.5", "--json", "-")
     points = json.loads(ran.out)["points"]
     whole, half = (points[f"finished_share={share}"]["static"]["parts_s"]["rollout"] for share in ("1", "0.5"))
     assert half < whole

@@ -24,7 +24,7 @@ def test_info_says_the_shape_in_words_and_in_json(trace: Path) -> None:
     words = moe_rl("trace", "info", trace, "--num-experts", EXPERTS)
     assert words.code == 0
     assert " ".join(words.out.split()).count("num experts 8") == 1
-    facts = json.loads(moe_rl("trace", "info", trace, "--num-experts", EXPERTS, "--json").out)
+    facts = json.loads(moe_rl("trace", "info", trace, "--num-experts", EXPERTS, "--json", "-").out)
     assert (facts["num_moe_layers"], facts["num_experts"], facts["top_k"]) == (LAYERS, EXPERTS, TOP_K)
     assert (facts["num_sequences"], facts["num_tokens"]) == (12, 480)
     assert facts["inferred"] == []
@@ -107,9 +107,9 @@ def test_recorded_dense_layers_can_be_left_out(tmp_path: Path) -> None:
     ids = routes(60)
     with_dense = np.concatenate([np.zeros_like(ids[:, :1]), ids], axis=1)
     np.savez(tmp_path / "dense.npz", s0=with_dense)
-    ran = moe_rl("trace", "info", tmp_path / "dense.npz", "--first-k-dense", 1, "--num-experts", 8, "--json")
+    ran = moe_rl("trace", "info", tmp_path / "dense.npz", "--first-k-dense", 1, "--num-experts", 8, "--json", "-")
     assert json.loads(ran.out)["moe_layer_ids"] == [1, 2, 3]
-    ran = moe_rl("trace", "info", tmp_path / "dense.npz", "--moe-layer-ids", "1,2,3", "--num-experts", 8, "--json")
+    ran = moe_rl("trace", "info", tmp_path / "dense.npz", "--moe-layer-ids", "1,2,3", "--num-experts", 8, "--json", "-")
     assert json.loads(ran.out)["moe_layer_ids"] == [1, 2, 3]
 
 

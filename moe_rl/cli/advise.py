@@ -1,14 +1,18 @@
 """`moe-rl advise`: recommend corrections from a run's metrics."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from moe_rl.cli.console import print_json, results
+from rich.console import Console
+
+from moe_rl.cli.console import deliver, json_text
+from moe_rl.core.outputs import check_outputs
 
 
 def advise(
     metrics: Path,
-    as_json: bool = False,
+    json_path: Path | None = None,
 ) -> None:
     """From a run's metrics, recommend which corrections to switch on or off, with measured value, rule and source.
 
@@ -16,18 +20,20 @@ def advise(
     """
     from moe_rl.doctor import advisor
 
+    check_outputs({"--json": json_path}, inputs=(metrics,))
     records = advisor.read_metrics(metrics)
     advice, silent = advisor.advise(records), advisor.not_judged(records)
     verdict = advisor.verdict(records)
-    if as_json:
-        print_json({"advice": [asdict(item) for item in advice], **asdict(verdict), "not_judged": silent})
-        return
-    console = results()
     heads = {True: "This run is in danger", False: "No danger is seen", None: "Not judged whether the run is in danger"}
-    console.print(f"{heads[verdict.in_danger]}: {verdict.reason}\n", soft_wrap=True)
-    for item in advice:
-        console.print(f"{item.rule}: {item}\n", soft_wrap=True)
-    if not advice:
-        console.print("No rule applies: all logged values are within bounds.")
-    for rule, why in silent.items():
-        console.print(f"not judged: {rule}: {why}.", soft_wrap=True)
+
+    def show(console: Console) -> None:
+        console.print(f"{heads[verdict.in_danger]}: {verdict.reason}\n", soft_wrap=True)
+        for item in advice:
+            console.print(f"{item.rule}: {item}\n", soft_wrap=True)
+        if not advice:
+            console.print("No rule applies: all logged values are within bounds.")
+        for rule, why in silent.items():
+            console.print(f"not judged: {rule}: {why}.", soft_wrap=True)
+
+    document = {"advice": [asdict(item) for item in advice], **asdict(verdict), "not_judged": silent}
+    deliver({}, partial(json_text, document), json_path, show)

@@ -2,15 +2,15 @@
 
 import contextlib
 import importlib
-import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import typer
 
-from moe_rl.cli.console import comma_separated, command_line, deliver, say
+from moe_rl.cli.console import comma_separated, command_line, deliver, json_text, say
 from moe_rl.cli.help import TwoLevelCommand, command, plain_app, worded
 from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
@@ -58,7 +58,7 @@ def planner(
         judge = _benchmark("board")
         check_outputs({"--json": json_path}, inputs=tuple(board))
         scores = judge.board(tuple(board))
-        deliver({}, json.dumps(scores, indent=1) + "\n", json_path)
+        deliver({}, partial(json_text, scores), json_path)
         for line in judge.as_text(scores).splitlines():
             say(line)
         return
@@ -74,7 +74,7 @@ def planner(
     check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
     with contextlib.redirect_stdout(sys.stderr) if str(json_path) == "-" else contextlib.nullcontext():
         document = benchmark.run_sections(names, trace or benchmark.DEV_TRACE, command=command_line())
-    deliver({}, json.dumps(document, indent=1) + "\n", json_path)
+    deliver({}, partial(json_text, document), json_path)
 
 
 def _benchmark(name: str) -> ModuleType:
@@ -143,7 +143,11 @@ def _show(document: dict[str, object], json_path: Path | None = None) -> None:
     """Write the document, print the table and what was missing or wrong; a wrong result makes the exit code 1."""
     harness, run = _benchmark("operators.harness"), _benchmark("operators.run")
     table = harness.table(run.rows_of(document))
-    deliver({}, harness.as_json(document, indent=1) + "\n", json_path, lambda out: out.print(table, soft_wrap=True))
+
+    def text() -> str:
+        return f"{harness.as_json(document, indent=1)}\n"
+
+    deliver({}, text, json_path, lambda out: out.print(table, soft_wrap=True))
     for sentence in run.missing_providers(document):
         say(f"not here: {sentence}")
     for row in (wrong := run.wrong_rows(document)):

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from moe_rl.cli.console import print_json, progress_bar, results, say
+from moe_rl.cli.console import deliver, json_text, progress_bar
 from moe_rl.config import cluster_num_nodes, cluster_yaml, load_cluster, load_software, software_yaml
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.calibration import CONSTANTS, SOFTWARE_CONSTANTS, CalibrationResult, Timed, calibrate
 
@@ -23,7 +24,7 @@ def calibrate_cluster(
     cluster: str,
     constants: str = "",
     software: str = "typical",
-    as_json: bool = False,
+    json_path: Path | None = None,
 ) -> None:
     """Fit constants of a cluster to measurements, print the errors that remain, and write a cluster file.
 
@@ -36,7 +37,7 @@ def calibrate_cluster(
     from moe_rl.study.measured import predicted_seconds, read_timed
 
     require(out.suffix in YAML_SUFFIXES, f"--out {out} must end in .yaml, so that --cluster reads it as a file.")
-    check_outputs({"--out": out}, inputs=tuple(measurements))
+    check_outputs({"--out": out, "--json": json_path}, inputs=tuple(measurements))
     before = load_cluster(cluster)
     names = [name.strip() for name in constants.split(",") if name.strip()]
     kind = load_software(software)
@@ -54,13 +55,8 @@ def calibrate_cluster(
         sources = {**result.software.sources, **{name: _source(result, name, rows, measurements) for name in moved}}
         calibrated = replace(result.software, name=out.stem, sources=sources)
         files[out.with_suffix(f".software{out.suffix}")] = software_yaml(calibrated).encode()
-    write_outputs(files)
-    if as_json:
-        print_json(_document(result, hardware, out))
-    else:
-        _print(result, cluster, results())
-    for path in files:
-        say(f"wrote {path}")
+    document = partial(json_text, _document(result, hardware, out))
+    deliver(files, document, json_path, partial(_print, result, cluster))
 
 
 def _named(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -57,25 +56,29 @@ def say_notes(notes: Iterable[str]) -> None:
         say(f"note: {note}")
 
 
-def print_json(document: object) -> None:
-    """Print a document on stdout."""
-    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+def json_text(document: object) -> str:
+    """Return a document as the text that `--json` writes."""
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def deliver(
-    files: dict[Path, bytes], document: str, json_path: Path | None, show: Callable[[Console], None] = lambda _: None
+    files: dict[Path, bytes],
+    document: Callable[[], str],
+    json_path: Path | None,
+    show: Callable[[Console], None] = lambda _: None,
 ) -> None:
-    """Write `files` and the JSON `document`, show the results, and say what was written.
+    """Write `files` and, with `--json`, the text of the JSON `document`; show the results, and say what was written.
 
     If the document goes to standard output (`--json -`), results are shown on stderr.
     """
     to_stdout = str(json_path) == "-"
+    text = document() if json_path is not None else ""
     if json_path is not None and not to_stdout:
-        files[json_path] = document.encode()
+        files[json_path] = text.encode()
     write_outputs(files)
     show(results(on_stderr=to_stdout))
     if to_stdout:
-        sys.stdout.write(document)
+        sys.stdout.write(text)
     for path in files:
         say(f"wrote {path}")
 

@@ -1,12 +1,15 @@
 """`moe-rl doctor`: the traps of a run's arguments and of the installation."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
-from moe_rl.cli.console import print_json, results
+from moe_rl.cli.console import deliver, json_text
 from moe_rl.cli.doctor_table import print_diagnosis, print_steps
+from moe_rl.core.outputs import check_outputs
 from moe_rl.doctor import Diagnosis, examine, probe
 from moe_rl.launch import interpret, read_run
 
@@ -21,7 +24,7 @@ def doctor(
     framework: str | None = None,
     attach: bool = False,
     environment: bool = True,
-    as_json: bool = False,
+    json_path: Path | None = None,
 ) -> None:
     """Look for traps of MoE RL in a run's arguments and in the installation; say why each matters and what to do.
 
@@ -29,8 +32,9 @@ def doctor(
 
     Example: moe-rl doctor run-qwen3-30B-A3B.sh --attach
     """
+    check_outputs({"--json": json_path}, inputs=tuple(files or ()))
     if framework is not None and not files:
-        print_adapter(framework, as_json=as_json)
+        print_adapter(framework, json_path)
         return
     if files:
         run = interpret(read_run(files), framework)
@@ -38,14 +42,15 @@ def doctor(
         run = None
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     steps = attach_steps(diagnosis)
-    if as_json:
-        document = diagnosis.as_json()
-        if steps:
-            document["steps"] = [step.as_json() for step in steps]
-        print_json(document)
-    else:
-        print_diagnosis(diagnosis, results())
-        print_steps(steps, results())
+    document = diagnosis.as_json()
+    if steps:
+        document["steps"] = [step.as_json() for step in steps]
+
+    def show(console: Console) -> None:
+        print_diagnosis(diagnosis, console)
+        print_steps(steps, console)
+
+    deliver({}, partial(json_text, document), json_path, show)
     if not diagnosis.healthy:
         raise typer.Exit(UNHEALTHY)
 
@@ -59,24 +64,26 @@ def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
     return steps_to_attach(diagnosis.run, diagnosis.errors)
 
 
-def print_adapter(name: str, *, as_json: bool) -> None:
+def print_adapter(name: str, json_path: Path | None) -> None:
     """Print whether a framework's adapter fits the installation, and the lines to write; this imports the adapter."""
     from moe_rl.frameworks import FRAMEWORKS
 
     framework = FRAMEWORKS[name]
     report = framework.report()
-    if as_json:
-        rows = [{"what": sentence, "as_expected": good} for sentence, good in report]
-        print_json({"framework": name, "found": rows, "facts": list(framework.facts), "lines": list(framework.lines)})
-    else:
+
+    def show(console: Console) -> None:
         for sentence, good in report:
-            results().print(f"{'ok' if good else 'NOT'}  {sentence}")
+            console.print(f"{'ok' if good else 'NOT'}  {sentence}")
         for fact in framework.facts:
-            results().print(fact)
-        results().print("Write:")
+            console.print(fact)
+        console.print("Write:")
         for line in framework.lines:
-            results().print(f"    {line}")
+            console.print(f"    {line}")
         if "export MOE_RL=observe" in framework.lines:
-            results().print("Under observe nothing moves. If the metrics show a gain, replace observe with moe-rl.")
+            console.print("Under observe nothing moves. If the metrics show a gain, replace observe with moe-rl.")
+
+    rows = [{"what": sentence, "as_expected": good} for sentence, good in report]
+    document = {"framework": name, "found": rows, "facts": list(framework.facts), "lines": list(framework.lines)}
+    deliver({}, partial(json_text, document), json_path, show)
     if not all(good for _, good in report):
         raise typer.Exit(UNHEALTHY)

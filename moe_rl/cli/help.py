@@ -171,12 +171,16 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
 
 
 def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
-    """Return the parser's sentence, and " Did you mean ...?" for an option or a command that it does not know."""
+    """Return the parser's sentence, and what an option takes, or " Did you mean ...?" for an unknown one or command."""
     options = ["--help"]
     for parameter in context.command.params:
         options += parameter.opts
     option = getattr(error, "option_name", None)
     message = str(getattr(error, "message", ""))
+    if option in options:
+        # It lacks its value, so what it takes helps more than its name. A flag of another program may take none.
+        of_option = next(parameter for parameter in context.command.params if option in parameter.opts)
+        return message.rstrip("."), f" It takes: {of_option.help.rstrip('.')}." if of_option.help else ""
     if option is not None:
         return message.rstrip("."), _near(str(option), options)
     command = re.match(r"No such command '(.*)'", message)

@@ -3,16 +3,21 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from moe_rl.cli.console import print_json, results
+from rich.console import Console
+
+from moe_rl.cli.console import deliver, json_text
 from moe_rl.core.mappings import in_words, without
+from moe_rl.core.outputs import check_outputs
 from moe_rl.report.tables import figures_table
 
 Rows = Sequence[dict[str, Any]]
 
 
-def models(as_json: bool = False) -> None:
+def models(json_path: Path | None = None) -> None:
     """List the models that --model takes by name; --model also takes any Hugging Face config.json or a folder with one.
 
     Every number and its source are in configs/models.
@@ -35,10 +40,10 @@ def models(as_json: bool = False) -> None:
                 "assumed": len(loaded.assumptions),
             }
         )
-    _print(rows, as_json, f"assumed: numbers without a source of their own; files: {CONFIGS / 'models'}")
+    _deliver(rows, rows, json_path, f"assumed: numbers without a source of their own; files: {CONFIGS / 'models'}")
 
 
-def clusters(as_json: bool = False) -> None:
+def clusters(json_path: Path | None = None) -> None:
     """List the clusters that --cluster takes by name; --cluster also takes a YAML file, e.g. from `moe-rl calibrate`.
 
     Rates are those that runs achieve, not peak rates. Every constant and its source are in configs/clusters.
@@ -62,10 +67,10 @@ def clusters(as_json: bool = False) -> None:
                 "mostly assumed": cluster.assumption() is not None,
             }
         )
-    _print(rows, as_json, f"assumed: constants that were not measured there; files: {CONFIGS / 'clusters'}")
+    _deliver(rows, rows, json_path, f"assumed: constants that were not measured there; files: {CONFIGS / 'clusters'}")
 
 
-def policies(as_json: bool = False) -> None:
+def policies(json_path: Path | None = None) -> None:
     """List the policies that --policy takes, including those of other packages, with their parameters."""
     from moe_rl.planner.registry import POLICIES
 
@@ -80,21 +85,18 @@ def policies(as_json: bool = False) -> None:
         }
         for policy in POLICIES
     ]
-    if as_json:
-        print_json(rows)
-        return
     rows_shown = [without(row, ["parameters"]) for row in rows]
-    _print(rows_shown, as_json, "parameters, for --policy-option:")
-    console = results()
-    for row in rows:
-        parameters = in_words(row["parameters"], "=")
-        console.print(f"  {row['policy']}: {parameters or 'none'}", soft_wrap=True)
+    parameters = [f"  {row['policy']}: {in_words(row['parameters'], '=') or 'none'}" for row in rows]
+    _deliver(rows, rows_shown, json_path, "parameters, for --policy-option:", *parameters)
 
 
-def _print(rows: Rows, as_json: bool, below: str) -> None:
-    if as_json:
-        print_json(list(rows))
-        return
+def _deliver(rows: Rows, rows_shown: Rows, json_path: Path | None, *below: str) -> None:
+    """Write all of the rows as JSON, and show some of their columns with the lines `below` them."""
+    check_outputs({"--json": json_path})
+    deliver({}, partial(json_text, list(rows)), json_path, partial(_print, rows_shown, below))
+
+
+def _print(rows: Rows, below: Sequence[str], console: Console) -> None:
     table = figures_table(*rows[0])
     for column in table.columns:
         column.no_wrap = False  # Headings are longer than their figures.
@@ -102,9 +104,9 @@ def _print(rows: Rows, as_json: bool, below: str) -> None:
         table.columns[-1].justify = "left"
     for row in rows:
         table.add_row(*map(_cell, row.values()))
-    console = results()
     console.print(table)
-    console.print(below, soft_wrap=True)
+    for line in below:
+        console.print(line, soft_wrap=True)
 
 
 def _cell(value: object) -> str:

@@ -1,13 +1,14 @@
 """`moe-rl profile`: where the time of a recorded step went, beside the simulator's prediction."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from moe_rl.cli.console import print_json, progress_bar, results, say
+from moe_rl.cli.console import deliver, json_text, progress_bar, say
 from moe_rl.cli.profile_tables import print_profile
 from moe_rl.config import load_model
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 from moe_rl.core.step_words import Dispatcher
 from moe_rl.profiling.measurements import measurements_csv
 from moe_rl.profiling.recorded_measurements import RecordedShape, derive_measurements
@@ -21,7 +22,7 @@ def profile(
     predicted: Path | None = None,
     policy_name: str | None = None,
     steps: int | None = None,
-    as_json: bool = False,
+    json_path: Path | None = None,
     measurements: Path | None = None,
     model: str | None = None,
     expert_model_parallel_size: int | None = None,
@@ -40,7 +41,7 @@ def profile(
     """
     require(predicted is None or policy_name is not None, "--predicted needs --policy-name: the policy that ran.")
     require(predicted is not None or policy_name is None, "--policy-name needs --predicted.")
-    check_outputs({"--measurements": measurements}, inputs=tuple(traces))
+    check_outputs({"--measurements": measurements, "--json": json_path}, inputs=tuple(traces))
     shape = None
     if measurements is not None:
         require(measurements.suffix == ".csv", f"--measurements {measurements} must end in .csv.")
@@ -66,20 +67,18 @@ def profile(
         runs = read_recordings(traces, advance)
         advance("attributing", 0, 1)
         profiled = attribute_recording(runs, steps, prediction)
-    derived = None
+    derived, files = None, dict[Path, bytes]()
     if measurements is not None and shape is not None:
         require(profiled.busy is not None, "--measurements needs recordings of a GPU: these hold CPU operators only.")
         derived = derive_measurements(profiled.work, profiled.waiting, shape)
         require(len(derived.rows) > 0, f"--measurements: the recording yields no row: {' '.join(derived.remarks)}")
-        write_outputs({measurements: measurements_csv(derived.rows).encode()})
-    if as_json:
-        print_json(_document(profiled, prediction))
-    else:
-        print_profile(profiled, prediction, results())
+        files[measurements] = measurements_csv(derived.rows).encode()
+    document = partial(json_text, _document(profiled, prediction))
+    deliver(files, document, json_path, partial(print_profile, profiled, prediction))
     if measurements is not None and derived is not None:
         for sentence in derived.remarks:
             say(f"{measurements.name}: {sentence}")
-        say(f"wrote {measurements}, {len(derived.rows)} rows")
+        say(f"{measurements.name}: {len(derived.rows)} rows")
 
 
 def _document(profiled: AttributedStep, prediction: PredictedStep | None) -> dict[str, object]:

@@ -1,13 +1,16 @@
 """`moe-rl replay check`."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
-from moe_rl.cli.console import print_json, progress_bar
+from moe_rl.cli.console import deliver, json_text, progress_bar
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
+from moe_rl.core.outputs import check_outputs
 from moe_rl.study.groups import TraceOptions
 
 app = plain_app(help="Check the routes that a trainer replays.", no_args_is_help=True)
@@ -27,7 +30,7 @@ def check(
     reference: Path | None = None,
     tokens: Path | None = None,
     policy_versions: str | None = None,
-    as_json: bool = False,
+    json_path: Path | None = None,
 ) -> None:
     """Report faulty routes: shifted, truncated, from another layer or sequence, ...; exit code 1 if there are any.
 
@@ -35,19 +38,21 @@ def check(
     """
     from moe_rl.study.replay_check import check_recorded
 
+    check_outputs({"--json": json_path}, inputs=tuple(filter(None, (routes, tokens))))
     with progress_bar() as advance:
         advance("checking", 0, 1)
         outcome = check_recorded(
             routes, options, reference=reference, tokens=tokens, policy_versions=_versions(policy_versions)
         )
-    if as_json:
-        print_json(outcome.as_dict())
-    else:
+
+    def show(console: Console) -> None:
         for name, verdict in list(outcome.faulty.items())[:SHOWN]:
-            typer.echo(f"sequence {name}: {verdict}")
+            console.print(f"sequence {name}: {verdict}", soft_wrap=True)
         if len(outcome.faulty) > SHOWN:
-            typer.echo(f"and {len(outcome.faulty) - SHOWN} more")
-        typer.echo(f"{len(outcome.names) - len(outcome.faulty)} of {len(outcome.names)} sequences are right")
+            console.print(f"and {len(outcome.faulty) - SHOWN} more")
+        console.print(f"{len(outcome.names) - len(outcome.faulty)} of {len(outcome.names)} sequences are right")
+
+    deliver({}, partial(json_text, outcome.as_dict()), json_path, show)
     if outcome.faulty:
         raise typer.Exit(1)
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
+from rich.console import Console
 from rich.table import Table
 
-from moe_rl.cli.console import command_line, print_json, progress_bar, results, say, say_notes
+from moe_rl.cli.console import command_line, deliver, json_text, progress_bar, say_notes
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 from moe_rl.report.svg import standalone
 from moe_rl.report.units import decimals
 from moe_rl.study.collect_notes import collected_notes
@@ -27,7 +28,7 @@ def rl_step(
     trace: Path | None = None,
     sweep: str = "",
     plot: Path | None = None,
-    to_json: bool = False,
+    json_path: Path | None = None,
 ) -> None:
     """Predict the time of rollout, reward, log-probabilities, update and weight sync under every policy.
 
@@ -39,26 +40,27 @@ def rl_step(
 
     require(plot is None or plot.suffix in (".html", ".svg"), f"--plot {plot} must end in .html or .svg.")
     require(plot is None or not sweep, "--plot draws one step: leave --sweep out.")
-    check_outputs({"--plot": plot}, inputs=() if trace is None else (trace,))
+    check_outputs({"--plot": plot, "--json": json_path}, inputs=() if trace is None else (trace,))
     with progress_bar() as advance, collected_notes() as warnings:
         passes = training_passes(trace, options, advance)
         points = swept_steps(passes, options, sweep)
     notes = [*rl_notes(options, passes, of_lengths=trace is None), *sync_notes(passes, options), *warnings]
+    files = dict[Path, bytes]()
     if plot is not None:
         draw = partial(rl_bars, points[""].steps)
         page = plot.suffix == ".html"
-        write_outputs({plot: _page(points[""], draw, notes) if page else standalone(draw()).encode()})
-    if to_json:
-        by_point = {name: as_json(point.steps, point.intervals) for name, point in points.items()}
-        figures = {"points": by_point} if sweep else {"policies": by_point[""]}
-        print_json({"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes})
-        return
-    for name, point in points.items():
-        results().print(_table(name or "part (s)", point))
-        results().print(_headline(point))
+        files[plot] = _page(points[""], draw, notes) if page else standalone(draw()).encode()
+    by_point = {name: as_json(point.steps, point.intervals) for name, point in points.items()}
+    figures = {"points": by_point} if sweep else {"policies": by_point[""]}
+    document = {"schema": "moe_rl.rl-step/1", "command": command_line(), **figures, "notes": notes}
+
+    def show(console: Console) -> None:
+        for name, point in points.items():
+            console.print(_table(name or "part (s)", point))
+            console.print(_headline(point))
+
+    deliver(files, partial(json_text, document), json_path, show)
     say_notes(notes)
-    if plot is not None:
-        say(f"wrote {plot}")
 
 
 def _page(point: "RlPoint", draw: Callable[[float], Markup], notes: Sequence[str]) -> bytes:

@@ -1,11 +1,12 @@
 """`moe-rl plan --export` and `moe-rl simulate --expert-map`: expert maps of rollout engines."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from moe_rl.cli.console import command_line, deliver, progress_bar, say, say_notes
+from moe_rl.cli.console import command_line, deliver, json_text, progress_bar, say, say_notes
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.report.tables import figures_table
@@ -41,8 +42,8 @@ def score_map_file(trace: Path, path: Path, options: SimulationOptions, json_pat
 
 
 def _deliver(rollout_map: RolloutMap, notes: list[str], files: dict[Path, bytes], json_path: Path | None) -> None:
-    document = json.dumps(rollout_map.as_json() | {"notes": notes, "command": command_line()}, indent=1) + "\n"
-    deliver(files, document, json_path, lambda console: _print(rollout_map, console))
+    document = rollout_map.as_json() | {"notes": notes, "command": command_line()}
+    deliver(files, partial(json_text, document), json_path, lambda console: _print(rollout_map, console))
     say_notes(notes)
 
 

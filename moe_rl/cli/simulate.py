@@ -70,7 +70,7 @@ def simulate_trace(
         if trace_out is not None:
             files[trace_out] = chrome_trace(scenario, report.plans, num_micro_batches=trace_micro_batches)
     show = partial(print_report, report, names=names, explain=explain)
-    deliver(files, report.json(), json_path, show)
+    deliver(files, report.json, json_path, show)
 
 
 simulate = with_options(SimulationOptions)(simulate_trace)

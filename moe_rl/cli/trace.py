@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 from rich.table import Table
 
-from moe_rl.cli.console import Advance, comma_separated, print_json, progress_bar, results, say, say_notes
+from moe_rl.cli.console import Advance, comma_separated, deliver, json_text, progress_bar, say, say_notes
 from moe_rl.cli.help import command, plain_app
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require, require_kind
 from moe_rl.core.mappings import attributes, in_words, not_none
-from moe_rl.core.outputs import printable
+from moe_rl.core.outputs import check_outputs, printable
 from moe_rl.report.units import format_bytes, listed
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.groups import TraceOptions, parse_value
@@ -40,19 +40,17 @@ def _opened(trace: Path, options: TraceOptions) -> "Iterator[tuple[Advance, Trac
 
 @command(app, "trace info")
 @with_options(TraceOptions)
-def info(trace: Path, options: TraceOptions, as_json: bool = False) -> None:
+def info(trace: Path, options: TraceOptions, json_path: Path | None = None) -> None:
     """Print what a trace holds: model shape, steps, sequences, tokens, size."""
     from moe_rl.study.traces import describe_trace
 
+    check_outputs({"--json": json_path}, inputs=(trace,))
     with _opened(trace, options) as (_, source):
         facts = describe_trace(source)
-    if as_json:
-        print_json(facts)
-        return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), printable(_written(name, value)))
-    results().print(table)
+    deliver({}, partial(json_text, facts), json_path, lambda console: console.print(table))
 
 
 @command(app, "trace validate")

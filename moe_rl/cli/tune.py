@@ -1,12 +1,14 @@
 """`moe-rl tune`: search for the parallel layout at a fixed number of GPUs."""
 
-import json
+from functools import partial
 from pathlib import Path
 
-from moe_rl.cli.console import progress_bar, results, say
+from rich.console import Console
+
+from moe_rl.cli.console import deliver, json_text, progress_bar, say
 from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
-from moe_rl.core.outputs import check_outputs, write_outputs
+from moe_rl.core.outputs import check_outputs
 from moe_rl.study.executors import executor_named
 from moe_rl.study.rl_options import TuneOptions
 
@@ -36,14 +38,14 @@ def tune(
     workers = executor_named(executor, jobs=jobs, ray_address=ray_address)
     with progress_bar() as advance:
         outcome = search(trace, options, executor=workers, progress=advance, out=out, tell=say)
-    console = results()
-    for line in str(outcome).splitlines():
-        console.print(line, soft_wrap=True)
-    for framework in PASTED:
-        console.print(f"\n{framework}:\n{outcome.best.lines(framework)}", soft_wrap=True)
-    if json_path is not None:
-        write_outputs({json_path: (json.dumps(outcome.as_json(), indent=1) + "\n").encode()})
+
+    def show(console: Console) -> None:
+        for line in str(outcome).splitlines():
+            console.print(line, soft_wrap=True)
+        for framework in PASTED:
+            console.print(f"\n{framework}:\n{outcome.best.lines(framework)}", soft_wrap=True)
+
+    deliver({}, partial(json_text, outcome.as_json()), json_path, show)
     if plot is not None:
         outcome.save(plot)
-    for path in filter(None, (json_path, plot)):
-        say(f"wrote {path}")
+        say(f"wrote {plot}")

@@ -17,7 +17,8 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     """Raise where a file could not be written: `paths` are by option ("" where none is named); None is not asked for.
 
     Nothing is created: missing folders are, when the file is written. A path may not be a folder, an input, or the
-    same as another output; `-`, standard output, is for `--json` alone.
+    same as another output; `-`, standard output, is for `--json` alone, which replaces no file but JSON: in
+    `moe-rl doctor --json run.sh` somebody took it for a flag.
     """
     # Checked before hours of work, not after: a typing error in a path must not cost a result.
     files = not_none(paths)
@@ -30,6 +31,11 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
         for source in inputs:
             is_inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
             require(path.resolve() != source.resolve() and not is_inside, f"{name} would overwrite the input {source}.")
+    document = written.get("--json")
+    require(
+        document is None or _may_hold_json(document),
+        f"--json {document} would replace a file that is not JSON: name another file, or - for standard output.",
+    )
     places = [path.resolve() for path in written.values() if not _is_stream(path)]
     require(len(set(places)) == len(places), f"two outputs go to the same file: {', '.join(written)}.")
 
@@ -46,6 +52,15 @@ def _check_place(path: Path, name: str) -> None:
         f"{name} cannot be written: {folder} is not a writable folder.",
     )
     require(not path.exists() or os.access(path, os.W_OK), f"{name} cannot be written: the file is read-only.")
+
+
+def _may_hold_json(path: Path) -> bool:
+    """Return whether a document may go to `path`: there is no file, an empty one, or one that starts as JSON does."""
+    if not path.is_file():
+        return True
+    with path.open("rb") as file:
+        start = file.read(1024).lstrip()
+    return not start or start.startswith((b"{", b"["))
 
 
 def _is_stream(path: Path) -> bool:

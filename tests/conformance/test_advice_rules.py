@@ -142,7 +142,7 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     result = moe_rl("advise", str(log))
     assert result.code == 0
     assert "correct-rollouts: Rollout engine and trainer differ" in result.out
-    told = json.loads(moe_rl("advise", str(log), "--json").out)
+    told = json.loads(moe_rl("advise", str(log), "--json", "-").out)
     assert [each["value"] for each in told["advice"]] == [0.004]
     assert told["in_danger"] is None, "two steps of one name"
     assert "Not judged whether the run is in danger: signs of two kinds must agree" in result.out

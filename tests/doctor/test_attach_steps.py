@@ -60,20 +60,20 @@ def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: 
     assert "unset MOE_RL" in ran.out
     titles = [
         step["title"]
-        for step in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", VERL).out)["steps"]
+        for step in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", "-", VERL).out)["steps"]
     ]
     assert titles == ["write", "changes", "memory", "look first", "undo"]
     path = tmp_path / "run.sh"
     path.write_text(MEGATRON + "--expert-model-parallel-size 4 --delay-wgrad-compute\n")
-    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", path).out)
-    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--json", VERL).out)
+    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", "-", path).out)
+    assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--json", "-", VERL).out)
 
 
 def test_an_error_that_does_not_keep_attach_away_is_to_be_fixed_first(tmp_path: Path) -> None:
     """The engine returns no routes, so replay fails on the first batch, balanced or not."""
     path = tmp_path / "run.sh"
     path.write_text(VERL.read_text().replace("engine_returns_routes=True", "engine_returns_routes=False"))
-    ran = moe_rl("doctor", "--no-environment", "--attach", "--json", path)
+    ran = moe_rl("doctor", "--no-environment", "--attach", "--json", "-", path)
     (step, *_) = json.loads(ran.out)["steps"]
     assert step["title"] == "fix first"
     assert step["sentences"][0].startswith("replay-half-on (run.sh:")

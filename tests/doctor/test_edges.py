@@ -33,12 +33,12 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_exit_codes_and_json(tmp_path: Path) -> None:
-    good = doctor(SLIME, "--json")
+    good = doctor(SLIME, "--json", "-")
     assert good.code == 0
     document = json.loads(good.out)
     assert document["schema"] == SCHEMA == "moe_rl.doctor/1"
     assert (document["healthy"], document["counts"]["error"]) == (True, 0)
-    bad = doctor(changed(tmp_path, "slime", [("--moe-router-fusion", True)]), "--json")
+    bad = doctor(changed(tmp_path, "slime", [("--moe-router-fusion", True)]), "--json", "-")
     assert bad.code == 1
     first = json.loads(bad.out)["findings"][0]
     assert (first["trap"], first["severity"]) == ("fused-router-bypasses-replay", "error")
@@ -348,7 +348,7 @@ def test_trainers_beside_megatron_are_told_apart(tmp_path: Path, command: str, t
 
 
 def test_without_files_only_the_machine_is_looked_at() -> None:
-    ran = moe_rl("doctor", "--json")
+    ran = moe_rl("doctor", "--json", "-")
     document = json.loads(ran.out)
     assert "run" not in document
     assert document["environment"]["python"]

@@ -192,10 +192,10 @@ def test_the_command_says_the_verdict_and_an_unreadable_run_is_no_success(tmp_pa
     ran = moe_rl("doctor", "--no-environment", "--attach", path)
     assert ran.code == 1
     assert "verdict: not readable" in ran.out
-    document = json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", path).out)
+    document = json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", "-", path).out)
     assert document["verdict"]["attach"] == "not readable"
     assert document["healthy"] is False
-    assert "verdict" not in json.loads(moe_rl("doctor", "--no-environment", "--json", path).out)
+    assert "verdict" not in json.loads(moe_rl("doctor", "--no-environment", "--json", "-", path).out)
 
 
 BRIDGE = (

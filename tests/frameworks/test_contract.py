@@ -105,7 +105,7 @@ def test_an_adapter_to_an_absent_framework_is_a_sentence(monkeypatch: pytest.Mon
 @pytest.mark.lengthy
 @pytest.mark.filterwarnings("ignore")  # of Megatron's imports
 def test_the_doctor_reports_what_is_there_and_what_to_write() -> None:
-    said = moe_rl("doctor", "--framework", "megatron", "--json")
+    said = moe_rl("doctor", "--framework", "megatron", "--json", "-")
     report = json.loads(said.out)
     assert said.code == 0
     assert report["found"][0] == {"what": "megatron 0.16.1, tested with 0.16.1", "as_expected": True}

@@ -107,7 +107,7 @@ def test_the_policy_reorders_experts_in_megatron_and_is_refused_where_they_must_
 def test_the_doctor_knows_what_the_policy_declares(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("python pretrain.py --num-layers 4 --num-experts 8 --moe-rl-policy dealt\n")
-    found = json.loads(moe_rl("doctor", script, "--no-environment", "--json", package=installed))
+    found = json.loads(moe_rl("doctor", script, "--no-environment", "--json", "-", package=installed))
     assert "expert-order-in-export" in [each["trap"] for each in found["findings"]]
 
 
@@ -123,7 +123,7 @@ def write_csv(path: Path, sequences: list[np.ndarray]) -> Path:
 @pytest.mark.parametrize("options", [(), ("--format", "routes-csv")], ids=["recognized", "named"])
 def test_the_trace_format_is_read(installed: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     path = write_csv(tmp_path / "t.csv", [routes(5), routes(30, seed=1)])
-    facts = json.loads(moe_rl("trace", "info", path, "--num-experts", 8, "--json", *options, package=installed))
+    facts = json.loads(moe_rl("trace", "info", path, "--num-experts", 8, "--json", "-", *options, package=installed))
     assert (facts["format"], facts["num_sequences"], facts["num_tokens"]) == ("routes-csv", 2, 35)
     assert (facts["num_moe_layers"], facts["top_k"]) == (3, 2)
 
@@ -131,7 +131,7 @@ def test_the_trace_format_is_read(installed: Path, tmp_path: Path, options: tupl
 def test_the_settings_of_the_framework_are_read(installed: Path, tmp_path: Path) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text("courier:\n  num_layers: 4\n  num_moe_experts: 8\n  moe_token_dispatcher_type: flex\n")
-    found = json.loads(moe_rl("doctor", run_file, "--no-environment", "--json", package=installed))
+    found = json.loads(moe_rl("doctor", run_file, "--no-environment", "--json", "-", package=installed))
     settings = {name: each["value"] for name, each in found["run"]["settings"].items()}
     assert found["run"]["framework"] == "courier"
     assert settings["num_moe_experts"] == 8

@@ -99,7 +99,7 @@ def test_a_line_of_a_log_is_a_step(tmp_path: Path, trace: Path, line: str) -> No
 def test_two_known_steps_narrow_it_further_and_a_config_says_where_the_other_ran(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("train_gpus: 32\nep: 16\nmicro_batch_tokens: 4096\n")
-    rl = ("rl-step", *RL, "--json")
+    rl = ("rl-step", *RL, "--json", "-")
     widths = []
     for known in ((), (5000,), (5000, 5500)):
         # Steps of another setting leave this one its own error: only the constants narrow.
@@ -113,12 +113,12 @@ def test_two_known_steps_narrow_it_further_and_a_config_says_where_the_other_ran
 
 
 def test_a_step_of_rl_is_known_by_its_total_or_by_its_update() -> None:
-    before = json.loads(moe_rl("rl-step", *RL, "--json").out)["policies"]["static"]
+    before = json.loads(moe_rl("rl-step", *RL, "--json", "-").out)["policies"]["static"]
     total, update = 1.2 * before["step_time_s"], 1.2 * before["parts_s"]["update"]
-    known = json.loads(moe_rl("rl-step", *RL, "--json", "--known-step", total).out)["policies"]["static"]
+    known = json.loads(moe_rl("rl-step", *RL, "--json", "-", "--known-step", total).out)["policies"]["static"]
     assert known["step_time_s"] == pytest.approx(total)
     line = f"timing_s/update_actor:{update}"
-    known = json.loads(moe_rl("rl-step", *RL, "--json", "--known-step", line).out)["policies"]["static"]
+    known = json.loads(moe_rl("rl-step", *RL, "--json", "-", "--known-step", line).out)["policies"]["static"]
     assert known["parts_s"]["update"] == pytest.approx(update)
     assert known["parts_s"]["rollout"] == pytest.approx(before["parts_s"]["rollout"], rel=0.05)
 
@@ -175,7 +175,7 @@ def test_a_wrong_step_gets_a_sentence(trace: Path, known: tuple[str, ...], sente
 
 
 def test_tokens_per_second_for_seconds_and_another_models_step_are_recognized(tmp_path: Path) -> None:
-    before = json.loads(moe_rl("rl-step", *RL, "--json").out)["policies"]["static"]
+    before = json.loads(moe_rl("rl-step", *RL, "--json", "-").out)["policies"]["static"]
     throughput = 128 * 2000 / before["step_time_s"]
     ran = moe_rl("rl-step", *RL, "--known-step", round(throughput))
     assert (ran.code, "it looks like tokens/s of all GPUs" in ran.err) == (2, True), ran.err
