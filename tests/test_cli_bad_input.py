@@ -469,3 +469,25 @@ def test_when_one_output_fails_none_changes(tmp_path: Path, trace: Path, monkeyp
     assert ran.code == 2
     assert "No space left on device" in ran.err
     assert snapshot(tmp_path) == before
+
+
+def test_a_document_replaces_no_file_that_is_not_one(tmp_path: Path) -> None:
+    """`--json` was a flag once: what stands behind it may be the file that was meant to be read."""
+    script = tmp_path / "run.sh"
+    script.write_text("python3 train.py\n")
+    sentence = refused(tmp_path, "doctor", "--json", script)
+    assert f"--json {script} would replace a file that is not JSON" in sentence
+    script.write_text("")
+    assert moe_rl("policies", "--json", script).code == 0
+    assert json.loads(script.read_text())[0]["policy"] == "static"
+
+
+def test_a_document_needs_a_place(tmp_path: Path) -> None:
+    assert refused(tmp_path, "policies", "--json") == "--json takes a file, or - for standard output."
+
+
+@pytest.mark.parametrize("command", ["models", "clusters", "policies"])
+def test_a_document_on_standard_output_leaves_the_table_to_stderr(command: str) -> None:
+    ran = moe_rl(command, "--json", "-")
+    assert json.loads(ran.out)
+    assert moe_rl(command).out in ran.err

@@ -12,7 +12,9 @@ SETTING = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", 
 
 def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None:
     trace, plot = write_npz(tmp_path / "t.npz"), tmp_path / "step.svg"
-    ran = moe_rl("rl-step", trace, *SETTING, "--prompt-tokens", 10, "--reward-seconds", 2, "--plot", plot, "--json", "-")
+    ran = moe_rl(
+        "rl-step", trace, *SETTING, "--prompt-tokens", 10, "--reward-seconds", 2, "--plot", plot, "--json", "-"
+    )
     assert ran.code == 0, ran.err
     document = json.loads(ran.out)
     assert set(document["policies"]) == {"static", "eplb-oracle", "moe-rl"}
@@ -30,10 +32,11 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
 
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
-    rollouts = [
-        json.loads(moe_rl("rl-step", trace, *SETTING, *eager, "--json", "-").out)["policies"]["static"]["parts_s"]["rollout"]
+    documents = [
+        json.loads(moe_rl("rl-step", trace, *SETTING, *eager, "--json", "-").out)
         for eager in ((), ("--rollout-enforce-eager",))
     ]
+    rollouts = [document["policies"]["static"]["parts_s"]["rollout"] for document in documents]
     assert rollouts[0] < rollouts[1]
 
 

@@ -165,22 +165,20 @@ def refusal(error: TyperException, arguments: Sequence[str]) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         message = error.format_message().rstrip(".")
+        if getattr(error, "option_name", None) == "--json":  # a flag in many other programs
+            return "--json takes a file, or - for standard output."
         return message and f"{message}."
     message, near = _mistyped(error, context)
     return f"{message}.{near} See {context.command_path} --help."
 
 
 def _mistyped(error: TyperException, context: Any) -> tuple[str, str]:
-    """Return the parser's sentence, and what an option takes, or " Did you mean ...?" for an unknown one or command."""
+    """Return the parser's sentence, and " Did you mean ...?" for an option or a command that it does not know."""
     options = ["--help"]
     for parameter in context.command.params:
         options += parameter.opts
     option = getattr(error, "option_name", None)
     message = str(getattr(error, "message", ""))
-    if option in options:
-        # It lacks its value, so what it takes helps more than its name. A flag of another program may take none.
-        of_option = next(parameter for parameter in context.command.params if option in parameter.opts)
-        return message.rstrip("."), f" It takes: {of_option.help.rstrip('.')}." if of_option.help else ""
     if option is not None:
         return message.rstrip("."), _near(str(option), options)
     command = re.match(r"No such command '(.*)'", message)

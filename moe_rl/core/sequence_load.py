@@ -168,7 +168,7 @@ def _different(part: StepPart) -> tuple[StepPart, NDArray[np.int64]]:
 
 
 def _drawn_again(part: DrawnSequences, drawn: NDArray[np.int64]) -> DrawnSequences:
-    """Return some of the drawn sequences, by their places 0 .. S - 1, with the routes that planners are told of them."""
+    """Return some of the drawn sequences, by their places 0 .. S - 1, with what planners are told of their routes."""
     if part.visible is None:
         return DrawnSequences(recorded=part.recorded, numbers=part.numbers[drawn])
     lengths = part.sequence_lengths

@@ -220,6 +220,12 @@ def test_a_packing_keeps_the_budget_and_costs_what_it_says(seed: int) -> None:
         return int(whole + away)
 
     assert cost == cost_of(packed) <= cost_of(place)
+    # Sequences that share their rows are packed as ones with equal rows of their own.
+    row = rng.integers(0, sequences, sequences).astype(np.int32)
+    shared = core().pack(**arguments | {"row": row})
+    own = core().pack(**arguments | {"bin_load": np.ascontiguousarray(bin_load[row])})
+    assert np.array_equal(shared[0], own[0])
+    assert shared[1] == own[1]
 
 
 @settings(max_examples=40)

@@ -33,3 +33,22 @@ def test_core_and_numpy_cut_sequences_alike(monkeypatch: pytest.MonkeyPatch, sli
     np.testing.assert_array_equal(held, slow_held)
     np.testing.assert_array_equal(pairs.sum(axis=(0, 1, 3)), load.sum(axis=0))
     assert held.sum() == tokens.sum()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_repeated_sequence_is_cut_like_one_of_its_own(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    """Also where two in a row are the same sequence: each starts anew."""
+    if native and native_core() is None:
+        pytest.skip("there is no C++ core")
+    if not native:
+        monkeypatch.setattr(relayout, "native_core", lambda: None)
+    rng = default_rng(0)
+    lengths = np.array([7, 30])
+    counts = rng.integers(0, 2 * lengths[:, None, None] + 1, (2, 3, 16)).astype(np.int32)
+    row = np.array([0, 0, 1, 1, 1, 0], np.int32)
+    tokens = lengths[row]
+    topology = ClusterTopology(hardware=load_cluster("h100"), ep_size=4, slices_per_dp_rank=4)
+    layout = BatchLayout.in_order(tokens, num_dp_ranks=topology.num_dp_ranks, token_budget=60)
+    shared, own = SequenceLoad(counts=counts, row=row), SequenceLoad.of_different(counts[row])
+    loads = [load_for_layout(load, tokens, layout, topology, top_k=2).pairs for load in (shared, own)]
+    np.testing.assert_array_equal(*loads)
