@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_rl.config import CONFIGS
+from moe_rl.core import sequence_load
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import with_rule
@@ -22,7 +23,6 @@ from moe_rl.planner.portfolio import Portfolio
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
 from moe_rl.replay.sequences import concatenate
-from moe_rl.study import batch as batch_of_step
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.scenario import Scenario, state_scenario
@@ -108,13 +108,15 @@ def bundled_long_tail() -> RoutingTrace:
 
 
 def test_counts_that_packing_could_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """122,880 drawn sequences of 64 tokens took 20 GB, and the system ended the run without a word."""
+    """Of recorded sequences, of which no two are the same one."""
     trace = bundled_long_tail()
     size = trace.num_sequences * trace.num_layers * trace.num_experts * 4
-    monkeypatch.setattr(batch_of_step, "MAX_LOAD_BYTES", size)
+    monkeypatch.setattr(sequence_load, "MAX_LOAD_BYTES", size)
     scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
-    monkeypatch.setattr(batch_of_step, "MAX_LOAD_BYTES", size - 1)
-    with pytest.raises(InvalidInputError, match=r"\[sequence, layer, expert\] = \[79, 6, 64\] .* set --packing none"):
+    monkeypatch.setattr(sequence_load, "MAX_LOAD_BYTES", size - 1)
+    with pytest.raises(
+        InvalidInputError, match=r"\[different sequence, layer, expert\] = \[79, 6, 64\] .* set --packing none"
+    ):
         scenario_of(trace, FROM_TRACE, 16, LONGEST // 4)
 
 
