@@ -24,7 +24,7 @@ from benchmarks.validate_model.forecasts import (
     without_known_step,
 )
 from benchmarks.validate_model.result import ValidationResult
-from moe_rl.cli.console import print_json, progress_bar, results
+from moe_rl.cli.console import json_text, progress_bar, results
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.tables import figures_table
@@ -76,7 +76,7 @@ def validate_model(
         )
     if as_json:
         document = {"schema": "moe_rl.validate-model/1", "sets": {result.name: result.as_json() for result in compared}}
-        print_json(document)
+        sys.stdout.write(json_text(document))
     else:
         _print(compared, points=points)
     if any(result.passed is False for result in compared):
@@ -90,7 +90,9 @@ def _print_forecasts(folder: Path, *, as_json: bool) -> None:
     pairs = pair_figures(list(called_pairs(folder)))
     if as_json:
         rows = [asdict(figures) | {"width_to_error": figures.width_to_error} for figures in classes]
-        print_json({"schema": "moe_rl.forecasts/1", "classes": rows, "pairs": [asdict(each) for each in pairs]})
+        sys.stdout.write(
+            json_text({"schema": "moe_rl.forecasts/1", "classes": rows, "pairs": [asdict(each) for each in pairs]})
+        )
         return
     table = figures_table("runs", "rows", "mean |log|", "80 % holds", "left out", "half width", "/ |log|", gap=2)
     table.columns[0].no_wrap = False
@@ -109,7 +111,9 @@ def _print_forecasts(folder: Path, *, as_json: bool) -> None:
 def _print_ablation(folder: Path, *, as_json: bool) -> None:
     found = list(ablations(folder))
     if as_json:
-        print_json({"schema": "moe_rl.ablation/1", "worth": WORTH, "terms": [asdict(each) for each in found]})
+        sys.stdout.write(
+            json_text({"schema": "moe_rl.ablation/1", "worth": WORTH, "terms": [asdict(each) for each in found]})
+        )
         return
     table = figures_table("term left out", "vendor's runs", "most", "class", "a cluster held out", gap=2)
     for each in found:
@@ -128,7 +132,7 @@ def _print_ablation(folder: Path, *, as_json: bool) -> None:
 def _print_constants(folder: Path, *, as_json: bool) -> None:
     found = list(carried_constants(folder))
     if as_json:
-        print_json({"schema": "moe_rl.constants/1", "constants": [asdict(each) for each in found]})
+        sys.stdout.write(json_text({"schema": "moe_rl.constants/1", "constants": [asdict(each) for each in found]}))
         return
     table = figures_table("constant", "value", "rows that carry it", "kind", gap=2)
     for each in found:
@@ -150,7 +154,7 @@ def _print_memory(folder: Path, *, as_json: bool) -> None:
         for run, memory in forecasts
     ]
     if as_json:
-        print_json(rows)
+        sys.stdout.write(json_text(rows))
         return
     table = figures_table("run", "GB per GPU", "published", "of", "", "parts (GB)")
     table.columns[0].no_wrap = table.columns[-1].no_wrap = False
