@@ -18,7 +18,13 @@ OURS = "ours"
 """Of `domain_balance`: replicas inside a domain are planned here, and run anywhere; else the name of an engine."""
 
 
-class Dispatcher(StrEnum):
+class StepWord(StrEnum):
+    """A word that sentences and reports quote as the text that it is: 'deepep', not <Dispatcher.DEEPEP: 'deepep'>."""
+
+    __repr__ = str.__repr__
+
+
+class Dispatcher(StepWord):
     """Who takes tokens to their experts and back."""
 
     DEEPEP = "deepep"
@@ -55,7 +61,7 @@ class Dispatcher(StrEnum):
         return cls.ALLTOALL if dispatcher_type == "alltoall" else cls(backend)
 
 
-class Recompute(StrEnum):
+class Recompute(StepWord):
     """What backward computes again because forward did not keep it."""
 
     NONE = "none"
@@ -107,7 +113,7 @@ class Recompute(StrEnum):
         return words[words.index(self) + 1 :]
 
 
-class CudaGraph(StrEnum):
+class CudaGraph(StepWord):
     """What CUDA graphs launch in place of the host."""
 
     NONE = "none"

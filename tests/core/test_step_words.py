@@ -57,3 +57,7 @@ def test_no_module_compares_a_word_that_answers_for_itself() -> None:
         if COMPARED.search(line)
     ]
     assert compared == []
+
+
+def test_a_sentence_quotes_a_word_as_text() -> None:
+    assert [f"{word!r}" for word in (Dispatcher.DEEPEP, CudaGraph("none"))] == ["'deepep'", "'none'"]

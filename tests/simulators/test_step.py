@@ -393,7 +393,7 @@ def test_a_policy_that_repacks_needs_its_own_load() -> None:
         ({"recompute": "mlp"}, "recompute 'mlp' is unknown"),
         ({"pipeline_model_parallel_size": 0}, "pipeline_model_parallel_size must be at least 1, got 0"),
         ({"num_virtual_stages": 2}, "needs pipeline_model_parallel_size above 1"),
-        ({"forward_only": True, "log_prob_passes": 1}, "forward_only has no update"),
+        ({"forward_only": True, "log_prob_passes": 1}, "forward_only has none"),
         ({"log_prob_passes": -1}, "log_prob_passes must be at least 0"),
         ({"sequence_length": 0}, "sequence_length must be at least 1"),
         ({"precision": "fp4"}, "precision 'fp4' is unknown"),

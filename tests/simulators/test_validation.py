@@ -137,7 +137,5 @@ def test_a_folder_without_sets_and_an_unknown_kind_are_refused(tmp_path: Path) -
     with pytest.raises(InvalidInputError, match="holds no published sets"):
         validate(tmp_path, **named)
     (tmp_path / "x.yaml").write_text("kind: latency\n")
-    with pytest.raises(
-        InvalidInputError, match="kind must be one of throughput, moe_layer, layer_gains, policy_gains, all_to_all"
-    ):
+    with pytest.raises(InvalidInputError, match="kind must be one of throughput, moe_layer, layer_gains, policy_gains"):
         validate(tmp_path, **named)
