@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,20 +17,6 @@ pytest.importorskip("setuptools", reason="pip builds the package with it; torch 
 
 SOURCE = Path(__file__).parent / "moe_rl_example_extension"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the package, without network; the build writes into a copy."""
-    copy = tmp_path_factory.mktemp("source") / SOURCE.name
-    shutil.copytree(SOURCE, copy)
-    target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps"]
-    made = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(copy)], capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return target
 
 
 def run(arguments: list[object], *packages: Path) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,6 @@
 """A framework with a loop of its own, outside the repository, gets an adapter as docs/extending.md says."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +20,6 @@ LIMIT = 1e-5
 """Only the order of sums differs; of a loss, a gradient norm or a gradient, by the largest."""
 WEIGHTS_LIMIT = 2 * 4 * 3e-3
 """After four steps of Adam with a learning rate of 3e-3: a gradient of zero but for rounding steps either way."""
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed tinyrl and its adapter."""
-    copy = tmp_path_factory.mktemp("source") / SOURCE.name
-    shutil.copytree(SOURCE, copy)
-    target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps"]
-    made = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(copy)], capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return target
 
 
 @pytest.fixture(scope="module")
