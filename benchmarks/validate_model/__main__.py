@@ -135,6 +135,8 @@ def _print_constants(folder: Path, *, as_json: bool) -> None:
         sys.stdout.write(json_text({"schema": "moe_rl.constants/1", "constants": [asdict(each) for each in found]}))
         return
     table = figures_table("constant", "value", "rows that carry it", "kind", gap=2)
+    # A sentence, which else would take the room of the figures.
+    table.columns[-1].no_wrap, table.columns[-1].justify = False, "left"
     for each in found:
         table.add_row(Text(each.name), f"{each.value:g}", f"{each.rows} of {each.of}", Text(each.kind))
     results().print(table)
