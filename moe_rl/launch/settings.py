@@ -143,6 +143,8 @@ class RunSettings:
     """Seconds that the trainer waits between pausing the rollout engines and sending them weights, whatever they do."""
     rollout_log_probs: Flag = None
     rollout_correction: Flag = None
+    micro_batch_loss: Word = None
+    """What makes the loss depend on which samples share a micro-batch."""
 
     # Expert placement
     balancing_policy: Word = None

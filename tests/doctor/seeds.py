@@ -6,6 +6,7 @@ from runs import CHECKED, ENGINE, REMOVED, Change, own_key
 
 from moe_rl.doctor.traps import ERROR, NOTE, WARNING
 
+ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 NO_LOAD, UNSET = ("load", REMOVED), ("load", None)
 ON_GPU: Change = ("--optimizer-cpu-offload", REMOVED)
@@ -238,6 +239,8 @@ SEEDS = [
     ),
     Seed("tensor-parallel-without-sequence-parallel", "verl", (ENGINE + "sequence_parallel", False), ERROR),
     *option("micro-batches-not-aligned", "dynamic_context_parallel", True, WARNING),
+    Seed("loss-depends-on-micro-batches", "verl", (ACTOR + "policy_loss.loss_mode", "geo_mean"), NOTE),
+    Seed("loss-depends-on-micro-batches", "verl-yaml", (ACTOR + "loss_agg_mode", "seq-mean-token-sum-norm"), NOTE),
     *option(
         "interleaved-batched-p2p",
         "overlap_p2p_comm",

@@ -31,6 +31,16 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
         yield Found("{} regroups micro-batches, but {} replays routes by micro-batch number.", dynamic, replay)
 
 
+def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
+    """Other losses are sums over samples, divided by a constant of the mini-batch. This one changes with the samples
+    that share a micro-batch: verl's dynamic micro-batches (use_dynamic_bsz) change it from update to update, and so
+    does packing by moe_rl. A balanced run says so once and packs all the same.
+    """
+    reason = case.settings.micro_batch_loss
+    if reason:
+        yield Found("{}: {}.", reason, reason.value)
+
+
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     """With two stages, the previous and the next rank are the same process. A batch then holds two sends to that
     process, activation and gradient, and only their order distinguishes them. On gloo the loss is silently wrong

@@ -25,6 +25,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import logger
 from moe_rl.frameworks.run_settings import Settings
+from moe_rl.frameworks.verl.micro_batch_losses import BY_LONGEST, CONSTANT, why_micro_batches_matter
 from moe_rl.frameworks.verl.padding import mini_batches_of, why_not_padded, with_padding_samples
 from moe_rl.huggingface import model_of_config
 from moe_rl.simulators.setting import StepSetting
@@ -91,6 +92,7 @@ def _packing_or_warning(trainer: Any, settings: Settings, *, pads: bool) -> Driv
 
     `pads`: the trainer is v1's, which knows padding samples.
     """
+    _say_if_losses_change(trainer.config.actor_rollout_ref.actor)
     try:
         packing = packing_of(trainer.config, num_dp_ranks=_num_dp_ranks(trainer), settings=settings)
     except InvalidInputError as error:
@@ -103,6 +105,22 @@ def _packing_or_warning(trainer: Any, settings: Settings, *, pads: bool) -> Driv
         logger.warning("moe_rl: sequences are packed without padding samples: %s", reason)
         return packing
     return replace(packing, padding_samples=settings.balancer.micro_batches.padding_samples)
+
+
+def _say_if_losses_change(actor: Any) -> None:
+    """Say which setting makes the loss depend on its micro-batches, in the driver or only in its workers.
+
+    verl's own dynamic micro-batches change it from update to update, so that is no reason not to pack.
+    """
+    loss_mode = (actor.get("policy_loss", None) or {}).get("loss_mode", "vanilla")
+    reason = why_micro_batches_matter(
+        loss_mode, actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None)
+    )
+    if reason and actor.get("use_dynamic_bsz", False):
+        remedy = f" {CONSTANT}" if reason == BY_LONGEST else ""
+        logger.warning(
+            "moe_rl: packing changes this loss, as verl's own dynamic micro-batches do: %s.%s", reason, remedy
+        )
 
 
 def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverPacking:

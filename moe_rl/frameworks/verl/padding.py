@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_rl.balancing.driver_packing import PADDING_TOKENS
 from moe_rl.core.post_import import wrap
+from moe_rl.frameworks.verl.micro_batch_losses import BY_LONGEST, divides_by_longest_response
 
 # Of verl 0.9.1: advantages by uid or over the response mask. Others divide by rows (gpg), or were not looked at.
 EXACT_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -40,9 +41,8 @@ def why_not_padded(trainer: Any) -> str | None:
     refusals = {
         f"algorithm.adv_estimator={estimator} may count them.": estimator not in EXACT_ESTIMATORS,
         f"policy_loss.loss_mode={loss} depends on the rows of a micro-batch.": loss not in EXACT_LOSSES,
-        "seq-mean-token-sum-norm without loss_scale_factor divides by the longest response of a micro-batch.": (
-            actor.get("loss_agg_mode", "token-mean") == "seq-mean-token-sum-norm"
-            and actor.get("loss_scale_factor", None) is None
+        f"{BY_LONGEST}.": divides_by_longest_response(
+            actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None)
         ),
         "an adaptive algorithm.kl_ctrl takes the mean over samples.": (
             bool(algorithm.get("use_kl_in_reward", False)) and adaptive

@@ -6,9 +6,10 @@ Keys: verl-project/verl:verl/trainer/config (engine/megatron.yaml, rollout/rollo
 from pathlib import Path
 
 from moe_rl.frameworks.megatron import settings as megatron
+from moe_rl.frameworks.verl.micro_batch_losses import BY_LONGEST, why_micro_batches_matter
 from moe_rl.launch import keys
 from moe_rl.launch.keys import Keys, Known, Reader, rules_of, sets_key_under
-from moe_rl.launch.settings import Setting, defaults
+from moe_rl.launch.settings import Setting, defaults, said_by
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
 
@@ -54,8 +55,21 @@ def _trainer(raw: RawRun) -> Known:
     return defaults("verl", trainer="FSDP")
 
 
+def _micro_batch_loss(raw: RawRun) -> Known:
+    """Return what makes the loss depend on its micro-batches; nothing where a setting that decides it is not known."""
+    names = ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor")
+    mode, aggregation, _ = entries = [keys.last_entry(raw, ACTOR + name) for name in names]
+    if any(entry is not None and entry.missing for entry in entries):
+        return {}
+    reason = why_micro_batches_matter(*(None if entry is None else entry.value for entry in entries))
+    decisive = aggregation if reason == BY_LONGEST else mode
+    if reason is None or decisive is None:
+        return {}
+    return {"micro_batch_loss": said_by(decisive, reason)}
+
+
 def _complete(settings: Known, raw: RawRun) -> Known:
-    settings = DEFAULTS | megatron.built_by_bridge(settings | _trainer(raw))
+    settings = DEFAULTS | megatron.built_by_bridge(settings | _trainer(raw) | _micro_batch_loss(raw))
     return keys.with_model(settings, raw, "actor_rollout_ref.model.path")
 
 
