@@ -25,7 +25,7 @@ def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace:
     assert rerouted["setting"]["reroute"] == 0.3
     assert rerouted["policies"]["ultraep"]["imbalance"] > exact["policies"]["ultraep"]["imbalance"]
     assert rerouted["policies"]["ultraep"]["replicas_per_plan"] == exact["policies"]["ultraep"]["replicas_per_plan"]
-    assert any(note.startswith("30 % of the pairs go to a different expert") for note in rerouted["notes"])
+    assert any(note.startswith("30 % of the token-expert pairs go to another expert") for note in rerouted["notes"])
     refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
     assert refused.code == 2
     assert "--reroute must lie in 0 .. 1, got 1.5." in refused.err
@@ -94,7 +94,7 @@ def test_steps_between_two_choices_of_homes_share_what_moving_costs(tmp_path: Pa
     assert third["setting"]["reorder_interval"] == 3
     # Homes were chosen at step 0, before which nothing is known.
     assert third["setting"]["eplb_history"] == "first half of this step's micro-batches"
-    assert any("homes were chosen at an earlier step" in note for note in third["notes"])
+    assert any("home ranks were chosen at an earlier step" in note for note in third["notes"])
     first, shared = (
         simulated(tmp_path, path, *same, "--step", 0, "--reorder-interval", interval) for interval in (1, 3)
     )
@@ -120,7 +120,7 @@ def test_eplb_plans_on_the_previous_step_or_says_what_it_took_instead(tmp_path: 
     page = tmp_path / "first.html"
     first = simulated(tmp_path, path, "--ep", 4, "--step", 0, "--html", page)
     assert first["setting"]["eplb_history"] == "first half of this step's micro-batches"
-    sentence = "eplb plans from the first half of this step's micro-batches, because the trace has no earlier step."
+    sentence = "the trace has no earlier step, so eplb plans from the first half of this step's micro-batches."
     assert sentence in first["notes"]
     assert sentence.replace("'", "&#39;") in page.read_text()
     without = simulated(tmp_path, path, "--ep", 4, "--policy", "static,eplb-oracle")

@@ -130,7 +130,7 @@ def test_scaled_results_say_so_everywhere(tmp_path: Path, trace: Path) -> None:
     assert ran.code == 0
     assert "4,096 tokens per rank (scaled)" in ran.out
     assert "step*" in ran.out
-    assert "scaled: shares recorded in micro-batches of 40 tokens per rank, applied to 4,096." in " ".join(
+    assert "loads are scaled to 4,096 tokens per rank, from recorded micro-batches of 40 tokens per rank." in " ".join(
         ran.out.split()
     )
     assert '<li class="mark">scaled</li>' in page.read_text()
@@ -218,16 +218,18 @@ def test_options_reach_the_simulator(tmp_path: Path, trace: Path) -> None:
 def test_unpriced_recomputation_is_mentioned(tmp_path: Path, trace: Path) -> None:
     modules = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn,shared_experts")
     document = simulated(tmp_path, trace, *BATCH, "--policy", "static", *modules)
-    assert "recomputation of shared_experts is not priced." in document["notes"]
+    assert "the step time does not include the recomputation of shared_experts." in document["notes"]
 
 
 @pytest.mark.lengthy
 def test_what_is_not_said_of_the_software_is_assumed_and_what_cannot_be_is_refused(tmp_path: Path, trace: Path) -> None:
     alone = (*BATCH, "--policy", "static")
-    assumed = "no CUDA graphs are assumed: the host launches every kernel; see --cuda-graph-impl."
+    assumed = (
+        "the forecast assumes no CUDA graphs, so the host launches every kernel; change this with --cuda-graph-impl."
+    )
     assert assumed in simulated(tmp_path, trace, *alone)["notes"]
     assert assumed not in simulated(tmp_path, trace, *alone, "--cuda-graph-impl", "none")["notes"]
-    beside = "gradient reduction and weight gathering are assumed"
+    beside = "the forecast assumes that gradient reduction and weight gathering overlap"
     assert any(note.startswith(beside) for note in simulated(tmp_path, trace, *alone)["notes"])
     said = simulated(tmp_path, trace, *alone, "--overlap-grad-reduce", "--overlap-param-gather")["notes"]
     assert not any(note.startswith(beside) for note in said)

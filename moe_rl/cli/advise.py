@@ -14,7 +14,7 @@ def advise(
     metrics: Path,
     json_path: Path | None = None,
 ) -> None:
-    """From a run's metrics, recommend which corrections to switch on or off, with measured value, rule and source.
+    """Recommend changes to a run from its metrics; print the measured value, the rule and its source for each.
 
     Example: moe-rl advise out/countdown_grpo/metrics.jsonl
     """

@@ -16,16 +16,16 @@ from moe_rl.core.errors import require, require_known
 from moe_rl.core.outputs import check_outputs
 from moe_rl.version import install_line
 
-app = plain_app(help="Measure quality and time on this machine.", invoke_without_command=True)
+app = plain_app(help="Benchmark planners and kernels on this machine.", invoke_without_command=True)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KERNEL_SUITES = {
     "gemm": "Time the grouped GEMMs: forward, dgrad, wgrad, and all three with quantization and padding.",
     "experts": "Time the expert MLP forward and backward, quantization included.",
-    "quantize": "Time quantization to FP8: rows, weights, and along tokens.",
-    "permute": "Time permute and unpermute, forward and backward.",
-    "swiglu": "Time the gated activations, forward (also with quantization) and backward.",
-    "router": "Time router log-probabilities and the expert histogram.",
+    "quantize": "Time quantization to FP8: of rows, of weights, and along the token dimension.",
+    "permute": "Time the permutation of tokens into expert order and back, forward and backward.",
+    "swiglu": "Time gated activations: forward, forward with quantization, and backward.",
+    "router": "Time the router's log-probabilities and the histogram of tokens per expert.",
 }
 WRONG_RESULT = 1
 PRESET_BUDGET_S = 0.002
@@ -50,9 +50,10 @@ def planner(
     board: list[Path] | None = None,
     json_path: Path | None = None,
 ) -> None:
-    """Compare quality and time of every policy on real, synthetic and Qwen3-shaped loads.
+    """Compare the plan quality and planning time of all policies on recorded, synthetic and Qwen3-sized loads.
 
-    Needs a checkout. The cases are in benchmarks/bench_planner.py, the splits in benchmarks/board.py.
+    The command needs a checkout of the repository. Its cases are defined in benchmarks/bench_planner.py, those of
+    --board in benchmarks/board.py.
     """
     if board:
         judge = _benchmark("board")
@@ -110,7 +111,7 @@ def _kernels(suite: str, summary: str) -> None:
         document = _run(selection, device, budget_s)
         _show(document, json_path)
 
-    help_text = f"{summary} Every result is checked first. Needs a checkout."
+    help_text = f"{summary} Results are checked before they are timed. The command needs a checkout of the repository."
     app.command(suite, cls=TwoLevelCommand, help=help_text)(worded("bench kernels", time_suite))
 
 

@@ -26,11 +26,11 @@ def calibrate_cluster(
     software: str = "typical",
     json_path: Path | None = None,
 ) -> None:
-    """Fit constants of a cluster to measurements, print the errors that remain, and write a cluster file.
+    """Fit the forecast's constants for a cluster to measurements, print the remaining errors, and write a cluster file.
 
-    To get the held-out error of a group, the constants are fitted to all other groups. A constant that the
-    measurements do not determine keeps its value. Whole-step measurements also fit costs of the software, which are
-    written to a separate file.
+    The held-out error of a group comes from a fit to all other groups. A constant that the measurements do not
+    determine keeps its value. Whole-step measurements also determine software costs, which are written to a second
+    file.
 
     Example: moe-rl calibrate run.csv --cluster h100 --constants gemm_tflops,nvlink_gb_per_s --out mine.yaml
     """

@@ -13,21 +13,21 @@ from moe_rl.version import __version__
 # By name, in the order of the help: module of `moe_rl.cli`, function or group in it, line in `moe-rl --help`.
 COMMANDS = {
     "simulate": ("simulate", "simulate", "Predict the gain of each balancing policy on a routing trace."),
-    "plan": ("simulate", "plan", "Plan one step for a trainer, or place experts for a rollout."),
-    "demo": ("simulate", "demo", "Simulate the bundled trace; --train runs a small RL loop."),
-    "rl-step": ("rl_step", "rl_step", "Predict a whole RL step: rollout, log-probs, update, sync."),
+    "plan": ("simulate", "plan", "Plan one training step, or place a rollout engine's experts."),
+    "demo": ("simulate", "demo", "Simulate the bundled trace or, with --train, a small RL run."),
+    "rl-step": ("rl_step", "rl_step", "Predict the time of an RL step, from rollout to weight sync."),
     "tune": ("tune", "tune", "Search for the fastest parallel layout on --gpus GPUs."),
-    "sweep": ("sweep", "sweep", "Simulate every combination of some options."),
+    "sweep": ("sweep", "sweep", "Simulate every combination of option values."),
     "trace": ("trace", "app", "Read, check, convert and generate routing traces."),
     "replay": ("replay", "app", "Check the routes that a trainer replays."),
-    "doctor": ("doctor", "doctor", "Look for known traps of MoE RL in a run's settings."),
-    "advise": ("advise", "advise", "Recommend corrections to a run from its metrics."),
-    "profile": ("profile", "profile", "Show where the time of a recorded step went, rank by rank."),
-    "calibrate": ("calibrate", "calibrate_cluster", "Fit a cluster's constants to measurements."),
-    "models": ("listing", "models", "List the models that --model takes by name."),
-    "clusters": ("listing", "clusters", "List the clusters that --cluster takes by name."),
-    "policies": ("listing", "policies", "List the policies that --policy takes, with parameters."),
-    "bench": ("bench", "app", "Measure quality and time on this machine."),
+    "doctor": ("doctor", "doctor", "Find known traps of MoE RL in a run's settings."),
+    "advise": ("advise", "advise", "Recommend changes to a run, based on its metrics."),
+    "profile": ("profile", "profile", "Show what each rank spent a recorded step's time on."),
+    "calibrate": ("calibrate", "calibrate_cluster", "Fit the forecast's constants for a cluster to measurements."),
+    "models": ("listing", "models", "List the model names that --model accepts."),
+    "clusters": ("listing", "clusters", "List the cluster names that --cluster accepts."),
+    "policies": ("listing", "policies", "List the policies that --policy accepts, with parameters."),
+    "bench": ("bench", "app", "Benchmark planners and kernels on this machine."),
 }
 
 
@@ -83,7 +83,11 @@ def _print_version(wanted: bool) -> None:
 
 def _common(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and this copy's folder."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and the folder of this installation.",
     ),
 ) -> None:
     pass

@@ -26,9 +26,9 @@ def doctor(
     environment: bool = True,
     json_path: Path | None = None,
 ) -> None:
-    """Look for traps of MoE RL in a run's arguments and in the installation; say why each matters and what to do.
+    """Find known traps of MoE RL in a run's settings and in the installation; print why each matters and what to do.
 
-    Scripts are read, not run. The exit code is 1 if an error is found.
+    Scripts are read, never executed. The exit code is 1 if an error is found.
 
     Example: moe-rl doctor run-qwen3-30B-A3B.sh --attach
     """

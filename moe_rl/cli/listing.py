@@ -18,9 +18,9 @@ Rows = Sequence[dict[str, Any]]
 
 
 def models(json_path: Path | None = None) -> None:
-    """List the models that --model takes by name; --model also takes any Hugging Face config.json or a folder with one.
+    """List the model names that --model accepts. It also accepts a Hugging Face config.json or a folder that has one.
 
-    Every number and its source are in configs/models.
+    The files in configs/models state every number with its source.
     """
     from moe_rl.config import CONFIGS, load_model, model_names
 
@@ -44,9 +44,9 @@ def models(json_path: Path | None = None) -> None:
 
 
 def clusters(json_path: Path | None = None) -> None:
-    """List the clusters that --cluster takes by name; --cluster also takes a YAML file, e.g. from `moe-rl calibrate`.
+    """List the cluster names that --cluster accepts. It also accepts a YAML file, e.g. from `moe-rl calibrate`.
 
-    Rates are those that runs achieve, not peak rates. Every constant and its source are in configs/clusters.
+    Rates are achieved rates, not peak rates. The files in configs/clusters state every constant with its source.
     """
     from moe_rl.config import CONFIGS, cluster_names, load_cluster
 
@@ -71,7 +71,7 @@ def clusters(json_path: Path | None = None) -> None:
 
 
 def policies(json_path: Path | None = None) -> None:
-    """List the policies that --policy takes, including those of other packages, with their parameters."""
+    """List the policies that --policy accepts, with their parameters. Policies from other packages are included."""
     from moe_rl.planner.registry import POLICIES
 
     rows: list[dict[str, Any]] = [

@@ -83,7 +83,7 @@ CONFIG, LAUNCH = _keyword("config", Path | None), _keyword("launch", list[Path] 
 
 
 def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
-    help_text = f"Show all {len(words_of(schema))} options of the setting."
+    help_text = f"Show all {len(words_of(schema))} options."
     option = typer.Option("--help-all", is_eager=True, callback=print_all, help=help_text)
     return _keyword("help_all", Annotated[bool, option], False)
 
@@ -112,7 +112,7 @@ def _parameter(shown_flag: Shown, word: Word) -> inspect.Parameter:
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
         kind = list[str] if shown_flag.repeated else str
-    is_told = default in (None, "", False, PydanticUndefined) or default is True or "by default" in shown_flag.help
+    is_told = default in (None, "", False, PydanticUndefined) or default is True or "Default: " in shown_flag.help
     info = typer.Option(
         flag,
         *short,

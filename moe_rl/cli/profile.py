@@ -31,11 +31,11 @@ def profile(
     moe_token_dispatcher_type: str = "flex",
     group: str | None = None,
 ) -> None:
-    """Show where the time of a recorded training step went, rank by rank.
+    """Show what each rank spent the time of a recorded training step on.
 
-    A kernel belongs to the moe_rl range in which it was launched; outside all ranges it is classified by name.
-    DeepEP's and HybridEP's kernels count as communication. With ranges and at least two ranks, all-to-all time is split
-    into transfer and waiting.
+    Each kernel is assigned to the moe_rl profiler range that launched it. Kernels outside all ranges are classified by
+    name, and those of DeepEP and HybridEP count as communication. If at least two ranks recorded ranges, all-to-all
+    time is divided into transfer and waiting.
 
     Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
     """

@@ -32,7 +32,9 @@ def check(
     policy_versions: str | None = None,
     json_path: Path | None = None,
 ) -> None:
-    """Report faulty routes: shifted, truncated, from another layer or sequence, ...; exit code 1 if there are any.
+    """Report faulty routes: for example, shifted, truncated, or taken from another layer or sequence.
+
+    The exit code is 1 if there are faulty routes.
 
     Example: moe-rl replay check rollout.pt --num-experts 128 --reference trainer.moetrace
     """

@@ -30,7 +30,7 @@ def rl_step(
     plot: Path | None = None,
     json_path: Path | None = None,
 ) -> None:
-    """Predict the time of rollout, reward, log-probabilities, update and weight sync under every policy.
+    """Predict the time of each part of an RL step under every policy, from rollout to update and weight sync.
 
     Example: moe-rl rl-step --model qwen3-235b-a22b --ep 16 --train-gpus 128 --num-samples 512 --mean-length 5700
     --micro-batch-tokens 8192 --rollout-engine-size 16

@@ -87,9 +87,9 @@ def demo(
     policy: str | None = None,
     train: bool = False,
 ) -> None:
-    """Simulate the bundled trace of a small Qwen3-MoE under the setting of configs/experiments/demo.yaml.
+    """Simulate all policies on the bundled trace of a small Qwen3-MoE, with options of configs/experiments/demo.yaml.
 
-    With --train, the trace is recorded in a new GRPO run: examples/countdown/demo.yaml.
+    With --train, the trace comes from a new GRPO run with the settings in examples/countdown/demo.yaml.
     """
     from moe_rl.cli.train_demo import train_demo
     from moe_rl.config import bundled_traces
@@ -119,11 +119,11 @@ def plan(
     json_path: Path | None = None,
     capacity: bool = False,
 ) -> None:
-    """Plan one step with one policy and write the plan for a trainer, or place experts for a rollout engine.
+    """Plan one training step with one policy, or place the experts of a rollout engine, and write the result.
 
     Example: moe-rl plan run.moetrace --ep 16 -o plan.npz
 
-    Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang -o map.json
+    Example: moe-rl plan run.moetrace --ep 16 --resident-slots 1 --export sglang
     """
     from moe_rl.cli.rollout_map import export_map
     from moe_rl.core.metrics import imbalance, rank_load

@@ -21,10 +21,9 @@ def sweep(
     executor: str = "local",
     ray_address: str | None = None,
 ) -> None:
-    """Simulate every combination of some options; write a line of JSON for each finished point.
+    """Simulate every combination of option values; write a JSON line for each.
 
-    The same command resumes a sweep that was interrupted or killed. You may add values; any other change of the
-    settings is refused.
+    The same command resumes an interrupted sweep. You may add values, but no other change of the settings is accepted.
 
     Example: moe-rl sweep run.moetrace --model qwen3-30b-a3b --cluster h100
     --sweep ep=8,16,32 --sweep replica_slots=1,2 --out sweep.jsonl --plot sweep.svg

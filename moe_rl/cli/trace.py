@@ -41,7 +41,7 @@ def _opened(trace: Path, options: TraceOptions) -> "Iterator[tuple[Advance, Trac
 @command(app, "trace info")
 @with_options(TraceOptions)
 def info(trace: Path, options: TraceOptions, json_path: Path | None = None) -> None:
-    """Print what a trace holds: model shape, steps, sequences, tokens, size."""
+    """Print the model shape, steps, sequences, tokens and size of a trace."""
     from moe_rl.study.traces import describe_trace
 
     check_outputs({"--json": json_path}, inputs=(trace,))
@@ -56,7 +56,7 @@ def info(trace: Path, options: TraceOptions, json_path: Path | None = None) -> N
 @command(app, "trace validate")
 @with_options(TraceOptions)
 def validate(trace: Path, options: TraceOptions) -> None:
-    """Read every row and stop at the first fault: wrong checksum, id out of range or repeated, layer not captured."""
+    """Check every route, and stop at the first wrong checksum, invalid or repeated expert id, or missing layer."""
     with _opened(trace, options) as (advance, source):
         source.validate(partial(advance, "checking"))
     typer.echo(
@@ -78,7 +78,7 @@ def convert(
     overwrite: bool = False,
     model: str | None = None,
 ) -> None:
-    """Copy a trace in any known format, or some of its steps, to a trace directory; every row is checked."""
+    """Copy a trace of any known format, or some of its steps, to a trace directory, and check every route."""
     from moe_rl.replay import convert_trace
     from moe_rl.study.traces import options_of_model
 
@@ -118,7 +118,7 @@ def synth(
     like_trace: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Generate a synthetic trace: GRPO groups, or a preset whose sequences prefer different experts."""
+    """Generate a synthetic trace of GRPO groups, or from a preset whose sequences prefer different experts."""
     from moe_rl.replay import write_trace
     from moe_rl.simulators.registry import SYNTHETIC
     from moe_rl.study.traces import open_trace, routes_of_step

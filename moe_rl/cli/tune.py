@@ -24,7 +24,7 @@ def tune(
     executor: str = "local",
     ray_address: str | None = None,
 ) -> None:
-    """Search for the parallel layout, micro-batch and recomputation that train the most tokens/s on --gpus GPUs.
+    """Search for the parallel layout, micro-batch size and recomputation that train fastest on --gpus GPUs.
 
     Example: moe-rl tune --model qwen3-30b-a3b --cluster h100 --gpus 32 --num-samples 1024 --mean-length 4000
     --max-length 32768 --length-spread 1.3 --plot tune.svg
