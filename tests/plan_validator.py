@@ -211,11 +211,41 @@ def _slots(
             yield f"rank {rank} holds two copies of expert {expert}"
         hosts.add((expert, rank))
         foreign[rank, rank // ranks_per_domain != home[expert] // ranks_per_domain] += 1
+    if slot_limits and problem.has_domain_engine:
+        yield from _slots_over_engine(problem, foreign, hosts, columns, slots_per_rank, home)
+        return
     for (rank, crosses), count in sorted(foreign.items()):
         allowed = problem.cross_node_slots if crosses else problem.replica_slots
         if slot_limits and count > allowed:
             kind = "from other nodes" if crosses else "from its node"
             yield f"rank {rank} holds {count} copies {kind}, {allowed} are allowed"
+
+
+def _slots_over_engine(
+    problem: PlanProblem,
+    foreign: dict[tuple[int, bool], int],
+    hosts: set[tuple[int, int]],
+    columns: list[tuple[int, int, int, bool]],
+    slots_per_rank: int,
+    home: list[int],
+) -> Iterator[str]:
+    """Check the copies of one cell, whose domains an engine levels: it copies what came from another node on inside.
+
+    Such a copy is in a slot of the engine, and one copy of the expert on that node, or a resident one, is its source.
+    """
+    inside, across, width = problem.replica_slots, problem.cross_node_slots, problem.topology.ranks_per_domain
+    for rank in sorted({rank for rank, _ in foreign}):
+        if foreign[rank, False] > inside:
+            yield f"rank {rank} holds {foreign[rank, False]} copies from its node, {inside} are allowed"
+        both = foreign[rank, False] + foreign[rank, True]
+        if both > inside + across:
+            yield f"rank {rank} holds {both} copies, {inside + across} are allowed"
+    residents = {(expert, slot // slots_per_rank // width) for _, expert, slot, resident in columns if resident}
+    brought = {(expert, rank // width) for expert, rank in hosts if rank // width != home[expert] // width} - residents
+    for node in range(problem.topology.num_nodes):
+        count = sum(at == node for _, at in brought)
+        if count > across * width:
+            yield f"node {node} gets {count} experts from other nodes, {across * width} are allowed"
 
 
 def _quotas(

@@ -74,6 +74,36 @@ def test_a_copy_from_another_node_is_found(problem: PlanProblem, plan: Plan) -> 
     assert any("copies from other nodes, 0 are allowed" in sentence for sentence in validate_plan(problem, broken))
 
 
+def test_an_engine_copies_on_what_came_from_another_node() -> None:
+    """Expert 0 of node 0 has copies on both ranks of node 1: one came across, and the engine made the other of it."""
+    stated = problem_of(load_of(np.full((1, 2, 2, 4, 8), 5, np.int32), 2), TOPOLOGY, cross_node_slots=1)
+    over_engine = replace(stated, domain_balance="engine:ultraep")
+    static = make_planner("static").plan(over_engine)
+
+    def copies(experts: list[int], slots: list[int]) -> Plan:
+        """One row of every source goes to each copy in the first cell."""
+        count = len(experts)
+        return with_replicas(
+            static,
+            offsets=np.array([0, *[count] * 4]),
+            expert=np.array(experts, np.int32),
+            physical_id=np.array(slots, np.int32),
+            source_quota=np.ones((count, 4), np.int32),
+            source_pairs=np.full((count, 4), 5, np.int32),
+            resident=np.zeros(count, np.bool_),
+        )
+
+    first, second = (10, 11), (14, 15)  # of ranks 2 and 3: four slots a rank, two of them for copies
+    passed_on = copies([0, 0], [first[0], second[0]])
+    assert validate_plan(over_engine, passed_on) == []
+    # One of rank 2's two copies from node 0 is the engine's, of what rank 3 got across nodes.
+    shared = copies([0, 0, 1], [first[0], second[0], first[1]])
+    assert validate_plan(over_engine, shared) == []
+    assert validate_plan(stated, shared)[0].endswith("rank 2 holds 2 copies from other nodes, 1 are allowed")
+    crowded = copies([0, 1, 2, 3], [*first, *second])
+    assert validate_plan(over_engine, crowded)[0].endswith("node 1 gets 4 experts from other nodes, 2 are allowed")
+
+
 def test_two_copies_in_one_slot_are_found(problem: PlanProblem, plan: Plan) -> None:
     cell = plan.replicas.index_of_replica()
     second = int(np.flatnonzero(np.diff(cell) == 0)[0]) + 1
