@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from moe_rl.core.errors import require, require_known
@@ -22,6 +23,8 @@ class Shown:
     """A second name on the command line, short."""
     choices: Sequence[str] = ()
     """Words that it takes; any without."""
+    group: str = ""
+    """Entry points by which other packages add words."""
     at_least: int | None = None
     repeated: bool = False
     """True: the option may be given several times."""
@@ -39,8 +42,9 @@ class Shown:
     def check(self, value: object) -> None:
         """Raise for a value outside the words or the range of the option; None is always inside."""
         flag = self.flags[0]
-        if self.choices and value is not None:
-            require_known(str(value), self.choices, f"{flag} {value!r} is unknown.")
+        if self.choices and value is not None and str(value) not in self.choices:
+            added = [point.name for point in entry_points(group=self.group)] if self.group else []
+            require_known(str(value), [*self.choices, *added], f"{flag} {value!r} is unknown.")
         if isinstance(value, int | float):
             is_inside = self.at_least is None or value >= self.at_least
             require(is_inside, f"{flag} must be at least {self.at_least}, got {value}.")
