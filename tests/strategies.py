@@ -18,6 +18,7 @@ from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.profiling import Measurement
 
 HARDWARE = HardwareSpec(
@@ -211,7 +212,7 @@ def problems(draw: st.DrawFn, objective: str | None = None) -> PlanProblem:
     return problem_of(
         load,
         topology,
-        objective=draw(st.sampled_from(["time", "imbalance"])) if objective is None else objective,
+        objective=draw(st.sampled_from(OBJECTIVES.names)) if objective is None else objective,
         replica_slots=draw(st.integers(0, 2)),
         cross_node_slots=draw(st.integers(0, 1)),
         current_placement=current,

@@ -17,11 +17,12 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.base import COPIES, PLACEMENT, Levers
+from moe_rl.planner.objective import OBJECTIVES
 
 
 @pytest.mark.lengthy
 @settings(max_examples=30)
-@given(data=st.data(), resident_slots=st.integers(1, 2), objective=st.sampled_from(["imbalance", "time"]))
+@given(data=st.data(), resident_slots=st.integers(1, 2), objective=st.sampled_from(OBJECTIVES.names))
 def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resident_slots: int, objective: str) -> None:
     topology = data.draw(topologies())
     load = data.draw(loads(topology))

@@ -16,6 +16,7 @@ from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertMigration, ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.core.plan_file import load_plan
+from moe_rl.planner.objective import OBJECTIVES
 
 
 @st.composite
@@ -55,7 +56,7 @@ def plans(draw: st.DrawFn) -> Plan:
             num_layers=layers,
         ),
         migration=ExpertMigration.between(before, placement, expert_bytes=14),
-        objective=draw(st.sampled_from(["time", "imbalance"])),
+        objective=draw(st.sampled_from(OBJECTIVES.names)),
         parameters={"slots": 1, "rate": 0.1, "name": "x", "on": True},
         predicted_cost_s=draw(st.none() | st.floats(0, 10)),
         solve_time_s=0.25,

@@ -23,6 +23,7 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.bounds import node_bound
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import make_planner
 from moe_rl.planner.relayout import load_for_layout, load_of_plan
 from moe_rl.replay.sequences import count_sequences
@@ -147,7 +148,7 @@ def test_it_is_never_less_balanced_than_doing_nothing(problem: PlanProblem) -> N
     assert most <= without
 
 
-@pytest.mark.parametrize("objective", ["time", "imbalance"])
+@pytest.mark.parametrize("objective", OBJECTIVES.names)
 def test_uniform_loads_are_left_alone(objective: str) -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=8, ranks_per_node=4)
     load = load_of(np.full((1, 4, 3, 8, 16), 100, np.int32), 2)
