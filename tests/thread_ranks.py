@@ -4,6 +4,7 @@ A message is read from the sender's memory when the sender waits for it, and wri
 does: as late as a network may be. Whoever forgets to wait reads what was there before, or leaves the other waiting.
 """
 
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from moe_rl.balancing.exchange import PlanExchange
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -103,3 +106,57 @@ class Work:
             assert arrived.shape == message.tensor.shape
             assert arrived.dtype == message.tensor.dtype
             message.tensor.copy_(arrived)
+
+
+class GridExchange(PlanExchange):
+    """What `PlanExchange` is between processes, for one rank of a [G, P] grid of threads; messages travel pickled.
+
+    Every collective is one of the whole grid, of which each rank is handed what its own groups have said.
+    """
+
+    def __init__(self, hub: "GridHub", place: tuple[int, int]) -> None:
+        object.__setattr__(self, "hub", hub)
+        object.__setattr__(self, "place", place)
+
+    rank = property(lambda self: self.place[1])
+    size = property(lambda self: self.hub.shape[1])
+    num_groups = property(lambda self: self.hub.shape[0])
+    group_index = property(lambda self: self.place[0])
+    expert_tp = None
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return what every rank of the EP group gave."""
+        return self.gather_in_grid(message)[self.place[0]]
+
+    def gather_over_groups(self, message: Any) -> list[Any]:
+        """Return what the ranks gave that hold the same experts."""
+        return [of_group[self.place[1]] for of_group in self.gather_in_grid(message)]
+
+    def gather_in_grid(self, message: Any) -> list[list[Any]]:
+        """Return what every rank gave."""
+        said = self.hub.exchanged(self.place, pickle.dumps(message))
+        return [[pickle.loads(of_rank) for of_rank in of_group] for of_group in said]
+
+    def scatter(self, parts: Sequence[np.ndarray], *, shapes: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return what every rank of the EP group had for this one."""
+        group, rank = self.place
+        sent = [of_rank[rank] for of_rank in self.hub.exchanged(self.place, list(parts))[group]]
+        dtype = parts[0].dtype
+        return [np.frombuffer(part.tobytes(), dtype).reshape(shape) for part, shape in zip(sent, shapes, strict=True)]
+
+
+class GridHub:
+    """Where the threads of a grid leave what they tell each other."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self._said: list[list[Any]] = [[None] * shape[1] for _ in range(shape[0])]
+        self._barrier = threading.Barrier(shape[0] * shape[1], timeout=TIMEOUT_S)
+
+    def exchanged(self, place: tuple[int, int], message: Any) -> list[list[Any]]:
+        """Return what all ranks gave, by EP group and EP rank."""
+        self._said[place[0]][place[1]] = message
+        self._barrier.wait()
+        everyone = [list(of_group) for of_group in self._said]
+        self._barrier.wait()
+        return everyone

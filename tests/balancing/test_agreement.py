@@ -16,6 +16,7 @@ from moe_rl.balancing.pass_metrics import Misfit
 from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_request import PassRequest, PlannedPass, moved_since
 from moe_rl.balancing.pass_source import CountedRows
+from moe_rl.balancing.plan_assembly import PolicyReport, merge_reports
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.placement import ExpertPlacement
 
@@ -110,3 +111,16 @@ def test_ranks_follow_one_choice_of_residents_or_none() -> None:
     assert on_all_ranks(2, lambda exchange: reordered(exchange, (2, 2))) == ["", ""]
     for said in on_all_ranks(2, lambda exchange: reordered(exchange, (2, 3))):
         assert said == "the ranks were given different placements."
+
+
+def test_the_report_of_layers_that_several_ranks_planned_is_one_of_all_layers() -> None:
+    def report(cost: float | None, seconds: float, *notes: str) -> PolicyReport:
+        return PolicyReport(policy="moe-rl", objective="time", predicted_cost_s=cost, solve_time_s=seconds, notes=notes)
+
+    first = report(1.0, 0.25, "no replicas: at 1.30", "no moves: none pays")
+    joined = merge_reports([first, report(2.0, 0.5, "no replicas: at 1.12"), report(0.5, 0.125, "no replicas: at 2")])
+    assert (joined.predicted_cost_s, joined.solve_time_s) == (3.5, 0.5), "layers follow each other, ranks do not"
+    assert joined.notes == ("no replicas: at 1.30",), "a lever that some layer uses is not idle"
+    assert merge_reports([first]) == first
+    assert merge_reports([report(None, 0.0), report(1.0, 0.0)]).predicted_cost_s is None
+    assert merge_reports([report(1.0, 0.0), report(None, 0.0)]).predicted_cost_s == 1.0

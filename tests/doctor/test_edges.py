@@ -397,3 +397,17 @@ def test_the_command_loads_no_gpu_stack(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code, str(SLIME)], capture_output=True, text=True, check=True)
     assert ran.stderr.split() == []
     assert "traps checked" in ran.stdout
+
+
+@pytest.mark.parametrize("place", ["--rollout-function-path miles.rollout.generate", "--miles-router-port 8000", None])
+def test_a_fork_that_one_argument_names_is_not_taken_for_slime(place: str | None, tmp_path: Path) -> None:
+    """Its arguments are slime's, but for the name in a value, in a flag, or in the path of its files."""
+    folder = tmp_path / ("plain" if place else "Miles")
+    folder.mkdir()
+    for name, arguments in (("train.sh", place or ""), ("of_slime.sh", "")):
+        write(
+            folder / name, f"python3 train.py --rollout-batch-size 4 --n-samples-per-prompt 8 {MEGATRON} {arguments}\n"
+        )
+    assert interpret(read_run([folder / "train.sh"])).settings.framework == "miles"
+    expected = "slime" if place else "miles"
+    assert interpret(read_run([folder / "of_slime.sh"])).settings.framework == expected
