@@ -141,7 +141,7 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     assert [record["mismatch/k3_kl"] for record in read_metrics(log)] == [0.002, 0.004]
     result = moe_rl("advise", str(log))
     assert result.code == 0
-    assert "correct-rollouts: Rollout engine and trainer differ" in result.out
+    assert "correct-rollouts: The rollout engine's log-probabilities differ" in result.out
     told = json.loads(moe_rl("advise", str(log), "--json", "-").out)
     assert [each["value"] for each in told["advice"]] == [0.004]
     assert told["in_danger"] is None, "two steps of one name"

@@ -18,8 +18,8 @@ PACKING = ("verl", "slime", "miles")
 
 
 def missing_psutil(case: Case) -> Iterator[Found]:
-    """Megatron's distributed checkpointing needs psutil but does not declare the dependency. Without psutil the forked
-    writer dies, and save waits for it forever without an error.
+    """Megatron's distributed checkpointing needs psutil but does not declare the dependency. Without psutil, the forked
+    writer process dies, and the save call waits for it forever without an error.
     """
     environment = case.environment
     if environment and "psutil" not in environment.modules:
@@ -64,8 +64,8 @@ def megatron_without_replay(case: Case) -> Iterator[Found]:
 
 
 def packing_without_core(case: Case) -> Iterator[Found]:
-    """The search that assigns sequences to micro-batches is written in C++. Without it, verl, slime and miles keep the
-    micro-batches that they have formed, and the reference planner plans everything else. The run logs this once.
+    """The search that assigns sequences to micro-batches is written in C++. Without it, verl, slime and miles keep
+    their own micro-batches, and the simpler reference planner makes all other plans. The run logs this once.
     """
     here, framework = case.environment, case.settings.framework
     if here and case.attach and framework in PACKING and "moe_rl._native" not in here.modules:
@@ -73,7 +73,7 @@ def packing_without_core(case: Case) -> Iterator[Found]:
 
 
 def dispatcher_not_installed(case: Case) -> Iterator[Found]:
-    """Without the deep_ep package (HybridEP is a branch of DeepEP), the flex dispatcher raises ImportError."""
+    """The flex dispatcher raises ImportError without the deep_ep package (of DeepEP or of its branch HybridEP)."""
     dispatcher = case.settings.moe_token_dispatcher_type
     if case.environment and dispatcher and dispatcher.value == "flex" and "deep_ep" not in case.environment.modules:
         yield Found("{} needs deep_ep, which is not installed here.", dispatcher)
@@ -81,8 +81,8 @@ def dispatcher_not_installed(case: Case) -> Iterator[Found]:
 
 def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
     """With NVSHMEM 3.6.5 and later, DeepEP builds that lack the fix deepseek-ai/DeepEP#564 never receive the token
-    counts of another node. The first dispatch between nodes fails after 100 s with "timeout (dispatch CPU)", which then
-    causes an illegal memory access.
+    counts of other nodes. The first dispatch between nodes fails after 100 s with "timeout (dispatch CPU)" and then
+    with an illegal memory access.
     """
     environment, backend, ranks = case.environment, case.flex_backend, case.settings.expert_model_parallel_size
     if environment is None or backend is None or backend.value != "deepep" or not spans_nodes(case):
@@ -99,7 +99,7 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
-    """Megatron's fp8 option needs TransformerEngine; without that package the model cannot be built."""
+    """Megatron's fp8 option needs TransformerEngine. Without that package, Megatron cannot build the model."""
     environment, fp8 = case.environment, case.settings.fp8
     if environment and fp8 and "transformer_engine" not in environment.modules:
         yield Found("{} needs TransformerEngine, which is not installed here.", fp8)

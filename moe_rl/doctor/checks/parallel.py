@@ -15,7 +15,7 @@ def experts_not_divisible(case: Case) -> Iterator[Found]:
 
 def tensor_parallel_without_sequence_parallel(case: Case) -> Iterator[Found]:
     """In training, MoELayer.forward raises ValueError if TP > 1 and sequence parallelism is off. With sequence
-    parallelism, a token's rows are on one TP rank only, so counts must be summed over TP before planning.
+    parallelism, each token is on one TP rank only, so token counts must be summed over TP ranks before planning.
     """
     tensor, sequence = case.settings.tensor_model_parallel_size, case.settings.sequence_parallel
     if case.is_moe and tensor and above(tensor, 1) and sequence is not None and not sequence.value:
@@ -42,10 +42,10 @@ def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
 
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
-    """With two stages, the previous and the next rank are the same process. A batch then holds two sends to that
-    process, activation and gradient, and only their order distinguishes them. On gloo the loss is silently wrong
-    (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination; megatron.core does not
-    check.
+    """With two pipeline stages, the previous and the next rank are the same process. One batch of messages then sends
+    both an activation and a gradient to that process, and only their order distinguishes them. On gloo the loss is
+    silently wrong (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination, but
+    megatron.core does not check it.
     """
     settings = case.settings
     stages, overlap = settings.pipeline_model_parallel_size, settings.overlap_p2p_comm
@@ -73,8 +73,8 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
 
 
 def expert_group_leaves_node(case: Case) -> Iterator[Found]:
-    """The ranks of an EP group exchange every token twice per layer: over NVLink within a node, and over the network,
-    which is 5 to 10 times slower, between nodes. The same GPUs may be faster with more pipeline stages and fewer EP
+    """The ranks of an EP group exchange every token twice per layer. Inside a node they use NVLink; between nodes they
+    use the network, which is 5 to 10 times slower. The same GPUs may be faster with more pipeline stages and fewer EP
     ranks. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
     """
     ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
@@ -83,9 +83,9 @@ def expert_group_leaves_node(case: Case) -> Iterator[Found]:
 
 
 def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
-    """With expert tensor parallelism, Megatron leaves it to the token dispatcher to sum an expert's partial outputs.
-    Megatron-Bridge's expert adapters already sum their outputs, which are then summed a second time: outputs and
-    gradients are wrong, and on one code path the adapter silently gets no gradient at all.
+    """With expert tensor parallelism, Megatron's token dispatcher sums the partial outputs of each expert.
+    Megatron-Bridge's expert adapters sum their outputs themselves, so these are summed twice. Outputs and gradients are
+    then wrong, and on one code path the adapter silently gets no gradient at all.
     """
     settings = case.settings
     shards = settings.expert_tensor_parallel_size
@@ -95,8 +95,7 @@ def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
 
 def same_experts_on_every_rank(case: Case) -> Iterator[Found]:
     """With use_cpu_initialization, Megatron initializes local expert k from the same seed on every EP rank. Without a
-    checkpoint, the model therefore starts with only E / EP distinct experts, and a wrong mapping of experts goes
-    unnoticed.
+    checkpoint, all EP ranks therefore start with the same local experts, and a wrong mapping of experts goes unnoticed.
     """
     settings = case.settings
     on_cpu, ranks = settings.use_cpu_initialization, settings.expert_model_parallel_size

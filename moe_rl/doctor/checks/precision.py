@@ -9,9 +9,9 @@ ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
 def fp8_scale_mode_differs(case: Case) -> Iterator[Found]:
-    """TransformerEngine rounds block scales to powers of two unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; rollout
-    engines keep fp32 scales by default. Different scales mean different weights: rounding on one side only raised the
-    mismatch KL from 0.0038 to 0.0059 on one batch.
+    """TransformerEngine rounds FP8 block scales to powers of two unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 is set.
+    Rollout engines keep fp32 scales by default. Different scales mean different weights: on one batch, the mismatch KL
+    rose from 0.0038 to 0.0059.
     """
     settings = case.settings
     recipe, rollout = settings.fp8_recipe, settings.rollout_fp8
@@ -39,8 +39,8 @@ def _scales(exact: bool) -> str:
 
 
 def precision_differs_without_correction(case: Case) -> Iterator[Found]:
-    """The rollout is sampled from a different model than the one being trained: importance ratios are wrong from the
-    first update, and more so for an MoE model, in which rounding also changes routes.
+    """Rounding makes the model that generates rollouts different from the one being trained. Importance ratios are
+    therefore wrong from the first update. The error is larger in an MoE model, because rounding also changes routes.
     """
     settings = case.settings
     training, rollout, correction = settings.fp8, settings.rollout_fp8, settings.rollout_correction
@@ -50,18 +50,20 @@ def precision_differs_without_correction(case: Case) -> Iterator[Found]:
 
 
 def correction_without_log_probs(case: Case) -> Iterator[Found]:
-    """The correction divides the trainer's probabilities by the rollout engine's, which the engine returns only on
+    """Rollout correction divides the trainer's probabilities by the rollout engine's. The engine returns them only on
     request.
     """
     correction, log_probs = case.settings.rollout_correction, case.settings.rollout_log_probs
     if correction and log_probs is not None and not log_probs:
-        yield Found("{} needs log-probabilities; calculate_log_probs is off ({}).", correction, log_probs)
+        yield Found(
+            "{} needs the rollout's log-probabilities, but calculate_log_probs is off ({}).", correction, log_probs
+        )
 
 
 def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
-    """FP8 GEMMs need a number of rows that is a multiple of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise);
-    packed RL batches have any length. Padding inside the GEMM distorts its scales: gradients 40 to 500 times too large
-    have been reported.
+    """The number of rows of an FP8 GEMM must be a multiple of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise),
+    but packed RL batches can have any length. Padding inside the GEMM distorts its scales: gradients 40 to 500 times
+    too large have been reported.
     """
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple

@@ -7,7 +7,7 @@ from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above
 
 def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
     """The fused branch of Megatron's topk_routing_with_score_function returns before it consults RouterReplay, and
-    nothing rejects the combination. Every token goes to the experts that the live router chooses, and replay is
+    nothing rejects the combination. Every token then goes to the experts that the live router chooses, so replay is
     silently off.
     """
     replay, fusion = case.replays, case.settings.moe_router_fusion
@@ -16,8 +16,8 @@ def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
 
 
 def replay_half_on(case: Case) -> Iterator[Found]:
-    """R3 needs both sides. If the engine returns no routes, a trainer in R3 fails on the first batch. If the trainer
-    does not replay the routes that the engine returns, transferring them costs time and has no effect.
+    """R3 involves trainer and rollout engine. If the engine returns no routes, the trainer fails on the first batch. If
+    the trainer does not replay the routes that the engine returns, transferring them costs time and has no effect.
     """
     settings, replay = case.settings, case.replays
     returns, engine = settings.rollout_returns_routes, settings.rollout_engine
@@ -34,8 +34,8 @@ def replay_half_on(case: Case) -> Iterator[Found]:
 
 def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     """Megatron numbers the layers of multi-token prediction (MTP) from 1 again, and their RouterReplay instances join
-    the decoder's list. Replay then silently gives decoder layer k's routes to MTP layer k, or fails because the counts
-    differ.
+    the decoder's list. MTP layer k then silently replays the routes of decoder layer k, or replay fails because the
+    number of layers differs.
     """
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
     if not replay or not layers:
@@ -44,21 +44,21 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
     covers, framework = case.settings.replay_covers_mtp, case.settings.framework
     # What each framework does about it: Megatron nothing, miles always, slime where the layers do not train.
     if framework == "megatron":
-        yield Found(f"{sentence} from a list that holds both kinds of layer.", layers, replay)
+        yield Found(f"{sentence} from a list that mixes both kinds of layers.", layers, replay)
     elif covers:
         yield Found(f"{sentence}, and {{}} replays in those layers too.", layers, replay, covers)
     elif framework == "miles" or (framework == "slime" and not training):
-        remedy = "Nothing, unless replay metrics count more layers than the trace has."
-        left_out = f"{sentence}; {framework} leaves them out of replay."
+        remedy = "Do nothing unless replay metrics show more layers than the trace has."
+        left_out = f"{sentence}, but {framework} leaves these layers out of replay."
         yield Found(left_out, layers, replay, severity=NOTE, remedy=remedy)
     else:
         yield Found(f"{sentence}.", layers, replay, severity=WARNING)
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
-    """With virtual stages, a rank's RouterReplay instances are in the order of its chunks (layers 1 and 3, say), and
-    the forward passes of one micro-batch run between the forward and backward passes of another. Routes assigned by
-    position go to other layers, and the recompute queue mixes micro-batches.
+    """With virtual stages, a rank's RouterReplay instances follow the order of its model chunks, for example layers 1
+    and 3. Forward passes of one micro-batch run between the forward and backward passes of another. Routes that are
+    assigned by position then reach the wrong layers, and the recompute queue mixes up micro-batches.
     """
     settings, replay = case.settings, case.replays
     stages, layers = settings.virtual_pipeline_model_parallel_size, settings.num_layers_per_virtual_pipeline_stage
@@ -80,9 +80,10 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
 
 
 def recompute_replay_order(case: Case) -> Iterator[Found]:
-    """With recompute, the backward pass runs the router again and must take its own micro-batch's routes from the
-    queue. In a pipeline, other forward passes run in between. Without a switch to REPLAY_BACKWARD at the start of each
-    backward pass, the result is wrong with PP > 1 and right with PP = 1, so a small test does not show the fault.
+    """With recomputation, the backward pass runs the router again and must take its own micro-batch's routes from a
+    queue. In a pipeline, forward passes of other micro-batches run in between. Each backward pass must therefore start
+    by switching to REPLAY_BACKWARD. Without the switch, results are wrong only with PP > 1, so a small test does not
+    show the fault.
     """
     settings, replay = case.settings, case.replays
     recompute, stages = case.router_recompute, settings.pipeline_model_parallel_size
@@ -91,8 +92,8 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
-    """SGLang and vLLM return routes for all transformer layers, including dense ones; other producers count MoE layers
-    only. A reader that confuses the two gives each layer the routes of another one, without an error.
+    """SGLang and vLLM return routes for all transformer layers, dense layers included. Other producers return routes
+    for MoE layers only. A reader that confuses the two gives layers the routes of other layers, without an error.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:
@@ -115,11 +116,11 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
 
 
 def no_replay(case: Case) -> Iterator[Found]:
-    """Rollout engine and trainer each choose experts for themselves: about 10 % of routers disagree, and most tokens
-    differ in at least one layer. Importance ratios then carry that noise, and a plan made from the rollout's routes is
-    only a forecast.
+    """Without replay, rollout engine and trainer choose experts independently. About 10 % of the router decisions
+    differ, and most tokens differ in at least one layer. Importance ratios then contain that noise, and a plan made
+    from the rollout's routes is only a forecast.
     """
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size
     if case.is_moe and setting and not case.replays and not settings.rollout_returns_routes:
-        yield Found("{} means an MoE model, and no setting replays routes.", setting)
+        yield Found("{} means an MoE model, but no setting turns on routing replay.", setting)

@@ -7,9 +7,10 @@ from moe_rl.planner.registry import POLICIES
 
 
 def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
-    """Padding and the last token of a sequence have no route. For these rows verl's R2 replays zeros, so they all go to
-    expert 0; miles replays 0 .. K-1, so they all go to EP rank 0. With padded batches, this adds a phantom hot expert
-    to the step and to every load metric (6 % of the load at 2k tokens, 25 % at 512, verl-project/verl#7075).
+    """Padding tokens and the last token of a sequence have no route. For these tokens, verl's R2 replays zeros, so all
+    of them go to expert 0. miles replays experts 0 .. K-1, so all of them go to EP rank 0. With padded batches, this
+    expert seems hot in every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512
+    (verl-project/verl#7075).
     """
     settings, replay = case.settings, case.replays
     packed, framework = settings.packed, settings.framework
@@ -20,17 +21,17 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     if framework == "verl":
         target = "expert 0"
     if packed.value:
-        remedy = "Set --filler in moe-rl, so that plans count the rows that are really dispatched."
-        few = f"{{}} sends rows without a route to {target}; with {{}} there are few of these rows."
+        remedy = "Set --filler in moe-rl so that plans count the tokens that are really dispatched."
+        few = f"{{}} sends tokens without a route to {target}; with {{}} there are few of these tokens."
         yield Found(few, replay, packed, severity=NOTE, remedy=remedy)
     else:
-        yield Found(f"{{}} sends rows without a route to {target}, and {{}} pads every batch.", replay, packed)
+        yield Found(f"{{}} sends tokens without a route to {target}, and {{}} pads every batch.", replay, packed)
 
 
 def replay_without_packing(case: Case) -> Iterator[Found]:
     """verl packs the routes of a micro-batch, sequence after sequence, even if it pads the tokens to a common length.
-    From the first padding on, row i of the router and row i of the routes then belong to different tokens, and there
-    are more rows than routes. moe_rl refuses to balance such a run.
+    After the first padding token, route i and token i no longer belong together, and there are more tokens than routes.
+    moe_rl refuses to balance such a run.
     """
     replay, packed = case.replays, case.settings.packed
     if replay and packed is not None and not packed:
@@ -38,17 +39,18 @@ def replay_without_packing(case: Case) -> Iterator[Found]:
 
 
 def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
-    """After replay, Megatron edits the routing map to pad every expert's rows to a multiple of 16 or 32. The loss is
-    right, but loads counted from the routes differ from what is dispatched, so attach refuses the option.
+    """After replay, Megatron changes the routing map so that each expert gets a multiple of 16 or 32 tokens. The loss
+    is correct, but the loads counted from the routes differ from the dispatched loads. moe_rl therefore refuses to
+    balance with this option.
     """
     replay, padding = case.replays, case.settings.moe_router_padding_for_quantization
     if replay and padding:
-        yield Found("{} pads the routing map that {} has set.", padding, replay)
+        yield Found("{} changes the routing map that {} has set.", padding, replay)
 
 
 def forced_balance_left_on(case: Case) -> Iterator[Found]:
-    """moe_router_force_load_balancing replaces the router's logits with random ones. That is good for measuring speed
-    and useless for training, and the routes say nothing about balance.
+    """moe_router_force_load_balancing replaces the router's logits with random ones. This is useful for measuring
+    speed, but the model cannot learn, and the routes say nothing about balance.
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced:
@@ -59,12 +61,12 @@ def forced_balance_left_on(case: Case) -> Iterator[Found]:
             severity = NOTE
         else:
             severity = WARNING
-        yield Found("{} makes the router random.", forced, severity=severity)
+        yield Found("{} makes routing random.", forced, severity=severity)
 
 
 def trace_of_mock_data(case: Case) -> Iterator[Found]:
-    """Random tokens are routed far less evenly than text: they overstate the Gini coefficient of the load by a factor
-    of up to 2.35. Balance figures from such a trace mean nothing.
+    """Random tokens are routed far less evenly than text: the Gini coefficient of the load is up to 2.35 times too
+    high. Load imbalance measured on such a trace is meaningless.
     """
     mock, path = case.settings.mock_data, case.settings.moe_routing_trace_path
     if path is not None and mock:
@@ -72,8 +74,8 @@ def trace_of_mock_data(case: Case) -> Iterator[Found]:
 
 
 def trace_under_recompute(case: Case) -> Iterator[Found]:
-    """Megatron's router trace has no micro-batch id, and recomputation fires its hook a second time in the backward
-    pass. The file does not show which record belongs to which micro-batch.
+    """Megatron's router trace has no micro-batch ids, and recomputation records every router a second time in the
+    backward pass. The file does not show which record belongs to which micro-batch.
     """
     path, recompute = case.settings.moe_routing_trace_path, case.router_recompute
     if path is not None and recompute:
@@ -81,8 +83,8 @@ def trace_under_recompute(case: Case) -> Iterator[Found]:
 
 
 def capacity_drops_tokens(case: Case) -> Iterator[Found]:
-    """With a capacity factor, Megatron drops tokens that exceed an expert's capacity; rollout engines never drop
-    tokens. For those tokens the log-probabilities of the two differ, whatever is replayed.
+    """With a capacity factor, Megatron drops tokens that exceed an expert's capacity. Rollout engines never drop
+    tokens. For dropped tokens, the log-probabilities of trainer and engine differ even with routing replay.
     """
     factor = case.settings.moe_expert_capacity_factor
     if factor and above(factor, 0) and case.learns:
@@ -90,9 +92,9 @@ def capacity_drops_tokens(case: Case) -> Iterator[Found]:
 
 
 def aux_loss_moves_router(case: Case) -> Iterator[Found]:
-    """The auxiliary loss moves the router toward even load, but the replayed routes remain the rollout's: the router
-    learns to choose experts other than those that are used. NeMo-RL saw log-probability errors diverge with
-    seq_aux_loss.
+    """The auxiliary loss moves the router toward even load, but the replayed routes remain the rollout's. The router
+    then learns to choose other experts than those that compute the tokens. NeMo-RL saw log-probability errors diverge
+    with seq_aux_loss.
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
@@ -103,9 +105,9 @@ def aux_loss_moves_router(case: Case) -> Iterator[Found]:
 
 
 def expert_bias_drifts(case: Case) -> Iterator[Found]:
-    """Loss-free balancing adjusts each expert's bias to the load it sees. Under replay that load is the rollout's,
-    including padding rows, and does not respond to the bias. The bias keeps drifting, and the rollout engine gets it
-    with the next weights.
+    """Loss-free balancing adjusts each expert's bias to the measured load. Under replay, that load is the rollout's,
+    including padding, and does not respond to the bias. The bias therefore keeps drifting, and the next weight sync
+    sends it to the rollout engine.
     """
     bias, rate = case.settings.moe_router_enable_expert_bias, case.settings.moe_router_bias_update_rate
     if case.replays and bias and rate and above(rate, 0):
@@ -113,8 +115,8 @@ def expert_bias_drifts(case: Case) -> Iterator[Found]:
 
 
 def rollout_places_experts(case: Case) -> Iterator[Found]:
-    """An engine with EPLB or redundant experts sends tokens to physical copies of experts. If it records routes after
-    that mapping, as SGLang's Ascend path does, they hold physical ids, and the trainer replays the wrong experts.
+    """A rollout engine with EPLB or redundant experts maps expert ids to physical copies. If it records routes after
+    that mapping, as SGLang does on Ascend, the routes contain physical ids, and the trainer replays the wrong experts.
     SGLang 0.5.23 on CUDA and vLLM 0.33.0 record routes before the mapping.
     """
     replay, eplb = case.replays, case.settings.rollout_eplb
@@ -123,9 +125,9 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
-    """vLLM always loads weights by the expert map it started with. Its balancer first rearranges experts after a
-    quarter of step_interval. From then on, every weight update silently overwrites the slots of other experts, and the
-    rollouts come from a model that was never trained.
+    """vLLM always loads weights by its initial expert map. Its balancer (EPLB) rearranges experts for the first time
+    after a quarter of step_interval. From then on, every weight update silently overwrites the slots of other experts,
+    so rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):
@@ -144,8 +146,8 @@ def _of_vllm(case: Case) -> bool:
 
 def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
     """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not they have paused. If the
-    period is too short, weights arrive while requests still run, and their tokens come from two policies under one
-    version. If it is too long, every sync waits for nothing. A sync that waits for the engines' own answer needs no
+    period is too short, weights arrive while requests still run, so one request mixes tokens of two policies under one
+    version. If the period is too long, every sync wastes time. A sync that waits for the engines' confirmation needs no
     such setting.
     """
     pause = case.settings.weight_sync_pause_s
@@ -154,9 +156,9 @@ def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
 
 
 def expert_order_in_export(case: Case) -> Iterator[Found]:
-    """Every framework's export and checkpoint code assumes that the global expert id is ep_rank * num_local + i. After
-    experts have moved permanently, it ships expert a's weights as expert b's, and the rollout engine runs them without
-    an error.
+    """The export and checkpoint code of every framework assumes that the global expert id is ep_rank * num_local + i.
+    After experts have moved permanently, this code exports expert a's weights as expert b's. The rollout engine then
+    computes with wrong experts, without an error.
     """
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
     if placement:
@@ -166,8 +168,8 @@ def expert_order_in_export(case: Case) -> Iterator[Found]:
 
 
 def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
-    """A reorder moves weights, fp32 masters and both Adam moments. If the state is offloaded to the CPU, every move
-    passes through host memory twice and seldom pays off.
+    """Moving an expert to another rank moves its weights, fp32 master weights and both Adam moments. If this state is
+    offloaded to the CPU, every move passes through host memory twice and seldom saves time.
     """
     policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
     if policy and offload and _may_move_experts(policy.value):
@@ -179,10 +181,9 @@ def _may_move_experts(policy: str) -> bool:
 
 
 def updates_planned_from_history(case: Case) -> Iterator[Found]:
-    """If verl packs sequences, the adapter knows which sequence each row belongs to. If verl pads them, the adapter can
-    only plan an update from the mean of the pass before it, which balances what stays the same from update to update.
-    The routes that the log-prob pass has just recorded are not used. The run logs this once and calls the source
-    "history".
+    """If verl packs sequences, moe_rl knows to which sequence each token belongs. If verl pads them, moe_rl plans an
+    update from the mean load of the previous pass, which helps only as far as loads stay the same. It cannot use the
+    routes of the update's own log-prob pass. The run logs this once and calls the source "history".
     """
     packed, framework = case.settings.packed, case.settings.framework
     if framework == "verl" and packed is not None and not packed.value and not case.replays:
