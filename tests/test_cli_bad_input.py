@@ -65,7 +65,7 @@ def outputs(tmp_path: Path) -> tuple[object, ...]:
         ("gpt-oss-20b", "has 3 MoE layers, but model 'gpt-oss-20b' has 24"),
         ("layers-2", "has 3 MoE layers, but model 'mine' has 2"),
         ("experts-16", "never names an expert above 7, but model 'mine' has 16 experts"),
-        ("experts-4", "holds expert id 7, outside 0 .. 3"),
+        ("experts-4", "has expert id 7, but expert ids must be 0 to 3"),
         ("topk-3", "has 2 experts per token, but model 'mine' has 3"),
     ],
 )
@@ -121,8 +121,8 @@ def zero_layer(ids: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (out_of_range, "holds expert id 9, outside 0 .. 7"),
-        (duplicate, "names an expert twice: ids [3, 3] in MoE layer 1"),
+        (out_of_range, "has expert id 9, but expert ids must be 0 to 7"),
+        (duplicate, "is routed to one expert twice in MoE layer 1: its expert ids are [3, 3]"),
     ],
 )
 @pytest.mark.parametrize("command", ["simulate", "validate", "convert", "plan"])
@@ -146,7 +146,9 @@ def test_a_layer_that_was_not_captured_is_refused(tmp_path: Path) -> None:
     zero_layer(ids)
     np.savez(tmp_path / "bad.npz", s0=ids)
     sentence = refused(tmp_path, "simulate", tmp_path / "bad.npz", "--num-experts", 8, *BATCH, *outputs(tmp_path))
-    assert sentence.startswith("MoE layer 1 routes every token to expert 0 only: the engine did not capture it")
+    assert sentence.startswith(
+        "in MoE layer 1, every token is routed to expert 0 only: the rollout engine did not record this layer"
+    )
 
 
 def test_a_truncated_shard_is_refused(tmp_path: Path, stored: Path) -> None:
@@ -204,7 +206,7 @@ def test_a_cluster_file_without_a_constant_is_refused(tmp_path: Path, trace: Pat
 def test_a_sequence_longer_than_its_budget_is_refused(tmp_path: Path, trace: Path, budget: str) -> None:
     asked = ("--ep", 4, budget, 39, "--batch", "recorded")
     sentence = refused(tmp_path, "simulate", trace, *asked, *outputs(tmp_path))
-    assert "has 40 tokens, but a micro-batch holds at most 39" in sentence
+    assert "has 40 tokens, which is more than the token budget of a micro-batch (39)" in sentence
 
 
 def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Path) -> None:
@@ -230,7 +232,7 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
         ("--moe-token-dispatcher-type", "all2all", "is unknown. Did you mean 'alltoall'?"),
         ("--recompute-granularity", "ful", "is unknown. Did you mean 'full'?"),
         ("--format", "np", "unknown trace format 'np'. Did you mean 'npz'?"),
-        ("--step", "7", "has no step 7"),
+        ("--step", "7", "does not have step 7"),
         ("--tokens-per-rank", "0", "--tokens-per-rank must be at least 1, got 0."),
         ("--replica-slots", "-1", "replica_slots must be at least 0, got -1."),
         ("--expert-model-parallel-size", "0", "--expert-model-parallel-size must be at least 1, got 0."),
@@ -240,7 +242,7 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
         ("--seq-length", "0", "--seq-length must be at least 1, got 0."),
         ("--pipeline-model-parallel-size", "0", "--pipeline-model-parallel-size must be at least 1, got 0."),
         ("--num-ep-groups", "2", "leave --num-ep-groups at 1"),
-        ("--provenance", "R4", "provenance 'R4' is not one of"),
+        ("--provenance", "R4", "the provenance 'R4' is unknown"),
         ("--moe-layer-ids", "1,x", "'1,x' is not a list of whole numbers"),
         ("--hidden-size", "0", "hidden_size must be at least 1, got 0."),
         ("--replica-slots", "9" * 20, "--replica-slots must be at most 2,147,483,647, got 99999999999999999999."),
@@ -373,7 +375,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path: Pat
     assert "cannot be written" in sentence
     assert "is a folder" in refused(tmp_path, "simulate", trace, *BATCH, "--html", tmp_path)
     assert "would overwrite the input" in refused(tmp_path, "simulate", trace, *BATCH, "--json", trace)
-    assert "two outputs go to the same file" in refused(
+    assert "the options --json, --html name the same output file" in refused(
         tmp_path, "simulate", trace, *BATCH, "--json", tmp_path / "a", "--html", tmp_path / "a"
     )
 
@@ -476,7 +478,7 @@ def test_a_document_replaces_no_file_that_is_not_one(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("python3 train.py\n")
     sentence = refused(tmp_path, "doctor", "--json", script)
-    assert f"--json {script} would replace a file that is not JSON" in sentence
+    assert f"--json {script} would overwrite a file that does not contain JSON" in sentence
     script.write_text("")
     assert moe_rl("policies", "--json", script).code == 0
     assert json.loads(script.read_text())[0]["policy"] == "static"

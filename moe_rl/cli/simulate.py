@@ -151,7 +151,8 @@ def plan(
         bounds = load_bounds(plan_made, load, scenario.topology)
     require(
         not capacity or plan_made.capacity is not None,
-        "some tokens have no route, so --capacity needs the recorded sizes: leave out --tokens-per-rank.",
+        "some tokens have no recorded route, so --capacity works only for the recorded batch size: leave out "
+        "--tokens-per-rank.",
     )
     plan_made.save(out)
     lines = {

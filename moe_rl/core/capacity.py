@@ -36,7 +36,10 @@ class Capacity:
     def __post_init__(self) -> None:
         sizes = dict(zip("GMLP", self.rows.shape, strict=True))
         require_shapes(self, sizes, whose="capacity: ", worst_rows="GMLP", tokens="GMP")
-        require(bool((self.rows <= self.worst_rows).all()), "capacity: a bound is above the worst case.")
+        require(
+            bool((self.rows <= self.worst_rows).all()),
+            "a capacity bound exceeds the number of token-expert pairs that the rank can get in the worst case.",
+        )
 
     @property
     def padded_tokens(self) -> NDArray[np.int64]:
@@ -93,18 +96,26 @@ class Capacity:
     def sentences(self) -> list[str]:
         """Return what a report says of the bound."""
         g, m, at, p = np.unravel_index(int(self.rows.argmax()), self.rows.shape)
-        fullest = f"the fullest is rank {p} in micro-batch {m}, MoE layer {at}, EP group {g}"
+        fullest = f"the largest load is on rank {p} of EP group {g} in micro-batch {m}, MoE layer {at}"
         sentences = [
-            f"capacity: no rank gets more than {int(self.rows.max()):,} rows ({fullest}) or {self.received_tokens():,} "
-            f"tokens; moe_expert_rank_capacity_factor {self.factor:.4f}, or {self.static_factor:.4f} for a buffer that "
-            "is allocated once."
+            (
+                f"capacity: no rank receives more than {int(self.rows.max()):,} token-expert pairs ({fullest}) or "
+                f"{self.received_tokens():,} tokens. Set moe_expert_rank_capacity_factor to at least "
+                f"{self.factor:.4f}, or to {self.static_factor:.4f} if one buffer is allocated for all "
+                "micro-batches."
+            )
         ]
         # With all routes known the bound is a count, and there is nothing to be sure or unsure of.
         if self.unknown_share:
-            sure = f"with probability {1 - self.risk:.4%} for the whole step" if self.risk else "whatever they choose"
+            sure = (
+                f"with probability {1 - self.risk:.4%} for the whole step"
+                if self.risk
+                else "whatever experts these tokens choose"
+            )
             sentences.append(
-                f"capacity: {self.unknown_share:.1%} of the tokens have no known route; the bound holds {sure}, worst "
-                f"case: factor {self.worst_factor:.4f}, {int(self.worst_rows.max()):,} rows."
+                f"capacity: {self.unknown_share:.1%} of the tokens have no known route. The capacity bound "
+                f"holds {sure}. The worst case is {int(self.worst_rows.max()):,} token-expert pairs on a rank, "
+                f"a capacity factor of {self.worst_factor:.4f}."
             )
         return sentences
 
@@ -112,6 +123,6 @@ class Capacity:
 def overflow_sentence(*, group: int, micro_batch: int, layer: int, rank: int, rows: int, most: int) -> str:
     """Return what is said of a rank that got more rows than its buffer holds."""
     return (
-        f"capacity exceeded in micro-batch {micro_batch}, MoE layer {layer}: rank {rank} of EP group {group} got "
-        f"{rows} rows, its buffer holds {most}."
+        f"rank {rank} of EP group {group} exceeds its capacity in micro-batch {micro_batch}, MoE layer "
+        f"{layer}: it received {rows} token-expert pairs, but its buffer holds {most}."
     )

@@ -45,16 +45,20 @@ def certify(
     inside it (an exact engine); 1 takes ranks as the plan has them. Raises `InvalidInputError` where fewer tokens are
     given than have a known route, and where some have none in a load that was scaled to another size.
     """
-    require(0.0 <= risk < 1.0, f"the risk of a capacity must lie in [0, 1), got {risk}.")
+    require(
+        0.0 <= risk < 1.0,
+        f"the probability that a capacity bound is exceeded (risk) must be at least 0 and less than 1, got {risk}.",
+    )
     missing = tokens - load.tokens
     require(
         not missing.size or int(missing.min()) >= 0,
-        "the number of all tokens is smaller than the number of tokens with routes.",
+        "a rank has fewer tokens in total than tokens with a recorded route.",
     )
     unknown = bool(missing.any())
     require(
         not (unknown and load.scaled),
-        "some tokens have no route, so a capacity needs the recorded sizes: do not scale loads (--tokens-per-rank).",
+        "some tokens have no recorded route, so the capacity can only be computed for the recorded batch "
+        "size. Do not scale the loads (--tokens-per-rank).",
     )
     groups, micro_batches, layers, ranks, _ = load.pairs.shape
     places = ranks // exact_domain

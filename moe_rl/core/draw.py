@@ -31,7 +31,8 @@ class DrawnSequences:
         require_shapes(self, {"S": self.num_sequences}, numbers="S")
         require(
             self.visible is None or (isinstance(self.recorded, RoutingTrace) and len(self.visible) == self.num_tokens),
-            "hiding the routes of single tokens from planners needs a recording of routes, not of counts.",
+            "the routes of single tokens can be hidden from planners only if the trace holds routes, but this "
+            "one holds only counts.",
         )
 
     @property

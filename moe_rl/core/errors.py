@@ -47,7 +47,7 @@ def require_shapes(holder: object, sizes: Mapping[str, int], *, whose: str = "",
     for name, dimensions in letters.items():
         array, wanted = getattr(holder, name), [sizes[letter] for letter in dimensions]
         shape = wanted if array is None else list(array.shape)
-        require(shape == wanted, f"{whose}{name} must be [{', '.join(dimensions)}] = {wanted}, got {shape}.")
+        require(shape == wanted, f"{whose}{name} must have shape [{', '.join(dimensions)}] = {wanted}, got {shape}.")
 
 
 def require_positive(holder: object, *names: str, whose: str = "") -> None:

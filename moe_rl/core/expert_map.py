@@ -37,17 +37,19 @@ class ExpertMap:
         has_row_per_layer = self.slots.ndim == 2 and len(self.slots) == len(ids)
         require(
             has_row_per_layer,
-            f"an expert map needs one row per MoE layer ({len(ids)}), got shape {list(self.slots.shape)}.",
+            f"an expert map must have shape [MoE layers, slots] with {len(ids)} MoE layers, got "
+            f"{list(self.slots.shape)}.",
         )
         require(
             are_layer_numbers(ids, self.num_layers),
-            f"the layers of an expert map must be ascending and below {self.num_layers}, got {list(ids)}.",
+            f"the layer numbers of an expert map must be ascending and less than {self.num_layers}, got {list(ids)}.",
         )
         width = self.slots.shape[1]
         is_even = width % self.ep_size == 0 and width >= self.num_experts
         require(
             is_even,
-            f"{width} slots for {self.num_experts} experts cannot be split evenly across {self.ep_size} ranks.",
+            f"the expert map has {width} slots per layer. It needs at least one for each of the "
+            f"{self.num_experts} experts, and a multiple of {self.ep_size}, the number of EP ranks.",
         )
 
     @classmethod
@@ -87,9 +89,13 @@ class ExpertMap:
         """
         instances = self._held_per_rank()
         for row, expert in np.argwhere(instances.sum(axis=1) == 0):
-            raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: no slot holds expert {expert}.")
+            raise InvalidInputError(
+                f"the expert map has no slot for expert {expert} in layer {self.moe_layer_ids[row]}."
+            )
         for row, rank, expert in np.argwhere(instances > 1):
-            raise InvalidInputError(f"layer {self.moe_layer_ids[row]}: rank {rank} holds expert {expert} twice.")
+            raise InvalidInputError(
+                f"the expert map puts expert {expert} on rank {rank} twice in layer {self.moe_layer_ids[row]}."
+            )
 
     def num_twins(self) -> int:
         """Return how many slots of all layers hold an expert that their rank holds already."""
@@ -100,7 +106,9 @@ class ExpertMap:
         """Return [L, P, E] slots of rank p that hold expert e; raise for an expert that does not exist."""
         for wrong in (int(self.slots.max(initial=0)), int(self.slots.min(initial=0))):
             is_expert = 0 <= wrong < self.num_experts
-            require(is_expert, f"an expert map holds expert {wrong}, outside 0 .. {self.num_experts - 1}.")
+            require(
+                is_expert, f"the expert map holds expert {wrong}, but expert ids must be 0 to {self.num_experts - 1}."
+            )
         return count_instances(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
 
     def with_copies_for(self, load: NDArray[np.number]) -> Self:
@@ -111,7 +119,8 @@ class ExpertMap:
         """
         require(
             self.slots_per_rank <= self.num_experts,
-            f"{self.slots_per_rank} slots per rank exceed the number of experts ({self.num_experts}).",
+            f"the expert map has {self.slots_per_rank} slots per rank, but the model has only "
+            f"{self.num_experts} experts.",
         )
         filled = self.slots.copy()
         for row, wanted in zip(filled, np.asarray(load, np.float64), strict=True):

@@ -17,7 +17,10 @@ class Interval:
 
     def __post_init__(self) -> None:
         is_inside = self.low <= self.value * (1 + 1e-9) and self.value <= self.high * (1 + 1e-9)
-        require(is_inside, f"an interval must contain its value: {self.low:g} <= {self.value:g} <= {self.high:g}.")
+        require(
+            is_inside,
+            f"an interval must contain its value, but {self.value:g} is not between {self.low:g} and {self.high:g}.",
+        )
 
     @property
     def tells_apart(self) -> bool:

@@ -44,12 +44,16 @@ class BatchLayout:
             column = getattr(self, name)
             least, most = int(column.min(initial=size)), int(column.max(initial=-1))
             fits = not count or (least >= 0 and most < size)
-            require(fits, f"layout: {name} must lie in 0 .. {size - 1}, got {least} .. {most}.")
+            require(
+                fits,
+                f"the values of {name} in a batch layout must be 0 to {size - 1}, but they range from {least} to "
+                f"{most}.",
+            )
         # Equal orders would leave the place of tokens on their rank, and so their source rank, to the sort.
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
             len(np.unique(places, axis=0)) == count,
-            "layout: two sequences in the same micro-batch and DP rank have the same order.",
+            "the batch layout gives two sequences of one micro-batch and DP rank the same position (order).",
         )
 
     @property
@@ -96,16 +100,15 @@ class BatchLayout:
         """Raise unless the layout is for these sequences and keeps its token budget."""
         require(
             len(lengths) == self.num_sequences,
-            f"the layout is for {self.num_sequences} sequences, but the trace has {len(lengths)}.",
+            f"the batch layout has {self.num_sequences} sequences, but the trace has {len(lengths)}.",
         )
         if self.token_budget is None:
             return
         tokens_of_places = self.rank_tokens(lengths)
         for micro_batch, dp_rank in np.argwhere(tokens_of_places > self.token_budget):
             raise InvalidInputError(
-                f"micro-batch {micro_batch} of DP rank {dp_rank} holds {tokens_of_places[micro_batch, dp_rank]} "
-                "tokens, over its "
-                f"budget of {self.token_budget}."
+                f"micro-batch {micro_batch} of DP rank {dp_rank} has {tokens_of_places[micro_batch, dp_rank]} "
+                f"tokens, but its token budget is {self.token_budget}."
             )
 
     @classmethod
@@ -114,8 +117,9 @@ class BatchLayout:
         missing = np.flatnonzero((micro_batch < 0) | (dp_rank < 0))
         require(
             len(missing) == 0,
-            f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank: "
-            "give --micro-batch-tokens, the tokens per rank and micro-batch (such as 8192), or --ep-group-tokens.",
+            f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank. Set "
+            "--micro-batch-tokens to the tokens per rank and micro-batch (such as 8192), or set "
+            "--ep-group-tokens.",
         )
         return cls._of(micro_batch, dp_rank, np.arange(len(micro_batch)), num_dp_ranks=num_dp_ranks, fixed=True)
 
@@ -169,7 +173,8 @@ def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
     fits = not len(lengths) or lengths[longest] <= token_budget
     require(
         fits,
-        f"sequence {longest} has {lengths.max(initial=0)} tokens, but a micro-batch holds at most {token_budget}.",
+        f"sequence {longest} has {lengths.max(initial=0)} tokens, which is more than the token budget of a "
+        f"micro-batch ({token_budget}).",
     )
 
 

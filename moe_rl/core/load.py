@@ -37,14 +37,24 @@ class StepLoad:
     """The result of `per_expert`, once it was asked for."""
 
     def __post_init__(self) -> None:
-        require(self.pairs.ndim == 5, f"expert load must be [G, M, L, P, E], got shape {self.pairs.shape}.")
+        require(
+            self.pairs.ndim == 5,
+            "expert loads must have shape [EP groups, micro-batches, MoE layers, EP ranks, experts], got "
+            f"{self.pairs.shape}.",
+        )
         require_shapes(self, dict(zip("GMLPE", self.pairs.shape, strict=True)), tokens="GMP")
-        require(not self.pairs.size or int(self.pairs.min()) >= 0, "expert load holds a negative count.")
+        require(not self.pairs.size or int(self.pairs.min()) >= 0, "the expert loads contain a negative count.")
         if self.routes is not None:
             cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
-            require(cells == wanted, f"the routes have {cells} micro-batches of EP groups, but the load has {wanted}.")
+            require(
+                cells == wanted,
+                f"the routes cover {cells} micro-batches (those of all EP groups together), but the expert loads "
+                f"cover {wanted}.",
+            )
             layers, num_layers = len(self.routes.routes), self.num_layers
-            require(layers == num_layers, f"the routes have {layers} MoE layers, but the load has {num_layers}.")
+            require(
+                layers == num_layers, f"the routes cover {layers} MoE layers, but the expert loads cover {num_layers}."
+            )
 
     @property
     def num_ep_groups(self) -> int:
@@ -96,7 +106,7 @@ class StepLoad:
         missing = tokens - self.tokens
         require(
             not missing.size or int(missing.min()) >= 0,
-            "the number of all tokens is smaller than the number of tokens in the loads.",
+            "a rank has fewer tokens in total than tokens in its expert loads.",
         )
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
@@ -118,8 +128,9 @@ class StepLoad:
             same_kind = (load.top_k, load.scaled) == (head.top_k, head.scaled)
             require(
                 same_shape and same_kind,
-                f"loads [G, M, L, P, E] = {load.pairs.shape} and {head.pairs.shape} differ in model or run: join loads "
-                "of one run only.",
+                "these expert loads come from different models or runs: their shapes [EP groups, "
+                f"micro-batches, MoE layers, EP ranks, experts] are {load.pairs.shape} and {head.pairs.shape}. "
+                "Join only loads of one run.",
             )
         routes = [load.routes for load in loads if load.routes is not None]
         joined = None
@@ -164,7 +175,8 @@ class StepLoad:
         most = np.iinfo(np.int32).max // (sources * self.top_k)
         require(
             tokens_per_rank <= most,
-            f"{tokens_per_rank} tokens per rank are too many: {sources} ranks of top-{self.top_k} hold at most {most}.",
+            f"{tokens_per_rank} tokens per rank are too many: with {sources} ranks and top-{self.top_k}, at "
+            f"most {most} can be counted.",
         )
         target = np.where(self.tokens.sum(axis=2) > 0, tokens_per_rank * sources * self.top_k, 0)
         cells = self.pairs.reshape(groups * micro_batches, layers, sources * experts)
@@ -193,7 +205,7 @@ class StepLoad:
         stay hot and who chose them changes; every source rank keeps its number of pairs, and no expert gets more of
         them than the rank has tokens.
         """
-        require(0 <= share <= 1, f"the re-routed share must lie in 0 .. 1, got {share}.")
+        require(0 <= share <= 1, f"the share of re-routed token-expert pairs must be between 0 and 1, got {share}.")
         rng = np.random.default_rng(seed)
         popularity = self.per_expert()[:, :, :, None, :].astype(np.float64)
         popularity /= np.maximum(popularity.sum(axis=4, keepdims=True), 1)

@@ -51,7 +51,8 @@ def check_plan_fits(plan: Plan, load: StepLoad) -> None:
     have = (replicas.num_ep_groups, replicas.num_micro_batches, placed.num_layers, placed.ep_size, placed.num_experts)
     require(
         have == load.pairs.shape,
-        f"the plan is for [G, M, L, P, E] = {list(have)}, but the load is {list(load.pairs.shape)}.",
+        "the plan and the expert loads have different shapes [EP groups, micro-batches, MoE layers, EP ranks, "
+        f"experts]: {list(have)} and {list(load.pairs.shape)}.",
     )
 
 

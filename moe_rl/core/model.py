@@ -36,8 +36,8 @@ def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: in
     is_limit = 0 <= expert_group_top_k <= num_expert_groups and eligible >= top_k
     require(
         expert_group_top_k == 0 or is_limit,
-        f"{whose}: expert_group_top_k ({expert_group_top_k}) must lie in 0 .. {num_expert_groups} and leave at least "
-        f"top_k ({top_k}) experts, but it leaves {eligible}.",
+        f"{whose}: expert_group_top_k ({expert_group_top_k}) leaves each token {eligible} experts to choose "
+        f"from. It must be 0 to {num_expert_groups} and leave at least top_k ({top_k}).",
     )
 
 
@@ -105,15 +105,16 @@ class MoeModelSpec:
         ids = self.moe_layer_ids
         require(
             len(ids) > 0 and are_layer_numbers(ids, self.num_layers),
-            f"model {self.name!r}: moe_layer_ids must be ascending, distinct and below num_layers "
+            f"model {self.name!r}: moe_layer_ids must be ascending, distinct and less than num_layers "
             f"({self.num_layers}), got {list(ids)}.",
         )
         windowed = self.num_sliding_window_layers
         both_or_none = (windowed > 0) == (self.sliding_window > 0)
         require(
             self.sliding_window >= 0 and 0 <= windowed <= self.num_layers and both_or_none,
-            f"model {self.name!r}: sliding_window ({self.sliding_window}) and num_sliding_window_layers ({windowed}) "
-            f"must both be 0, or both positive with at most num_layers ({self.num_layers}) layers.",
+            f"model {self.name!r}: sliding_window is {self.sliding_window} and num_sliding_window_layers is "
+            f"{windowed}. Set both to 0, or both to positive numbers, with at most num_layers "
+            f"({self.num_layers}) windowed layers.",
         )
         require_words(self, whose=f"model {self.name!r}: ", activation=ACTIVATIONS)
 

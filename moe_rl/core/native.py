@@ -31,9 +31,9 @@ def _load() -> tuple[ModuleType | None, str]:
 @cache
 def _say_once(reason: str) -> None:
     logger.warning(
-        "the C++ core is not available (%s): counting and sampling routes is slower, node visits are estimated as if "
-        "tokens chose experts independently, and moe-rl plans come from the reference planner. To build the core, "
-        "install a C++20 compiler and reinstall moe_rl.",
+        "the C++ core is not available (%s). Without it, routes are counted and sampled more slowly, traffic "
+        "between nodes is estimated as if each token chose its experts independently, and moe-rl plans come "
+        "from the slower reference planner. To build the core, install a C++20 compiler and reinstall moe_rl.",
         reason,
     )
 
@@ -45,7 +45,7 @@ def native_core() -> ModuleType | None:
     """
     wanted = os.environ.get(VARIABLE, "")
     require(
-        wanted in ("", "0", "1"), f"{VARIABLE} must be 0 (run without the C++ core) or 1 (require it), got {wanted!r}."
+        wanted in ("", "0", "1"), f"{VARIABLE} must be 0 (do not use the C++ core) or 1 (require it), got {wanted!r}."
     )
     if wanted == "0":
         return None

@@ -25,19 +25,26 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     written = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
     for option, path in written.items():
         name = f"{option} {path}".strip()
-        require(str(path) != "-", f"{name} does not write to standard output: name a file.")
-        require(not path.is_dir(), f"{name} is a folder, not a file.")
+        require(str(path) != "-", f"{name} cannot be standard output: give a file name.")
+        require(not path.is_dir(), f"{name} is a folder: give a file name.")
         _check_place(path, name)
         for source in inputs:
             is_inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
-            require(path.resolve() != source.resolve() and not is_inside, f"{name} would overwrite the input {source}.")
+            require(
+                path.resolve() != source.resolve() and not is_inside,
+                f"{name} would overwrite the input file {source}: choose another file.",
+            )
     document = written.get("--json")
     require(
         document is None or _may_hold_json(document),
-        f"--json {document} would replace a file that is not JSON: name another file, or - for standard output.",
+        f"--json {document} would overwrite a file that does not contain JSON: give another file name, or - "
+        "for standard output.",
     )
     places = [path.resolve() for path in written.values() if not _is_stream(path)]
-    require(len(set(places)) == len(places), f"two outputs go to the same file: {', '.join(written)}.")
+    require(
+        len(set(places)) == len(places),
+        f"the options {', '.join(written)} name the same output file: give each its own.",
+    )
 
 
 def _check_place(path: Path, name: str) -> None:

@@ -51,24 +51,27 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         slots = self.physical_to_logical_map
-        require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {self.home_rank.shape}.")
+        require(
+            self.home_rank.ndim == 2, f"home_rank must have shape [MoE layers, experts], got {self.home_rank.shape}."
+        )
         num_layers, num_experts = self.home_rank.shape
         is_map = slots.ndim == 2 and slots.shape[0] == num_layers and slots.shape[1] % self.ep_size == 0
         require(
             is_map,
-            f"physical_to_logical_map must be [L, slots] = [{num_layers}, a multiple of ep_size {self.ep_size}], "
-            f"got {slots.shape}.",
+            f"physical_to_logical_map must have shape [MoE layers, slots] with {num_layers} MoE layers and a "
+            f"multiple of {self.ep_size} slots (ep_size), got {slots.shape}.",
         )
         if slots.size and not (int(slots.min()) >= -1 and int(slots.max()) < num_experts):
             raise InvalidInputError(
-                f"physical_to_logical_map holds expert {int(slots.max())}, outside 0 .. {num_experts - 1}."
+                f"physical_to_logical_map holds expert {int(slots.max())}, but expert ids must be 0 to "
+                f"{num_experts - 1}, or -1 for an empty slot."
             )
         instances = self.instances_per_rank()
         # [L, P, E] truth values: 385 KB for 94 layers, 32 ranks and 128 experts.
         at_home = (instances > 0) & (self.home_rank[:, None, :] == np.arange(self.ep_size)[:, None])
         for layer, expert in np.argwhere(~at_home.any(axis=1)):
             home = self.home_rank[layer, expert]
-            raise InvalidInputError(f"layer {layer}: expert {expert} is lost: its home rank {home} does not hold it.")
+            raise InvalidInputError(f"expert {expert} has no slot on its home rank {home} in layer {layer}.")
         self._check_residents(instances)
 
     def _check_residents(self, instances: NDArray[np.int32]) -> None:
@@ -79,12 +82,16 @@ class ExpertPlacement:
         per_rank = self.num_experts // self.ep_size
         require(
             self.slots_per_rank >= per_rank + self.resident_slots,
-            f"{self.slots_per_rank} slots per rank cannot hold {per_rank} homes and {self.resident_slots} residents.",
+            f"each rank has {self.slots_per_rank} slots, too few for its {per_rank} home experts and "
+            f"{self.resident_slots} replicas that stay for the whole step.",
         )
         for layer, expert in np.argwhere(self.home_slot() % self.slots_per_rank >= per_rank):
-            raise InvalidInputError(f"layer {layer}: the home slot of expert {expert} must come before the residents.")
+            raise InvalidInputError(
+                f"in layer {layer}, the home slot of expert {expert} is among the slots for replicas: on each "
+                "rank, home experts must come first."
+            )
         for layer, rank, expert in np.argwhere(instances > 1):
-            raise InvalidInputError(f"layer {layer}: rank {rank} holds expert {expert} twice.")
+            raise InvalidInputError(f"rank {rank} holds expert {expert} twice in layer {layer}.")
 
     @property
     def num_layers(self) -> int:
@@ -150,7 +157,8 @@ class ExpertPlacement:
         """
         require(
             self.resident_slots <= resident_slots,
-            f"the placement has {self.resident_slots} resident slots per rank, but only {resident_slots} are allowed.",
+            f"the placement keeps {self.resident_slots} replicas per rank for the whole step, but only "
+            f"{resident_slots} are allowed (resident_slots).",
         )
         residents = np.full((self.num_layers, self.ep_size, resident_slots), -1)
         residents[:, :, : self.resident_slots] = self.resident_experts
@@ -183,10 +191,10 @@ class ExpertPlacement:
         num_layers, num_experts = home.shape
         require(
             num_experts % ep_size == 0,
-            f"expert-model-parallel size {ep_size} does not divide the {num_experts} experts.",
+            f"the expert-parallel size ({ep_size}) does not divide the number of experts ({num_experts}).",
         )
         per_rank = num_experts // ep_size
-        even = f"every rank must be the home of exactly {per_rank} experts in every layer."
+        even = f"every rank must be the home rank of exactly {per_rank} experts in every layer."
         require(bool(((home >= 0) & (home < ep_size)).all()), even)
         layer_and_rank = np.arange(num_layers)[:, None] * ep_size + home
         experts_of_rank = np.bincount(layer_and_rank.ravel(), minlength=num_layers * ep_size)
@@ -195,7 +203,8 @@ class ExpertPlacement:
         is_table = residents.ndim == 3 and residents.shape[:2] == (num_layers, ep_size)
         require(
             is_table,
-            f"resident_experts must be [L, P, S] = [{num_layers}, {ep_size}, S], got {list(residents.shape)}.",
+            f"resident_experts must have shape [MoE layers, EP ranks, slots] = [{num_layers}, {ep_size}, any "
+            f"number], got {list(residents.shape)}.",
         )
         resident_slots = residents.shape[2]
         slots = np.full((num_layers, ep_size, per_rank + resident_slots + spare_slots), -1, np.int32)
@@ -246,7 +255,8 @@ class ExpertMigration:
         same_slots = (old.ep_size, old.resident_slots) == (new.ep_size, new.resident_slots)
         require(
             same_experts and same_map and same_slots,
-            "migration: the two placements differ in layers, experts, ranks, residents or slots per rank.",
+            "experts cannot be moved between these two placements: they differ in layers, experts, ranks or "
+            "slots per rank.",
         )
         before, after = old.physical_to_logical_map, new.physical_to_logical_map
         per_rank = old.slots_per_rank

@@ -39,8 +39,11 @@ def read_placement(path: Path) -> ExpertPlacement:
     try:
         body = json.loads(path.read_text())
         digest = body.pop("sha256")
-        require(body["schema"] == SCHEMA, f"{path} has schema {body['schema']!r}, but this version reads {SCHEMA!r}.")
-        require(digest == _hash(body), f"{path} is damaged: its content does not match its hash.")
+        require(
+            body["schema"] == SCHEMA,
+            f"{path} has the schema {body['schema']!r}, but this version of moe_rl reads only {SCHEMA!r}.",
+        )
+        require(digest == _hash(body), f"{path} is damaged: its content does not match its checksum.")
         return ExpertPlacement.from_home_rank(
             np.array(body["home_rank"], np.int32),
             ep_size=body["ep_size"],
@@ -50,7 +53,7 @@ def read_placement(path: Path) -> ExpertPlacement:
         raise
     # A file that somebody edited or a killed job left half-written: one sentence, whatever it broke.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInputError(f"{path} is damaged or not a placement: {error}.") from error
+        raise InvalidInputError(f"{path} is damaged, or is not a placement file: {error}.") from error
 
 
 def _hash(body: dict[str, Any]) -> str:

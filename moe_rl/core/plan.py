@@ -57,16 +57,20 @@ class ReplicaPlan:
         has_ends = self.offsets.shape == (places + 1,) and self.offsets[[0, -1]].tolist() == [0, count]
         require(
             has_ends,
-            f"replica plan: offsets must run from 0 to {count} in {places} steps (EP groups x micro-batches x layers).",
+            f"replica plan: the offsets must run from 0 to {count} and have {places} intervals, one per EP "
+            "group, micro-batch and layer.",
         )
-        require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: offsets must not decrease.")
+        require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: the offsets must not decrease.")
         sizes = {"N": count, "P": self.source_quota.shape[-1]}
         columns = {"physical_id": "N", "resident": "N", "source_quota": "NP", "source_pairs": "NP"}
         require_shapes(self, sizes, whose="replica plan: ", **columns)
-        require(not count or int(self.source_quota.min()) >= 0, "replica plan: a quota is negative.")
+        require(
+            not count or int(self.source_quota.min()) >= 0,
+            "replica plan: the number of token-expert pairs that a replica takes (source_quota) is negative.",
+        )
         require(
             bool((self.source_quota <= self.source_pairs).all()),
-            "replica plan: a quota exceeds the number of token-expert pairs on its source rank.",
+            "replica plan: a replica takes more token-expert pairs from a source rank than the rank has.",
         )
 
     @classmethod
@@ -159,19 +163,21 @@ class Plan:
     def __post_init__(self) -> None:
         require(
             self.layout.num_micro_batches == self.replicas.num_micro_batches,
-            f"plan: the layout has {self.layout.num_micro_batches} micro-batches, but the replica plan has "
-            f"{self.replicas.num_micro_batches}.",
+            f"the plan's batch layout has {self.layout.num_micro_batches} micro-batches, but its replica plan "
+            f"has {self.replicas.num_micro_batches}.",
         )
         require(
             self.placement.num_layers == self.replicas.num_layers,
-            f"plan: the placement has {self.placement.num_layers} layers, but the replica plan has "
+            f"the plan's placement has {self.placement.num_layers} MoE layers, but its replica plan has "
             f"{self.replicas.num_layers}.",
         )
         num_slots = self.placement.physical_to_logical_map.shape[1]
         ids = self.replicas.physical_id
         # Slots are checked here, where placement and replicas meet: neither knows the other alone.
         is_slot = bool(((ids >= 0) & (ids < num_slots)).all())
-        require(is_slot, f"plan: a replica names a slot outside 0 .. {num_slots - 1}.")
+        require(
+            is_slot, f"the plan puts a replica in a slot that does not exist: slots are numbered 0 to {num_slots - 1}."
+        )
 
     @cached_property
     def hash(self) -> str:

@@ -26,7 +26,7 @@ DESCRIPTION = "description"
 
 def write_archive(path: Path, parts: "Mapping[str, DataclassInstance]", facts: Mapping[str, Any]) -> None:
     """Write the `parts`, dataclasses of arrays and numbers, and `facts` of the whole to `path`, whole or not at all."""
-    require(path.suffix == ".npz", f"{path} must end in .npz.")
+    require(path.suffix == ".npz", f"the name of a plan file must end in .npz, got {path}.")
     check_outputs({"": path})
     arrays: dict[str, NDArray[Any]] = {}
     numbers: dict[str, dict[str, Any]] = {name: {} for name in parts}

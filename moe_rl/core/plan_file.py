@@ -41,15 +41,15 @@ def load_plan(path: Path | str) -> Plan:
         description = json.loads(arrays.pop(DESCRIPTION).tobytes())
         require(
             description["schema"] == SCHEMA,
-            f"{path} has schema {description['schema']!r}, but this version reads {SCHEMA!r}.",
+            f"{path} has the schema {description['schema']!r}, but this version of moe_rl reads only {SCHEMA!r}.",
         )
         plan = _plan(arrays, description)
     except InvalidInputError:
         raise
     except _DAMAGE as error:
-        raise InvalidInputError(f"{path} is damaged or not a plan file.") from error
+        raise InvalidInputError(f"{path} is damaged, or is not a plan file.") from error
     # The hash covers what decides where a token runs; zip's own CRC-32 covers the bytes.
-    require(plan.hash == description["hash"], f"{path} is damaged: its content does not match its hash.")
+    require(plan.hash == description["hash"], f"{path} is damaged: its content does not match its checksum.")
     return plan
 
 

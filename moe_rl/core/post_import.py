@@ -28,7 +28,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
 
     Returns what undoes it. Raises `InvalidInputError` where there is none of that name.
     """
-    require(hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name}: this version is not supported.")
+    require(
+        hasattr(owner, name),
+        f"{getattr(owner, '__name__', owner)} has no attribute {name}: moe_rl does not support this version of the "
+        "package.",
+    )
     # An inherited method is put on the class itself, and undone by taking it away again.
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, functools.wraps(original)(lambda *given, **more: around(original, *given, **more)))
@@ -41,7 +45,7 @@ def wrap_everywhere(function: FunctionType, around: Callable[..., Any]) -> None:
     The function stays the same object and gets other code. Example: a class that was pickled by value holds the
     function that its module imported, and a name set anew in that module would not reach it.
     """
-    require(not function.__code__.co_freevars, f"{function.__name__} is a closure, so it cannot be replaced.")
+    require(not function.__code__.co_freevars, f"moe_rl cannot replace {function.__name__}, because it is a closure.")
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
     function.__code__ = _through.__code__

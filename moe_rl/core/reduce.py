@@ -93,14 +93,15 @@ def reduce_load(
 
     Raises `InvalidInputError` for an id outside 0 .. E-1 in a valid row, and where parts, layout and topology disagree.
     """
-    require_known(filler, [str(word) for word in Filler], f"unknown filler {str(filler)!r}.")
+    require_known(filler, [str(word) for word in Filler], f"the kind of filler tokens {str(filler)!r} is unknown.")
     filler = Filler(filler)
-    require(len(parts) > 0, "there is no trace to reduce.")
+    require(len(parts) > 0, "there is no trace to count expert loads from.")
     lengths = np.concatenate([part.sequence_lengths for part in parts])
     layout.check(lengths)
     require(
         layout.num_dp_ranks == topology.num_dp_ranks,
-        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, but the topology has {topology.num_dp_ranks}.",
+        f"the batch layout has {layout.num_dp_ranks} data-parallel ranks, but the topology has "
+        f"{topology.num_dp_ranks}.",
     )
     segments = _cut(lengths, layout, topology)
     layers, top_k, experts = shape = _shape(parts[0])
@@ -113,7 +114,11 @@ def reduce_load(
     row = 0
     for index, part in enumerate(parts):
         got = _shape(part)
-        require(got == shape, f"the parts of a step must agree on (MoE layers, top-k, experts), got {shape} and {got}.")
+        require(
+            got == shape,
+            "all parts of a step must have the same numbers of MoE layers, top-k and experts, but these differ: "
+            f"{shape} and {got}.",
+        )
         stop = row + int(part.sequence_lengths.sum())
         if stop > row:
             _add_part(counter, part, segments.between(row, stop), filler, index)
@@ -152,8 +157,9 @@ def _no_pairs(groups: int, micro_batches: int, layers: int, ranks: int, experts:
     )
     require(
         size <= MAX_LOAD_BYTES,
-        f"the loads of this step take {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: {axes}, at 4 bytes "
-        "each. Reduce one of them: use a smaller batch, fewer EP groups (--num-ep-groups), or larger micro-batches.",
+        f"the expert loads of this step need {size / 1e9:.1f} GB ({axes}, at 4 bytes each), but the limit is "
+        f"{MAX_LOAD_BYTES / 1e9:.0f} GB. Use a smaller batch, fewer EP groups (--num-ep-groups), or larger "
+        "micro-batches.",
     )
     return np.zeros((groups * micro_batches, layers, ranks, experts), np.int32)
 
@@ -351,8 +357,8 @@ def _add_trace(counter: _Counter, trace: RoutingTrace, segments: _Segments, fill
             ids = routes[bad_row]
             layer = int(np.argmax((ids >= trace.num_experts).any(axis=1)))
             raise InvalidInputError(
-                f"row {start + bad_row} of part {part} holds expert id {int(ids[layer].max())} in MoE layer "
-                f"{trace.moe_layer_ids[layer]}, outside 0 .. {trace.num_experts - 1}."
+                f"token {start + bad_row} of part {part} has expert id {int(ids[layer].max())} in MoE layer "
+                f"{trace.moe_layer_ids[layer]}, but expert ids must be 0 to {trace.num_experts - 1}."
             )
         drop_pages(routes)
     if filler is not Filler.NONE:

@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         """Add an entry and return it, so that it also decorates a class; raise where its name is taken."""
         name = getattr(entry, "name", None)
         if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"a {self.kind} needs a name: {entry!r} has none.")
+            raise InvalidInputError(f"every {self.kind} needs a name, but {entry!r} has none.")
         if name in self._entries:
             raise InvalidInputError(f"a {self.kind} named {name!r} already exists.")
         if self._check is not None:
@@ -109,6 +109,6 @@ class Registry(Generic[T]):
                 self._waiting.insert(0, point)
                 package = point.dist.name if point.dist is not None else "a package"
                 raise InvalidInputError(
-                    f"{package} offers the {self.kind} {point.name!r} ({point.value}), which cannot be used: {error}"
+                    f"the {self.kind} {point.name!r} of {package} ({point.value}) cannot be loaded: {error}"
                 ) from error
         return self._entries

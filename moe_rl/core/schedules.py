@@ -28,9 +28,10 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
     Ties are broken as in `get_seqlen_balanced_partitions` of verl and slime, so that the lists are theirs. With
     `equal_size` all lists are equally long; `parts` must divide the number of values.
     """
-    require(parts >= 1, f"there must be at least 1 part, got {parts}.")
+    require(parts >= 1, f"the number of parts must be at least 1, got {parts}.")
     require(
-        not equal_size or len(values) % parts == 0, f"{len(values)} values cannot be split into {parts} equal parts."
+        not equal_size or len(values) % parts == 0,
+        f"{len(values)} values cannot be split into {parts} parts with equally many values.",
     )
     ascending = sorted((int(value), index) for index, value in enumerate(values))
     together = parts if equal_size else 1

@@ -35,16 +35,17 @@ class SequenceLoad:
     def __post_init__(self) -> None:
         require(
             self.counts.ndim == 3,
-            f"counts by sequence must be [sequences, layers, experts], got shape {list(self.counts.shape)}.",
+            f"the counts by sequence must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
         )
         require_shapes(self, {"S": len(self.row)}, whose="counts by sequence: ", row="S")
         least, most = int(self.row.min(initial=0)), int(self.row.max(initial=-1))
         require(
             least >= 0 and most < len(self.counts),
-            f"counts by sequence: row must lie in 0 .. {len(self.counts) - 1}, got {least} .. {most}.",
+            f"the values of row in counts by sequence must be 0 to {len(self.counts) - 1}, but they range from "
+            f"{least} to {most}.",
         )
         negative = self.counts.size > 0 and int(self.counts.min()) < 0
-        require(not negative, "counts by sequence: a count is negative.")
+        require(not negative, "the counts by sequence contain a negative count.")
 
     @classmethod
     def of_different(cls, counts: NDArray[np.integer]) -> Self:
@@ -120,9 +121,9 @@ def load_of_sequences(parts: Sequence[StepPart]) -> SequenceLoad:
     size = int(rows_before[-1]) * layers * experts * np.dtype(np.int32).itemsize
     require(
         size <= MAX_LOAD_BYTES,
-        f"to pack this batch, its counts per [different sequence, layer, expert] = [{rows_before[-1]:,}, {layers}, "
-        f"{experts:,}] need {size / 1e9:.1f} GB, more than {MAX_LOAD_BYTES / 1e9:.0f} GB: set --packing none, or give "
-        "a trace of fewer sequences.",
+        f"packing this batch needs {size / 1e9:.1f} GB for counts of {rows_before[-1]:,} different sequences x "
+        f"{layers} layers x {experts:,} experts, but the limit is {MAX_LOAD_BYTES / 1e9:.0f} GB. Set --packing "
+        "none, or use a trace with fewer sequences.",
     )
     counts = np.empty((int(rows_before[-1]), layers, experts), np.int32)
     rows = list[NDArray[np.int64]]()
@@ -195,6 +196,7 @@ def _count_into(counts: NDArray[np.int32], part: StepPart) -> None:
         pairs, bad_row = count_runs(routes, trace.valid, trace.cu_seqlens, num_experts=trace.num_experts)
         if bad_row >= 0:
             raise InvalidInputError(
-                f"a sequence holds expert id {int(routes[bad_row].max())}, outside 0 .. {trace.num_experts - 1}."
+                f"a sequence has expert id {int(routes[bad_row].max())}, but expert ids must be 0 to "
+                f"{trace.num_experts - 1}."
             )
         counts[some] = pairs

@@ -98,7 +98,11 @@ class HardwareSpec:
         require_positive(self, *(name for name in self.__slots__ if name not in checked_elsewhere), whose=whose)
         require_least(self, whose=whose, **dict.fromkeys(MAY_BE_ZERO, 0))
         require_shares(self, "a2a_mixing", "fabric_left_open", whose=whose)
-        require(self.pooled_nics in (0, 1), f"{whose}pooled_nics must be 1 (shared) or 0, got {self.pooled_nics}.")
+        require(
+            self.pooled_nics in (0, 1),
+            f"{whose}pooled_nics must be 1 (the GPUs of a node share its network cards) or 0 (each GPU has its "
+            f"own), got {self.pooled_nics}.",
+        )
 
     def assumption(self) -> str | None:
         """Return the sentence that stands beside figures where most constants are assumed; None where few are."""
@@ -107,8 +111,9 @@ class HardwareSpec:
         if 2 * assumed <= len(self.sources):
             return None
         return (
-            f"cluster {self.name}: {assumed} of {len(self.sources)} constants are assumed, not measured there: seconds "
-            "are a guess until `moe-rl calibrate` has seen a recording."
+            f"cluster {self.name}: {assumed} of {len(self.sources)} constants are assumed rather than "
+            "measured, so predicted seconds are rough. Run `moe-rl calibrate` with a recording from this "
+            "cluster."
         )
 
     def gemm_share(self, columns: float, depth: float) -> float:
@@ -146,12 +151,13 @@ class ClusterTopology:
         fills_nodes = self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0
         require(
             fills_nodes,
-            f"ep_size ({self.ep_size}) must fill whole nodes: it is not a multiple of "
-            f"ranks_per_node ({self.ranks_per_node}).",
+            f"ep_size ({self.ep_size}) must be a multiple of ranks_per_node ({self.ranks_per_node}), or "
+            "smaller, so that an EP group fills whole nodes.",
         )
         require(
             self.num_ranks % self.slices_per_dp_rank == 0,
-            f"TP x CP ({self.slices_per_dp_rank}) does not divide the {self.num_ranks} ranks of the EP groups.",
+            f"TP x CP ({self.slices_per_dp_rank}) does not divide the number of ranks in all EP groups "
+            f"({self.num_ranks}).",
         )
 
     @property
@@ -183,7 +189,7 @@ class ClusterTopology:
         """Return E / P home experts per rank; raise if P does not divide E."""
         require(
             num_experts % self.ep_size == 0,
-            f"expert-model-parallel size {self.ep_size} does not divide the {num_experts} experts.",
+            f"the expert-parallel size ({self.ep_size}) does not divide the number of experts ({num_experts}).",
         )
         return num_experts // self.ep_size
 

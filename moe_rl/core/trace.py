@@ -35,7 +35,7 @@ COUNT_FIELDS = ("tokens_per_expert", "num_tokens", "num_valid_tokens", *SEQUENCE
 
 def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
     """Return the smallest dtype that holds the expert ids 0 .. num_experts - 1."""
-    require(1 <= num_experts <= 65_536, f"num_experts must lie in 1 .. 65536, got {num_experts}.")
+    require(1 <= num_experts <= 65_536, f"num_experts must be 1 to 65536, got {num_experts}.")
     # Half the bytes for all models up to 256 experts; DeepSeek-V3 has just 256.
     return np.uint8 if num_experts <= 256 else np.uint16
 
@@ -62,8 +62,9 @@ def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = N
     possible = layers <= MAX_LAYERS or layers <= tokens
     require(
         possible and not swapped,
-        f"{what} of shape {list(shape)} would mean {tokens} tokens in {layers} layers: the axes must be "
-        "[tokens, layers, top-k]. Swap the first two axes (array.swapaxes(0, 1); of an .npz file: --axes LTK).",
+        f"{what} have shape {list(shape)}, which would mean {tokens} tokens in {layers} layers. The axes must "
+        "be [tokens, layers, top-k]: swap the first two (array.swapaxes(0, 1), or --axes LTK for an .npz "
+        "file).",
     )
 
 
@@ -72,8 +73,9 @@ def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence
     if num_experts > 1 and not captured.all():
         layer = moe_layer_ids[int(np.flatnonzero(~captured)[0])]
         raise InvalidInputError(
-            f"MoE layer {layer} routes every token to expert 0 only: the engine did not capture it, or it is a dense "
-            "layer. Record again, or leave it out of the MoE layers (--first-k-dense, --moe-layer-ids)."
+            f"in MoE layer {layer}, every token is routed to expert 0 only: the rollout engine did not record "
+            "this layer, or it is a dense layer. Record again, or exclude it from the MoE layers "
+            "(--first-k-dense, --moe-layer-ids)."
         )
 
 
@@ -149,18 +151,21 @@ class RoutingTrace(SequenceColumns):
         )
         num_tokens, num_layers, top_k = routes.shape
         require(
-            num_layers >= 1 and top_k >= 1, f"routed_experts has no layers or no experts per token: {routes.shape}."
+            num_layers >= 1 and top_k >= 1,
+            f"routed_experts has no layers, or no experts per token: its shape is {routes.shape}.",
         )
-        require(top_k <= self.num_experts, f"top-k ({top_k}) exceeds the number of experts ({self.num_experts}).")
+        require(
+            top_k <= self.num_experts, f"top-k ({top_k}) is greater than the number of experts ({self.num_experts})."
+        )
         require(
             len(self.moe_layer_ids) == num_layers,
-            f"moe_layer_ids names {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers}.",
+            f"moe_layer_ids lists {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers}.",
         )
         seqlens = self.cu_seqlens
         has_ends = seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[[0, -1]].tolist() == [0, num_tokens]
         require(
             has_ends,
-            f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}).",
+            f"cu_seqlens must start at 0 and end at the number of tokens ({num_tokens}).",
         )
         require(bool((np.diff(seqlens) >= 0).all()), "cu_seqlens must not decrease.")
         sizes = {"T": num_tokens, "L": num_layers, "K": top_k, "S": len(seqlens) - 1}
@@ -185,20 +190,20 @@ class RoutingTrace(SequenceColumns):
         kept as 0. `columns` are any of sample_id, group_id, step, micro_batch and dp_rank, `[S]` each. Not `whole`: the
         sequences are a part of a trace, in which a layer may send every token to expert 0.
         """
-        require(len(sequences) > 0, "the trace is empty: it holds no sequence.")
+        require(len(sequences) > 0, "the trace is empty: it has no sequences.")
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            "every sequence must have shape [tokens, layers, top-k], with equal layers and top-k; got "
-            f"{sorted(shapes)}.",
+            "all sequences must have shape [tokens, layers, top-k], with the same numbers of layers and "
+            f"top-k, but the shapes without tokens are {sorted(shapes)}.",
         )
         for index, ids in enumerate(sequences):
-            require_token_axis_first(np.shape(ids), what=f"sequence {index}: routes")
+            require_token_axis_first(np.shape(ids), what=f"the routes of sequence {index}")
         starts = np.cumsum([0, *map(len, sequences)])
         valid_rows = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
         require(
             [np.shape(rows) for rows in valid_rows] == [(len(ids),) for ids in sequences],
-            "valid must hold one entry per row of every sequence.",
+            "valid must have one entry per token of every sequence.",
         )
         routes: NDArray[Any] = np.zeros((starts[-1], *shapes.pop()), route_dtype(num_experts))
         # One sequence at a time: ids often come as int64, eight times the bytes that the trace keeps.
@@ -206,7 +211,10 @@ class RoutingTrace(SequenceColumns):
             rows_of_ids = np.asarray(ids)[rows]
             for id_found in (int(rows_of_ids.max(initial=0)), int(rows_of_ids.min(initial=0))):
                 is_expert = 0 <= id_found < num_experts
-                require(is_expert, f"sequence {index} holds expert id {id_found}, outside 0 .. {num_experts - 1}.")
+                require(
+                    is_expert,
+                    f"sequence {index} has expert id {id_found}, but expert ids must be 0 to {num_experts - 1}.",
+                )
             routes[start : start + len(rows)][rows] = rows_of_ids
         trace = cls(
             routed_experts=routes,
@@ -260,8 +268,8 @@ class RoutingTrace(SequenceColumns):
         An all-zero layer is what an engine returns for a layer that it did not capture; replaying it would send
         every token to expert 0.
         """
-        require(self.num_tokens > 0, "the trace is empty: it holds no token.")
-        require(bool(self.valid.any()), "the trace is empty: no row holds a route.")
+        require(self.num_tokens > 0, "the trace is empty: it has no tokens.")
+        require(bool(self.valid.any()), "the trace is empty: no token has a recorded route.")
         require_captured_layers(self.check_ids(), self.moe_layer_ids, self.num_experts)
 
     def check_ids(self) -> NDArray[np.bool_]:
@@ -286,20 +294,20 @@ class RoutingTrace(SequenceColumns):
         if int(routes.max()) >= self.num_experts:
             row, layer, choice = np.argwhere(routes >= self.num_experts)[0]
             raise InvalidInputError(
-                f"{self._row_name(rows[row])} holds expert id {routes[row, layer, choice]} in MoE layer "
-                f"{self.moe_layer_ids[layer]}, outside 0 .. {self.num_experts - 1}."
+                f"{self._row_name(rows[row])} has expert id {routes[row, layer, choice]} in MoE layer "
+                f"{self.moe_layer_ids[layer]}, but expert ids must be 0 to {self.num_experts - 1}."
             )
         for row, layer in np.argwhere(_names_expert_twice(routes)):
             # A layer of zeros names expert 0 twice in every row: say first that it was not captured.
             require_captured_layers(_nonzero_layers(routes), self.moe_layer_ids, self.num_experts)
             raise InvalidInputError(
-                f"{self._row_name(rows[row])} names an expert twice: ids {routes[row, layer].tolist()} in MoE layer "
-                f"{self.moe_layer_ids[layer]}."
+                f"{self._row_name(rows[row])} is routed to one expert twice in MoE layer "
+                f"{self.moe_layer_ids[layer]}: its expert ids are {routes[row, layer].tolist()}."
             )
 
     def _row_name(self, row: int) -> str:
         sequence = int(np.searchsorted(self.cu_seqlens, row, side="right")) - 1
-        return f"row {row - self.cu_seqlens[sequence]} of sample {self.sample_id[sequence]}"
+        return f"token {row - self.cu_seqlens[sequence]} of sample {self.sample_id[sequence]}"
 
     def select(self, sequences: NDArray[np.integer]) -> Self:
         """Return the given sequences in the given order: views where they stand together, copies otherwise."""
@@ -336,14 +344,16 @@ class SequenceCounts(SequenceColumns):
 
     def __post_init__(self) -> None:
         counts = self.tokens_per_expert
-        require(counts.ndim == 3, f"tokens_per_expert must be [S, L, E], got shape {counts.shape}.")
+        require(
+            counts.ndim == 3, f"tokens_per_expert must have shape [sequences, layers, experts], got {counts.shape}."
+        )
         self.check_columns({"S": len(counts)}, num_tokens="S", num_valid_tokens="S")
         # Every layer sees every token: another sum means that counts were cut or mixed.
         sums = counts.sum(axis=2, dtype=np.int64)
         for sequence, layer in np.argwhere(sums != self.num_valid_tokens[:, None] * self.top_k):
             raise InvalidInputError(
-                f"sequence {sequence}, layer {layer}: the counts add up to {sums[sequence, layer]}, not to "
-                f"{self.num_valid_tokens[sequence]} tokens x top-{self.top_k}."
+                f"the expert counts of sequence {sequence} in layer {layer} add up to {sums[sequence, layer]}, "
+                f"but must add up to {self.num_valid_tokens[sequence]} tokens x top-{self.top_k}."
             )
 
     @property

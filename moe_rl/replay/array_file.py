@@ -84,7 +84,7 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
         length = int.from_bytes(file.read(8), "little")
         # A length from a damaged file must not make Python read gigabytes.
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CorruptFileError("its header does not fit into the file")
+            raise CorruptFileError("the file is shorter than its header says")
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
@@ -97,10 +97,10 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
     for spec in sorted(specs.values(), key=lambda spec: (spec.start, spec.stop)):
         # No array may reach into another, and no byte may belong to none.
         if spec.start != position:
-            raise CorruptFileError("its arrays overlap or leave a gap")
+            raise CorruptFileError("the arrays in it overlap, or leave bytes unused")
         position = spec.stop
     if position != size:
-        raise CorruptFileError(f"it has {size} bytes, but its header calls for {position}")
+        raise CorruptFileError(f"it has {size} bytes, but its header describes {position}")
     return specs
 
 
@@ -140,5 +140,5 @@ def _spec(name: str, entry: object, data_start: int) -> ArraySpec:
     dtype = np.dtype(DTYPES[dtype_name])
     # In Python's integers: a damaged shape may ask for more than 64 bits.
     if not 0 <= start <= stop or stop - start != math.prod(shape) * dtype.itemsize:
-        raise CorruptFileError(f"the byte range of {name!r} does not match its shape")
+        raise CorruptFileError(f"the number of bytes of {name!r} does not match its shape")
     return ArraySpec(dtype=dtype, shape=tuple(shape), start=data_start + start, stop=data_start + stop)

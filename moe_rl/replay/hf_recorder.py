@@ -93,7 +93,7 @@ class TransformersRecorder:
         return [len(batch[0]["tokens"]) for batch in self._batches]
 
     def __enter__(self) -> Self:
-        require(not self._handles, "this recorder is already recording.")
+        require(not self._handles, "this recorder has already been started.")
         for index, (_, name, router) in enumerate(self._routers):
             self._handles.append(router.register_forward_hook(self._router_hook(index, name)))
         self._handles.append(self._model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -112,7 +112,7 @@ class TransformersRecorder:
         A sequence of P prompt and N generated tokens has P + N - 1 rows: the last token is never fed. In a batch that
         goes on after one of its sequences has ended, that sequence stops before its end-of-sequence token.
         """
-        require(len(self._batches) > 0, "nothing was recorded: call the model that was passed to record_routing.")
+        require(len(self._batches) > 0, "no routes were recorded: call the model that you passed to record_routing.")
         sequences: list[RoutedSequence] = []
         for batch in self._batches:
             sequences += self._split(batch)
@@ -151,7 +151,10 @@ class TransformersRecorder:
         call_arguments = self._signature.bind_partial(*args, **kwargs).arguments
         call_arguments = call_arguments | call_arguments.get("kwargs", {})
         token_ids, embeds = call_arguments.get("input_ids"), call_arguments.get("inputs_embeds")
-        require(token_ids is not None or embeds is not None, "the model was called without input_ids.")
+        require(
+            token_ids is not None or embeds is not None,
+            "the recorder needs input_ids, but the model was called without them.",
+        )
         if token_ids is None:
             # Their tokens are not known, their rows are all the same.
             token_ids = torch.full(embeds.shape[:2], -1)
@@ -171,9 +174,13 @@ class TransformersRecorder:
             logits, ids = self._read_output(name, router, output)
             require(
                 ids.shape[0] == call.token_ids.numel(),
-                f"router {name} returned {ids.shape[0]} rows for {call.token_ids.numel()} tokens.",
+                f"router {name} returned routes for {ids.shape[0]} tokens, but the model was called with "
+                f"{call.token_ids.numel()}.",
             )
-            require(index not in call.routes, f"router {name} ran twice in one forward call.")
+            require(
+                index not in call.routes,
+                f"router {name} ran twice in one forward pass, but the recorder expects each router to run once.",
+            )
             logprobs = None
             if self._router_logprobs:
                 # In fp32: differences of bf16 logits near 20 are good to 0.06 only.
@@ -188,7 +195,10 @@ class TransformersRecorder:
             return
         ids, logprobs = [], []
         for index, (_, name, _) in enumerate(self._routers):
-            require(index in call.routes, f"router {name} did not run in a forward call of the model.")
+            require(
+                index in call.routes,
+                f"router {name} did not run in this forward pass, but the recorder expects each router to run once.",
+            )
             ids_of_layer, logprobs_of_layer = call.routes[index]
             ids.append(ids_of_layer)
             if logprobs_of_layer is not None:
@@ -216,12 +226,13 @@ class TransformersRecorder:
         recorded = sum(part["tokens"].shape[1] for part in rows_kept)
         require(
             recorded == cached_tokens,
-            f"the key-value cache holds {cached_tokens} tokens, of which {recorded} were recorded: start recording "
-            "before the first token is fed.",
+            f"the key-value cache holds {cached_tokens} tokens, but only {recorded} of them were recorded. Start "
+            "recording before the first token is passed to the model.",
         )
         require(
             len(rows_kept[0]["tokens"]) == len(rows["tokens"]),
-            f"the batch went from {len(rows_kept[0]['tokens'])} to {len(rows['tokens'])} sequences with one cache.",
+            f"the batch size changed from {len(rows_kept[0]['tokens'])} to {len(rows['tokens'])} sequences while "
+            "the same key-value cache was in use.",
         )
         self._batches[-1] = [*rows_kept, rows]
 
@@ -310,13 +321,20 @@ def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
             routers.append((int(number.group(1)) if number else len(routers), name, module))
     require(
         len(routers) > 0,
-        f"{type(model).__name__} has no MoE layer that can be recorded: no module is a router with top_k and "
-        "num_experts.",
+        f"{type(model).__name__} has no MoE layer that can be recorded: none of its modules is a router with the "
+        "attributes top_k and num_experts.",
     )
     shapes = {(module.num_experts, module.top_k) for _, _, module in routers}
-    require(len(shapes) == 1, f"all MoE layers must have the same (experts, top-k), got {sorted(shapes)}.")
+    require(
+        len(shapes) == 1,
+        "all MoE layers must have the same numbers of experts and top-k, but this model has (experts, top-k) = "
+        f"{sorted(shapes)}.",
+    )
     layers = [layer for layer, _, _ in routers]
-    require(len(set(layers)) == len(layers), f"two routers share a layer number: {[name for _, name, _ in routers]}.")
+    require(
+        len(set(layers)) == len(layers),
+        f"two routers of the model have the same layer number: {[name for _, name, _ in routers]}.",
+    )
     return sorted(routers, key=lambda router: router[0])
 
 
@@ -328,7 +346,8 @@ def _read_output(name: str, router: nn.Module, output: Any) -> tuple[torch.Tenso
             return logits, ids
     kinds = [type(part).__name__ for part in output] if isinstance(output, tuple) else type(output).__name__
     raise InvalidInputError(
-        f"router {name} ({type(router).__name__}) returned {kinds}, expected (logits, weights, ids [tokens, top_k])."
+        f"router {name} ({type(router).__name__}) returned {kinds}, but the recorder expects the tuple (logits, "
+        "weights, ids [tokens, top_k])."
     )
 
 
@@ -348,14 +367,14 @@ def _cached_tokens(arguments: dict[str, Any], num_tokens: int) -> int:
     mask_tokens = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else num_tokens
     require(
         mask_tokens <= num_tokens,
-        f"the model was called with {num_tokens} tokens and an attention_mask of {mask_tokens}, but without a "
-        "key-value cache that the recorder recognizes (an argument with get_seq_length).",
+        f"the model was called with {num_tokens} tokens and an attention_mask for {mask_tokens}, but no argument is "
+        "a key-value cache that the recorder recognizes (one with the method get_seq_length).",
     )
     require(
         num_tokens != 1 or arguments.get("use_cache") is False,
-        "the model was called with one token per sequence and without a key-value cache that the recorder recognizes "
-        "(an argument with get_seq_length): this may be a decoded token or a sequence of one token. Pass the cache, "
-        "or use_cache=False for sequences of one token.",
+        "the model was called with one token per sequence, and no argument is a key-value cache that the recorder "
+        "recognizes (one with the method get_seq_length). If you are decoding, pass the cache. If each sequence "
+        "has only one token, set use_cache=False.",
     )
     return 0
 
@@ -369,7 +388,7 @@ def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:
     require(
         fits,
         f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches use other masks: "
-        "generate with the default, dynamic one.",
+        "generate with the default dynamic cache.",
     )
     # A mask that covers the cache too ends with the new tokens.
     real: torch.Tensor = mask[:, -shape[1] :] != 0

@@ -111,11 +111,11 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     survey = _Survey()
     for index, record in enumerate(importer.read(path, options)):
         survey.add(record, options, record.at(path, index))
-    require(survey.layer_ids is not None, f"{path} is empty: it holds no sequence.")
-    require(survey.num_routed > 0, f"{path} is empty: no row holds a route.")
+    require(survey.layer_ids is not None, f"{path} is empty: it has no sequences.")
+    require(survey.num_routed > 0, f"{path} is empty: no token has a recorded route.")
     require(
         survey.highest_id < MAX_EXPERTS,
-        f"{path} holds expert id {survey.highest_id}: no model has that many experts.",
+        f"{path} has expert id {survey.highest_id}, which is too high for any known model.",
     )
     num_experts = options.num_experts
     inferred: tuple[str, ...] = ()
@@ -125,14 +125,15 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
         # Remembered: a copy would keep the guess, so `convert_trace` refuses to make one.
         inferred = ("num_experts",)
         logger.warning(
-            "%s does not say how many experts the model has: assuming %d, the power of two above the highest id (%d).",
+            "%s does not give the model's number of experts. moe_rl assumes %d, the power of two above the highest "
+            "expert id (%d).",
             path,
             num_experts,
             survey.highest_id,
         )
     require(
         survey.highest_id < num_experts,
-        f"{path} holds expert id {survey.highest_id}, outside 0 .. {num_experts - 1}.",
+        f"{path} has expert id {survey.highest_id}, but expert ids must be 0 to {num_experts - 1}.",
     )
     layer_ids = survey.layer_ids or ()
     require_captured_layers(survey.captured, layer_ids, num_experts)
@@ -184,10 +185,10 @@ class _Survey:
             self.captured = np.zeros(len(layer_ids), np.bool_)
         # Sequences of one length each, whose numbers of layers differ: those are the tokens.
         swapped = top_k == self.top_k and len(record.routes) == self.first_axis
-        hint = " If their order is [layers, tokens, top-k], swap the first two axes (array.swapaxes(0, 1))."
+        hint = " If the axes are [layers, tokens, top-k], swap the first two (array.swapaxes(0, 1))."
         require(
             (self.layer_ids, self.top_k) == (layer_ids, top_k),
-            f"{where} has {len(layer_ids)} layers and top-{top_k}, but the sequences before it have "
+            f"{where} has {len(layer_ids)} layers and top-{top_k}, but earlier sequences of the file have "
             f"{len(self.layer_ids)} and top-{self.top_k}.{hint if swapped else ''}",
         )
         ids, valid = select_rows(record, options, where)
@@ -229,8 +230,9 @@ class _Survey:
         shared = [count for count in self._heads.values() if count > 1]
         if shared:
             logger.warning(
-                "%s: %d of %d sequences begin with the same %d rows as another one, like samples of %d %s recorded "
-                "with the prompt. Keys group<number> of an .npz file, or group_id of a record, keep them together.",
+                "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. They look "
+                "like samples of %d %s whose routes were recorded too. Group them with keys group<number> in an "
+                ".npz file, or with group_id in a record.",
                 path,
                 sum(shared),
                 self.num_sequences,
@@ -244,7 +246,7 @@ class _Survey:
         if self._stuck:
             logger.warning(
                 "%s: in %d of %d sequences (the first is sequence %d), at least %d consecutive tokens have the "
-                "same routes in all layers, which no router produces: run moe-rl replay check.",
+                "same routes in all layers. A router never produces this, so run moe-rl replay check.",
                 path,
                 len(self._stuck),
                 self.num_sequences,
@@ -258,8 +260,8 @@ class _Survey:
         row, count = self._rows.most_common(1)[0]
         if count > REPEATED_ROW_SHARE * counted:
             logger.warning(
-                "%s: %d %% of the rows in the first MoE layer hold the same ids %s. Engines are known to return rows "
-                "of their profiling run; loads from such a trace are wrong.",
+                "%s: %d %% of the tokens have the same expert ids %s in the first MoE layer. Some rollout engines "
+                "return routes of their profiling run. Expert loads of such a trace are wrong.",
                 path,
                 round(100 * count / counted),
                 np.frombuffer(row, np.int32).tolist(),
@@ -276,7 +278,8 @@ def picked_layers(
         moe = tuple(layer for layer in record.layers if layer >= options.first_k_dense)
         require(
             len(moe) > 0,
-            f"{where} has {recorded} layers, all of them dense according to first_k_dense = {options.first_k_dense}.",
+            f"all {recorded} recorded layers of {where} are dense according to first_k_dense = "
+            f"{options.first_k_dense}.",
         )
         # Dense layers lead, so the MoE layers are a slice: a view, where a list of layers would copy.
         return slice(recorded - len(moe), None), moe
@@ -287,7 +290,7 @@ def picked_layers(
     missing = sorted(set(ids) - set(record.layers))
     require(
         not missing,
-        f"{where} holds {recorded} layers, but moe_layer_ids names {len(ids)}, of which {missing} are missing.",
+        f"{where} has {recorded} recorded layers. Of the {len(ids)} layers in moe_layer_ids, it lacks {missing}.",
     )
     return [record.layers.index(layer) for layer in ids], ids
 
@@ -301,8 +304,8 @@ def _check_dense_layers(record: RecordedSequence, options: ImportOptions, where:
         routed = layer < options.first_k_dense and int(record.routes[valid, position].max(initial=0)) > 0
         require(
             not routed,
-            f"{where} holds routes in layer {layer}, which first_k_dense = {options.first_k_dense} makes dense: the "
-            "recorded layers count from 0, and only leading layers without routes may be left out.",
+            f"{where} has routes in layer {layer}, but first_k_dense = {options.first_k_dense} says that this layer "
+            "is dense. Recorded layers are counted from 0.",
         )
 
 
@@ -318,7 +321,7 @@ def select_rows(
         negative = (ids < 0).any(axis=(1, 2)) & valid
         if negative.any():
             row = int(np.argmax(negative))
-            raise InvalidInputError(f"{where}, row {row} holds the negative expert id {int(ids[row].min())}.")
+            raise InvalidInputError(f"{where} has the negative expert id {int(ids[row].min())} at token {row}.")
     if ids.shape[2] > 1 and ids.size:
         # Experts of a token differ: with K > 1 a row of zeros in every layer cannot be a route.
         holes = valid & ~ids.any(axis=(1, 2))
@@ -327,8 +330,8 @@ def select_rows(
         # All rows zero is a layer that was not captured, which has a better sentence.
         elif holes.any() and not holes[valid].all():
             raise InvalidInputError(
-                f"{where}: {int(holes.sum())} of {int(valid.sum())} rows, first row {int(np.argmax(holes))}, name "
-                "expert 0 in every layer and choice: the engine did not capture them. Mask these rows "
+                f"{where}: the rollout engine did not record the routes of {int(holes.sum())} of {int(valid.sum())} "
+                f"tokens (first: token {int(np.argmax(holes))}). Their expert ids are all 0. Exclude these tokens "
                 "(--mask-capture-holes) or record again."
             )
     return ids, valid

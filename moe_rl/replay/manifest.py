@@ -46,7 +46,10 @@ class ShardRecord:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        require(SHARD_NAME.fullmatch(self.file) is not None, f"shard name {self.file!r} is not shard-<number>.")
+        require(
+            SHARD_NAME.fullmatch(self.file) is not None,
+            f"the file name of a shard must be shard-<number>, got {self.file!r}.",
+        )
         least = {"first_sequence": 0, "num_sequences": 0, "num_tokens": 0, "size_bytes": 0}
         require_least(self, whose=f"{self.file}: ", **least)
 
@@ -73,7 +76,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         route_dtype(self.num_experts)
-        require(1 <= self.top_k <= self.num_experts, f"top_k must lie in 1 .. {self.num_experts}, got {self.top_k}.")
+        require(1 <= self.top_k <= self.num_experts, f"top_k must be 1 to {self.num_experts}, got {self.top_k}.")
         ids = self.moe_layer_ids
         require(
             len(ids) > 0 and ids[0] >= 0 and all(a < b for a, b in pairwise(ids)),
@@ -84,13 +87,13 @@ class Manifest:
             finite = not isinstance(value, float) or math.isfinite(value)
             require(
                 isinstance(value, str | int | float | bool) and finite,
-                f"origin {name!r} must be a string, a number or a Boolean, got {value!r}.",
+                f"the entry {name!r} in the origin of a trace must be a string, a number or a Boolean, got {value!r}.",
             )
         first_sequence = 0
         for shard in self.shards:
             require(
                 shard.first_sequence == first_sequence,
-                f"{shard.file} starts at sequence {shard.first_sequence}, not at {first_sequence}.",
+                f"{shard.file} starts at sequence {shard.first_sequence}, but must start at {first_sequence}.",
             )
             first_sequence += shard.num_sequences
         require(len({shard.file for shard in self.shards}) == len(self.shards), "two shards have the same file name.")
@@ -134,9 +137,12 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{path} is corrupt: it is not JSON.") from error
         schema = document.get("schema") if isinstance(document, dict) else None
-        require(isinstance(schema, str), f"{path} is not the manifest of a trace: it names no schema.")
+        require(isinstance(schema, str), f"{path} is not the manifest of a trace: it has no schema.")
         schemas = (SCHEMA, CODED_SCHEMA)
-        require(schema in schemas, f"{path} has schema {schema!r}, but this moe_rl reads {' and '.join(schemas)}.")
+        require(
+            schema in schemas,
+            f"{path} has the schema {schema!r}, but this version of moe_rl reads only {' and '.join(schemas)}.",
+        )
         crc = document.pop("crc32", None)
         require(crc == _crc32(document), f"{path} is corrupt: its checksum does not match.")
         document["coded"] = document.pop("schema") == CODED_SCHEMA
@@ -146,7 +152,7 @@ class Manifest:
             manifest = _schema().validate_json(json.dumps(document))
         except ValidationError as error:
             raise InvalidInputError(f"{path} is malformed: {_sentence(error)}.") from error
-        fits = f"{path} is malformed: dtype {dtype!r} does not fit {manifest.num_experts} experts."
+        fits = f"{path} is malformed: a trace with {manifest.num_experts} experts cannot have the dtype {dtype!r}."
         require(dtype == manifest.dtype, fits)
         return manifest
 

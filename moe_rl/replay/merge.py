@@ -19,7 +19,7 @@ def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = 
     """
     folder = Path(folder)
     first_part = folder / "dp00000.moetrace"
-    require(first_part.is_dir(), f"{folder} holds no recording: there is no {first_part.name}.")
+    require(first_part.is_dir(), f"{folder} does not contain a recording: the file {first_part.name} is missing.")
     shape = TraceReader(first_part).manifest
     ranks = range(int(shape.origin.get("data_parallel_size", 1)))
     readers = [TraceReader(folder / f"dp{rank:05d}.moetrace") for rank in ranks]
@@ -27,7 +27,11 @@ def merge_recordings(folder: Path | str, path: Path | str, *, overwrite: bool = 
     complete = [step for step in readers[0].steps if _is_complete(readers, step)]
     left_out = sorted({step for reader in readers for step in reader.steps} - set(complete))
     if left_out:
-        logger.warning("steps %s of %s are incomplete and were left out.", left_out, folder)
+        logger.warning(
+            "moe_rl left out steps %s of %s, because not all data-parallel ranks recorded them in full.",
+            left_out,
+            folder,
+        )
 
     def parts() -> Iterator[Trace]:
         for step in complete:

@@ -20,13 +20,13 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
 
     Raises where the parts differ in model, layers, experts, top-k, provenance, kind or optional columns.
     """
-    require(len(parts) > 0, "there is nothing to join: the trace has no such step.")
+    require(len(parts) > 0, "the trace does not have this step.")
     head = parts[0]
     if len(parts) == 1:
         return head
     for part in parts:
         for (name, fact), other in zip(_facts(head).items(), _facts(part).values(), strict=True):
-            require(fact == other, f"parts of a trace differ in {name}.")
+            require(fact == other, f"the parts of a trace must not differ in their {name}.")
     if isinstance(head, SequenceCounts):
         return replace(head, **_joined_columns(parts, COUNT_FIELDS))
     columns = _joined_columns(parts, (*TOKEN_FIELDS, *SEQUENCE_FIELDS))
@@ -62,7 +62,8 @@ def count_sequences(trace: RoutingTrace) -> SequenceCounts:
     if bad_row >= 0:
         index = int(np.searchsorted(starts, bad_row, side="right")) - 1
         raise InvalidInputError(
-            f"sequence {index} holds expert id {int(routes[bad_row].max())}, outside 0 .. {trace.num_experts - 1}."
+            f"sequence {index} has expert id {int(routes[bad_row].max())}, but expert ids must be 0 to "
+            f"{trace.num_experts - 1}."
         )
     return SequenceCounts(
         tokens_per_expert=counts.view(np.uint32),
@@ -81,7 +82,7 @@ def _facts(trace: Trace) -> dict[str, object]:
     names = ("num_experts", "top_k", "moe_layer_ids", "model", "provenance")
     facts = {"kind (routes or counts)": type(trace)} | attributes(trace, names)
     optional = ("policy_version", "router_logprobs")
-    return facts | {f"whether they have {name}": getattr(trace, name, None) is None for name in optional}
+    return facts | {f"columns ({name})": getattr(trace, name, None) is None for name in optional}
 
 
 def _joined_columns(parts: Sequence[Trace], names: Iterable[str]) -> dict[str, Any]:

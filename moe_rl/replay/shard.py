@@ -68,7 +68,7 @@ def check_shard_file(path: Path, manifest: Manifest, shard: ShardRecord) -> None
     """Raise unless the file is there, has its size and declares the right arrays; no array is read."""
     try:
         size = path.stat().st_size
-        require(size == shard.size_bytes, f"{path} is truncated or damaged: {size} of {shard.size_bytes} bytes.")
+        require(size == shard.size_bytes, f"{path} is truncated or damaged: it has {size} of {shard.size_bytes} bytes.")
         header = {name: (spec.dtype, spec.shape) for name, spec in read_header(path).items()}
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
@@ -100,13 +100,13 @@ def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
             if manifest.coded:
                 arrays["routed_experts"] = CodedRoutes(arrays["routed_experts"])
                 fits = arrays["routed_experts"].num_experts == manifest.num_experts
-                require(fits, "its routes and the manifest differ in the number of experts.")
+                require(fits, "the number of experts in the routes differs from that in the manifest.")
             trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
             if not manifest.coded:  # else they are checked as they are decoded
                 _check_ids(trace)
-    require(bool((trace.step == shard.step).all()), f"{path} holds sequences of steps other than {shard.step}.")
+    require(bool((trace.step == shard.step).all()), f"{path} contains sequences of other steps than {shard.step}.")
     total = int(trace.sequence_lengths.sum())
-    require(total == shard.num_tokens, f"{path} holds {total} tokens, but the manifest says {shard.num_tokens}.")
+    require(total == shard.num_tokens, f"{path} has {total} tokens, but its manifest says {shard.num_tokens}.")
     return trace
 
 
@@ -119,7 +119,7 @@ def _check_ids(trace: RoutingTrace) -> None:
     """Raise for an id that the dtype can hold but the model does not have: a write by other hands."""
     # A byte of 2 is neither True nor False to numpy: `~` and sums would go wrong silently.
     flags: NDArray[np.uint8] = trace.valid.view(np.uint8)
-    require(not flags.size or int(flags.max()) <= 1, "valid holds values other than true and false.")
+    require(not flags.size or int(flags.max()) <= 1, "valid contains values other than true and false.")
     if trace.num_experts == int(np.iinfo(trace.routed_experts.dtype).max) + 1:
         return
     for start, ids in trace.chunks():
@@ -127,6 +127,6 @@ def _check_ids(trace: RoutingTrace) -> None:
             outside = (ids >= trace.num_experts).any(axis=(1, 2)) & trace.valid[start : start + len(ids)]
             require(
                 not outside.any(),
-                f"row {start + int(np.argmax(outside))} holds an expert id outside 0 .. {trace.num_experts - 1}.",
+                f"token {start + int(np.argmax(outside))} has an expert id outside 0 to {trace.num_experts - 1}.",
             )
         drop_pages(ids)

@@ -57,18 +57,19 @@ def _recognize(path: Path, stated_format: str | None) -> str:
         head = json_head(path) if path.is_file() else ""
         require(
             not ('"choices"' in head or '"meta_info"' in head) or "routed_experts" in head,
-            f"{path} holds answers without routes: start vLLM or SGLang with --enable-return-routed-experts.",
+            f"{path} contains generated answers without routes. Start vLLM or SGLang with "
+            "--enable-return-routed-experts to record them.",
         )
         names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
         hint = f" {SAVE_ARRAYS}" if path.suffix.lower() in SAVED_OTHERWISE else ""
         require(
             path.suffix.lower() not in TABLES,
-            f"{path} is a table of text, which says neither where a sequence ends nor which column is which layer's. "
-            f"{SAVE_ARRAYS}",
+            f"{path} is a text table. moe_rl cannot tell from it where a sequence ends, or which column belongs to "
+            f"which layer. {SAVE_ARRAYS}",
         )
-        raise InvalidInputError(f"{path} is not in a known trace format. Name the format with --format: {names}.{hint}")
+        raise InvalidInputError(f"the trace format of {path} is not recognized. Set --format to one of: {names}.{hint}")
     # A guess between two formats would read one of them wrong without a word.
-    require(len(matches) == 1, f"{path} could be {' or '.join(matches)}: name the format with --format.")
+    require(len(matches) == 1, f"the format of {path} could be {' or '.join(matches)}: set --format.")
     return matches[0]
 
 
@@ -77,7 +78,7 @@ def require_agreement(source: TraceSource, options: ImportOptions) -> None:
     require_of_use(source.path, source.format, options, ())
     for name in ("num_experts", "top_k", "moe_layer_ids", "provenance"):
         stated, have = getattr(options, name), getattr(source, name)
-        require(stated in (None, have), f"{source.path} has {name} = {have}, not {stated}.")
+        require(stated in (None, have), f"{source.path} has {name} = {have}, but you set {stated}.")
 
 
 def recorded_sequences(
@@ -94,7 +95,7 @@ def recorded_sequences(
         return
     for part in TraceReader(path).parts():
         if not isinstance(part, RoutingTrace):
-            raise InvalidInputError(f"{path} holds counts but no routes.")
+            raise InvalidInputError(f"{path} contains only counts, no routes.")
         versions = part.policy_version
         for index, (start, stop) in enumerate(pairwise(part.cu_seqlens.tolist())):
             yield RecordedSequence(

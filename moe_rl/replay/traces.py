@@ -75,7 +75,7 @@ class TraceSource(ABC):
         missing = [str(step) for step in steps if step not in (None, *self.steps)]
         ends = sorted({min(self.steps), max(self.steps)}) if self.steps else ["none"]
         steps_text = " to ".join(map(str, ends))
-        require(not missing, f"{self.path} has no step {', '.join(missing)}: it holds steps {steps_text}.")
+        require(not missing, f"{self.path} does not have step {', '.join(missing)}. Its steps are {steps_text}.")
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
@@ -115,7 +115,7 @@ class TraceReader(TraceSource):
         `progress` gets bytes done and bytes in all.
         """
         manifest = self.manifest
-        require(manifest.num_tokens > 0, f"{self.path} is empty: it holds no token.")
+        require(manifest.num_tokens > 0, f"{self.path} is empty: it has no tokens.")
         # Every checksum again: a file may have changed since it was first handed out.
         self._verified.clear()
         total, done = sum(shard.size_bytes for shard in manifest.shards), 0
@@ -132,7 +132,7 @@ class TraceReader(TraceSource):
             done += shard.size_bytes
             if progress is not None:
                 progress(done, total)
-        require(any_route, f"{self.path} is empty: no row holds a route.")
+        require(any_route, f"{self.path} is empty: no token has a recorded route.")
         require_captured_layers(captured, manifest.moe_layer_ids, manifest.num_experts)
 
     def _map(self, shard: ShardRecord) -> Trace:
@@ -169,22 +169,26 @@ def convert_trace(
     path = Path(path)
     require(
         "num_experts" not in source.inferred_fields,
-        f"{source.path} does not say how many experts the model has, and a copy would store the guess of "
-        f"{source.num_experts}: give --num-experts, or --model with a name that `moe-rl models` lists.",
+        f"{source.path} does not give the model's number of experts, and moe_rl does not write its guess of "
+        f"{source.num_experts} into a copy. Set --num-experts, or set --model to a name that `moe-rl models` lists.",
     )
     require(
-        counts_only or not source.counts_only, f"{source.path} holds only counts, from which routes cannot be restored."
+        counts_only or not source.counts_only,
+        f"{source.path} contains only counts: routes cannot be restored from them.",
     )
     # Resolved: a link to the source, or `..` in the path, must not overwrite what is being read.
     source_path, target_path = source.path.resolve(), path.resolve()
-    require(source_path != target_path, f"{path} is the source itself: choose another path.")
-    require(not target_path.is_relative_to(source_path), f"{path} lies inside the source: choose another path.")
+    require(source_path != target_path, f"{path} is the trace that is read: choose another path for the output.")
+    require(
+        not target_path.is_relative_to(source_path),
+        f"{path} is inside the trace that is read: choose another path for the output.",
+    )
 
     source.require_step(*sorted(set(steps or ())))
     # A foreign file is read whole for any of its steps, so all of them are taken at once where all are wanted.
     everything: Sequence[int | None] = source.steps if source.steps_apart else (None,)
     wanted = everything if steps is None else [step for step in source.steps if step in set(steps)]
-    require(len(wanted) > 0, "no step was chosen: name at least one.")
+    require(len(wanted) > 0, "no step was selected: name at least one.")
 
     def parts() -> Iterator[Trace]:
         done = 0
@@ -194,7 +198,7 @@ def convert_trace(
             if progress is not None:
                 progress(done, source.num_tokens)
 
-    require(source.num_sequences > 0, f"{source.path} is empty: it holds no sequence.")
+    require(source.num_sequences > 0, f"{source.path} is empty: it has no sequences.")
     return write_trace(
         parts(),
         path,
@@ -228,7 +232,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     interruptions leave `path` as it was.
     """
     path = Path(path)
-    require(path.name not in ("", ".."), f"{path} is not a name for a trace.")
+    require(path.name not in ("", ".."), f"{path} cannot be the name of a trace.")
     # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     # Beside the target, hence on its file system: a rename there cannot stop half-way.
@@ -238,7 +242,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
             for part in parts:
                 with naming(path):
                     writer.append(part)
-        require(partial.is_dir(), "the trace is empty: it holds no sequence.")
+        require(partial.is_dir(), "the trace is empty: it has no sequences.")
         _replace(path, partial)
     except InvalidInputError as error:
         raise InvalidInputError(str(error).replace(str(partial), str(path))) from error

@@ -50,8 +50,11 @@ class TraceWriter:
         overwrite: bool = False,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        require(not (append and overwrite), "a trace is either appended to or overwritten, not both.")
-        require(not (append and origin), "the origin of a trace is set when it is created, not when it is continued.")
+        require(not (append and overwrite), "append and overwrite cannot both be set.")
+        require(
+            not (append and origin),
+            "the origin of a trace can only be set when the trace is created, not when you append to it.",
+        )
         if coded:
             check_shape(num_experts, top_k)
         require(max_shard_bytes >= 1, f"max_shard_bytes must be at least 1, got {max_shard_bytes}.")
@@ -71,13 +74,15 @@ class TraceWriter:
             origin=dict(origin or {}),
         )
         foreign = _foreign_entry(self.path)
-        require(foreign is None, f"{self.path} holds {foreign}, which is not part of a trace: choose another path.")
+        require(
+            foreign is None, f"{self.path} contains {foreign}, which does not belong to a trace: choose another path."
+        )
         if append:
             self._continue_existing()
         else:
             # An empty folder is as good as none: schedulers make the output folder before the job starts.
             empty = not self.path.exists() or not any(self.path.iterdir())
-            require(empty or overwrite, f"{self.path} already exists: choose another path, or append or overwrite.")
+            require(empty or overwrite, f"{self.path} already exists: choose another path, or set append or overwrite.")
 
     def append(self, trace: Trace) -> None:
         """Check every id of the trace and add its sequences, cut by step and by `max_shard_bytes`.
@@ -108,7 +113,7 @@ class TraceWriter:
 
     def _continue_existing(self) -> None:
         wanted = self._manifest
-        require(self.path.is_dir(), f"{self.path} is not a trace: there is no such directory.")
+        require(self.path.is_dir(), f"{self.path} does not exist, so nothing can be appended to it.")
         self._take_lock()
         try:
             found = Manifest.read(self.path)
@@ -117,7 +122,8 @@ class TraceWriter:
             for name, want in (given | self._given).items():
                 have = getattr(found, name)
                 require(
-                    want in (None, have), f"{self.path} has {name} = {have!r}, so {name} = {want!r} cannot be appended."
+                    want in (None, have),
+                    f"{self.path} has {name} = {have!r}, so a trace with {name} = {want!r} cannot be appended.",
                 )
             self._manifest = found
             self._remove_unlisted()
@@ -129,21 +135,24 @@ class TraceWriter:
         manifest = self._manifest
         kind = "counts" if isinstance(trace, SequenceCounts) else "routes"
         wanted = "counts" if manifest.counts_only else "routes"
-        require(kind == wanted, f"this writer takes {wanted}, got {kind}.")
-        require(trace.num_sequences > 0, "the trace is empty: it holds no sequence.")
+        require(kind == wanted, f"this writer writes {wanted}, but the trace contains {kind}.")
+        require(trace.num_sequences > 0, "the trace is empty: it has no sequences.")
         for name in ("num_experts", "top_k", "moe_layer_ids"):
             have, got = getattr(manifest, name), getattr(trace, name)
-            require(have == got, f"{self.path} has {name} = {have}, but the trace to write has {name} = {got}.")
+            require(have == got, f"{self.path} has {name} = {have}, but the trace to append has {name} = {got}.")
         if manifest.shards:
             columns = optional_columns(trace)
             require(
                 columns == manifest.optional_columns,
-                f"every shard must have the same optional columns: {self.path} has "
-                f"{list(manifest.optional_columns)}, got {list(columns)}.",
+                f"all shards of a trace must have the same optional columns: those of {self.path} have "
+                f"{list(manifest.optional_columns)}, the new one has {list(columns)}.",
             )
             for name, given in self._given.items():
                 have, got = getattr(manifest, name), getattr(trace, name)
-                require(given is not None or have == got, f"{self.path} has {name} {have!r}, got {got!r}.")
+                require(
+                    given is not None or have == got,
+                    f"{self.path} has {name} {have!r}, but the trace to append has {got!r}.",
+                )
 
     def _open_directory(self) -> None:
         if self._lock is not None:
@@ -153,7 +162,7 @@ class TraceWriter:
         unused = self._overwrite or not any(self.path.iterdir())
         if not unused:
             self.close()
-            raise InvalidInputError(f"{self.path} was filled by another writer in the meantime.")
+            raise InvalidInputError(f"another process has written to {self.path} in the meantime.")
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -162,10 +171,10 @@ class TraceWriter:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise InvalidInputError(f"{self.path} is being written by another process.") from error
+            raise InvalidInputError(f"another process is writing to {self.path}.") from error
         except OSError as error:
             logger.warning(
-                "%s cannot be locked (%s): make sure that nothing else writes to it.", self.path, error.strerror
+                "%s cannot be locked (%s): make sure that no other process writes to it.", self.path, error.strerror
             )
         self._lock = descriptor
 
@@ -222,7 +231,7 @@ def _foreign_entry(directory: Path) -> str | None:
     """Return the name of something in the directory that no trace writer made, or None."""
     if not directory.exists():
         return None
-    require(directory.is_dir(), f"{directory} is a file: a trace is a directory.")
+    require(directory.is_dir(), f"{directory} is a file, but a trace is a directory.")
     for path in directory.iterdir():
         # Leftovers of a killed writer are ours, too: hidden names that end in .tmp.
         name = path.name.removeprefix(".").removesuffix(".tmp") if path.name.startswith(".") else path.name

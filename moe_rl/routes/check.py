@@ -56,7 +56,10 @@ def _check(
     sequence: CheckedSequence, other_sequences: Sequence[CheckedSequence], num_experts: int, versions: range | None
 ) -> Verdict:
     routes, expected = np.asarray(sequence.routes), sequence.num_tokens - 1
-    require(routes.ndim == 3 and routes.dtype.kind in "iu", f"routes must be integers [T, L, K], got {routes.shape}.")
+    require(
+        routes.ndim == 3 and routes.dtype.kind in "iu",
+        f"the routes must be integers of shape [tokens, layers, top-k], got {routes.shape}.",
+    )
     routes = routes.astype(np.int64)
     routes = routes[:expected] if len(routes) == expected + 1 else routes
     if not routes.size:
@@ -93,8 +96,8 @@ def _evidence(
         reference = np.asarray(sequence.reference)[:expected].astype(np.int64)
     require(
         reference is None or (len(reference) == expected and reference.shape[1:] == routes.shape[1:]),
-        f"the reference must be [{expected}, {routes.shape[1]}, {routes.shape[2]}], "
-        f"got {None if reference is None else list(reference.shape)}.",
+        f"the reference routes must have shape [{expected}, {routes.shape[1]}, {routes.shape[2]}], got "
+        f"{None if reference is None else list(reference.shape)}.",
     )
     if sequence.combine_weights is None:
         weights = None
@@ -102,7 +105,7 @@ def _evidence(
         weights = np.asarray(sequence.combine_weights)
     require(
         weights is None or weights.shape[1:] == routes.shape[1:],
-        f"combine weights must be [T, {routes.shape[1]}, {routes.shape[2]}] like the routes.",
+        f"the combine weights must have shape [tokens, {routes.shape[1]}, {routes.shape[2]}], like the routes.",
     )
     right_routes = [other.routes if other.reference is None else other.reference for other in other_sequences]
     return Evidence(

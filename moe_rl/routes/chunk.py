@@ -113,7 +113,9 @@ class Chunk:
         )  # fmt: skip
         if fault:
             require(fault != BAD_CHECKSUM, self._fault(layers[place], f"block {block}"))
-            raise InvalidInputError(f"layer {tables.layer_ids[layers[place]]}, block {block} is corrupt.")
+            raise InvalidInputError(
+                f"the routes are corrupt in layer {tables.layer_ids[layers[place]]}, block {block}."
+            )
 
     def _book(self, layer: int) -> Any:
         sizes = self.tables.book_size
@@ -128,7 +130,7 @@ class Chunk:
         return CODES.of(book, self.tables.shape)
 
     def _fault(self, layer: int, what: str) -> str:
-        return f"layer {self.tables.layer_ids[layer]}, {what} is corrupt: its checksum does not match."
+        return f"the routes are corrupt in layer {self.tables.layer_ids[layer]}: the checksum of {what} does not match."
 
 
 class KeptCodes:
@@ -153,7 +155,7 @@ class KeptCodes:
                 self._kept.move_to_end(key)
                 return codes
         codes = core_of_routes().RouteCodes(shape.core, book)
-        require(codes.is_sound, "the codebook of a layer is corrupt.")
+        require(codes.is_sound, "the routes are corrupt: the codebook of a layer cannot be read.")
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = codes
@@ -239,7 +241,7 @@ class ChunkScan:
 
     def _check_end(self, position: int, number: int) -> None:
         mark = self.data[position:].tobytes()
-        require(mark == end_mark(number), f"the end of the routes is corrupt: {number} chunks precede it.")
+        require(mark == end_mark(number), f"the end of the routes is corrupt, after {number} chunks.")
         self.closed = True
 
 
@@ -248,17 +250,18 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     # Sizes are compared with what is there before anything is read by them.
     left = len(data) - position
     head = data[position : position + HEADER.size].tobytes()
-    require(
-        head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} is foreign: it does not begin like a file of moe_rl routes."
-    )
-    require(left >= HEADER.size, f"{where} is truncated: only {left} of {HEADER.size} header bytes are there.")
+    require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} does not begin like a file of moe_rl routes.")
+    require(left >= HEADER.size, f"{where} is truncated: it has only {left} of {HEADER.size} header bytes.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
     newer = version > VERSION or flags & ~HAS_WEIGHTS
-    require(not newer, f"{where} is newer (version {version}) than this moe_rl can read.")
-    require(version == VERSION, f"{where} has the old version {version}, without block spans: write the routes again.")
+    require(not newer, f"{where} has version {version}, which is too new for this version of moe_rl.")
+    require(
+        version == VERSION,
+        f"{where} has the old version {version}, which moe_rl no longer reads: write the routes again.",
+    )
     require(
         stored + body <= left - HEADER.size,
-        f"{where} is truncated: only {left - HEADER.size} of {stored + body} bytes are there.",
+        f"{where} is truncated: it has only {left - HEADER.size} of {stored + body} bytes.",
     )
     begin = position + HEADER.size
     # The header with 0 in place of its checksum, then the tables: one number covers both.
@@ -273,7 +276,9 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     column = None
     if tables.weight_size is not None:
         column = tables.weight_size.sum(dtype=np.int64)
-    require(blocks_end + int(column or 0) == body, f"{where} is corrupt: its blocks do not fill its body.")
+    require(
+        blocks_end + int(column or 0) == body, f"{where} is corrupt: the sizes of its blocks do not add up to its size."
+    )
     end = begin + stored + body
     chunk_body = data[begin + stored : end]
     chunk = Chunk(

@@ -59,9 +59,9 @@ class RoutesReader:
         unfinished = Path(f"{path}{PART}")
         hint = ""
         if unfinished.is_file():
-            hint = f"; its writer was stopped: open {unfinished} with salvage=True"
+            hint = f". Its writer was stopped: open {unfinished} with salvage=True"
         require(Path(path).is_file(), f"{path} is not a file of routes{hint}.")
-        require(Path(path).stat().st_size > 0, f"{path} is empty: it holds no routes.")
+        require(Path(path).stat().st_size > 0, f"{path} is empty: it contains no routes.")
         with Path(path).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         data = np.frombuffer(mapped, np.uint8)
@@ -73,8 +73,8 @@ class RoutesReader:
             return reader
         require(
             reader.closed,
-            f"{path} was not closed by its writer, or is cut off after a chunk: rows may be missing. "
-            "RoutesReader.open(path, salvage=True) reads what is there.",
+            f"{path} was not closed by its writer or is truncated, so routes may be missing. "
+            "RoutesReader.open(path, salvage=True) reads the intact part.",
         )
         return reader
 
@@ -118,7 +118,7 @@ class RoutesReader:
 
     def length(self, key: int) -> int:
         """Return the rows of a sequence."""
-        require(key in self._extents, f"there is no sequence {key} in these routes.")
+        require(key in self._extents, f"these routes do not contain sequence {key}.")
         return sum(extent.rows for extent in self._extents[key])
 
     def ids(
@@ -181,7 +181,7 @@ class RoutesReader:
     def _check_same(self, chunk: Chunk, head: Chunk) -> None:
         like = (self._chunks[0] if self._chunks else head).tables
         same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
-        require(same, "the chunks come from different models: their experts, top-k or layers differ.")
+        require(same, "the chunks come from different models: they differ in experts, top-k or layers.")
 
     def _pieces(self, key: int, begin: int, end: int) -> Iterator[tuple[_Extent, int]]:
         """Yield (rows of a chunk, where they stand among the rows asked for)."""
@@ -229,7 +229,7 @@ class RoutesReader:
         chunk, size = self._chunks[number], block_rows(self.top_k)
         column = chunk.weights
         if column is None:
-            raise InvalidInputError("these routes hold no combine weights.")
+            raise InvalidInputError("these routes were stored without combine weights.")
         out = np.empty((stop_row - start_row, len(layers), self.top_k), np.float32)
         for block in range(start_row // size, -(-stop_row // size)):
             low, high = max(start_row, block * size), min(stop_row, (block + 1) * size)
@@ -243,7 +243,7 @@ class RoutesReader:
         if self._map is None:
             return
         size, left = len(self._map), self._map.size()
-        require(left >= size, f"{self._name} has been cut to {left} of {size} bytes since it was opened.")
+        require(left >= size, f"{self._name} has been truncated from {size} to {left} bytes since it was opened.")
 
 
 def _sound_bytes(data: NDArray[np.uint8]) -> int:
@@ -274,7 +274,8 @@ def _prefix(extents: dict[int, tuple[_Extent, ...]], key: int, parent: int, star
             left -= prefix[-1].rows
     if left:
         raise InvalidInputError(
-            f"sequence {key} begins with {start} rows of sequence {parent}, but this stream holds only {start - left}."
+            f"sequence {key} shares its first {start} tokens with sequence {parent}, but only {start - left} of "
+            "them are stored."
         )
     return tuple(prefix)
 
@@ -287,5 +288,5 @@ def _gap_ends(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _bounds(rows: slice, length: int) -> tuple[int, int]:
     begin, end, step = rows.indices(length)
-    require(step == 1, "rows must be consecutive.")
+    require(step == 1, "the tokens to read must be consecutive (a slice with step 1).")
     return begin, max(begin, end)

@@ -70,10 +70,8 @@ def _core_shape(num_experts: int, top_k: int) -> Any:
 
 def check_shape(num_experts: int, top_k: int) -> SetShape:
     """Return the shape of the sets; raise for what no model has."""
-    require(
-        1 <= num_experts <= MAX_EXPERTS, f"the number of experts must lie in 1 .. {MAX_EXPERTS}, got {num_experts}."
-    )
-    require(1 <= top_k <= min(num_experts, 64), f"top-k must lie in 1 .. {min(num_experts, 64)}, got {top_k}.")
+    require(1 <= num_experts <= MAX_EXPERTS, f"the number of experts must be 1 to {MAX_EXPERTS}, got {num_experts}.")
+    require(1 <= top_k <= min(num_experts, 64), f"top-k must be 1 to {min(num_experts, 64)}, got {top_k}.")
     return SetShape(num_experts=num_experts, top_k=top_k)
 
 
@@ -99,7 +97,7 @@ def sorted_sets(ids: NDArray[np.integer], shape: SetShape, has_route: NDArray[np
     Raises `InvalidInputError` for an id outside 0 .. E - 1.
     """
     rows = np.asarray(ids)
-    require(rows.dtype.kind in "iu", f"routes must be integers, got {rows.dtype}.")
+    require(rows.dtype.kind in "iu", f"the routes must be integers, got {rows.dtype}.")
     if rows.dtype.str[1:] not in READ_IN_PLACE or not rows.dtype.isnative:
         rows = rows.astype(np.int64)
     rows = np.ascontiguousarray(rows)
@@ -110,7 +108,9 @@ def sorted_sets(ids: NDArray[np.integer], shape: SetShape, has_route: NDArray[np
     if outside >= 0:
         row = rows.reshape(-1, shape.top_k)[outside]
         wrong = row[(row < 0) | (row >= shape.num_experts)][0]
-        raise InvalidInputError(f"the routes hold expert id {int(wrong)}, outside 0 .. {shape.num_experts - 1}.")
+        raise InvalidInputError(
+            f"the routes contain expert id {int(wrong)}, but expert ids must be 0 to {shape.num_experts - 1}."
+        )
     return SortedSets(ids=result, twice=None if twice < 0 else divmod(twice, rows.shape[1]))
 
 
@@ -163,7 +163,7 @@ def core_of_routes() -> ModuleType:
     native = native_core()
     if native is None:
         raise InvalidInputError(
-            f"coded routes need the C++ core, and {why_not_native()}; install a C++20 compiler and reinstall moe_rl, "
-            "or keep routes in a trace without --coded."
+            f"coded routes need the C++ core, but {why_not_native()}. Install a C++20 compiler and reinstall "
+            "moe_rl, or write the trace without --coded."
         )
     return native

@@ -41,7 +41,7 @@ class RankOfModel:
 
     def __post_init__(self) -> None:
         for rank, size, name in ((self.tp_rank, self.tp_size, "tp"), (self.cp_rank, self.cp_size, "cp")):
-            require(0 <= rank < size, f"{name}_rank must lie in 0 .. {size - 1}, got {rank}.")
+            require(0 <= rank < size, f"{name}_rank must be 0 to {size - 1}, got {rank}.")
 
 
 def slime_rows(
@@ -91,8 +91,11 @@ def verl_rows(tokens: Sequence[int], rank: RankOfModel, *, contiguous: bool = Fa
 def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int = 0, vp_size: int = 1) -> range:
     """Return the layers of a virtual pipeline stage, split evenly as by Megatron: stage v of rank p is v * PP + p."""
     stages = pp_size * vp_size
-    require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly over {stages} stages.")
-    require(0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size, "the pipeline rank or stage does not exist.")
+    require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly across {stages} pipeline stages.")
+    require(
+        0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size,
+        "the pipeline rank or virtual pipeline stage does not exist.",
+    )
     first_layer = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
     return range(first_layer, first_layer + num_layers // stages)
 
@@ -114,7 +117,8 @@ def read_rows(
             length = len(routes[span.sequence])
             require(
                 span.first + span.rows <= length,
-                f"sequence {span.sequence} has {length} rows, but row {span.first + span.rows - 1} was requested.",
+                f"token {span.first + span.rows - 1} of sequence {span.sequence} was requested, but its routes have "
+                f"only {length} tokens.",
             )
             routes[span.sequence].read(slice(span.first, span.first + span.rows), layers, place)
         elif round_robin:

@@ -26,7 +26,7 @@ class Verdict:
         if self.fault is None:
             if self.agreement is None:
                 return "ok"
-            return f"ok, {self.agreement:.1%} of the reference's choices"
+            return f"ok, agrees with {self.agreement:.1%} of the reference's expert choices"
         place = f"row {self.row}" + ("" if self.layer is None else f", layer {self.layer}")
         thread = ""
         if self.fault in THREADS:

@@ -111,11 +111,15 @@ def split_packed(packed: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArra
     words = np.asarray(packed)
     require(
         words.dtype == np.int32 and words.ndim == 3 and words.shape[2] % 2 == 0,
-        f"packed routes must be int32 [tokens, layers, 2 K], got {words.dtype} {list(words.shape)}.",
+        f"packed routes must be int32 of shape [tokens, layers, 2 x top-k], got {words.dtype} {list(words.shape)}.",
     )
     top_k = words.shape[2] // 2
     sound = are_packed(words)
-    require(sound, "the second half of packed routes does not hold combine weights: float32 bits, finite, 0 or more.")
+    require(
+        sound,
+        "the second half of packed routes must contain combine weights (the bits of float32): finite numbers, 0 or "
+        "more.",
+    )
     return np.ascontiguousarray(words[:, :, :top_k]), np.ascontiguousarray(words[:, :, top_k:]).view(np.float32)
 
 

@@ -51,7 +51,7 @@ class RoutesWriter:
         ids = np.asarray(self.layer_ids)
         require(
             0 < len(ids) < 1 << 16 and int(ids.min()) >= 0 and int(ids.max()) < 1 << 16,
-            "layer_ids must be layer numbers, 0 .. 65535.",
+            "layer_ids must be layer numbers, 0 to 65535.",
         )
         require(chunk_rows >= 1, f"chunk_rows must be at least 1, got {chunk_rows}.")
         self._chunk_rows = chunk_rows
@@ -95,13 +95,13 @@ class RoutesWriter:
         expected = (len(self.layer_ids), self.shape.top_k)
         require(
             rows.ndim == 3 and rows.shape[1:] == expected,
-            f"routes must be [n, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
+            f"the routes must have shape [tokens, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
         )
         if valid is None:
             has_route = np.ones(len(rows), np.bool_)
         else:
             has_route = np.asarray(valid, np.bool_)
-        require(has_route.shape == (len(rows),), f"valid must be [{len(rows)}], got {list(has_route.shape)}.")
+        require(has_route.shape == (len(rows),), f"valid must have shape [{len(rows)}], got {list(has_route.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         weights = self._weights(rows, combine_weights)
         # Rows without a route may hold anything, -1 included.
@@ -109,8 +109,8 @@ class RoutesWriter:
         if sets.twice is not None:
             row, layer = sets.twice
             raise InvalidInputError(
-                f"row {start + row} of sequence {key} names an expert twice in layer {self.layer_ids[layer]}: "
-                f"{rows[row, layer].tolist()} is not a choice that a router makes."
+                f"token {start + row} of sequence {key} is routed to one expert twice in layer "
+                f"{self.layer_ids[layer]}: its expert ids are {rows[row, layer].tolist()}."
             )
         sequence = _Leader(key=key, ids=sets.ids, valid=has_route, weights=weights)
         parent, start, skip = self._prefix(start, parent, group, sequence)
@@ -180,13 +180,16 @@ class RoutesWriter:
         if self._has_weights is None:
             self._has_weights = weights is not None
         mixed = self._has_weights != (weights is not None)
-        require(not mixed, "some rows of the stream have combine weights and others do not: give them for all or none.")
+        require(
+            not mixed,
+            "combine weights must be given for all tokens or for none, but some tokens have them and others do not.",
+        )
         if weights is None:
             return None
         values = np.asarray(weights)
         require(
             values.shape == ids.shape,
-            f"combine_weights must be {list(ids.shape)} like the ids, got {list(values.shape)}.",
+            f"the combine weights must have shape {list(ids.shape)} like the expert ids, got {list(values.shape)}.",
         )
         return in_order_of(ids, values)
 
@@ -202,8 +205,8 @@ class RoutesWriter:
             have = self._length.get(parent)
             if have is None or start > have:
                 raise InvalidInputError(
-                    f"sequence {sequence.key} continues at row {start} of sequence {parent}, which has only "
-                    f"{have or 0} rows."
+                    f"sequence {sequence.key} is to share the first {start} tokens of sequence {parent}, which has "
+                    f"only {have or 0}."
                 )
             return parent, start, 0
         if group is None:

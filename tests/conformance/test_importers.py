@@ -60,7 +60,9 @@ def test_dense_layers_are_not_guessed(saver: str, tmp_path: Path) -> None:
     """prime-rl, Megatron and streams of routes hold no dense layers, or number those that they hold."""
     rollout = make_rollout(dense=1)
     path, more = SAVERS[saver](rollout, tmp_path)
-    with pytest.raises(InvalidInputError, match=r"MoE layer 0 routes every token to expert 0 only.*--moe-layer-ids"):
+    with pytest.raises(
+        InvalidInputError, match=r"in MoE layer 0, every token is routed to expert 0 only.*--moe-layer-ids"
+    ):
         open_source(path, options=ImportOptions(num_experts=32, **more))
     assert_read(rollout, saver, ImportOptions(num_experts=32, first_k_dense=1, **more), path)
 
@@ -81,5 +83,5 @@ def test_an_option_that_a_format_does_not_read_is_refused(saver: str, tmp_path: 
     given_values = {"prompt_lengths": (1, 1, 1), "layout_path": tmp_path, "pipeline_size": 2}
     for option, value in given_values.items():
         if option not in IMPORTERS[format_of(saver)].reads:
-            with pytest.raises(InvalidInputError, match=f"read as {format_of(saver)}, which does not use {option}"):
+            with pytest.raises(InvalidInputError, match=f"{option} has no effect on .* read as {format_of(saver)}"):
                 open_source(path, options=ImportOptions(**{**more, option: value}))

@@ -51,7 +51,7 @@ def test_a_map_that_it_would_break_on_is_not_written(engine: RolloutEngine) -> N
     lost = ExpertMap(
         slots=np.array([[0, 1, 2, 2]], np.int32), moe_layer_ids=(0,), num_layers=1, num_experts=4, ep_size=2
     )
-    with pytest.raises(InvalidInputError, match="layer 0: no slot holds expert 3"):
+    with pytest.raises(InvalidInputError, match="no slot for expert 3 in layer 0"):
         encoded_map(engine, lost)
 
 

@@ -156,7 +156,7 @@ def test_residents_that_cannot_be_are_refused(residents: list[list[list[int]]], 
 
 
 def test_homes_behind_residents_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="home slot of expert 0 must come before the residents"):
+    with pytest.raises(InvalidInputError, match="the home slot of expert 0 is among the slots for replicas"):
         ExpertPlacement(
             physical_to_logical_map=np.array([[-1, 0, 1, -1]], np.int32),
             home_rank=np.array([[0, 1]], np.int32),

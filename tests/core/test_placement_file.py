@@ -31,10 +31,10 @@ def test_a_placement_file_is_read_back_and_replaced_in_one_rename(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "damaged or not a placement"),
-        ("[]", "damaged or not a placement"),
-        ("{}", "damaged or not a placement"),
-        (json.dumps({"schema": "moe_rl.placement/9", "sha256": ""}), "this version reads"),
+        ("", "damaged, or is not a placement"),
+        ("[]", "damaged, or is not a placement"),
+        ("{}", "damaged, or is not a placement"),
+        (json.dumps({"schema": "moe_rl.placement/9", "sha256": ""}), "this version of moe_rl reads only"),
     ],
 )
 def test_a_file_that_is_no_placement_is_refused(content: str, reason: str, tmp_path: Path) -> None:

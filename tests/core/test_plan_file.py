@@ -138,7 +138,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "plan.npz"
     small_plan().save(path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InvalidInputError, match="damaged or not a plan file"):
+    with pytest.raises(InvalidInputError, match="damaged, or is not a plan file"):
         load_plan(path)
 
 
@@ -198,5 +198,5 @@ def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
     small_plan().save(path)
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     rewritten(path, "layout.order.npy", (tmp_path / "x.npy").read_bytes())
-    with pytest.raises(InvalidInputError, match="damaged or not a plan file"):
+    with pytest.raises(InvalidInputError, match="damaged, or is not a plan file"):
         load_plan(path)

@@ -305,16 +305,16 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
     layout = BatchLayout.in_order(lengths, num_dp_ranks=2, token_budget=10)
     nothing = BatchLayout.in_order(lengths[:0], num_dp_ranks=2, token_budget=10)
-    with pytest.raises(InvalidInputError, match="no trace"):
+    with pytest.raises(InvalidInputError, match="there is no trace to count"):
         reduce_load([], layout=nothing, topology=topology)
-    with pytest.raises(InvalidInputError, match="the layout is for 2 sequences, but the trace has 4"):
+    with pytest.raises(InvalidInputError, match="the batch layout has 2 sequences, but the trace has 4"):
         reduce_load([trace, trace], layout=layout, topology=topology)
     with pytest.raises(InvalidInputError, match="2 data-parallel ranks, but the topology has 4"):
         reduce_load([trace], layout=layout, topology=replace(topology, ep_size=4, ranks_per_node=4))
     other = make_trace(rng, lengths, num_layers=1, num_experts=8, top_k=3)
-    with pytest.raises(InvalidInputError, match="must agree"):
+    with pytest.raises(InvalidInputError, match="all parts of a step must have the same"):
         reduce_load([trace.select(np.array([0])), other.select(np.array([1]))], layout=layout, topology=topology)
-    with pytest.raises(InvalidInputError, match="unknown filler 'zeros'"):
+    with pytest.raises(InvalidInputError, match="the kind of filler tokens 'zeros' is unknown"):
         reduce_load([trace], layout=layout, topology=topology, filler="zeros")
 
 

@@ -89,7 +89,9 @@ def test_experts_above_256_and_single_choices_come_out():
 
 
 def test_a_point_that_is_gone_says_so():
-    with pytest.raises(InvalidInputError, match="has no encode_routed_experts: this version is not supported"):
+    with pytest.raises(
+        InvalidInputError, match="has no attribute encode_routed_experts: moe_rl does not support this version"
+    ):
         POINTS["nemo_rl.utils.routed_experts_codec"](ModuleType("codec"))
 
 

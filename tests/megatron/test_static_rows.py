@@ -58,7 +58,7 @@ def test_an_overflow_is_said_on_all_ranks_before_weights_change(case: str, outco
         if not rank:
             pytest.skip(NEWER)
         said, weights_are_as_before = rank
-        assert "capacity exceeded in micro-batch 1, MoE layer 0: rank 0 of EP group 0 got" in said
+        assert "rank 0 of EP group 0 exceeds its capacity in micro-batch 1, MoE layer 0" in said
         assert weights_are_as_before == "True"
 
 

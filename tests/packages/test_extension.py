@@ -182,7 +182,7 @@ def test_a_package_that_cannot_be_used_is_named_in_one_sentence(
     done = run(["-c", "from moe_rl.cli import main; main()", *words, tmp_path / file], tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: broken offers the {kind} 'mine' ({value}), which cannot be used:")
+    assert line.startswith(f"error: the {kind} 'mine' of broken ({value}) cannot be loaded:")
 
 
 def test_the_page_shows_what_the_packages_hold() -> None:

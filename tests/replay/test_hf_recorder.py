@@ -273,7 +273,7 @@ def test_hooks_are_gone_after_the_block(fails: bool, rng: np.random.Generator) -
         assert not module._forward_pre_hooks
     with torch.no_grad():
         model(input_ids=tokens_of(rng, 1, 3))
-    with pytest.raises(InvalidInputError, match="nothing was recorded"):
+    with pytest.raises(InvalidInputError, match="no routes were recorded"):
         recorder.trace()
 
 
@@ -341,9 +341,9 @@ def test_a_decoded_token_without_a_cache_that_says_its_length_is_refused(rng: np
     model = Model()
     with record_routing(model) as recorder:
         model(tokens_of(rng, 2, 5), memory=OpaqueCache())
-        with pytest.raises(InvalidInputError, match="may be a decoded token or a sequence of one token"):
+        with pytest.raises(InvalidInputError, match="called with one token per sequence, and no argument"):
             model(tokens_of(rng, 2, 1), memory=OpaqueCache())
-        with pytest.raises(InvalidInputError, match="called with 2 tokens and an attention_mask of 7"):
+        with pytest.raises(InvalidInputError, match="called with 2 tokens and an attention_mask for 7"):
             model(tokens_of(rng, 2, 2), attention_mask=torch.ones(2, 7), memory=OpaqueCache())
         model(tokens_of(rng, 3, 1), use_cache=False)
     assert recorder.batch_sizes == [2, 3]

@@ -52,7 +52,9 @@ def test_json_lines_of_ones_own_records_name_their_lists_as_they_like(tmp_path: 
 def test_a_record_with_two_lists_of_routes_is_refused(tmp_path: Path) -> None:
     ids = make_rollout(lengths=(3,)).sequences[0].tolist()
     producers.write_json_lines(tmp_path / "t.jsonl", [{"experts": ids, "again": ids}])
-    with pytest.raises(InvalidInputError, match=r"record 0: one field must hold nested lists.*experts, again"):
+    with pytest.raises(
+        InvalidInputError, match=r"record 0: exactly one field must contain nested lists.*experts, again"
+    ):
         open_source(tmp_path / "t.jsonl", options=ImportOptions(num_experts=32))
 
 
@@ -65,11 +67,11 @@ def test_stuck_rows_and_shared_prompts_are_said(tmp_path: Path, caplog: pytest.L
     np.savez(tmp_path / "groups.npz", **{f"group{index // 3}_{index}": routes for index, routes in enumerate(ids)})
     open_source(tmp_path / "alone.npz", options=ImportOptions(num_experts=32))
     assert "in 1 of 4 sequences (the first is sequence 0), at least" in caplog.text
-    assert "2 of 4 sequences begin with the same 8 rows as another one, like samples of 1 prompt " in caplog.text
+    assert "2 of 4 sequences share the routes of their first 8 tokens with another sequence." in caplog.text
     caplog.clear()
     open_source(tmp_path / "groups.npz", options=ImportOptions(num_experts=32))
     assert "consecutive tokens have the same routes" in caplog.text
-    assert "begin with the same" not in caplog.text
+    assert "share the routes" not in caplog.text
 
 
 def test_npz_prompt_lengths_add_rows_without_a_route(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_rows_of_the_profile_run_are_warned_of(tmp_path: Path, caplog: pytest.Lo
         ids[:70] = ids[0]
         producers.write_npz(tmp_path / "bad.npz", [ids], 32)
         open_source(tmp_path / "bad.npz", options=rollout.options())
-    assert "35 % of the rows in the first MoE layer hold the same ids" in caplog.text
+    assert "35 % of the tokens have the same expert ids" in caplog.text
 
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------

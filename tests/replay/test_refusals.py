@@ -33,11 +33,13 @@ def test_formats_are_named_or_recognized(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="there is no trace at"):
         open_source(tmp_path / "absent.npz")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(InvalidInputError, match=r"is not in a known trace format\. Name the format with --format: npz"):
+    with pytest.raises(
+        InvalidInputError, match=r"the trace format of .* is not recognized\. Set --format to one of: npz"
+    ):
         open_source(tmp_path / "notes.txt")
     body = producers.vllm_response(rollout.sequences[0], 2, 32) | {"meta_info": {"note": 1}}
     producers.write_json_lines(tmp_path / "both.jsonl", [body])
-    with pytest.raises(InvalidInputError, match=r"could be sglang or vllm: name the format with --format"):
+    with pytest.raises(InvalidInputError, match=r"could be sglang or vllm: set --format"):
         open_source(tmp_path / "both.jsonl")
     assert open_source(tmp_path / "both.jsonl", format="vllm", options=rollout.options()).num_sequences == 1
 
@@ -103,7 +105,9 @@ def test_keys_that_do_not_number_layers_once_name_sequences(tmp_path: Path) -> N
         assert (source.num_sequences, len(source.moe_layer_ids)) == (2, 1)
     for other in (ids[:, 1:], ids[:49, 1]):
         np.savez(tmp_path / "unequal.npz", layer_0=ids[:, 0], layer_1=other)
-        with pytest.raises(InvalidInputError, match=r"numbers its arrays by layer, so all must be .* 'layer_1' is \["):
+        with pytest.raises(
+            InvalidInputError, match=r"names its arrays by layer number, so all must .* 'layer_1' has \["
+        ):
             open_source(tmp_path / "unequal.npz")
 
 
@@ -115,16 +119,18 @@ def test_a_single_tensor_is_one_sequence(tmp_path: Path) -> None:
     np.testing.assert_array_equal(open_source(tmp_path / "t.pt").load().routed_experts, ids)
     assert open_source(tmp_path / "layer.pt").load().routed_experts.shape == (50, 1, 8)
     torch.save(torch.from_numpy(ids[None]), tmp_path / "batch.pt")
-    with pytest.raises(InvalidInputError, match=r"uint8 \[1, 50, 3, 8\]: give each sequence an array of its own"):
+    with pytest.raises(
+        InvalidInputError, match=r"uint8 and shape \[1, 50, 3, 8\]. Store each sequence as an array of its own"
+    ):
         open_source(tmp_path / "batch.pt")
     torch.save({"topk_ids": torch.from_numpy(ids)}, tmp_path / "named.pt")
-    with pytest.raises(InvalidInputError, match=r"not in a known trace format.*np\.savez"):
+    with pytest.raises(InvalidInputError, match=r"is not recognized.*np\.savez"):
         open_source(tmp_path / "named.pt")
 
 
 def test_a_table_of_text_is_refused_with_what_to_write(tmp_path: Path) -> None:
     np.savetxt(tmp_path / "t.csv", drawn_routes(20), fmt="%d", delimiter=",")
-    with pytest.raises(InvalidInputError, match=r"t\.csv is a table of text, .* np\.savez"):
+    with pytest.raises(InvalidInputError, match=r"t\.csv is a text table\. .* np\.savez"):
         open_source(tmp_path / "t.csv")
 
 
@@ -137,7 +143,7 @@ def test_lists_of_nested_lists_are_read(tmp_path: Path) -> None:
     ragged = [ids.tolist() for ids in sequences]
     ragged[1][3][0].pop()
     (tmp_path / "ragged.json").write_text(json.dumps(ragged))
-    with pytest.raises(InvalidInputError, match="record 1: the nested lists of routes are not rectangular"):
+    with pytest.raises(InvalidInputError, match="record 1: the nested lists of routes have unequal lengths"):
         open_source(tmp_path / "ragged.json")
 
 
@@ -152,16 +158,16 @@ def test_a_list_of_tensors_is_read(tmp_path: Path) -> None:
 def test_router_logits_become_routes_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logits = np.random.default_rng(0).normal(size=(40, 3, 16)).astype(np.float32)
     np.savez(tmp_path / "logits.npz", a=logits)
-    with pytest.raises(InvalidInputError, match=r"router logits .* need --moe-router-topk, 1 to 16"):
+    with pytest.raises(InvalidInputError, match=r"router logits .* set --moe-router-topk \(1 to 16\)"):
         open_source(tmp_path / "logits.npz")
     trace = open_source(tmp_path / "logits.npz", options=ImportOptions(num_experts=16, top_k=2)).load()
-    assert "wrong for a router with groups" in caplog.text
+    assert "wrong if the router has expert groups" in caplog.text
     ids = trace.routed_experts
     chosen = np.take_along_axis(logits, ids.astype(np.int64), axis=2)
     assert (chosen.min(axis=2) == np.sort(logits, axis=2)[..., -2]).all()
     logits[0, 0, 0] = np.nan
     np.savez(tmp_path / "nan.npz", a=logits)
-    with pytest.raises(InvalidInputError, match="finite values"):
+    with pytest.raises(InvalidInputError, match="All values must be finite"):
         open_source(tmp_path / "nan.npz", options=ImportOptions(num_experts=16, top_k=2))
 
 
@@ -181,19 +187,19 @@ def test_folders_and_empty_files_are_refused_by_every_format(name: str, tmp_path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "is empty: it holds no sequence"),
-        ({"a": np.zeros((0, 2, 2), np.uint8)}, "is empty: no row holds a route"),
-        ({"a": np.zeros(4, np.uint8)}, r"'a' must be integers \[tokens, layers, top-k\]"),
-        ({"a": np.zeros((2, 2, 2), np.float32)}, r"router logits .* need --moe-router-topk"),
-        ({"a": np.array([[[0, 9]]])}, r"holds expert id 9, outside 0 \.\. 7"),
-        ({"a": np.array([[[3, 3]]])}, "names an expert twice"),
+        ({}, "is empty: it has no sequences"),
+        ({"a": np.zeros((0, 2, 2), np.uint8)}, "is empty: no token has a recorded route"),
+        ({"a": np.zeros(4, np.uint8)}, r"'a' must contain integers of shape \[tokens, layers, top-k\]"),
+        ({"a": np.zeros((2, 2, 2), np.float32)}, r"router logits .* set --moe-router-topk"),
+        ({"a": np.array([[[0, 9]]])}, r"has expert id 9, but expert ids must be 0 to 7"),
+        ({"a": np.array([[[3, 3]]])}, "is routed to one expert twice"),
         ({"a": np.array([[[3, -7]]])}, "negative expert id -7"),
-        ({"a": np.array([[[3, 1], [0, 0]]])}, "MoE layer 1 routes every token to expert 0 only"),
+        ({"a": np.array([[[3, 1], [0, 0]]])}, "in MoE layer 1, every token is routed to expert 0 only"),
         (
             {"a": np.array([[[3, 1]]]), "b": np.array([[[3, 1], [2, 1]]])},
-            "has 2 layers and top-2, but the sequences before",
+            "has 2 layers and top-2, but earlier sequences of the file",
         ),
-        ({"a": np.array([[[70_000, 1]]])}, "holds expert id 70000"),
+        ({"a": np.array([[[70_000, 1]]])}, "has expert id 70000"),
     ],
 )
 def test_wrong_routes_are_refused(tmp_path: Path, content: dict[str, np.ndarray], message: str) -> None:
@@ -210,9 +216,9 @@ def test_wrong_routes_are_refused(tmp_path: Path, content: dict[str, np.ndarray]
         ({"num_experts": 0}, "num_experts must be at least 1"),
         ({"moe_layer_ids": ()}, "moe_layer_ids must be ascending"),
         ({"moe_layer_ids": (2, 1)}, "moe_layer_ids must be ascending"),
-        ({"moe_layer_ids": (1,), "first_k_dense": 1}, "either moe_layer_ids or first_k_dense"),
+        ({"moe_layer_ids": (1,), "first_k_dense": 1}, "set either moe_layer_ids or first_k_dense"),
         ({"first_k_dense": -1}, "first_k_dense must be at least 0"),
-        ({"provenance": "R7"}, "provenance 'R7' is not one of"),
+        ({"provenance": "R7"}, "the provenance 'R7' is unknown"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -223,12 +229,12 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moe_layer_ids": (1, 2, 3, 4)}, "holds 3 layers, but moe_layer_ids names 4"),
-        ({"moe_layer_ids": (2, 3)}, r"of which \[3\] are missing"),
-        ({"first_k_dense": 3}, "all of them dense"),
-        ({"num_experts": 16}, r"outside 0 \.\. 15"),
-        ({"num_experts": 70_000}, "num_experts must lie in"),
-        ({"prompt_lengths": (1,)}, "more sequences than there are prompt lengths"),
+        ({"moe_layer_ids": (1, 2, 3, 4)}, "has 3 recorded layers"),
+        ({"moe_layer_ids": (2, 3)}, r"it lacks \[3\]"),
+        ({"first_k_dense": 3}, "layers of .* are dense"),
+        ({"num_experts": 16}, "expert ids must be 0 to 15"),
+        ({"num_experts": 70_000}, "num_experts must be 1 to 65536"),
+        ({"prompt_lengths": (1,)}, "more sequences than prompt lengths were given"),
     ],
 )
 def test_options_that_contradict_the_file_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -240,29 +246,33 @@ def test_options_that_contradict_the_file_are_refused(tmp_path: Path, options: d
 def test_a_layer_with_routes_is_not_left_out_as_dense(tmp_path: Path) -> None:
     """Where a file holds MoE layers alone, `first_k_dense` of the model would drop real ones."""
     producers.write_npz(tmp_path / "t.npz", make_rollout(lengths=(4,)).sequences, 32)
-    with pytest.raises(InvalidInputError, match="holds routes in layer 0, which first_k_dense = 1 makes dense"):
+    with pytest.raises(
+        InvalidInputError, match="has routes in layer 0, but first_k_dense = 1 says that this layer is dense"
+    ):
         open_source(tmp_path / "t.npz", options=ImportOptions(first_k_dense=1))
 
 
 def test_an_id_that_no_model_has_is_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", a=np.array([[[1, 10**9]]]))
-    with pytest.raises(InvalidInputError, match="expert id 1000000000: no model has that many"):
+    with pytest.raises(InvalidInputError, match="expert id 1000000000, which is too high"):
         open_source(tmp_path / "t.npz")
 
 
 def test_a_duplicate_names_file_sample_and_row(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", a=np.array([[[1, 2]]]), b=np.array([[[1, 2]], [[3, 3]]]))
-    with pytest.raises(InvalidInputError, match=r"t\.npz: row 1 of sample 1 names an expert twice: ids \[3, 3\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"t\.npz: token 1 of sample 1 is routed to one expert twice .* \[3, 3\]"
+    ):
         open_source(tmp_path / "t.npz").validate()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"provenance": "R3"}, "has provenance = unknown, not R3"),
-        ({"first_k_dense": 1}, "does not use first_k_dense"),
-        ({"mask_capture_holes": True}, "does not use mask_capture_holes"),
-        ({"pipeline_size": 2}, "does not use pipeline_size"),
+        ({"provenance": "R3"}, "has provenance = unknown, but you set R3"),
+        ({"first_k_dense": 1}, "first_k_dense has no effect on"),
+        ({"mask_capture_holes": True}, "mask_capture_holes has no effect on"),
+        ({"pipeline_size": 2}, "pipeline_size has no effect on"),
     ],
 )
 def test_options_for_foreign_formats_are_not_ignored(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -300,7 +310,7 @@ def test_a_stored_trace_is_copied_and_reduced_to_counts(tmp_path: Path) -> None:
     counts = convert_trace(source, tmp_path / "counts", counts_only=True)
     counts.validate()
     assert_same(counts.load(), count_sequences(source.load()))
-    with pytest.raises(InvalidInputError, match="holds only counts, from which routes cannot be restored"):
+    with pytest.raises(InvalidInputError, match="contains only counts: routes cannot be restored from them"):
         convert_trace(open_source(tmp_path / "counts"), tmp_path / "back")
 
 
@@ -323,11 +333,11 @@ def test_a_conversion_may_replace_a_trace_but_not_its_source(tmp_path: Path) -> 
     stored(tmp_path / "old", seed=5)
     convert_trace(source, tmp_path / "old", overwrite=True)
     assert_same(TraceReader(tmp_path / "old").load(), source.load())
-    with pytest.raises(InvalidInputError, match="is the source itself"):
+    with pytest.raises(InvalidInputError, match="is the trace that is read"):
         convert_trace(source, tmp_path / "t", overwrite=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(InvalidInputError, match="not part of a trace"):
+    with pytest.raises(InvalidInputError, match="does not belong to a trace"):
         convert_trace(source, tmp_path / "home", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "old", "t"]
 

@@ -120,13 +120,13 @@ def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
         pickled = archive.read("archive/data.pkl")
     good = load_torch_file(torch_zip(tmp_path / "t.pt", pickled, **{"0": np.arange(6, dtype="<i4").tobytes()}))
     np.testing.assert_array_equal(good, np.arange(6).reshape(2, 3))
-    with pytest.raises(InvalidInputError, match="exceeds its storage"):
+    with pytest.raises(InvalidInputError, match="values of its storage"):
         load_torch_file(torch_zip(tmp_path / "short.pt", pickled, **{"0": b"\0" * 20}))
-    with pytest.raises(InvalidInputError, match="storage '0' is missing"):
+    with pytest.raises(InvalidInputError, match="the storage '0' of a tensor is missing"):
         load_torch_file(torch_zip(tmp_path / "none.pt", pickled))
     huge = pickled.replace(b"K\x02K\x03\x86", b"J\xff\xff\xff\x7fK\x03\x86")
     assert huge != pickled
-    with pytest.raises(InvalidInputError, match="exceeds its storage"):
+    with pytest.raises(InvalidInputError, match="values of its storage"):
         load_torch_file(torch_zip(tmp_path / "huge.pt", huge, **{"0": b"\0" * 24}))
 
 
@@ -157,7 +157,7 @@ def test_tensors_and_arrays_come_back_as_torch_saved_them(
 
 def test_files_that_torch_did_not_write_are_refused(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(InvalidInputError, match="is not a zip archive from torch"):
+    with pytest.raises(InvalidInputError, match=r"was not written by torch\.save of version 1\.6"):
         load_torch_file(tmp_path / "old.pt")
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps([1] * 1000, 2))

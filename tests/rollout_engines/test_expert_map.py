@@ -42,10 +42,10 @@ def test_filled_slots_hold_every_expert_and_no_rank_one_twice(
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        ([[0, 1, 2, 3], [0, 1, 2, 2]], "layer 1: no slot holds expert 3"),
-        ([[0, 0, 1, 2, 3, 1]], "layer 0: rank 0 holds expert 0 twice"),
-        ([[0, 1, 2, 4]], "holds expert 4, outside 0 .. 3"),
-        ([[0, 1, 2, -1]], "holds expert -1, outside 0 .. 3"),
+        ([[0, 1, 2, 3], [0, 1, 2, 2]], "no slot for expert 3 in layer 1"),
+        ([[0, 0, 1, 2, 3, 1]], "puts expert 0 on rank 0 twice in layer 0"),
+        ([[0, 1, 2, 4]], "holds expert 4, but expert ids must be 0 to 3"),
+        ([[0, 1, 2, -1]], "holds expert -1, but expert ids must be 0 to 3"),
     ],
 )
 def test_a_map_that_an_engine_would_break_on_is_refused(rows: list[list[int]], sentence: str) -> None:
@@ -54,11 +54,11 @@ def test_a_map_that_an_engine_would_break_on_is_refused(rows: list[list[int]], s
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="5 slots for 4 experts cannot be split evenly across 2 ranks"):
+    with pytest.raises(InvalidInputError, match="5 slots per layer.* a multiple of 2, the number of EP ranks"):
         of_rows([[0, 1, 2, 3, 0]], num_experts=4, ep_size=2)
-    with pytest.raises(InvalidInputError, match="2 slots for 4 experts"):
+    with pytest.raises(InvalidInputError, match="2 slots per layer. It needs at least one for each of the 4 experts"):
         of_rows([[0, 1]], num_experts=4, ep_size=2)
-    with pytest.raises(InvalidInputError, match="3 slots per rank exceed the number of experts \\(2\\)"):
+    with pytest.raises(InvalidInputError, match="3 slots per rank, but the model has only 2 experts"):
         of_rows([[0, 1, 0]], num_experts=2, ep_size=1).with_copies_for(np.ones((1, 2)))
 
 

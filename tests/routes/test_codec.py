@@ -122,7 +122,7 @@ def test_prompt_groups_and_turns_store_new_rows_only():
     whole = np.concatenate([prompt, answers[300:400], answers[:50], answers[:200]])
     np.testing.assert_array_equal(reader.ids(3), np.sort(whole, axis=2))
     np.testing.assert_array_equal(reader.ids(9), np.sort(np.concatenate([whole[:400], answers[:10]]), axis=2))
-    with pytest.raises(InvalidInputError, match="begins with 1000 rows of sequence 3, but this stream holds only 0"):
+    with pytest.raises(InvalidInputError, match="shares its first 1000 tokens with sequence 3, but only 0"):
         RoutesReader(messages[1])
 
 
@@ -196,12 +196,12 @@ def test_foreign_bytes_are_refused(data):
 def test_newer_and_foreign_data_are_told_apart():
     other = bytearray(DATA)
     other[8] = 3
-    with pytest.raises(InvalidInputError, match=r"newer .version 3."):
+    with pytest.raises(InvalidInputError, match=r"has version 3, which is too new"):
         read_all(bytes(other))
     other[8] = 1
-    with pytest.raises(InvalidInputError, match="old version 1, without block spans"):
+    with pytest.raises(InvalidInputError, match="old version 1, which moe_rl no longer reads"):
         read_all(bytes(other))
-    with pytest.raises(InvalidInputError, match="foreign"):
+    with pytest.raises(InvalidInputError, match="does not begin like a file of moe_rl routes"):
         read_all(b"\x93NUMPY" + bytes(200))
     with pytest.raises(InvalidInputError, match="truncated"):
         read_all(DATA[:-1])
@@ -330,7 +330,7 @@ def test_a_file_that_is_cut_under_an_open_reader_is_an_error_and_no_signal(tmp_p
     np.testing.assert_array_equal(reader.ids(1), routes[1])
     with path.open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(InvalidInputError, match="has been cut to 100 of"):
+    with pytest.raises(InvalidInputError, match=r"has been truncated from \d+ to 100 bytes"):
         reader.ids(1)
 
 
@@ -375,9 +375,9 @@ def test_all_rows_of_a_stream_have_weights_or_none_has():
     ids = random_routes(np.random.default_rng(15), 10, 1, 32, 4)
     writer = RoutesWriter([].append, num_experts=32, top_k=4, layer_ids=(0,))
     writer.add(0, ids)
-    with pytest.raises(InvalidInputError, match="some rows of the stream have combine weights and others do not"):
+    with pytest.raises(InvalidInputError, match="some tokens have them and others do not"):
         writer.add(1, ids, combine_weights=np.ones(ids.shape, np.float32))
-    with pytest.raises(InvalidInputError, match="these routes hold no combine weights"):
+    with pytest.raises(InvalidInputError, match="these routes were stored without combine weights"):
         RoutesReader(DATA).combine_weights(0)
 
 
@@ -401,7 +401,7 @@ def test_packed_routes_are_ids_and_the_bits_of_weights():
     np.testing.assert_array_equal(found_ids, ids)
     np.testing.assert_array_equal(found_weights, weights)
     for wrong in (np.full_like(ids, -1), ids):
-        with pytest.raises(InvalidInputError, match="does not hold combine weights"):
+        with pytest.raises(InvalidInputError, match="must contain combine weights"):
             split_packed(np.concatenate([ids, wrong], axis=2))
-    with pytest.raises(InvalidInputError, match=r"must be int32 \[tokens, layers, 2 K\]"):
+    with pytest.raises(InvalidInputError, match=r"must be int32 of shape \[tokens, layers, 2 x top-k\]"):
         split_packed(ids.astype(np.int16))

@@ -199,7 +199,7 @@ def test_an_open_trace_takes_no_options_of_reading(path: Path) -> None:
 def test_ids_in_memory_are_checked(path: Path) -> None:
     trace = in_memory()
     trace.routed_experts[5, 1] = 3
-    with pytest.raises(InvalidInputError, match="names an expert twice"):
+    with pytest.raises(InvalidInputError, match="is routed to one expert twice"):
         moe_rl.simulate(trace, **SMALL)
 
 

@@ -36,7 +36,7 @@ def test_the_command_and_the_library_say_what_buffers_need(tmp_path: Path) -> No
         assert sentence in " ".join(ran.out.split())
     refused = moe_rl("plan", path, *asked, "--tokens-per-rank", 512, "--capacity", "--out", tmp_path / "plan.npz")
     assert refused.code == 2
-    assert "recorded sizes" in refused.err
+    assert "recorded batch size" in refused.err
 
 
 @pytest.mark.skipif(native_core() is None, reason="moe-rl with an engine needs the C++ core")
@@ -47,7 +47,7 @@ def test_a_report_says_capacity_and_what_an_engine_leaves_to_foresight(tmp_path:
         policy=["static", "moonep", "moe-rl"],
     )  # fmt: skip
     notes = "\n".join(report.notes)
-    assert "moe-rl, capacity: no rank gets more than" in notes
+    assert "moe-rl, capacity: no rank receives more than" in notes
     assert "homes bring nothing" in notes
     assert "moonep: copies save more time than they cost" in notes
 

@@ -50,7 +50,7 @@ def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
             for member in archive.infolist():
                 require(
                     member.file_size <= MAX_DEFLATE_RATIO * max(1, member.compress_size),
-                    f"{path}: {member.filename} claims an impossible size.",
+                    f"{path}: the size of {member.filename} in its header is impossible.",
                 )
                 data = archive.read(member)
                 with located(f"{path}, {member.filename}"):
@@ -59,7 +59,7 @@ def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     except InvalidInputError:
         raise
     except Exception as error:  # zipfile and zlib answer damage with a dozen types
-        raise InvalidInputError(f"{path} is not a readable .npz file: it is damaged.") from error
+        raise InvalidInputError(f"{path} is damaged: it cannot be read as an .npz file.") from error
 
 
 def npz_keys(path: Path) -> list[str]:
@@ -119,7 +119,7 @@ def _arrays(path: Path) -> Iterator[_NamedArray]:
         document = load_torch_file(path)
         if isinstance(document, np.ndarray):
             document = [document]
-        tensors = of_kind(document, list | tuple, f"{path} is not a tensor or a list of them.")  # type: ignore[arg-type]
+        tensors = of_kind(document, list | tuple, f"{path} does not contain a tensor or a list of tensors.")  # type: ignore[arg-type]
         for index, value in enumerate(tensors):
             with located(f"{path}, sequence {index}"):
                 yield _NamedArray(name=str(index), values=as_array(value))
@@ -144,12 +144,12 @@ def _of_layers(path: Path, layers: Mapping[str, int]) -> _NamedArray:
     for key in ordered:
         require(
             arrays[key].ndim == 2 and arrays[key].shape == first.shape,
-            f"{path} numbers its arrays by layer, so all must be [tokens, top-k] of the same tokens, but {key!r} is "
-            f"{list(arrays[key].shape)} and {ordered[0]!r} is {list(first.shape)}. If they are sequences, name them "
-            "otherwise.",
+            f"{path} names its arrays by layer number, so all must have the same shape [tokens, top-k], but {key!r} "
+            f"has {list(arrays[key].shape)} and {ordered[0]!r} has {list(first.shape)}. If each array is a "
+            "sequence, rename the arrays.",
         )
     logger.warning(
-        "%s: its %d arrays, %s to %s, are read as the layers of one sequence of %d tokens.",
+        "%s: moe_rl reads its %d arrays, %s to %s, as the layers of one sequence of %d tokens.",
         path,
         len(ordered),
         ordered[0],
@@ -170,7 +170,8 @@ def _of_record(value: object, index: int) -> _NamedArray:
     nested = [name for name, item in value.items() if _depth(item) == 3]
     require(
         len(nested) == 1,
-        f"one field must hold nested lists [tokens][layers][top-k], got {', '.join(nested) or 'none'}.",
+        "exactly one field must contain nested lists [tokens][layers][top-k], but these do: "
+        f"{', '.join(nested) or 'none'}.",
     )
     groups = [value[name] for name in GROUP_FIELDS if isinstance(value.get(name), int | str)]
     return _NamedArray(name=str(index), values=as_array(value[nested[0]]), group=groups[0] if groups else None)
@@ -192,7 +193,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         routes = _as_ids(values, options, f"{path}: {array.name!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
-            require(index < len(options.prompt_lengths), f"{path} has more sequences than there are prompt lengths.")
+            require(index < len(options.prompt_lengths), f"{path} has more sequences than prompt lengths were given.")
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
             routes = np.concatenate([prompt, routes])
@@ -208,28 +209,31 @@ def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: b
         values = values[:, None]  # of one layer
     require(
         values.ndim <= 3,
-        f"{what} is {values.dtype} {list(values.shape)}: give each sequence an array of its own, [tokens, layers, "
-        "top-k], without padding.",
+        f"{what} has dtype {values.dtype} and shape {list(values.shape)}. Store each sequence as an array of its "
+        "own, [tokens, layers, top-k], without padding.",
     )
     if not is_logits:
         require(
             values.ndim == 3 and values.dtype.kind in "iu",
-            f"{what} must be integers [tokens, layers, top-k], or [tokens, top-k] of one layer, got "
+            f"{what} must contain integers of shape [tokens, layers, top-k], or [tokens, top-k] for one layer, got "
             f"{values.dtype} {list(values.shape)}.",
         )
         return values
     shape = list(values.shape)
-    require(values.ndim == 3, f"{what} must be router logits [tokens, layers, experts], got {values.dtype} {shape}.")
+    require(
+        values.ndim == 3,
+        f"{what} must contain router logits of shape [tokens, layers, experts], got {values.dtype} {shape}.",
+    )
     top_k, experts = options.top_k, values.shape[2]
     if top_k is None or top_k > experts or not np.isfinite(values).all():
         raise InvalidInputError(
-            f"{what} holds {values.dtype} {shape}: router logits [tokens, layers, experts] need --moe-router-topk, "
-            f"1 to {experts}, and finite values."
+            f"{what} contains router logits [tokens, layers, experts], {values.dtype} {shape}. To read them, set "
+            f"--moe-router-topk (1 to {experts}). All values must be finite."
         )
     if first:
         logger.warning(
-            "%s holds router logits; the %d highest of %d become routes, which is wrong for a router with groups or "
-            "an expert bias.",
+            "%s contains router logits. moe_rl takes the %d highest of %d logits as the route, which is wrong if "
+            "the router has expert groups or an expert bias.",
             what,
             top_k,
             experts,

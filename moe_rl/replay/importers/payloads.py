@@ -22,7 +22,7 @@ SAVE_ARRAYS = 'Write arrays [tokens, layers, topk] with np.savez("routes.npz", *
 
 def from_base64(text: object) -> bytes:
     """Return the decoded bytes of a base64 string."""
-    encoded = of_kind(text, str, f"routes must be a base64 string, got {type(text).__name__}.")
+    encoded = of_kind(text, str, f"the routes must be a base64 string, got {type(text).__name__}.")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -31,11 +31,11 @@ def from_base64(text: object) -> bytes:
 
 def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.integer]:
     """Return C-order `data` as an array; raise unless it has exactly the bytes that dtype and shape ask for."""
-    require(dtype in WIRE_DTYPES, f"dtype {dtype!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    require(dtype in WIRE_DTYPES, f"the dtype {dtype!r} is not supported. Supported are {', '.join(WIRE_DTYPES)}.")
     wanted = math.prod(shape) * np.dtype(dtype).itemsize
     require(
         all(extent >= 0 for extent in shape) and wanted == len(data),
-        f"{dtype} routes of shape {list(shape)} take {wanted} bytes, but the payload has {len(data)}.",
+        f"{dtype} routes of shape {list(shape)} need {wanted} bytes, but the payload has {len(data)}.",
     )
     array: NDArray[np.integer] = np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
     return array
@@ -65,13 +65,13 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
         require(version in formats, f"the .npy file has format version {version}, which is not supported.")
         shape, order, dtype = formats[version](file)
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise InvalidInputError("the payload is not a .npy file, or its header is damaged.") from error
+        raise InvalidInputError("the payload is not an .npy file, or its header is damaged.") from error
     hint = f" {SAVE_ARRAYS}" if dtype.kind == "O" else ""
-    require(dtype.kind in "iuf", f"the .npy file holds {dtype}, not numbers.{hint}")
+    require(dtype.kind in "iuf", f"the .npy file contains {dtype} instead of numbers.{hint}")
     size = len(data) - file.tell()
     require(
         min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == size,
-        f"the .npy file declares {dtype} {list(shape)}, but holds {size} bytes.",
+        f"the .npy file should contain {dtype} {list(shape)} according to its header, but its data has {size} bytes.",
     )
     array = np.frombuffer(data, dtype, offset=file.tell())
     if order:
@@ -84,7 +84,7 @@ def as_routes(value: object) -> NDArray[np.integer]:
     array: NDArray[np.integer] = as_array(from_npy(from_base64(value)) if isinstance(value, str) else value)
     require(
         array.ndim == 3 and array.dtype.kind in "iu",
-        f"routes must be integers of shape [tokens, layers, top-k], got {array.dtype} {list(array.shape)}.",
+        f"the routes must be integers of shape [tokens, layers, top-k], got {array.dtype} {list(array.shape)}.",
     )
     return array
 
@@ -95,8 +95,10 @@ def as_array(value: object) -> NDArray[Any]:
         try:
             value = np.asarray(value)
         except ValueError as error:
-            raise InvalidInputError("the nested lists of routes are not rectangular.") from error
-    array: NDArray[Any] = of_kind(value, np.ndarray, f"routes cannot be read from {type(value).__name__}.")
+            raise InvalidInputError("the nested lists of routes have unequal lengths.") from error
+    array: NDArray[Any] = of_kind(
+        value, np.ndarray, f"routes cannot be read from a value of type {type(value).__name__}."
+    )
     return array
 
 

@@ -42,18 +42,24 @@ class RecordedSequence:
         routes = self.routes
         require(
             routes.ndim == 3 and routes.dtype.kind in "iu" and routes.shape[1] >= 1 and routes.shape[2] >= 1,
-            f"routes must be integers of shape [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
+            f"the routes must be integers of shape [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
         )
         require_token_axis_first(routes.shape)
         for name in ("step", "micro_batch", "dp_rank"):
             value = getattr(self, name)
-            require(-1 <= value < 1 << 31, f"{name} must lie in -1 .. {(1 << 31) - 1}, got {value}.")
+            require(-1 <= value < 1 << 31, f"{name} must be -1 to {(1 << 31) - 1}, got {value}.")
         if self.valid is not None:
-            require(self.valid.shape == routes.shape[:1], "the mask of valid rows differs in length from the routes.")
+            require(
+                self.valid.shape == routes.shape[:1],
+                "the mask of tokens with a route and the routes have different lengths.",
+            )
         weights = self.combine_weights
-        require(weights is None or weights.shape == routes.shape, "combine weights differ in shape from the routes.")
+        require(
+            weights is None or weights.shape == routes.shape,
+            "the combine weights must have the same shape as the routes.",
+        )
         if self.layer_ids is not None:
-            require(len(self.layer_ids) == routes.shape[1], "layer_ids must name every recorded layer.")
+            require(len(self.layer_ids) == routes.shape[1], "layer_ids must contain a number for every recorded layer.")
 
     def at(self, path: Path, index: int) -> str:
         """Return where the sequence stands, for messages."""
@@ -70,8 +76,8 @@ class RecordedSequence:
         if self.num_tokens in (None, len(self.routes)):
             return ""
         expected = max(0, self.num_tokens - 1 - self.first_row)
-        tokens = f"{self.num_tokens} tokens from token {self.first_row} on"
-        return f"{len(self.routes)} rows of routes for {tokens}: expected {expected}."
+        tokens = f"{self.num_tokens} tokens, recorded from token {self.first_row} on,"
+        return f"there are routes for {len(self.routes)} tokens, but {tokens} need {expected}."
 
 
 AXES = ("TLK", "LTK")
@@ -107,10 +113,10 @@ class ImportOptions:
     def __post_init__(self) -> None:
         require_least(self, num_experts=1, top_k=1, num_layers=1, pipeline_size=1, first_k_dense=0)
         require(self.axes in AXES, f"axes must be {' or '.join(AXES)}, got {self.axes!r}.")
-        require(min(self.prompt_lengths or (0,)) >= 0, "a prompt length is negative.")
+        require(min(self.prompt_lengths or (0,)) >= 0, "prompt lengths must be 0 or more.")
         require(
             self.moe_layer_ids is None or self.first_k_dense is None,
-            "give either moe_layer_ids or first_k_dense, not both.",
+            "set either moe_layer_ids or first_k_dense, not both.",
         )
         ids = self.moe_layer_ids
         require(
@@ -119,7 +125,7 @@ class ImportOptions:
         )
         require(
             self.provenance in (None, *PROVENANCES),
-            f"provenance {self.provenance!r} is not one of {', '.join(PROVENANCES)}.",
+            f"the provenance {self.provenance!r} is unknown. Known are {', '.join(PROVENANCES)}.",
         )
 
 
@@ -133,7 +139,7 @@ def require_of_use(path: Path, format: str, options: ImportOptions, reads: tuple
         set_here = getattr(options, item.name) != item.default
         require(
             not set_here or item.name in OF_EVERY_TRACE or item.name in reads,
-            f"{path} is read as {format}, which does not use {item.name}: leave it out.",
+            f"{item.name} has no effect on {path}, which is read as {format}: leave it out.",
         )
 
 

@@ -87,7 +87,7 @@ class _Call:
         return self._function(*arguments)
 
     def __setstate__(self, _: object) -> None:
-        raise InvalidInputError("its pickle would modify a function, which is not allowed")
+        raise InvalidInputError("its pickle calls a function that is not allowed")
 
 
 class _Storage:
@@ -120,7 +120,7 @@ class _Unpickler(pickle._Unpickler):
         match pid:
             case ("storage", str(code), str(key), *_):
                 return _Storage(self._storage(key), code)
-        raise InvalidInputError("a tensor refers to a storage in an unknown way.")
+        raise InvalidInputError("a tensor refers to its storage in an unknown way.")
 
 
 def load_torch_file(path: Path, *, verify: bool = True) -> Any:
@@ -131,7 +131,9 @@ def load_torch_file(path: Path, *, verify: bool = True) -> Any:
     Raises `InvalidInputError` for anything that is not such a file; the older format without a zip archive included.
     """
     if not zipfile.is_zipfile(path):
-        raise InvalidInputError(f"{path} is not a zip archive from torch.save 1.6 or later.")
+        raise InvalidInputError(
+            f"{path} was not written by torch.save of version 1.6 or later: it is not a zip archive."
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
@@ -139,7 +141,7 @@ def load_torch_file(path: Path, *, verify: bool = True) -> Any:
     except InvalidInputError as error:
         raise InvalidInputError(f"{path} cannot be read: {str(error).rstrip('.')}.") from error
     except Exception as error:  # a damaged archive or pickle makes its reader fail in any way, but never runs anything
-        raise InvalidInputError(f"{path} is damaged: its contents cannot be read.") from error
+        raise InvalidInputError(f"{path} is damaged: its content cannot be read.") from error
 
 
 def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], verify: bool) -> Any:
@@ -150,7 +152,7 @@ def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], ve
     def storage(key: str) -> NDArray[np.uint8]:
         member = members.get(f"{root}data/{key}")
         if member is None:
-            raise InvalidInputError(f"tensor storage {key!r} is missing")
+            raise InvalidInputError(f"the storage {key!r} of a tensor is missing")
         return _stored_bytes(file_bytes, member, verify=verify)
 
     pickled = _stored_bytes(file_bytes, members[f"{root}data.pkl"], verify=True)
@@ -159,7 +161,9 @@ def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], ve
 
 def _stored_bytes(file_bytes: NDArray[np.uint8], member: zipfile.ZipInfo, *, verify: bool) -> NDArray[np.uint8]:
     """Return a member's bytes as a view of the file; torch stores them without compression."""
-    require(member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, which torch.save never does")
+    require(
+        member.compress_type == zipfile.ZIP_STORED, f"{member.filename} is compressed, but torch.save never compresses"
+    )
     # The local header's name and extra field may be longer than the directory's: read their lengths from it.
     header = file_bytes[member.header_offset : member.header_offset + 30]
     require(len(header) == 30, f"the zip entry of {member.filename} is damaged")
@@ -181,13 +185,13 @@ def _number_dtype(code: str) -> np.dtype[Any]:
     try:
         dtype = np.dtype(code)
     except TypeError as error:
-        raise InvalidInputError(f"unknown array dtype {code!r}") from error
+        raise InvalidInputError(f"the dtype {code!r} of an array is unknown") from error
     require(dtype.kind in "iufb" and dtype.fields is None, f"arrays of {code!r} are not supported")
     return dtype
 
 
 def _shaped(flat: NDArray[Any], shape: tuple[Any, ...], *, fortran: bool = False) -> NDArray[Any]:
-    require(all(type(extent) is int and extent >= 0 for extent in shape), "an array has an impossible shape")
+    require(all(type(extent) is int and extent >= 0 for extent in shape), "the shape of an array is impossible")
     require(math.prod(shape) == flat.size, f"an array of shape {list(shape)} has {flat.size} values")
     if fortran:
         return flat.reshape(shape[::-1]).T
@@ -213,13 +217,18 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
     dtype = _number_dtype(code)
     flat = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
     extents, strides = _extents(size), _extents(stride)
-    require(type(offset) is int and offset >= 0 and len(extents) == len(strides), "a tensor has an impossible layout")
+    require(
+        type(offset) is int and offset >= 0 and len(extents) == len(strides), "the layout of a tensor is impossible"
+    )
     start = int(offset)  # type: ignore[call-overload]
     if 0 in extents:
         return np.zeros(extents, dtype)
     # as_strided checks nothing: the furthest element decides whether the view stays inside.
     last_byte = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
-    require(last_byte < len(flat), f"a tensor of shape {list(extents)} exceeds its storage of {len(flat)} values")
+    require(
+        last_byte < len(flat),
+        f"a tensor of shape {list(extents)} needs more than the {len(flat)} values of its storage",
+    )
     count = math.prod(extents)
     if strides == tuple(math.prod(extents[axis + 1 :]) for axis in range(len(extents))):
         return flat[start : start + count].reshape(extents)
@@ -230,13 +239,13 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
 def _extents(value: object) -> tuple[int, ...]:
     require(
         isinstance(value, tuple) and len(value) <= 8 and all(type(v) is int and 0 <= v < 1 << 48 for v in value),
-        "a tensor has an impossible layout",
+        "the layout of a tensor is impossible",
     )
     return tuple(value)  # type: ignore[arg-type]
 
 
 def _encode(text: object, encoding: object = "latin1", *_: object) -> bytes:
-    require(isinstance(text, str) and encoding == "latin1", "bytes are encoded in an unknown way")
+    require(isinstance(text, str) and encoding == "latin1", "the encoding of some bytes is unknown")
     return str(text).encode("latin1")
 
 
