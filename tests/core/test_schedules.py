@@ -44,7 +44,7 @@ def test_a_partition_has_every_index_once_and_no_part_above_the_mean_by_more_tha
 
 
 def test_what_cannot_be_laid_out_is_said() -> None:
-    with pytest.raises(InvalidInputError, match="sequence 1 has 9 tokens, .* the token budget of a micro-batch .8."):
+    with pytest.raises(InvalidInputError, match=r"sequence 1 has 9 tokens, .* the token budget of a micro-batch .8."):
         framework_layout("verl", np.array([1, 9]), num_dp_ranks=1, token_budget=8)
     with pytest.raises(InvalidInputError, match="--layout 'velr' is unknown"):
         framework_layout("velr", np.array([1]), num_dp_ranks=1, token_budget=8)

@@ -175,7 +175,7 @@ def test_token_starts_pack_every_cell_without_gaps(lengths: np.ndarray, num_dp_r
 
 
 def test_a_sequence_longer_than_its_cell_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="sequence 1 has 9 tokens, .* the token budget of a micro-batch .8."):
+    with pytest.raises(InvalidInputError, match=r"sequence 1 has 9 tokens, .* the token budget of a micro-batch .8."):
         BatchLayout.in_order(np.array([3, 9]), num_dp_ranks=1, token_budget=8)
 
 
