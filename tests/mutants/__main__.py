@@ -2,12 +2,13 @@
 
     python -m mutants [--count 100] [--seed 20261127] [--processes 2] [--minutes 75] [--reach FOLDER] [--list]
 
-PYTHONPATH holds tests/. First the tests of cover.yaml run once, traced: which lines of the runtime does each reach, in
-how many seconds? A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
-`hook/sitecustomize.py`, so that the tree itself stays as it is. The tests that reach its line run, those that cover its
-module first and the quickest of them first, until one fails: then it has died, as also by the time limit. One that no
-test reaches lives. Sessions are forks of processes that have imported the rest (zygote.py). Ends with 1 if too many
-live. After so many minutes none is begun, and it is said how many were not.
+PYTHONPATH holds tests/. A mutant is one edit in one module of balancing, megatron or frameworks, put in its place by
+`hook/sitecustomize.py`, so that the tree itself stays as it is. The test files that cover its module (cover.yaml) take
+turns, the cheapest first. Each runs once traced, when the first mutant needs it: which lines of the runtime does every
+test reach, in how many seconds? Those that reach the mutant's line run, the quickest first, until one fails: then it
+has died, as also by the time limit. What lives through its own files meets the tests of all files traced by then. One
+that no test reaches lives. Sessions are forks of processes that have imported the rest (zygote.py). Ends with 1 if too
+many live. After so many minutes none is begun, and it is said how many were not.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -161,40 +162,65 @@ class Sessions:
             zygote.close()
 
 
-def reached(files: Sequence[str], sessions: Sessions, pool: ThreadPoolExecutor) -> list[Reach]:
-    """Run the tests of these files without a fault; return what each reaches. One that fails notices nothing."""
+class ReachOfFiles:
+    """Which lines the tests of a file reach; a file is traced when the first mutant needs it."""
 
-    def of_file(file: str, flavor: str) -> list[Reach]:
-        name = f"{file.removesuffix('.py').replace('/', '.')}.{flavor}"
-        written = sessions.folder / f"{name}.jsonl"
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._lock = threading.Lock()
+        self._of_file: dict[str, Future[list[Reach]]] = {}
+
+    def of(self, file: str) -> list[Reach]:
+        """Return the reach of the tests that pass without a fault; one that fails notices nothing."""
+        with self._lock:
+            is_first = file not in self._of_file
+            reach = self._of_file.setdefault(file, Future())
+        if is_first:
+            try:
+                reach.set_result(self._passing(file))
+            except BaseException as error:
+                reach.set_exception(error)
+        return reach.result()
+
+    def traced(self) -> list[Reach]:
+        """Return the reach of all files so far."""
+        return [test for reach in self._of_file.values() for test in reach.result()]
+
+    def _passing(self, file: str) -> list[Reach]:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        tests = [test for flavor in FLAVORS if not flavor or flavor in text for test in self._of_flavor(file, flavor)]
+        for test in tests:
+            if not test.passed:
+                print(f"fails without a mutant, and counts for none: {test.tests[0]}", flush=True)
+        return [test for test in tests if test.passed]
+
+    def _of_flavor(self, file: str, flavor: str) -> list[Reach]:
+        folder, name = self._sessions.folder, f"{file.removesuffix('.py').replace('/', '.')}.{flavor}"
+        written = folder / f"{name}.jsonl"
         if not written.exists():
-            unfinished, log = written.with_suffix(".unfinished"), sessions.folder / f"{name}.log"
+            unfinished = written.with_suffix(".unfinished")
             unfinished.write_text("")
-            sessions.run(Session(tests=[file], flavor=flavor, reach=unfinished, log=log, limit_s=REACH_LIMIT_S))
+            log = folder / f"{name}.log"
+            self._sessions.run(Session(tests=[file], flavor=flavor, reach=unfinished, log=log, limit_s=REACH_LIMIT_S))
             unfinished.rename(written)
         return read(written, flavor)
 
-    of_flavors = [
-        (file, flavor) for file in files for flavor in FLAVORS if not flavor or flavor in (ROOT / file).read_text()
-    ]
-    tests = [test for of_one in pool.map(lambda pair: of_file(*pair), of_flavors) for test in of_one]
-    for test in tests:
-        if not test.passed:
-            print(f"fails without a mutant, and counts for none: {test.tests[0]}", flush=True)
-    return [test for test in tests if test.passed]
 
-
-def candidates(mutant: Mutant, tests: Iterable[Reach]) -> tuple[list[Reach], list[Reach]]:
-    """Return the tests that reach a mutant, the quickest first: those that cover its module, and some others."""
+def reaching(mutant: Mutant, tests: Iterable[Reach]) -> list[Reach]:
+    """Return the tests that reach a mutant's line, the quickest first."""
     lines, path = set(mutant.edit.lines), str(mutant.path.resolve())
-    reaching = sorted((test for test in tests if lines & test.lines.get(path, frozenset())), key=lambda t: t.seconds)
-    own = [test for test in reaching if test.file in covering(mutant.module)]
+    return sorted((test for test in tests if lines & test.lines.get(path, frozenset())), key=lambda test: test.seconds)
+
+
+def of_others(mutant: Mutant, tests: Iterable[Reach]) -> list[Reach]:
+    """Return tests that reach a mutant and cover other modules, the quickest first, of OF_OTHERS_S in all."""
     others, seconds = [], 0.0
-    for test in reaching:
-        seconds += test.seconds if test not in own else 0.0
-        if test not in own and seconds <= OF_OTHERS_S:
-            others.append(test)
-    return own, others
+    for test in reaching(mutant, tests):
+        if test.file not in covering(mutant.module):
+            seconds += test.seconds
+            if seconds <= OF_OTHERS_S:
+                others.append(test)
+    return others
 
 
 def in_sessions(tests: Sequence[Reach]) -> Iterator[list[Reach]]:
@@ -214,54 +240,76 @@ def in_sessions(tests: Sequence[Reach]) -> Iterator[list[Reach]]:
         size *= 2
 
 
-def killer(mutant: Mutant, folder: Path, tests: Sequence[Reach], sessions: Sessions) -> str:
-    """Return which tests notice a mutant; empty where it lives."""
-    text = folder / "mutant.py"
-    text.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
-    fault = {"MODULE": f"moe_rl.{mutant.module}", "FILE": str(mutant.path), "TEXT": str(text)}
-    environment = {f"MOE_RL_TEST_MUTANT_{name}": value for name, value in fault.items()}
-    own, others = candidates(mutant, tests)
-    for together in (*in_sessions(own), *in_sessions(others)):
-        session = Session(
-            tests=[name for test in together for name in test.tests],
-            flavor=together[0].flavor,
-            environment=environment,
-            log=folder / "log",
-            limit_s=LIMIT_S + TIMES * sum(test.seconds for test in together),
-        )
-        if sessions.run(session) not in NOTHING_FAILED:
-            return together[0].tests[0] + (f" or {len(session.tests) - 1} others" if len(session.tests) > 1 else "")
-    return ""
+class Trial:
+    """One mutant before the tests."""
+
+    def __init__(self, mutant: Mutant, folder: Path, sessions: Sessions) -> None:
+        self.mutant, self._folder, self._sessions = mutant, folder, sessions
+        self.num_tests = 0
+        """That it has lived through."""
+        folder.mkdir()
+        text = folder / "mutant.py"
+        text.write_text(applied(mutant.path.read_text(encoding="utf-8"), mutant.edit), encoding="utf-8")
+        fault = {"MODULE": f"moe_rl.{mutant.module}", "FILE": str(mutant.path), "TEXT": str(text)}
+        self._environment = {f"MOE_RL_TEST_MUTANT_{name}": value for name, value in fault.items()}
+
+    def killer_of_own(self, reach: ReachOfFiles) -> str:
+        """Return which tests of the files that cover its module notice it; empty where it lives."""
+        for file in covering(self.mutant.module):
+            if killer := self.killer(reaching(self.mutant, reach.of(file))):
+                return killer
+        return ""
+
+    def killer(self, tests: Sequence[Reach]) -> str:
+        """Return which of these tests notice the mutant; empty where it lives."""
+        for together in in_sessions(tests):
+            session = Session(
+                tests=[name for test in together for name in test.tests],
+                flavor=together[0].flavor,
+                environment=self._environment,
+                log=self._folder / "log",
+                limit_s=LIMIT_S + TIMES * sum(test.seconds for test in together),
+            )
+            if self._sessions.run(session) not in NOTHING_FAILED:
+                return together[0].tests[0] + (f" or {len(session.tests) - 1} others" if len(session.tests) > 1 else "")
+            self.num_tests += len(together)
+        return ""
 
 
 def run(mutants: Sequence[Mutant], given: argparse.Namespace, folder: Path) -> tuple[int, list[Mutant]]:
     """Run mutants, print what becomes of each, and return how many ran and those that live."""
-    alive: list[Mutant] = []
-    num_run, started = 0, time.monotonic()
+    started = time.monotonic()
     sessions = Sessions(given.reach or folder)
     sessions.folder.mkdir(parents=True, exist_ok=True)
+    reach = ReachOfFiles(sessions)
 
-    def killer_in_time(mutant: Mutant, index: int) -> str | None:
+    def in_own_files(trial: Trial) -> str | None:
         if time.monotonic() - started > 60 * given.minutes:
             return None
-        (folder / str(index)).mkdir()
-        return killer(mutant, folder / str(index), tests, sessions)
+        return trial.killer_of_own(reach)
 
+    def say(trial: Trial, fate: str) -> None:
+        print(f"[{time.monotonic() - started:.0f} s] {trial.mutant}\n    {fate}", flush=True)
+
+    trials = [Trial(mutant, folder / str(index), sessions) for index, mutant in enumerate(mutants)]
+    num_run, alive = 0, list[Trial]()
     with ThreadPoolExecutor(given.processes) as pool:
-        files = dict.fromkeys(file for mutant in mutants for file in covering(mutant.module))
-        tests = reached(list(files), sessions, pool)
-        print(f"{len(tests)} tests of {len(files)} files, {time.monotonic() - started:.0f} s", flush=True)
-        futures = {pool.submit(killer_in_time, mutant, index): mutant for index, mutant in enumerate(mutants)}
+        futures = {pool.submit(in_own_files, trial): trial for trial in trials}
         for future in as_completed(futures):
-            mutant, killed_by = futures[future], future.result()
-            if killed_by is None:
-                continue
-            num_run += 1
-            alive += [] if killed_by else [mutant]
-            fate = killed_by or f"ALIVE after {sum(map(len, candidates(mutant, tests)))} tests"
-            print(f"[{num_run}/{len(futures)} {time.monotonic() - started:.0f} s] {mutant}\n    {fate}", flush=True)
+            trial, killed_by = futures[future], future.result()
+            num_run += killed_by is not None
+            if killed_by:
+                say(trial, killed_by)
+            elif killed_by is not None:
+                alive.append(trial)
+        traced = reach.traced()
+        killers = pool.map(lambda trial: trial.killer(of_others(trial.mutant, traced)), alive)
+        for trial, killed_by in zip(list(alive), killers, strict=True):
+            if killed_by:
+                alive.remove(trial)
+            say(trial, killed_by or f"ALIVE after {trial.num_tests} tests")
     sessions.close()
-    return num_run, alive
+    return num_run, [trial.mutant for trial in alive]
 
 
 def main() -> int:
