@@ -349,3 +349,38 @@ def test_a_pass_in_which_nothing_ran_or_that_broke_off_has_no_imbalance(summed_o
     chunk(scores_of(1))
     assert watch.end_pass() == {}
     assert summed_over == []
+
+
+class OnDevice:
+    """Stands in for a tensor of a GPU: what is copied from it arrives when its event has been waited for."""
+
+    is_cuda, dtype = True, torch.int64
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = torch.tensor(values)
+        self.shape = self.values.shape
+
+
+def test_what_lies_on_a_gpu_is_read_from_pinned_memory_behind_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Pinned:
+        def __init__(self, shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> None:
+            assert pin_memory
+            self.values = torch.zeros(shape, dtype=dtype)
+
+        def copy_(self, source: OnDevice, *, non_blocking: bool) -> None:
+            assert non_blocking
+            order.append("copy")
+            self.values.copy_(source.values)
+
+    monkeypatch.setattr(router_watch.torch, "empty", Pinned)
+    event = SimpleNamespace(record=lambda: order.append("event"))
+    monkeypatch.setattr(router_watch.torch.cuda, "Event", lambda: event)
+    columns: Any = [OnDevice([1, 2]), OnDevice([3])]
+    host, behind = router_watch._on_the_way(columns)
+    assert [column.values.tolist() for column in host] == [[1, 2], [3]]  # type: ignore[attr-defined]
+    assert behind is event
+    assert order == ["copy", "copy", "event"]
+    here = [torch.zeros(2)]
+    assert router_watch._on_the_way(here) == (here, None)
