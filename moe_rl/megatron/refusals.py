@@ -35,8 +35,9 @@ class Refusal:
         if self.never_run:
             return experimental_sentence(name, self.never_run)
         if self.with_copies:
-            copies = "with copies of experts, or experts='grouped' (without slots for them homes still move)"
-            return f"{name} is not supported {copies}: {self.reason}."
+            copies = "with expert replicas or experts='grouped'"
+            moves = "Without replica slots, moe_rl can still move experts between ranks."
+            return f"{name} is not supported {copies}: {self.reason}. {moves}"
         remedy = f"; set it to {' or '.join(map(str, self.allowed))}" if self.allowed else ""
         remedy += "".join(f"; BalancerConfig({name}={word!r}) allows it" for name, word in self.unless.items())
         return f"{name} is not supported: {self.reason}{remedy}."

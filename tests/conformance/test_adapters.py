@@ -22,7 +22,7 @@ def test_a_user_writes_three_lines_at_most(framework: Framework) -> None:
 @every_adapter
 def test_it_says_how_replay_goes_on_and_which_rows_have_no_route(framework: Framework) -> None:
     assert framework.facts[0].startswith("Replay: ")
-    assert any(fact.startswith("Rows without a route: ") for fact in framework.facts)
+    assert any(fact.startswith("Tokens without a route: ") for fact in framework.facts)
     assert all(fact.endswith(".") for fact in framework.facts)
 
 

@@ -56,7 +56,7 @@ def test_what_attach_refuses_is_a_note_and_with_attach_an_error(run: str, tmp_pa
         before = refusals(diagnose(changed(tmp_path, run, ()), attach=attach))
         after = refusals(diagnose(changed(tmp_path, run, (change,)), attach=attach))
         (new,) = after.keys() - before.keys()
-        assert new.startswith("delay_wgrad_compute is not supported with copies of experts")
+        assert new.startswith("delay_wgrad_compute is not supported with expert replicas")
         assert after[new] == (ERROR if attach else NOTE)
 
 

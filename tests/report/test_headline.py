@@ -29,18 +29,18 @@ def test_the_headline_says_what_balancing_and_packing_bring() -> None:
         report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items()), balancing_alone=alone)
     )
     assert said.title == (
-        "moe-rl makes this update 1.54x as fast as static placement: 86% of the time saved comes from balancing "
-        "experts, 14% from packing sequences."
+        "moe-rl makes this update 1.54x as fast as static placement. Balancing experts brings 86% of the time saved, "
+        "packing sequences 14%."
     )
-    assert "The next best, relibra, takes 15% longer." in said.details
+    assert "The second-fastest policy, relibra, takes 15% longer." in said.details
 
 
 def test_without_times_it_says_so_of_the_excess() -> None:
     rows = {"static": 3.0, "static+pack": 2.9, "moe-rl-unpacked": 1.5, "moe-rl": 1.0}
     said = headline(report(*(untimed(prediction(name, 1.0, load=load)) for name, load in rows.items())))
     assert said.title == (
-        "moe-rl cuts the load of the busiest rank from 3.00 to 1.00 times the mean, 100% of the excess: "
-        "75% of that comes from balancing experts, 25% from packing sequences."
+        "moe-rl cuts the load of the busiest rank from 3.00 to 1.00 times the mean, which removes 100% of the excess. "
+        "Balancing experts brings 75% of that, packing sequences 25%."
     )
 
 
@@ -49,7 +49,8 @@ def test_the_headline_says_what_is_gained_over_the_best_engine() -> None:
     policies = tuple(prediction(name, seconds, load=1.1) for name, seconds in rows.items())
     shown = report(*policies, engines=("ultraep", "moonep"))
     assert headline(shown).title == (
-        "moe-rl makes this update 1.43x as fast as static placement and 1.07x as fast as moonep, the best engine."
+        "moe-rl makes this update 1.43x as fast as static placement and 1.07x as fast as the best dispatcher "
+        "engine, moonep."
     )
     gains = [shown.speedup_vs_best_engine(row) for row in shown.policies]
     assert gains == [None, pytest.approx(7.5 / 8), 1.0, pytest.approx(7.5 / 7)]
@@ -62,8 +63,8 @@ def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> 
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
     said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))
     assert said.lines == (
-        "An RL step is 1.06x to 1.08x as fast with moe-rl: 6.5% less time, 25 of 384 GPU hours a day. It spends "
-        "most on rollout 50%, update 40%, weight sync 10%.",
+        "An RL step is 1.06x to 1.08x as fast with moe-rl, which saves 6.5% (25 of 384 GPU hours a day). "
+        "Its largest parts are rollout 50%, update 40%, weight sync 10%.",
         "moe-rl makes this update 1.31x to 1.36x as fast as static placement.",
     )
 
@@ -87,7 +88,7 @@ def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
         "This RL step waits for the rollout, so balancing the update saves no time."
     )
     little = headline(report(*policies, rl=rl_gain(speedup=1.003))).title
-    assert little.startswith("Balancing the update saves 0.3% of an RL step, which spends most on rollout 50%")
+    assert little.startswith("Balancing the update saves only 0.3% of an RL step, whose largest parts are rollout 50%")
 
 
 def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
@@ -96,29 +97,32 @@ def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     misfit = MemoryMisfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
-        "Does not fit: 84.4 of 79.6 GiB. It fits with --recompute-granularity full (50.1 GiB): the update takes 31% "
-        "longer, and moe-rl makes the update 1.17x as fast as static placement and an RL step 1.05x.",
+        "Does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB. The run fits with --recompute-granularity full "
+        "(50.1 GiB). The update then takes 31% longer, and moe-rl makes the update 1.17x as fast as static placement "
+        "and an RL step 1.05x.",
         "moe-rl makes this update 1.33x as fast as static placement.",
     )
     lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
-    assert lost.title == "Does not fit: 84.4 of 79.6 GiB."
+    assert lost.title == "Does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB."
     assert "moe-rl tune" in lost.more[0]
 
 
 def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
     said = headline(report(prediction("static", 10.0, load=2.2), prediction("eplb", 9.8, load=2.1)))
-    assert said.title == "No policy helps much here: the best, eplb, is 1.02x as fast as static placement."
+    assert (
+        said.title == "No policy gains much: the best one, eplb, makes this update 1.02x as fast as static placement."
+    )
 
 
 def test_a_balanced_step_is_called_balanced() -> None:
     static, eplb = prediction("static", 6.05, load=1.01), prediction("eplb", 6.04, load=1.0)
     said = headline(report(static, eplb))
-    assert said.title == "There is little to gain: imbalance costs 0.8% of this update."
+    assert said.title == "Balancing can gain little: imbalance costs only 0.8% of the time of this update."
 
 
 def test_static_may_be_the_best_policy() -> None:
     said = headline(report(prediction("static", 10.0, load=2.0), prediction("eplb", 12.0, load=2.0)))
-    assert "the best, static, is 1.00x" in said.title
+    assert "the best one, static, makes this update 1.00x" in said.title
 
 
 @pytest.mark.parametrize("shown", [prediction("static", 10.0, load=2.0), untimed(prediction("static", 1, load=2.0))])
@@ -132,13 +136,15 @@ def test_equals_are_called_equal() -> None:
         prediction("ultraep", 7.0, load=1.1),
         prediction("relibra", 7.03, load=1.05),
     )
-    assert "relibra is within 1 % of it" in " ".join(headline(report(*policies)).details)
+    assert "relibra is less than 1 % slower" in " ".join(headline(report(*policies)).details)
 
 
 def test_more_than_balanced_routing_is_explained() -> None:
     policies = (prediction("static", 10.0, load=2.2), prediction("moe-rl", 5.5, load=1.02))
     said = headline(report(*policies))
-    assert any("reaches 109% of the speed of perfectly balanced routing: packing also" in d for d in said.details)
+    assert any(
+        "reaches 109% of the speed of perfectly balanced routing, because packing also" in d for d in said.details
+    )
 
 
 def test_the_headline_says_that_loads_are_scaled_and_does_not_start_with_it() -> None:
@@ -152,14 +158,14 @@ def test_without_times_the_balance_is_compared() -> None:
     policies = tuple(untimed(p) for p in report().policies)
     said = headline(report(*policies, yardsticks=()))
     assert said.title == (
-        "ultraep cuts the load of the busiest rank from 2.20 to 1.10 times the mean, 92% of the excess."
+        "ultraep cuts the load of the busiest rank from 2.20 to 1.10 times the mean, which removes 92% of the excess."
     )
-    assert "Times were not computed (objective: imbalance)." in said.details
+    assert "Step times were not computed, because the objective is imbalance." in said.details
 
 
 @pytest.mark.parametrize(
     ("static", "best", "expected"),
-    [(1.02, 1.0, "There is little to gain"), (2.0, 1.99, "No policy improves on static placement")],
+    [(1.02, 1.0, "Balancing can gain little"), (2.0, 1.99, "No policy improves on static placement")],
 )
 def test_without_times_too_little_is_called_little(static: float, best: float, expected: str) -> None:
     policies = (untimed(prediction("static", 1, load=static)), untimed(prediction("eplb", 1, load=best)))
@@ -191,16 +197,18 @@ def limited(*, node: float | None = 1.05, placement: float = 1.08, load: float =
 def test_a_step_without_waiting_is_limited_by_its_kernels() -> None:
     found = limited()
     assert found.verdict == "kernel"
-    assert "100% of the step" in found.sentences[0]
-    assert found.sentences[1].startswith("The step's largest parts: attention 50%, expert GEMM 33%, all-to-all 17%.")
+    assert "still take 100% of its time" in found.sentences[0]
+    assert found.sentences[1].startswith(
+        "The largest parts of the step are attention 50%, expert GEMM 33%, all-to-all 17%."
+    )
 
 
 @pytest.mark.parametrize(
     ("bounds", "verdict", "said"),
     [
-        ({"node": 1.09, "placement": 1.1}, "node", "replicas inside nodes cannot go below 1.090"),
-        ({"node": None, "placement": 1.1}, "node", "its node 1.050"),
-        ({"node": 1.01, "placement": 1.1}, "placement", "goes below 1.100"),
+        ({"node": 1.09, "placement": 1.1}, "node", "replicas inside nodes cannot bring the rank load below 1.090"),
+        ({"node": None, "placement": 1.1}, "node", "the busiest node 1.050"),
+        ({"node": 1.01, "placement": 1.1}, "placement", "reaches less than 1.100"),
         ({"node": 1.01, "placement": 1.02}, "split", "reaches 1.020"),
     ],
 )
@@ -210,14 +218,14 @@ def test_waiting_for_the_busiest_rank_is_put_down_to_the_bound_that_explains_mos
     found = limited(**bounds, expert_gemm=3.0)
     expected = "node" if bounds["node"] is None else verdict
     assert found.verdict == expected
-    assert found.sentences[0].startswith(f"{verdict.capitalize()}-limited: 14.3% of the step")
+    assert found.sentences[0].startswith(f"{verdict.capitalize()}-limited: under ultraep, 14.3% of the step")
     assert said in found.sentences[0]
 
 
 def test_waiting_for_long_sequences_is_limited_by_packing() -> None:
     found = limited(attention=4.0)
     assert found.verdict == "packing"
-    assert found.sentences[0].startswith("Packing-limited: 14.3% of the step")
+    assert found.sentences[0].startswith("Packing-limited: under ultraep, 14.3% of the step")
 
 
 def test_a_plan_may_be_limited_by_its_own_cost() -> None:

@@ -16,6 +16,6 @@ FRAMEWORK = Framework(
     lines=("from tinyrl_moe_rl.attach import attach", "balancer = attach(trainer, BalancerConfig(reorders=True))"),
     facts=(
         "Replay: tinyrl replays `picked_experts` in scoring and updates, and nothing in validation.",
-        "Rows without a route: the last token of an episode and what fills it up, which get experts 0 .. K-1.",
+        "Tokens without a route: the last token of an episode and padding, which get experts 0 .. K-1.",
     ),
 )
