@@ -86,6 +86,7 @@ def shift(num_layers: int = 2, **sizes: Any) -> dict[str, Any]:
                 pairs = list(zip((each for _, each in seen), gamma, strict=True))
                 found[name] = {
                     "difference": max((float((a - b).abs().max()) for a, b in pairs), default=0.0),
+                    "rounding": rounding_of_gamma(before, after),
                     "least": min((float(a.min()) for a, _ in pairs), default=1.0),
                     "micro_batches": len(seen),
                     "additional": forwards[0] - forwards_then - wanted[0] * len(built.module),
@@ -237,6 +238,21 @@ def every_logit(built: Any, data: Any) -> Tensor:
     dist.all_reduce(found)
     adapter.RUNS[built.module[0]] = run
     return found
+
+
+def rounding_of_gamma(before: Tensor, after: Tensor) -> float:
+    """Return how far a gamma in float32, from 32-bit words, may be from that of float64 logits.
+
+    gamma = exp(-mean |new - old|) is at most 1, so it is off by no more than its exponent, which is a mean of
+    differences, plus its own rounding and that of the mean over layers and choices. A log-softmax over E experts adds E
+    exponentials, takes a logarithm and subtracts twice numbers as large as the largest |log-probability|; a 32-bit word
+    keeps 2^-29 of the range of 16 for 8 experts.
+    """
+    unit_roundoff = 2.0**-24
+    largest = max(float(-before[0].min()), float(-after[0].min()))
+    of_log_prob = (NUM_EXPERTS + 3 + 2 * largest) * unit_roundoff + 16 * 2.0**-29
+    num_terms = before[1, 0, :, 0].count_nonzero().item()
+    return 2 * of_log_prob + (num_terms + 2) * unit_roundoff
 
 
 def expected(data: Any, micro_batch: Any, before: Tensor, after: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def test_shuffled_dynamic_mini_batches_read_the_gamma_of_a_brute_force(case: str
         assert rank["bytes"] > 0
         if rank["last"]:
             assert unmoved["micro_batches"] > 1
-            assert moved["difference"] <= 1e-6
+            assert moved["difference"] <= moved["rounding"] < 1e-5
             assert moved["least"] < 0.99, "the routers have not moved"
             assert moved["metrics"]["router_corr/gamma_mean"] < 1.0
             assert unmoved["metrics"]["router_corr/gamma_mean"] == 1.0

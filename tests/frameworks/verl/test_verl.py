@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curves import DRAWS, times_the_yardstick
+from curves import DRAWS, FP32_LIMIT, relative_difference, times_the_yardstick
 
 LIMIT, SIZES = 60, (9, 14, 7, 12, 5, 11)
 
@@ -144,8 +144,7 @@ def test_verls_recipe_for_router_replay_is_balanced_on_the_stand_ins(outcome: li
 @pytest.mark.multi_rank(world_size=4, case="verl_cases.packed", launch="verl")
 def test_sequences_change_their_micro_batch_and_nothing_else(outcome: list[Any]) -> None:
     for rank in outcome:
-        for name, values in rank["true"]["curve"].items():
-            assert values == pytest.approx(rank["plain"]["curve"][name], rel=1e-6), name
+        assert relative_difference(rank["plain"]["curve"], rank["true"]["curve"]) <= FP32_LIMIT
         before, after = ([each["moe_rl/imbalance"] for each in rank[pack]["metrics"]] for pack in ("false", "true"))
         for imbalance, unpacked in zip(after, before, strict=True):
             assert imbalance < unpacked - 0.1, (before, after)

@@ -1,7 +1,6 @@
 """Cases of test_verl.py: verl's real engine, plain and balanced by the adapter."""
 
 import logging
-import os
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import drawn
 import numpy as np
 import pytest
 import torch
@@ -160,8 +160,6 @@ def every_row_replayed() -> dict[str, Any]:
 
 
 ROLLOUTS, MINI_BATCHES, SEQUENCES = 2, 4, 16
-DRAW = int(os.environ.get("MOE_RL_TEST_DRAW", "0"))
-"""Another one draws other mini-batches in the cases of `rollouts`."""
 OF_TEST = {"MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_CLUSTER": SLOW, "MOE_RL_STRICT": "1"}
 LEARNING_RATE = 3e-4
 """At which 11 % of the choices flip until the first rollout's fourth update."""
@@ -174,7 +172,6 @@ def rollouts(
     mini_batches: int = MINI_BATCHES,
     reverses: Callable[[int, int], bool] = lambda step, rank: False,
     yardstick: int = 1,
-    draw: int | None = None,
     observes: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
@@ -182,18 +179,17 @@ def rollouts(
 
     The run is told what a user tells it, and besides that a node has two ranks and that its GPUs are slow, so that the
     experts of a test weigh what real ones do. Micro-batches are verl's own, so that sums are taken in verl's order.
-    How sequences are dealt to mini-batches is drawn by what is told and built. `yardstick`: so many rollouts of plain
-    verl once more, with smaller micro-batches. One is enough: what is apart grows from update to update, so that it
-    measures too little rather than too much. `observes`: once more, told to observe. The driver may reverse a rank's
-    rollout between the two.
+    How sequences are dealt to mini-batches is drawn every day (`drawn.py`), and differently for every case.
+    `yardstick`: so many rollouts of plain verl once more, with smaller micro-batches. One is enough: what is apart
+    grows from update to update, so that it measures too little rather than too much. `observes`: once more, told to
+    observe. The driver may reverse a rank's rollout between the two.
     """
     given = settings_from_environment({"MOE_RL": "moe-rl", "MOE_RL_PACK": "false"} | OF_TEST | (told or {}))
     build = {"mode": "disabled", "ep_size": 4, "lr": 1e-6, "common": 1.0} | build
     replays, num_layers = build["mode"] != "disabled", build.get("num_layers", verl_on_cpu.NUM_LAYERS)
     weights: list[dict[str, torch.Tensor]] = []
     rank = torch.distributed.get_rank()
-    if draw is None:
-        draw = zlib.crc32(f"{DRAW} {sorted(told or {})} {log_prob_pass} {sorted(build)}".encode()) % 2**31
+    draw = zlib.crc32(f"{drawn.seed()} {sorted(told or {})} {log_prob_pass} {sorted(build)}".encode()) % 2**31
 
     def run(built: Any, limit: int = 120, num_rollouts: int = ROLLOUTS) -> dict[str, Any]:
         curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
@@ -379,7 +375,7 @@ def packed() -> dict[str, Any]:
     def run() -> dict[str, Any]:
         built, batches = engine(ep_size=4, lr=1e-6), []
         for step in range(3):
-            draw = np.random.default_rng(100 * step + parallel_state.get_data_parallel_rank())
+            draw = np.random.default_rng([drawn.seed(), step, parallel_state.get_data_parallel_rank()])
             data = batch(
                 step, tuple(draw.integers(20, 60, 8).tolist()), use_dynamic_bsz=True, max_token_len_per_gpu=120
             )
@@ -407,7 +403,7 @@ def packed() -> dict[str, Any]:
 
 
 def homes_that_move() -> dict[str, Any]:
-    return rollouts(told=MOVES_ARE_FREE, observes=True, draw=7)
+    return rollouts(told=MOVES_ARE_FREE, observes=True)
 
 
 def without_log_probs() -> dict[str, Any]:
