@@ -14,7 +14,7 @@ LIMIT, SIZES = 60, (9, 14, 7, 12, 5, 11)
 pytestmark = pytest.mark.framework
 UPDATES, LEARNING_RATE = 8, 1e-6
 SHARE = 1 / 20
-"""Of the distance between plain verl and plain verl with other micro-batches."""
+"""Of the distance between plain verl and plain verl with other micro-batches; and of static's imbalance above 1."""
 
 
 def verl_case(case: str) -> pytest.MarkDecorator:
@@ -74,21 +74,21 @@ def four_ranks(case: str, *values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("case", "most", "source"),
+    ("case", "share", "source"),
     [
-        four_ranks("without_replay", 1.02, "log-probs"),  # objective time
-        four_ranks("reversed_rollouts", 1.02, "log-probs"),
-        four_ranks("copies_that_stay", 1.05, "log-probs"),
-        four_ranks("homes_that_move", 1.02, "log-probs"),
-        four_ranks("without_log_probs", 1.15, "history"),
-        four_ranks("with_r3", 1.02, "log-probs"),  # 1 to 2 % of the rows have no recorded route
-        four_ranks("on_two_stages", 1.02, "log-probs"),
-        four_ranks("asleep_between_phases", 1.02, "log-probs"),
-        four_ranks("with_lora", 1.02, "log-probs"),
-        four_ranks("expert_tensor_parallel", 1.02, "log-probs"),
+        four_ranks("without_replay", SHARE, "log-probs"),  # objective time
+        four_ranks("reversed_rollouts", SHARE, "log-probs"),
+        four_ranks("copies_that_stay", 2 * SHARE, "log-probs"),
+        four_ranks("homes_that_move", SHARE, "log-probs"),
+        four_ranks("without_log_probs", 6 * SHARE, "history"),
+        four_ranks("with_r3", SHARE, "log-probs"),  # 1 to 2 % of the rows have no recorded route
+        four_ranks("on_two_stages", SHARE, "log-probs"),
+        four_ranks("asleep_between_phases", SHARE, "log-probs"),
+        four_ranks("with_lora", SHARE, "log-probs"),
+        four_ranks("expert_tensor_parallel", SHARE, "log-probs"),
     ],
 )
-def test_updates_are_balanced_by_one_variable(case: str, most: float, source: str, outcome: list[Any]) -> None:
+def test_updates_are_balanced_by_one_variable(case: str, share: float, source: str, outcome: list[Any]) -> None:
     assert any(rank["plain"]["curve"]["grad_norm"] for rank in outcome)
     for rank in outcome:
         plain, balanced = rank["plain"], rank["balanced"]
@@ -100,7 +100,7 @@ def test_updates_are_balanced_by_one_variable(case: str, most: float, source: st
         known = balanced["metrics"][1:] if source == "history" else balanced["metrics"]
         for metrics in known:
             assert metrics["moe_rl/static_imbalance"] > 1.5
-            assert metrics["moe_rl/imbalance"] <= most
+            assert metrics["moe_rl/imbalance"] - 1 <= share * (metrics["moe_rl/static_imbalance"] - 1)
             assert metrics["moe_rl/known_share"] == (source != "history")
             assert (metrics["moe_rl/residents"] > 0) == (case == "copies_that_stay")
             if source != "history":
@@ -147,7 +147,8 @@ def test_sequences_change_their_micro_batch_and_nothing_else(outcome: list[Any])
         assert relative_difference(rank["plain"]["curve"], rank["true"]["curve"]) <= FP32_LIMIT
         before, after = ([each["moe_rl/imbalance"] for each in rank[pack]["metrics"]] for pack in ("false", "true"))
         for imbalance, unpacked in zip(after, before, strict=True):
-            assert imbalance < unpacked - 0.1, (before, after)
+            assert imbalance <= unpacked, (before, after)
+        assert sum(after) < sum(before), "packing found nothing in any update: the test is blind"
 
 
 @pytest.mark.multi_rank(world_size=4, case="verl_cases.weights_that_change_fast", launch="verl")
