@@ -63,6 +63,10 @@ class ThreadRanks:
         assert groups == (None,), "a collective of the run"
         return np.stack(self.gathered(np.array(local)))
 
+    def barrier(self, group: Any = None) -> None:
+        """Return when all ranks have called it."""
+        self.gathered(None, group)
+
     def start(self, messages: Sequence[Message]) -> list["Work"]:
         """Send and receive, as `dist.batch_isend_irecv` does."""
         return [Work(self, message, self.rank()) for message in messages]

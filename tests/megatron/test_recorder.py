@@ -2,12 +2,18 @@
 
 import json
 import shutil
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from thread_ranks import ThreadRanks
 from typer.testing import CliRunner
 
 from moe_rl.balancing.config import BalancerConfig
@@ -18,6 +24,10 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.replay import TraceReader
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron says of what it does without TransformerEngine and Apex
+    from moe_rl.megatron.recorder import RoutingRecorder
 
 
 def recorder_case(world_size: int, case: str) -> pytest.MarkDecorator:
@@ -108,3 +118,29 @@ def test_what_cannot_be_recorded_is_said_and_leaves_nothing(recorded: list[Any])
         assert "no MoELayer" in rank["no_moe"]
         assert "ran no forward" in rank["no_forward"]
         assert rank["left"] == "[]"
+
+
+def test_when_a_recorder_is_closed_on_any_rank_the_files_of_all_are_whole() -> None:
+    """Ranks are threads: the one that has least to close comes first, and may read what the others wrote."""
+    ranks, whole = ThreadRanks(3), [False] * 3
+
+    def step(rank: int) -> list[bool]:
+        recorder = object.__new__(RoutingRecorder)
+        removed: list[str] = []
+
+        def close() -> None:
+            time.sleep(0.05 * rank)
+            whole[rank] = True
+
+        recorder._handles = [SimpleNamespace(remove=lambda: removed.append("hook"))]
+        recorder._writer = SimpleNamespace(close=close)  # type: ignore[assignment]
+        recorder._group = "the ranks with the same sequences"  # type: ignore[assignment]
+        recorder.close()
+        assert removed == ["hook"]
+        return list(whole)
+
+    destroyed: list[Any] = []
+    with patch.object(dist, "barrier", ranks.barrier), patch.object(dist, "destroy_process_group", destroyed.append):
+        found = ranks.run(step)
+    assert found == [[True] * 3] * 3
+    assert destroyed == ["the ranks with the same sequences"] * 3
