@@ -18,7 +18,7 @@ PAYLOADS = {
     "verl": (save_verl_padded, "batch.pt"),
     "slime": (save_slime, "rollout_0.pt"),
     "Hugging Face": (None, ""),
-    "none yet": (None, ""),
+    "Synthetic routes": (None, ""),
 }
 """What an engine leaves behind, and what the tutorial calls it."""
 
