@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 
 # What all kernels but the GEMMs take, and compute in fp32.
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,20 +36,27 @@ def require_form(
     """
     if tensor is None:
         return
-    fits = tensor.dim() == len(shape) and all(
-        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
-    )
-    kind = "floating" if dtypes == FLOATING else " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    require(
-        fits and tensor.dtype in dtypes,
-        f"{what} must be {kind} [{', '.join(map(str, shape))}], got {tensor.dtype} {tuple(tensor.shape)}.",
-    )
-    require(
-        not is_dense or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1,
-        f"{what}: the last axis must have stride 1, got {tensor.stride(-1)}.",
-    )
+    if not _has_shape(tensor, shape) or tensor.dtype not in dtypes:
+        kind = "floating"
+        if dtypes != FLOATING:
+            kind = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        form = f"{kind} [{', '.join(map(str, shape))}]"
+        raise InvalidInputError(f"{what} must be {form}, got {tensor.dtype} {tuple(tensor.shape)}.")
+    if is_dense and tensor.shape[-1] > 1:
+        stride = tensor.stride(-1)
+        require(stride == 1, f"{what}: the last axis must have stride 1, got {stride}.")
     if beside is not None:
         require(tensor.device == beside.device, f"{what} is on {tensor.device}, but must be on {beside.device}.")
+
+
+def _has_shape(tensor: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
+    """Return whether every axis has its size; a letter stands for any."""
+    if tensor.dim() != len(shape):
+        return False
+    for size, required_size in zip(tensor.shape, shape, strict=True):
+        if not isinstance(required_size, str) and size != required_size:
+            return False
+    return True
 
 
 def check_offsets(name: str, m_offsets: torch.Tensor, device: torch.device, num_rows: int) -> None:

@@ -215,25 +215,21 @@ def _check(backend: object) -> None:
     require(isinstance(backend, KernelBackend), f"a kernel backend must be a KernelBackend, got {backend!r}.")
 
 
+_TRITON = KernelBackend(
+    name="triton", summary="our kernels; on a CPU in Triton's interpreter", operators=None,
+    devices=("cuda", "cpu") if is_interpreted() else ("cuda",), load=_load_triton,
+    auto_on=("cuda",), is_peer=False, reads_tables=True, is_capturable=True,
+)  # fmt: skip
+_REFERENCE = KernelBackend(
+    name="reference", summary="plain torch: slow, obviously right", operators=None, devices=("cuda", "cpu"),
+    load=lambda operator: operator.own("reference"), auto_on=("cpu",), is_peer=False, reads_tables=True,
+)  # fmt: skip
+_TORCH = KernelBackend(
+    name="torch", summary="torch's grouped GEMM in bf16", devices=("cuda", "cpu"),
+    load=lambda operator: operator.own("torch_backend"),
+    operators=("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
+)  # fmt: skip
 # In order of preference.
 BACKENDS: Registry[KernelBackend] = Registry(
-    "kernel backend",
-    (
-        KernelBackend(
-            name="triton", summary="our kernels; on a CPU in Triton's interpreter", operators=None,
-            devices=("cuda", "cpu") if is_interpreted() else ("cuda",), load=_load_triton,
-            auto_on=("cuda",), is_peer=False, reads_tables=True, is_capturable=True,
-        ),
-        KernelBackend(
-            name="reference", summary="plain torch: slow, obviously right", operators=None, devices=("cuda", "cpu"),
-            load=lambda operator: operator.own("reference"), auto_on=("cpu",), is_peer=False, reads_tables=True,
-        ),
-        KernelBackend(
-            name="torch", summary="torch's grouped GEMM in bf16", devices=("cuda", "cpu"),
-            load=lambda operator: operator.own("torch_backend"),
-            operators=("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"),
-        ),
-    ),
-    group="moe_rl.backends",
-    check=_check,
-)  # fmt: skip
+    "kernel backend", (_TRITON, _REFERENCE, _TORCH), group="moe_rl.backends", check=_check
+)

@@ -51,12 +51,10 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the values in `dtype`, [..., M, K]."""
         rows, columns = self.data.shape[-2:]
-        block_rows, block_columns = (
-            size if side == -1 else side for side, size in zip(self.block_shape, (rows, columns), strict=True)
-        )
+        block_rows, block_columns = self.block_shape
         scale = self.scale.to(dtype)
-        scale = scale.repeat_interleave(max(1, block_rows), dim=-2)[..., :rows, :]
-        scale = scale.repeat_interleave(max(1, block_columns), dim=-1)[..., :columns]
+        scale = scale.repeat_interleave(_block_size(rows, block_rows), dim=-2)[..., :rows, :]
+        scale = scale.repeat_interleave(_block_size(columns, block_columns), dim=-1)[..., :columns]
         return self.data.to(dtype) * scale
 
 
@@ -73,7 +71,14 @@ def scale_bytes(scale: torch.Tensor | None) -> torch.Tensor | None:
 def scale_shape(rows: int, columns: int, block_shape: tuple[int, int]) -> tuple[int, int]:
     """Return how many blocks cover [rows, columns]."""
     block_rows, block_columns = block_shape
-    return (
-        1 if block_rows == -1 else -(-rows // block_rows),
-        1 if block_columns == -1 else -(-columns // block_columns),
-    )
+    return _num_blocks(rows, block_rows), _num_blocks(columns, block_columns)
+
+
+def _num_blocks(size: int, block: int) -> int:
+    """Return how many blocks cover an axis; a block of -1 is the whole axis."""
+    return 1 if block == -1 else -(-size // block)
+
+
+def _block_size(size: int, block: int) -> int:
+    """Return the elements of a block; one of -1 is the whole axis, and one of an empty axis counts as 1."""
+    return max(1, size if block == -1 else block)

@@ -93,12 +93,13 @@ def check_columns(
     block = MX_BLOCK if dy_scale.dtype == E8M0_DTYPE else BLOCK
     scales = scale_dtype((block, 1))
     for data, scale in ((dy_data, dy_scale), (x_data, x_scale)):
-        wanted = (data.shape[1] // block, data.shape[0])
+        scale_shape = (data.shape[1] // block, data.shape[0])
+        has_codes = data.dtype == FP8_DTYPE and data.shape[1] % BLOCK == 0 and data.is_contiguous()
+        has_scales = tuple(scale.shape) == scale_shape and scale.dtype == scales and scale.is_contiguous()
         require(
-            data.dtype == FP8_DTYPE and data.shape[1] % BLOCK == 0 and data.is_contiguous()
-            and tuple(scale.shape) == wanted and scale.dtype == scales and scale.is_contiguous(),
-            f"{name}: quantized columns must be dense codes [columns, MP] and {scales} scales {wanted}, as "
+            has_codes and has_scales,
+            f"{name}: quantized columns must be dense codes [columns, MP] and {scales} scales {scale_shape}, as "
             f"quantize_columns returns them; got {data.dtype} {tuple(data.shape)}, {tuple(scale.shape)}.",
-        )  # fmt: skip
+        )
     check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])
     return dy_data, dy_scale, x_data, x_scale

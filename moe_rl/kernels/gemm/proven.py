@@ -74,21 +74,25 @@ class ProvenTiles:
     def tile(self, problem: GemmProblem) -> GemmConfig:
         """Return the fastest proven tile that the groups of `problem` fill on average, or that of the plain loop."""
         plain, rows = config(problem), problem.num_rows // problem.num_groups
-        fitting = [
-            proven for proven in self.tiles
-            if (proven.op, proven.scaling) == (problem.op, problem.scaling)
-            and proven.tile in candidates(problem) and plain.block_m >= 128 and proven.tile.block_m <= max(128, rows)
-        ]  # fmt: skip
-        return max(fitting, key=lambda proven: proven.speedup).tile if fitting else plain
+        if plain.block_m < 128:
+            return plain
+        tile, speedup = plain, 0.0
+        for proven in self.tiles:
+            is_of_problem = (proven.op, proven.scaling) == (problem.op, problem.scaling)
+            fits = proven.tile in candidates(problem) and proven.tile.block_m <= max(128, rows)
+            if is_of_problem and fits and proven.speedup > speedup:
+                tile, speedup = proven.tile, proven.speedup
+        return tile
 
     def of_code(self, archive: Archive | None) -> "ProvenTiles":
         """Return the record without the tiles of which something else is carried than what was proven."""
-        carried = archive.codes_of_tiles if archive is not None else {}
-        carried_tiles = [
-            tile for tile in self.tiles
-            if (codes := carried.get(tile_name(tile.op, tile.scaling, tile.tile))) and codes <= set(tile.code)
-        ]  # fmt: skip
-        return ProvenTiles(chip=self.chip, measured_on=self.measured_on, tiles=tuple(carried_tiles))
+        codes_of_tiles = archive.codes_of_tiles if archive is not None else {}
+        tiles = []
+        for tile in self.tiles:
+            codes = codes_of_tiles.get(tile_name(tile.op, tile.scaling, tile.tile))
+            if codes and codes <= set(tile.code):
+                tiles.append(tile)
+        return ProvenTiles(chip=self.chip, measured_on=self.measured_on, tiles=tuple(tiles))
 
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all."""

@@ -137,22 +137,30 @@ def quantize_both(
 
 def empty_weight_codes(weights: Sequence[torch.Tensor], *, transpose: bool) -> list[WeightCodes]:
     """Return memory for the codes of matrices; those of one shape lie in one tensor [G, N, K], in their order."""
-    by_shape = {
-        shape: iter(_empty_codes([weight for weight in weights if weight.shape == shape], transpose))
-        for shape in dict.fromkeys(weight.shape for weight in weights)
-    }
-    return [next(by_shape[weight.shape]) for weight in weights]
+    weights_by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+    for weight in weights:
+        weights_by_shape.setdefault(weight.shape, []).append(weight)
+    codes_by_shape = {}
+    for shape, weights_of_shape in weights_by_shape.items():
+        codes_by_shape[shape] = iter(_empty_codes(weights_of_shape, transpose))
+    return [next(codes_by_shape[weight.shape]) for weight in weights]
 
 
 def _empty_codes(weights: Sequence[torch.Tensor], transpose: bool) -> list[WeightCodes]:
-    shape, device = tuple(weights[0].shape), weights[0].device
-    shapes = (shape, shape[::-1])[: 1 + transpose]
-    sides = [empty_codes((len(weights), *side), (BLOCK, BLOCK), device) for side in shapes]
-    parts = [
-        [QuantizedTensor(data=data[at], scale=scale[at], block_shape=(BLOCK, BLOCK)) for data, scale in sides]
-        for at in range(len(weights))
-    ]
-    return [WeightCodes(plain=part[0], transposed=part[1] if transpose else None) for part in parts]
+    """Return memory for the codes of matrices of one shape."""
+    rows, columns = weights[0].shape
+    plain = _empty_matrices(len(weights), rows, columns, weights[0].device)
+    if not transpose:
+        return [WeightCodes(plain=codes, transposed=None) for codes in plain]
+    transposed = _empty_matrices(len(weights), columns, rows, weights[0].device)
+    return [WeightCodes(plain=codes, transposed=other) for codes, other in zip(plain, transposed, strict=True)]
+
+
+def _empty_matrices(count: int, rows: int, columns: int, device: torch.device) -> list[QuantizedTensor]:
+    """Return parts of one tensor [count, rows, columns] and of its scales."""
+    block_shape = (BLOCK, BLOCK)
+    data, scale = empty_codes((count, rows, columns), block_shape, device)
+    return [QuantizedTensor(data=data[at], scale=scale[at], block_shape=block_shape) for at in range(count)]
 
 
 def quantize_weights(
