@@ -17,6 +17,11 @@ def subset(values: Mapping[K, V], keys: Iterable[K]) -> dict[K, V]:
     return {key: values[key] for key in keys}
 
 
+def overlap(values: Mapping[K, V], keys: Iterable[K]) -> dict[K, V]:
+    """Return the entries of those keys that are there: `overlap({"tp": 2}, ["tp", "cp"])` is `{"tp": 2}`."""
+    return {key: values[key] for key in keys if key in values}
+
+
 def without(values: Mapping[K, V], keys: Container[object]) -> dict[K, V]:
     """Return the entries of all other keys."""
     return {key: value for key, value in values.items() if key not in keys}
@@ -25,6 +30,11 @@ def without(values: Mapping[K, V], keys: Container[object]) -> dict[K, V]:
 def in_words(values: Mapping[str, object], joint: str = " ") -> str:
     """Return the entries as text: `in_words({"top_k": 8, "layers": 2})` is "top_k 8, layers 2"."""
     return ", ".join(f"{key}{joint}{value}" for key, value in values.items())
+
+
+def in_units(values: Mapping[K, float], size: float) -> dict[K, float]:
+    """Return every value over `size`: `in_units({"attention": 3.0, "head": 1.0}, 4.0)` has the shares 0.75 and 0.25."""
+    return {key: value / size for key, value in values.items()}
 
 
 def not_none(values: Mapping[K, V | None]) -> dict[K, V]:

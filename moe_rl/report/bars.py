@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from moe_rl.core.mappings import subset
+from moe_rl.core.mappings import in_units, subset
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.colors import part_color
 from moe_rl.report.simulation import LoadBounds
@@ -53,7 +53,34 @@ class Limit:
     name: str
 
 
-def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Markup:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarChart:
+    """Bars and their drawing, for a page that writes the legend itself."""
+
+    bars: Sequence[Bar]
+    drawing: Markup
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Color by the name of every part that some bar shows, in the order in which they appear."""
+        return _legend(self.bars)
+
+    @property
+    def has_hidden_time(self) -> bool:
+        """Whether some bar has a hatched part."""
+        return any(min(bar.parts.values(), default=0.0) < 0.0 for bar in self.bars)
+
+
+def _legend(bars: Sequence[Bar]) -> dict[str, str]:
+    colors = {}
+    for bar in bars:
+        for part, value in bar.parts.items():
+            if value > 0:
+                colors[part_name(part)] = part_color(part)
+    return colors
+
+
+def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> BarChart:
     """Draw `breakdown_s` of every prediction; those after `num_policies` are yardsticks.
 
     Parts that are negative (time that overlap hides) are hatched over the end of the bar.
@@ -64,43 +91,46 @@ def time_bars(predictions: Sequence[StepPrediction], *, num_policies: int) -> Ma
     places = decimals(max(totals) / size, 3)
     bars = []
     for index, (prediction, breakdown, total) in enumerate(zip(predictions, breakdowns, totals, strict=True)):
-        parts, end = _scaled(breakdown, size), f"{total / size:.{places}f}"
+        parts, end = in_units(breakdown, size), f"{total / size:.{places}f}"
         bars.append(Bar(name=prediction.policy, parts=parts, end=end, yardstick=index >= num_policies))
-    return stacked(bars, label="Where the time of a step goes, one bar per policy", axis="time of a step", unit=unit)
+    label = "Where the time of a step goes, one bar per policy"
+    return BarChart(bars=bars, drawing=stacked(bars, label=label, axis="time of a step", unit=unit))
 
 
-def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> Markup:
+def memory_bars(memory: Mapping[str, MemoryForecast], *, num_policies: int) -> BarChart:
     """Draw the peak of every policy's fullest rank against the GPU's memory."""
     bars = []
     for index, (name, forecast) in enumerate(memory.items()):
         peak = f"{forecast.peak_bytes / GIB:.1f}"
         if not forecast.fits:
             peak += " does not fit"
-        parts = _scaled(forecast.parts_bytes, GIB)
+        parts = in_units(forecast.parts_bytes, GIB)
         bars.append(Bar(name=name, parts=parts, end=peak, alarm=not forecast.fits, yardstick=index >= num_policies))
     hbm = max(forecast.hbm_bytes for forecast in memory.values()) / GIB
-    return stacked(
+    drawing = stacked(
         bars,
         label="Peak memory of the fullest rank, one bar per policy",
         axis="peak memory of the fullest rank",
         unit="GiB",
         limit=Limit(at=hbm, name=f"{hbm:.1f} GiB of the GPU"),
     )
+    return BarChart(bars=bars, drawing=drawing)
 
 
-def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, LoadBounds]) -> Markup:
+def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, LoadBounds]) -> BarChart:
     """Draw the load of every policy's busiest rank above the mean, split by the bound that explains it."""
     bars = []
     for prediction in predictions:
         excess = bounds[prediction.policy].excess(prediction)
         end = f"{100.0 * (prediction.imbalance - 1.0):.1f}"
-        bars.append(Bar(name=prediction.policy, parts=_scaled(excess, 0.01), end=end))
-    return stacked(
+        bars.append(Bar(name=prediction.policy, parts=in_units(excess, 0.01), end=end))
+    drawing = stacked(
         bars,
         label="Load of the busiest rank above the mean, split by what keeps it there",
         axis="load of the busiest rank above the mean",
         unit="%",
     )
+    return BarChart(bars=bars, drawing=drawing)
 
 
 def rl_bars(steps: Mapping[str, RlStep], width: float = WIDTH) -> Markup:
@@ -121,15 +151,10 @@ def rl_bars(steps: Mapping[str, RlStep], width: float = WIDTH) -> Markup:
                 lanes[who] = {**busy, "idle": idle_s, "weight_sync": sync}
         end = f"{step.step_time_s / size:.{places}f}"
         for who, lane in lanes.items():
-            bars.append(Bar(name=who, parts=_scaled(lane, size), end=end))
+            bars.append(Bar(name=who, parts=in_units(lane, size), end=end))
     return stacked(
         bars, label="Who works when in a step of RL", axis="one step of RL", unit=unit, legend=True, width=width
     )
-
-
-def _scaled(parts: Mapping[str, float], size: float) -> dict[str, float]:
-    """Return the parts in units of `size`."""
-    return {name: value / size for name, value in parts.items()}
 
 
 def _length(parts: Mapping[str, float]) -> float:
@@ -201,15 +226,12 @@ def stacked(
         svg.line(line, above - 6, line, height - BOTTOM, "limit")
         svg.text(line, above - 9, limit.name, anchor=anchor, css="limit-name")
     if legend:
+        colors = _legend(bars)
 
         def sample(name: str, x: float, y: float) -> None:
-            fill = part_color(part_of[name])
-            svg.raw(f'<rect x="{x + 10:.1f}" y="{y - 5:.1f}" width="12" height="12" fill="{fill}"/>')
+            svg.raw(f'<rect x="{x + 10:.1f}" y="{y - 5:.1f}" width="12" height="12" fill="{colors[name]}"/>')
 
-        part_of: dict[str, str] = {}
-        for bar in bars:
-            part_of |= {part_name(part): part for part, value in bar.parts.items() if value > 0}
-        svg.height = svg.legend(part_of, sample, top=height + 12.0)
+        svg.height = svg.legend(colors, sample, top=height + 12.0)
     return svg.markup()
 
 

@@ -40,6 +40,11 @@ class Column:
     write: Callable[[Figure], str]
     value: Callable[[StepPrediction], Figure | None]
 
+    @property
+    def lines(self) -> list[str]:
+        """The heading's lines."""
+        return self.heading.split("\n")
+
     def text(self, prediction: StepPrediction) -> str:
         """Return the figure as text; empty where it was not computed."""
         value = self.value(prediction)
@@ -48,16 +53,21 @@ class Column:
         return self.write(value)
 
 
+def cells_of(columns: Sequence[Column], prediction: StepPrediction) -> list[str]:
+    """Return a policy's figures, one per column."""
+    return [column.text(prediction) for column in columns]
+
+
 def columns(report: ReportData) -> list[Column]:
     """Return the columns that at least one policy fills; those of times carry * where loads are scaled."""
     rows = (*report.policies, *report.yardsticks)
     columns_of_report = []
     for name, words in WORDS.items():
         value = _value(report, name)
-        filled = [figure for row in rows if (figure := value(row)) is not None]
-        if not filled or (words.get("idle") and not any(filled)):
+        figures = _figures(rows, value)
+        if not figures or (words.get("idle") and not any(figures)):
             continue
-        unit, write = _form(words["form"], max(filled))
+        unit, write = _form(words["form"], max(figures))
         first_line, second = words["heading"]
         mark = ""
         if report.scaled and words.get("scaled"):
@@ -67,6 +77,16 @@ def columns(report: ReportData) -> list[Column]:
             Column(field=name, heading=heading, meaning=words["meaning"], write=write, value=value)
         )
     return columns_of_report
+
+
+def _figures(rows: Iterable[StepPrediction], value: Callable[[StepPrediction], Figure | None]) -> list[Figure]:
+    """Return a column's figures of the rows that have one."""
+    figures = []
+    for row in rows:
+        figure = value(row)
+        if figure is not None:
+            figures.append(figure)
+    return figures
 
 
 def _value(report: ReportData, name: str) -> Callable[[StepPrediction], Figure | None]:
@@ -116,9 +136,10 @@ def chosen_columns(report: ReportData, names: Sequence[str] = ()) -> list[Column
         if report.best_engine is None:
             dropped = "moved_bytes"
         wanted = tuple(name for name in wanted if name != dropped)
-    return [
-        column_by_field[name] for name in (column_by_field if wanted == (ALL,) else wanted) if name in column_by_field
-    ]
+    if wanted == (ALL,):
+        return list(column_by_field.values())
+    # A column that no policy fills is left out.
+    return [column_by_field[name] for name in wanted if name in column_by_field]
 
 
 def check_columns(names: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from moe_rl.core.errors import require
 from moe_rl.report.svg import LETTER, Svg
-from moe_rl.report.units import ticks
+from moe_rl.report.units import multiples, ticks
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 # Points of a longer curve would touch each other.
@@ -95,10 +95,12 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     visible_points: dict[str, list[Point]] = {}
     places, heights = list(axes.marks or ()), []
     for name, line in lines.items():
-        visible_points[name] = [point for point in line.points if axes.can_show(point[1])]
-        for x, y in visible_points[name]:
-            places.append(x)
-            heights.append(y)
+        visible_points[name] = []
+        for x, y in line.points:
+            if axes.can_show(y):
+                visible_points[name].append((x, y))
+                places.append(x)
+                heights.append(y)
     require(len(heights) > 0, f"there is nothing to plot as {axes.y} against {axes.x}.")
     for line in lines.values():
         # A band may reach beyond every line, and must not leave the plot.
@@ -138,9 +140,8 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
             svg.text(box.left - 7, y_of(mark) + 4, text, anchor="end", css="tick")
     if marks[0] > low:
         svg.line(box.left, bottom, right, bottom, "axis")
-    round_marks = {mark: f"{mark:.4g}" for mark in ticks(rightmost, at_most=8) if leftmost <= mark <= rightmost}
     row_ends = [-math.inf, -math.inf]
-    for mark, text in (round_marks if axes.marks is None else axes.marks).items():
+    for mark, text in (_round_marks(leftmost, rightmost) if axes.marks is None else axes.marks).items():
         x, half = x_of(mark), LETTER * len(text) / 2
         svg.line(x, bottom, x, bottom + 4, "axis")
         # Long words at an end of the axis keep out of the plot beside it; a text that would overlap goes a row lower.
@@ -164,6 +165,15 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
     for line in lines.values():
         if line.answer is not None:
             _draw_answer(svg, x_of(line.answer[0]), y_of(line.answer[1]), line.answer_name, box)
+
+
+def _round_marks(leftmost: float, rightmost: float) -> dict[float, str]:
+    """Return the texts of the x axis at round numbers."""
+    texts = {}
+    for mark in ticks(rightmost, at_most=8):
+        if leftmost <= mark <= rightmost:
+            texts[mark] = f"{mark:.4g}"
+    return texts
 
 
 def _draw_answer(svg: Svg, x: float, y: float, name: str, box: Box) -> None:
@@ -203,9 +213,7 @@ def _y_axis(values: Sequence[float], axes: Axes) -> tuple[float, float, list[flo
     elif axes.limits is not None:
         low, high = axes.limits
         step = ticks(high - low, at_most=7)[1]
-        counts = range(math.ceil(low / step), math.floor(high / step) + 1)
-        marks = [round(step * count, 12) for count in counts]
-        return low, high, marks
+        return low, high, multiples(step, range(math.ceil(low / step), math.floor(high / step) + 1))
     if axes.log:
         start, end = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         marks = [10.0**power for power in range(start, max(end, start + 1) + 1)]

@@ -27,8 +27,11 @@ def document(report: ReportData) -> dict[str, object]:
     for row in report.policies:
         policies[row.policy] = row.as_json() | _engine(report, row) | _loads(report, row) | _memory(report, row)
     figures["policies"] = policies
-    if report.yardsticks:
-        figures["yardsticks"] = {row.policy: row.as_json() | _memory(report, row) for row in report.yardsticks}
+    yardsticks: dict[str, object] = {}
+    for row in report.yardsticks:
+        yardsticks[row.policy] = row.as_json() | _memory(report, row)
+    if yardsticks:
+        figures["yardsticks"] = yardsticks
     if report.speedups:
         figures["speedups"] = list(report.speedups)
     if report.rl is not None:

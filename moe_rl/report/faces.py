@@ -83,8 +83,11 @@ class Sweep(SweepData):
 
     def save(self, path: Path | str) -> None:
         """Draw the sweep: a page (`.html`) or `.svg`; `.png` and `.pdf` need the extra `plot`."""
-        drawn = {kind: partial(draw_sweep, self, kind.removeprefix(".")) for kind in PICTURES if kind != ".html"}
-        save_as(path, {".html": self._page, **drawn})
+        draw_by_suffix: dict[str, Callable[[], bytes]] = {".html": self._page}
+        for suffix in PICTURES:
+            if suffix != ".html":
+                draw_by_suffix[suffix] = partial(draw_sweep, self, suffix.removeprefix("."))
+        save_as(path, draw_by_suffix)
 
     def _page(self) -> bytes:
         return render_picture("moe_rl sweep", self.finding, partial(sweep_panels, self), self.table(PAGE_COLUMNS))

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import UNPACKED, ReportData
-from moe_rl.report.units import format_bytes
+from moe_rl.report.units import format_bytes, largest_shares
 from moe_rl.report.words import read_words
 
 # A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little.
 LITTLE = 0.03
-LIMITS = 3  # The largest parts of a step of RL are named as what limits it.
 # The policy with packing and balancing.
 WHOLE = "moe-rl"
 WORDS = read_words("sentences.yaml")["headline"]
@@ -112,8 +111,7 @@ def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
         return []
     if rl.waits_for_rollout:
         return [str(WORDS["rl_nothing"])]
-    largest = list(rl.shares.items())[:LIMITS]
-    limit = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+    limit = largest_shares(rl.shares)
     if rl.brings_little:
         return [WORDS["rl_little"].format(rl=rl, limit=limit)]
     low, high = f"{rl.low:.2f}x", f"{rl.high:.2f}x"

@@ -15,9 +15,9 @@ from markupsafe import Markup
 from moe_rl.core.errors import require
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import check_outputs, write_outputs
-from moe_rl.report.bars import excess_bars, memory_bars, part_name, rl_bars, time_bars
-from moe_rl.report.colors import BASELINE_COLOR, part_color, policy_colors
-from moe_rl.report.columns import Column, chosen_columns, columns
+from moe_rl.report.bars import BarChart, excess_bars, memory_bars, rl_bars, time_bars
+from moe_rl.report.colors import BASELINE_COLOR, policy_colors
+from moe_rl.report.columns import Column, cells_of, chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.maps import micro_batch_maps, rank_maps
@@ -53,7 +53,9 @@ def render_html(report: ReportData) -> str:
             map_data=[kind.data() for kind in kinds],
             style=asset("style.css"),
             script=asset("script.js"),
-            charts=_charts(report),
+            time_chart=_time_chart(report),
+            memory_chart=_memory_chart(report),
+            excess_chart=_excess_chart(report),
         )
     )
 
@@ -90,7 +92,7 @@ def drawings_of(draw: Callable[[float], Markup]) -> dict[str, Markup]:
 
 def render_notebook(report: ReportData) -> str:
     """Return the report for a notebook: headline, table, parts of the time, notes."""
-    time = _charts(report)["time"]
+    time = _time_chart(report)
     return (
         environment()
         .get_template("notebook.html.j2")
@@ -100,8 +102,8 @@ def render_notebook(report: ReportData) -> str:
             table=policy_rows(report, chosen_columns(report)),
             cautions=report.all_cautions,
             notes=report.notes,
-            bars=standalone(time["drawing"]) if time else None,
-            parts=time["parts"] if time else (),
+            bars=standalone(time.drawing) if time else None,
+            legend=time.legend if time else {},
         )
     )
 
@@ -137,36 +139,31 @@ def _verdict(report: ReportData, colors: dict[str, str]) -> list[dict[str, Any]]
     return list(bars.values())
 
 
-def _charts(report: ReportData) -> dict[str, dict[str, Any] | None]:
-    """Return the bar charts of time, memory and excess, each with its legend; None without figures for it."""
-    rows, num_policies = (*report.policies, *report.yardsticks), len(report.policies)
-    charts: dict[str, dict[str, Any] | None] = {"time": None, "memory": None, "excess": None}
-    timed = [row for row in rows if row.breakdown_s]
-    if timed:
-        seconds = [row.breakdown_s or {} for row in timed]
-        charts["time"] = _chart(time_bars(timed, num_policies=num_policies), seconds)
-    memory = {row.policy: report.memory[row.policy] for row in rows if row.policy in report.memory}
-    if memory:
-        peaks = [forecast.parts_bytes for forecast in memory.values()]
-        charts["memory"] = _chart(memory_bars(memory, num_policies=num_policies), peaks)
+def _time_chart(report: ReportData) -> BarChart | None:
+    """Return the parts of every row's step; None if times were not computed."""
+    timed = [row for row in (*report.policies, *report.yardsticks) if row.breakdown_s]
+    if not timed:
+        return None
+    return time_bars(timed, num_policies=len(report.policies))
+
+
+def _memory_chart(report: ReportData) -> BarChart | None:
+    """Return the parts of every row's peak memory; None without forecasts."""
+    memory = {}
+    for row in (*report.policies, *report.yardsticks):
+        if row.policy in report.memory:
+            memory[row.policy] = report.memory[row.policy]
+    if not memory:
+        return None
+    return memory_bars(memory, num_policies=len(report.policies))
+
+
+def _excess_chart(report: ReportData) -> BarChart | None:
+    """Return the reasons for the imbalance of every policy that has bounds; None if none has."""
     bounded = [row for row in report.policies if row.policy in report.bounds]
-    if bounded:
-        excess = [report.bounds[row.policy].excess(row) for row in bounded]
-        charts["excess"] = _chart(excess_bars(bounded, report.bounds), excess)
-    return charts
-
-
-def _chart(drawing: Markup, bars: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return a drawing with name and color of every part that some bar shows."""
-    colors: dict[str, str] = {}
-    hides = False
-    for bar in bars:
-        for part, value in bar.items():
-            hides |= value < 0
-            if value > 0:
-                colors[part] = part_color(part)
-    legend = [{"name": part_name(part), "color": color} for part, color in colors.items()]
-    return {"drawing": drawing, "parts": legend, "hides": hides}
+    if not bounded:
+        return None
+    return excess_bars(bounded, report.bounds)
 
 
 def policy_rows(report: ReportData, columns: Sequence[Column]) -> dict[str, Any]:
@@ -174,12 +171,11 @@ def policy_rows(report: ReportData, columns: Sequence[Column]) -> dict[str, Any]
     best = report.best.policy
 
     def row(prediction: StepPrediction) -> dict[str, Any]:
-        cells = [column.text(prediction) for column in columns]
-        return {"name": prediction.policy, "cells": cells, "best": prediction.policy == best != "static"}
+        is_best = prediction.policy == best != "static"
+        return {"name": prediction.policy, "cells": cells_of(columns, prediction), "best": is_best}
 
-    headings = [{"lines": column.heading.split("\n"), "meaning": column.meaning} for column in columns]
     rows, yardsticks = list(map(row, report.policies)), list(map(row, report.yardsticks))
-    return {"columns": headings, "rows": rows, "yardsticks": yardsticks}
+    return {"columns": columns, "rows": rows, "yardsticks": yardsticks}
 
 
 def asset(name: str) -> Markup:

@@ -9,10 +9,11 @@ Waiting for routing is then put down to the bound that explains most of the imba
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moe_rl.core.mappings import subset
+from moe_rl.core.mappings import in_units, subset
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.bars import part_name
 from moe_rl.report.simulation import LoadBounds, ReportData
+from moe_rl.report.units import largest_shares
 from moe_rl.report.words import read_words
 from moe_rl.simulators.result import IMBALANCE_PARTS
 
@@ -100,6 +101,10 @@ def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: 
         else:
             floor = WORDS["reasons"]["node_floor"].format(bounds=bounds)
         reason = WORDS["reasons"][verdict].format(best=best, bounds=bounds, floor=floor)
+    largest = ""
+    if verdict == "kernel":
+        parts_s = best.breakdown_s or {}
+        largest = largest_shares(in_units(parts_s, sum(parts_s.values())), part_name)
     spent = {"kernel": "kernels", "packing": "packing", "plan": "plan"}.get(verdict, "routing")
     facts = {
         "best": best,
@@ -107,18 +112,11 @@ def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: 
         "reason": reason,
         "excess": best.imbalance - 1.0,
         "share": seconds[spent] / sum(seconds.values()) if seconds else 0.0,
-        "largest": _largest_parts(best) if verdict == "kernel" else "",
+        "largest": largest,
     }
     # Node, placement and split are told alike: as waiting for routing.
     template = WORDS["limits"].get(verdict) or WORDS["limits"]["routing" if seconds else "untimed"]
     return (sentence.format(**facts) for sentence in template)
-
-
-def _largest_parts(best: StepPrediction) -> str:
-    parts = best.breakdown_s or {}
-    step = sum(parts.values())
-    largest = sorted(parts, key=lambda name: -parts[name])[:3]
-    return ", ".join(f"{part_name(name)} {parts[name] / step:.0%}" for name in largest)
 
 
 def _between_nodes(report: ReportData) -> list[str]:

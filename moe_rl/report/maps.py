@@ -84,7 +84,7 @@ class MapKind:
     @property
     def top(self) -> float:
         """Upper end of the scale."""
-        return max(2.0, *(float(value.max(initial=0.0)) for value in self.values.values()))
+        return max(2.0, *map(self._largest, self.values))
 
     @property
     def gradient(self) -> Markup:
@@ -94,7 +94,10 @@ class MapKind:
 
     def most(self, name: str) -> str:
         """Return the largest value of a policy's map, as its caption says it."""
-        return f"{float(self.values[name].max(initial=0.0)):.2f}"
+        return f"{self._largest(name):.2f}"
+
+    def _largest(self, name: str) -> float:
+        return float(self.values[name].max(initial=0.0))
 
     def picture(self, name: str) -> Markup:
         """Draw the map of a policy: layers from top to bottom, columns from left to right."""
@@ -155,7 +158,7 @@ def _whole_ticks(count: int, *, at_most: int) -> list[int]:
 
 def rank_maps(report: ReportData) -> MapKind:
     """Return the load of every rank and layer in the whole step."""
-    values = {policy.policy: report.loads[policy.policy].rank_share for policy in report.policies}
+    values = _by_policy(report, "rank_share")
     ranks = next(iter(values.values())).shape[1]
     every = min(int(str(report.setting.get("ranks_per_node", ranks))), ranks)
     return _maps(report, "ranks", values, every=every)
@@ -163,8 +166,12 @@ def rank_maps(report: ReportData) -> MapKind:
 
 def micro_batch_maps(report: ReportData) -> MapKind:
     """Return the imbalance of every layer in every micro-batch."""
-    values = {policy.policy: report.loads[policy.policy].imbalance_map for policy in report.policies}
-    return _maps(report, "micro_batches", values, every=0)
+    return _maps(report, "micro_batches", _by_policy(report, "imbalance_map"), every=0)
+
+
+def _by_policy(report: ReportData, quantity: str) -> dict[str, NDArray[np.float32]]:
+    """Return an array of `PolicyLoads` for every policy."""
+    return {name: getattr(report.loads[name], quantity) for name in report.policy_names}
 
 
 def _maps(report: ReportData, kind: str, values: Mapping[str, NDArray[np.float32]], *, every: int) -> MapKind:

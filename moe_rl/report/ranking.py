@@ -11,13 +11,15 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     if not report.sensitivity:
         return ()
     best = report.best.policy
-    gains = [ranking.speedup_vs_static[best] for ranking in report.sensitivity]
+    gains, flips = [], []
+    for ranking in report.sensitivity:
+        gains.append(ranking.speedup_vs_static[best])
+        if not ranking.holds:
+            flips.append(f"{_name(ranking)}: {_turned(ranking)}")
     gain = f"{best} is {min(gains):.2f}x to {max(gains):.2f}x as fast as static."
-    flips = [ranking for ranking in report.sensitivity if not ranking.holds]
     if not flips:
         return (f"The ranking of the policies holds with every constant {OFF} lower or higher; {gain}",)
-    turns = "; ".join(f"{_name(ranking)}: {_turned(ranking)}" for ranking in flips)
-    return (f"With constants {OFF} off the ranking of the policies flips: {turns}. Throughout, {gain}",)
+    return (f"With constants {OFF} off the ranking of the policies flips: {'; '.join(flips)}. Throughout, {gain}",)
 
 
 def ranking_rows(report: ReportData) -> list[dict[str, object]]:

@@ -1,6 +1,6 @@
 """A sweep over settings: its points, and the words for them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_rl.report.words import read_words
@@ -24,6 +24,15 @@ class SweptPoint:
     imbalance_static: float
     phi: float | None
     """None where times were not computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptFigure:
+    """The metric of one policy at one point."""
+
+    point: SweptPoint
+    policy: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +65,35 @@ class SweepData:
         model, cluster = self.setting.get("model", "several models"), self.setting.get("cluster", "several clusters")
         return f"{self.trace.get('name')}, {model} on {cluster}"
 
-    @property
-    def answer(self) -> tuple[SweptPoint, str]:
-        """The point with the best figure of all, and the policy that has it."""
+    def figures(self, points: Sequence[SweptPoint]) -> list[SweptFigure]:
+        """Return the figures of these points, policy by policy."""
+        figures = []
+        for point in points:
+            for name in self.policies:
+                if name in point.policies:
+                    figures.append(SweptFigure(point=point, policy=name, value=point.policies[name]))
+        return figures
+
+    def best(self, figures: Sequence[SweptFigure]) -> SweptFigure:
+        """Return the best of some figures, of equals the first."""
         if self.metric == "speedup_vs_static":
-            most = max
-        else:
-            most = min
-        pairs = []
-        for point in self.points:
-            pairs += [(point, name) for name in self.policies if name in point.policies]
-        return most(pairs, key=lambda pair: pair[0].policies[pair[1]])
+            return max(figures, key=lambda figure: figure.value)
+        return min(figures, key=lambda figure: figure.value)
+
+    @property
+    def answer(self) -> SweptFigure:
+        """The best figure of all."""
+        return self.best(self.figures(self.points))
 
     @property
     def finding(self) -> str:
         """What the sweep found, in a sentence: the best policy anywhere, and from where to where its figure goes."""
-        best, name = self.answer
-        figures = [point.policies[name] for point in self.points if name in point.policies]
+        best, figures = self.answer, []
+        for point in self.points:
+            if best.policy in point.policies:
+                figures.append(point.policies[best.policy])
         low, high = min(figures), max(figures)
-        where = f"best at {describe(best.point)}"
+        name, where = best.policy, f"best at {describe(best.point.point)}"
         if self.metric == "imbalance":
             return f"{name} leaves the busiest rank {low:.2f} to {high:.2f} times the mean; {where}"
         if f"{low:.2f}" == f"{high:.2f}":
@@ -105,6 +124,6 @@ def text_of(value: Value) -> str:
     return str(value)
 
 
-def describe(point: Mapping[str, Value]) -> str:
-    """Return e.g. "EP 16, tokens/rank 8,192"."""
+def describe(point: Mapping[str, Value], text_of: Callable[[Value], str] = text_of) -> str:
+    """Return e.g. "EP 16, tokens/rank 8,192"; `text_of` writes a value."""
     return ", ".join(f"{short_name(name)} {text_of(value)}" for name, value in point.items())

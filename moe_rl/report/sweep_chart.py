@@ -13,7 +13,7 @@ from moe_rl.core.mappings import without
 from moe_rl.report.colors import policy_colors
 from moe_rl.report.curves import MARKERS, Axes, Box, Line, draw_sample, plot
 from moe_rl.report.svg import LETTER, WIDTH, Svg, standalone
-from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, short_name, text_of
+from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, Value, axis_name, describe, text_of
 from moe_rl.report.units import sequences_of
 from moe_rl.version import install_line
 
@@ -33,16 +33,16 @@ FORCED_BALANCE = "#777f88"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Panel:
-    """The points along one parameter, the others held."""
+    """The points along one parameter, the others fixed."""
 
     parameter: str
-    held: Mapping[str, Value]
+    fixed: Mapping[str, Value]
     points: Sequence[SweptPoint]
 
     @property
     def title(self) -> str:
         """The other parameters and their values."""
-        return ", ".join(f"{short_name(name)} {_label(value)}" for name, value in self.held.items())
+        return describe(self.fixed, _label)
 
 
 def draw_sweep(sweep: SweepData, kind: str = "svg") -> bytes:
@@ -76,9 +76,13 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
 
 def sweep_panels(sweep: SweepData, width: float = WIDTH) -> Markup:
     """Return the drawing, at least so wide, for a page that has a style sheet; the best point of all has a ring."""
-    rows = [_panels(sweep, name) for name, values in sweep.values.items() if len(values) > 1]
-    # A sweep of one point is drawn as well.
-    rows = rows or [_panels(sweep, next(iter(sweep.values)))]
+    rows = []
+    for name, values in sweep.values.items():
+        if len(values) > 1:
+            rows.append(_panels(sweep, name))
+    if not rows:
+        # A sweep of one point is drawn as well.
+        rows.append(_panels(sweep, next(iter(sweep.values))))
     count = max(map(len, rows))
     width = max(float(width), LEFT + RIGHT + count * MIN_PANEL + (count - 1) * GAP)
     drawn = max(map(_num_points, rows))
@@ -122,42 +126,61 @@ def _draw_row(svg: Svg, sweep: SweepData, row: Sequence[_Panel], top: float, leg
     return bottom
 
 
+class _SweptAxis:
+    """The x axis of a panel: where its points stand, and the words below them."""
+
+    def __init__(self, panel: _Panel) -> None:
+        self.values = [point.point[panel.parameter] for point in panel.points]
+        self.places = []
+        for value in self.values:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self.places.append(float(value))
+        self.is_ordered = len(self.places) == len(self.values)
+        if not self.is_ordered:
+            # Words, or words among numbers, stand side by side.
+            self.places = list(map(float, range(len(self.values))))
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether equal ratios are equal distances."""
+        return self.is_ordered and min(self.places) > 0 and max(self.places) >= LOGARITHMIC_FROM * min(self.places)
+
+    def marks(self, letters: int) -> dict[float, str]:
+        """Return the word at every place, in at most so many letters."""
+        letters = min(letters, LABEL_LETTERS)
+        return {place: _label(value, letters) for place, value in zip(self.places, self.values, strict=True)}
+
+
 def _lines(sweep: SweepData, panel: _Panel, named: str, *, letters: int) -> tuple[dict[str, Line], Axes]:
     """Return the lines of a panel and its axes; words at the x axis have at most so many letters."""
-    values = [point.point[panel.parameter] for point in panel.points]
-    places = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    # Words, or words among numbers, stand side by side.
-    ordered = len(places) == len(values)
-    if not ordered:
-        places = [float(index) for index in range(len(values))]
+    axis = _SweptAxis(panel)
     colors, markers = policy_colors(sweep.policies), list(MARKERS)
     lines = {}
     if sweep.metric == "speedup_vs_static":
-        ends = [(place, 1.0) for place in places]
+        ends = [(place, 1.0) for place in axis.places]
         lines["static"] = Line(points=ends, color=policy_colors(["static"])["static"], marker=None)
     balanced = _forced_balance(panel.points)
-    if len(balanced) == len(places):
-        points = list(zip(places, balanced, strict=True))
+    if len(balanced) == len(axis.places):
+        points = list(zip(axis.places, balanced, strict=True))
         lines["forced balance"] = Line(points=points, color=FORCED_BALANCE, dashed=True, marker=None)
-    best, best_policy = sweep.answer
+    best = sweep.answer
     for index, name in enumerate(sweep.policies):
-        ring, ring_name = None, ""
-        if name == best_policy and best in panel.points:
-            ring = (places[panel.points.index(best)], best.policies[name])
-            ring_name = _figure(sweep, best.policies[name])
-        shown = [(x, p.policies[name]) for x, p in zip(places, panel.points, strict=True) if name in p.policies]
+        ring, ring_name, curve = None, "", []
+        for place, point in zip(axis.places, panel.points, strict=True):
+            if name in point.policies:
+                curve.append((place, point.policies[name]))
+            if name == best.policy and point == best.point:
+                ring, ring_name = (place, best.value), _figure(sweep, best.value)
         lines[name] = Line(
-            points=shown,
+            points=curve,
             color=colors[name],
-            dashed=not ordered,  # a line between words means nothing
+            dashed=not axis.is_ordered,  # a line between words means nothing
             marker=markers[index % len(markers)],
             answer=ring,
             answer_name=ring_name,
         )
-    letters = min(letters, LABEL_LETTERS)
-    marks = {x: _label(value, letters) for x, value in zip(places, values, strict=True)}
-    log_x = ordered and min(places) > 0 and max(places) >= LOGARITHMIC_FROM * min(places)
-    return lines, Axes(x=named, y=METRICS[sweep.metric], limits=_limits(sweep), marks=marks, log_x=log_x)
+    marks = axis.marks(letters)
+    return lines, Axes(x=named, y=METRICS[sweep.metric], limits=_limits(sweep), marks=marks, log_x=axis.is_logarithmic)
 
 
 def _figure(sweep: SweepData, value: float) -> str:
@@ -181,7 +204,7 @@ def _panels(sweep: SweepData, parameter: str) -> list[_Panel]:
     for combination in itertools.product(*other_parameters.values()):
         fixed = dict(zip(other_parameters, combination, strict=True))
         points = [point for point in sweep.points if fixed.items() <= point.point.items()]
-        panels.append(_Panel(parameter=parameter, held=fixed, points=points))
+        panels.append(_Panel(parameter=parameter, fixed=fixed, points=points))
     return panels
 
 
@@ -207,8 +230,9 @@ def _forced_balance(points: Sequence[SweptPoint]) -> list[float]:
 
 
 def _limits(sweep: SweepData) -> tuple[float, float]:
-    values = [value for point in sweep.points for value in point.policies.values()]
-    values += _forced_balance(sweep.points)
+    values = _forced_balance(sweep.points)
+    for point in sweep.points:
+        values += point.policies.values()
     low, high = min(1.0, *values), max(1.02, *values)
     # Markers reach 3 units beyond their point: 6 % of a panel of 200 keeps them inside.
     room = 0.06 * (high - low)
@@ -226,7 +250,10 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
         "dispatcher": f"dispatcher {setting.get('dispatcher')}",
         "slots": f"{slots} replica slot{'' if slots == 1 else 's'} per rank",
     }
-    parts = [sentence for name, sentence in sentences.items() if name in setting]
+    conditions = []
+    for name, sentence in sentences.items():
+        if name in setting:
+            conditions.append(sentence)
     simulated = "Simulated from recorded loads"
     if setting.get("scaled"):
         simulated = "Simulated from recorded loads, scaled"
@@ -234,4 +261,4 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
         left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"]
     else:
         left_out = []
-    return [sweep.what, "; ".join([simulated, *parts, *left_out])]
+    return [sweep.what, "; ".join([simulated, *conditions, *left_out])]

@@ -7,20 +7,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import printable
-from moe_rl.report.columns import Column, chosen_columns, columns
+from moe_rl.report.columns import cells_of, chosen_columns, columns
 from moe_rl.report.headline import headline
 from moe_rl.report.limits import limits
 from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
-from moe_rl.report.sweep import METRICS, SweepData, SweptPoint, short_name, text_of
+from moe_rl.report.sweep import METRICS, SweepData, short_name, text_of
 from moe_rl.report.tables import figures_table
 from moe_rl.report.units import GIB, batch_words, counted, format_count, parallelism, sequences_of
 
 MAX_WIDTH = 100
 # A setting has no slots of these kinds unless it says so.
-SLOTS = ("cross_node_slots", "resident_slots")
+SLOTS = {"cross_node_slots": "cross-node", "resident_slots": "resident"}
 # The sentences below the table get 8 lines; in fewer than 80 columns the hint at the others takes two of them.
 NARROW, LINES = 80, 8
 
@@ -36,14 +35,10 @@ def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
         if prediction.policy == best != "static":
             style = "bold green"
         is_last = index == len(report.policies) - 1
-        table.add_row(Text(prediction.policy), *_cells(columns, prediction), style=style, end_section=is_last)
+        table.add_row(Text(prediction.policy), *cells_of(columns, prediction), style=style, end_section=is_last)
     for prediction in report.yardsticks:
-        table.add_row(Text(prediction.policy), *_cells(columns, prediction), style="dim")
+        table.add_row(Text(prediction.policy), *cells_of(columns, prediction), style="dim")
     return table
-
-
-def _cells(columns: Sequence[Column], prediction: StepPrediction) -> list[str]:
-    return [column.text(prediction) for column in columns]
 
 
 def print_report(report: ReportData, console: Console, *, names: Sequence[str] = (), explain: bool = False) -> None:
@@ -98,13 +93,17 @@ def _sentences(report: ReportData) -> list[Text]:
         limiting = ()
     foremost = (*sentences.details[:1], *limiting[:1])
     explained = (*ranking_sentences(report), *foremost, *sentences.details[1:], *limiting[1:])
-    texts = [Text(line, style="bold") for line in sentences.lines]
     notes = [f"note: {note}" for note in report.notes]
-    return [*texts, *_warnings(report.cautions), *map(Text, explained), *_warnings(notes)]
+    return [
+        *_texts(sentences.lines, "bold"),
+        *_texts(report.cautions, "yellow"),
+        *_texts(explained),
+        *_texts(notes, "yellow"),
+    ]
 
 
-def _warnings(sentences: Sequence[str]) -> list[Text]:
-    return [Text(printable(sentence), style="yellow") for sentence in sentences]
+def _texts(sentences: Sequence[str], style: str = "") -> list[Text]:
+    return [Text(printable(sentence), style=style) for sentence in sentences]
 
 
 def _that_fit(sentences: Sequence[Text], console: Console, width: int, *, always: int) -> list[Text]:
@@ -138,7 +137,9 @@ def setting_lines(report: ReportData) -> list[str]:
         f"{micro_batches} of {per_rank} tokens per rank",
     ]
     how = [sequences_of(setting), f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank"]
-    how += [f"{setting[kind]} {kind.removesuffix('_slots').replace('_', '-')}" for kind in SLOTS if setting.get(kind)]
+    for key, kind in SLOTS.items():
+        if setting.get(key):
+            how.append(f"{setting[key]} {kind}")
     if not report.timed:
         how.append(f"objective {setting['objective']}")
     if report.timed:
@@ -178,7 +179,8 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
         cells.append(Text(f"{point.imbalance_static:.3f}"))
         if point.phi is not None:
             cells.append(Text(f"{point.phi:.2f}"))
-        best = _best(sweep, point)
+        figures = sweep.figures([point])
+        best = sweep.best(figures).policy if figures else ""
         for name in sweep.policies:
             style = "bold green" if name == best else ""
             if name in point.policies:
@@ -190,12 +192,3 @@ def print_sweep(sweep: SweepData, console: Console) -> None:
         table.add_row(*cells)
     console.print(Text(f"{METRICS[sweep.metric].capitalize()}, simulated: {sweep.what}", style="bold"))
     console.print(table)
-
-
-def _best(sweep: SweepData, point: SweptPoint) -> str:
-    figures = {name: value for name, value in point.policies.items() if name in sweep.policies}
-    if sweep.metric == "speedup_vs_static":
-        extreme = max
-    else:
-        extreme = min
-    return extreme(figures, key=lambda name: figures[name], default="")

@@ -1,6 +1,6 @@
 """What `moe-rl tune` found: a table of the best settings, the lines to paste, and a picture of the trade."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,12 @@ from markupsafe import Markup
 from moe_rl.core.mappings import attributes, not_none
 from moe_rl.core.step_words import Dispatcher, Recompute
 from moe_rl.report.colors import policy_colors
-from moe_rl.report.curves import Axes, Line, line_chart
+from moe_rl.report.curves import Axes, Line, Point, line_chart
 from moe_rl.report.html import render_picture, save_as
 from moe_rl.report.svg import standalone
-from moe_rl.report.units import format_count
+from moe_rl.report.units import format_count, largest_shares, spaced
 
 BEST = 10
-LIMITS = 3  # The largest parts of a step are named as its limits.
 # Of settings whose forecasts differ by less the simplest comes first. Whether two settings can be told apart is a
 # question to the interval of their ratio.
 ALIKE = 0.03
@@ -50,17 +49,23 @@ class ParallelLayout:
     @property
     def name(self) -> str:
         """The parallel layout in a few letters."""
-        degrees = (f" {letters}{size}" for letters, size in self._beside_ep().items())
-        return f"EP{self.expert_model_parallel_size}{''.join(degrees)}"
+        return " ".join([f"EP{self.expert_model_parallel_size}", *self._degrees_beside_ep()])
 
     @property
     def num_kinds(self) -> int:
         """Kinds of parallelism beside EP and data parallelism."""
-        return len(self._beside_ep())
+        return len(self._degrees_beside_ep())
 
-    def _beside_ep(self) -> dict[str, int]:
-        sizes = attributes(self, (*SIZES[1:], "num_virtual_stages")).values()
-        return {name: size for name, size in zip(("ETP", "TP", "CP", "PP", "VP"), sizes, strict=True) if size > 1}
+    def _degrees_beside_ep(self) -> list[str]:
+        """Return e.g. ["TP2", "CP4"]."""
+        sizes = {
+            "ETP": self.expert_tensor_parallel_size,
+            "TP": self.tensor_model_parallel_size,
+            "CP": self.context_parallel_size,
+            "PP": self.pipeline_model_parallel_size,
+            "VP": self.num_virtual_stages,
+        }
+        return [f"{letters}{size}" for letters, size in sizes.items() if size > 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +104,7 @@ class TunedSetting(ParallelLayout):
     @property
     def limits(self) -> str:
         """The largest parts of the step."""
-        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:LIMITS]
-        return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+        return largest_shares(self.parts)
 
     def lines(self, framework: str) -> str:
         """Return what a run of this framework sets: `megatron`, `verl`, `slime` or `nemo-rl`."""
@@ -137,20 +141,24 @@ class ShapeLevers:
     @property
     def name(self) -> str:
         """Layout, dispatcher, engine and levers of the fastest combination."""
-        named = [name for name in self.speeds if name in self._added()]
-        words = [name.replace("engine", self.engine or "") for name in named if name != "static"]
-        if "resident copies" in words:
-            words[words.index("resident copies")] = f"{self.resident_slots} resident copies per rank"
-        return ", ".join([self.setting.name, self.setting.dispatcher, *words])
+        words = [self.setting.name, self.setting.dispatcher]
+        for lever in self._added()[1:]:
+            if lever == "engine":
+                words.append(self.engine or "")
+            elif lever == "resident copies":
+                words.append(f"{self.resident_slots} resident copies per rank")
+            else:
+                words.append(lever)
+        return ", ".join(words)
 
     @property
     def gains(self) -> dict[str, float]:
         """What each lever of the fastest combination adds to those before it, as a share."""
-        added, before, found = self._added(), self.speeds["static"], dict[str, float]()
-        for name in added[1:]:
-            found[name] = self.speeds[name] / before - 1.0
-            before = self.speeds[name]
-        return found
+        gains, before = dict[str, float](), self.speeds["static"]
+        for lever in self._added()[1:]:
+            gains[lever] = self.speeds[lever] / before - 1.0
+            before = self.speeds[lever]
+        return gains
 
     def as_json(self) -> dict[str, Any]:
         """Return the shape and its speeds as JSON values."""
@@ -172,6 +180,16 @@ class ShapeLevers:
             return ["static", "own copies"]
         names = list(self.speeds)
         return names[: names.index(self.lever) + 1]
+
+
+def _lever_line(name: str, cells: Sequence[str]) -> str:
+    """Return a line of the table of levers: a name and a cell per lever."""
+    return f"{name:44}{'  '.join(f'{cell:>15}' for cell in cells)}".rstrip()
+
+
+def _point(row: TunedSetting) -> Point:
+    """Return the place of a setting in the picture: GiB, 1,000 tokens/s/GPU."""
+    return row.peak_gib, row.tokens_per_s_per_gpu / 1000
 
 
 def _ends(interval: tuple[float, float] | None) -> str:
@@ -209,10 +227,10 @@ def _others(row: TunedSetting) -> dict[str, object]:
 
 
 def _megatron(row: TunedSetting) -> str:
-    named = _sizes(row) | _others(row)
+    options = _sizes(row) | _others(row)
     if row.num_virtual_stages > 1:
-        named["num_virtual_stages_per_pipeline_rank"] = row.num_virtual_stages
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in named.items()]
+        options["num_virtual_stages_per_pipeline_rank"] = row.num_virtual_stages
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
     if row.tensor_model_parallel_size > 1:
         flags.append("--sequence-parallel")
     return " ".join(flags)
@@ -225,26 +243,42 @@ def _slime(row: TunedSetting) -> str:
 
 
 def _verl(row: TunedSetting) -> str:
-    actor, sizes = "actor_rollout_ref.actor", _sizes(row)
+    sizes, overrides = _sizes(row), _others(row)
     if row.num_virtual_stages > 1:
         sizes["virtual_pipeline_model_parallel_size"] = row.num_virtual_stages
-    lines = [f"{actor}.megatron.{name}={value}" for name, value in sizes.items()]
-    for name, value in _others(row).items():
-        written = f"[{value}]" if name == "recompute_modules" else value
-        lines.append(f"+{actor}.megatron.override_transformer_config.{name}={written}")
-    per_gpu = row.micro_batch_tokens // row.context_parallel_size
-    return " ".join([*lines, f"{actor}.use_dynamic_bsz=True", f"{actor}.ppo_max_token_len_per_gpu={per_gpu}"])
+    if "recompute_modules" in overrides:
+        overrides["recompute_modules"] = f"[{overrides['recompute_modules']}]"
+    batching = {
+        "use_dynamic_bsz": True,
+        "ppo_max_token_len_per_gpu": row.micro_batch_tokens // row.context_parallel_size,
+    }
+    actor = "actor_rollout_ref.actor"
+    assignments = [
+        *_assignments(f"{actor}.megatron", sizes),
+        *_assignments(f"+{actor}.megatron.override_transformer_config", overrides),
+        *_assignments(actor, batching),
+    ]
+    return " ".join(assignments)
 
 
 def _nemo_rl(row: TunedSetting) -> str:
-    named = _sizes(row) | {
-        "sequence_parallel": row.tensor_model_parallel_size > 1,
-        "activation_checkpointing": row.recompute.repeats_layer,
+    options = _sizes(row) | {
+        "sequence_parallel": _yaml_bool(row.tensor_model_parallel_size > 1),
+        "activation_checkpointing": _yaml_bool(row.recompute.repeats_layer),
         "moe_token_dispatcher_type": row.dispatcher.as_options["moe_token_dispatcher_type"],
     }
-    lines = [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in named.items()]
-    packing = f"policy.sequence_packing.train_mb_tokens={row.micro_batch_tokens}"
-    return " ".join([*lines, "policy.sequence_packing.enabled=true", packing])
+    packing = {"enabled": _yaml_bool(True), "train_mb_tokens": row.micro_batch_tokens}
+    assignments = _assignments("policy.megatron_cfg", options) + _assignments("policy.sequence_packing", packing)
+    return " ".join(assignments)
+
+
+def _assignments(section: str, values: Mapping[str, object]) -> list[str]:
+    """Return "section.name=value" for every value."""
+    return [f"{section}.{name}={value}" for name, value in values.items()]
+
+
+def _yaml_bool(value: bool) -> str:
+    return str(value).lower()
 
 
 PASTED = {"megatron": _megatron, "verl": _verl, "slime": _slime, "nemo-rl": _nemo_rl}
@@ -322,43 +356,46 @@ class Tuned:
         best, *others = self.levers
         added = ", ".join(f"{name} {gain:+.1%}" for name, gain in best.gains.items()) or "no lever helps"
         gain = best.fastest / best.speeds["static"] - 1.0
-        said = [
+        sentences = [
             f"With these routes, {best.name} reaches {best.fastest:,.0f} tokens/s/GPU, {gain:.1%} more than static "
             f"placement ({added})."
         ]
         if best.command:
-            said.append(f"To get the same numbers: {best.command}")
+            sentences.append(f"To get the same numbers: {best.command}")
         for other in others:
             behind = best.fastest / other.fastest - 1.0
             name, more = self._grown_part(best.setting, other.setting)
-            said.append(
+            sentences.append(
                 f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} alone "
                 f"adds {more:.1%}."
             )
-        return said
+        return sentences
 
     @staticmethod
     def _grown_part(best: TunedSetting, other: TunedSetting) -> tuple[str, float]:
         """Return the part by which the other's balanced step is longest beyond the best's, as a share of the latter."""
         longer = best.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu
-        grown = {name: other.parts[name] * longer - best.parts.get(name, 0.0) for name in other.parts}
-        name, more = max(grown.items(), key=lambda part: part[1])
-        return name.replace("_", " "), more
+        growth = {name: share * longer - best.parts.get(name, 0.0) for name, share in other.parts.items()}
+        name = max(growth, key=lambda name: growth[name])
+        return spaced(name), growth[name]
 
     def table_of_levers(self) -> str:
         """Return tokens/s/GPU by shape and lever."""
-        head = "  ".join(f"{name:>15}" for name in LEVERS)
-        lines = [f"{'tokens/s/GPU as levers are added':44}{head}"]
+        lines = [_lever_line("tokens/s/GPU as levers are added", LEVERS)]
         for shape in self.levers:
-            cells = "  ".join(f"{shape.speeds[name]:15,.0f}" if name in shape.speeds else f"{'':15}" for name in LEVERS)
-            lines.append(f"{shape.setting.name + ', ' + shape.setting.dispatcher:44}{cells}".rstrip())
+            figures = []
+            for lever in LEVERS:
+                if lever in shape.speeds:
+                    figures.append(f"{shape.speeds[lever]:,.0f}")
+                else:
+                    figures.append("")
+            lines.append(_lever_line(f"{shape.setting.name}, {shape.setting.dispatcher}", figures))
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
         rows = [not_none(asdict(row)) | {"limits": row.limits} for row in self.settings]
-        named = ("model", "cluster", "gpus", "num_tokens", "num_sequences", "batch")
-        facts = attributes(self, named)
+        facts = attributes(self, ("model", "cluster", "gpus", "num_tokens", "num_sequences", "batch"))
         document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
         if self.levers:
             document["levers"] = [shape.as_json() for shape in self.levers]
@@ -390,22 +427,24 @@ class Tuned:
         """Return the trade as a drawing: for every EP size, the most tokens/s/GPU within a peak memory; the best has a
         ring.
         """
-        colors = policy_colors([f"EP{ep}" for ep in sorted(self.first_of("expert_model_parallel_size"))])
+        points_by_ep: dict[str, list[Point]] = {}
+        # In the order of the sizes, so that each has its color however fast it is.
+        for row in sorted(self.settings, key=lambda row: row.expert_model_parallel_size):
+            points_by_ep.setdefault(f"EP{row.expert_model_parallel_size}", []).append(_point(row))
+        colors = policy_colors(points_by_ep)
         lines = {}
-        for name, color in colors.items():
-            rows = sorted((row.peak_gib, row.tokens_per_s_per_gpu / 1000) for row in self.settings
-                          if f"EP{row.expert_model_parallel_size}" == name)  # fmt: skip
+        for name, settings in points_by_ep.items():
             ring = None
             if name == f"EP{self.best.expert_model_parallel_size}":
-                ring = (self.best.peak_gib, self.best.tokens_per_s_per_gpu / 1000)
+                ring = _point(self.best)
             points, fastest = [], 0.0
-            for point in rows:
+            for point in sorted(settings):
                 # More memory is only worth a point where it is faster than everything that needs less. The answer has
                 # one always: of settings that the interval does not tell apart it is the simplest, not the fastest.
                 if point[1] > fastest or point == ring:
                     points.append(point)
                 fastest = max(fastest, point[1])
-            lines[name] = Line(points=points, color=color, answer=ring, answer_name=self.best.name)
+            lines[name] = Line(points=points, color=colors[name], answer=ring, answer_name=self.best.name)
         axes = Axes(x="peak memory, GiB", y="1,000 tokens/s/GPU")
         return line_chart(lines, axes, width=width, height=320, legend=True)
 

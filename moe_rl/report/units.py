@@ -1,7 +1,7 @@
 """Numbers as people read them, units included."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 GIB = 2.0**30
 
@@ -60,6 +60,22 @@ def decimals(largest: float, count: int) -> int:
 def counted(count: object, singular: str, several: str) -> str:
     """Return e.g. "1 micro-batch" or "32 micro-batches"."""
     return f"{count} {singular if count == 1 else several}"
+
+
+def spaced(name: str) -> str:
+    """Return a name with spaces: "weight_sync" is "weight sync"."""
+    return name.replace("_", " ")
+
+
+def largest_shares(shares: Mapping[str, float], name_of: Callable[[str], str] = spaced) -> str:
+    """Return the three largest shares of a whole, e.g. "attention 31%, rollout 20%, weight sync 9%"."""
+    largest = sorted(shares.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name_of(name)} {share:.0%}" for name, share in largest)
+
+
+def multiples(step: float, indices: Iterable[int]) -> list[float]:
+    """Return `step` times every index, without the last digits of floating point: 0.1 * 3 is 0.3."""
+    return [round(step * index, 12) for index in indices]
 
 
 def sequences_of(setting: Mapping[str, object]) -> str:
@@ -121,7 +137,7 @@ def ticks(top: float, *, at_most: int = 6) -> list[float]:
         if top / step <= at_most:
             break
     count = int(-(-top // step))
-    return [round(index * step, 12) for index in range(count + 1)]
+    return multiples(step, range(count + 1))
 
 
 def listed(values: Sequence[object]) -> str:

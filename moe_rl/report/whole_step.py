@@ -6,6 +6,7 @@ A step of RL is rollout, log-probabilities, update, weight sync: balancing short
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moe_rl.core.mappings import in_units
 from moe_rl.simulators.rl_step import RlStep
 
 HOURS_A_DAY = 24
@@ -43,9 +44,9 @@ class RlGain:
     @property
     def shares(self) -> dict[str, float]:
         """Shares of the parts under static placement, the largest first."""
-        parts = self.steps["static"].parts_s
-        total = sum(parts.values())
-        return {name: seconds / total for name, seconds in sorted(parts.items(), key=lambda part: -part[1])}
+        parts_s = self.steps["static"].parts_s
+        largest_first = dict(sorted(parts_s.items(), key=lambda part: -part[1]))
+        return in_units(largest_first, sum(parts_s.values()))
 
     @property
     def brings_little(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_rl.core.cost import BF16_BYTES, Floats
+from moe_rl.core.mappings import in_units
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
@@ -80,7 +81,7 @@ def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, mi
     `tokens` is the mean per rank of the `micro_batches` that hold any.
     """
     stages, virtual = run.setting.pipeline_model_parallel_size, run.setting.num_virtual_stages
-    breakdown = {name: seconds / stages for name, seconds in parts.items()}
+    breakdown = in_units(parts, stages)
     total, head = sum(parts.values()), parts["head"]
     split = stage_layers(run.model, run.setting)
     dense, chunk = run.model.num_layers - run.model.num_moe_layers, split[0] / virtual

@@ -71,7 +71,7 @@ def bars_of(svg: str) -> list[tuple[float, float, str]]:
 
 def test_bars_are_as_long_as_their_parts() -> None:
     one = replace(prediction("static", 8.0, load=2.0), breakdown_s={"attention": 2.0, "expert_gemm": 6.0})
-    (first, second) = bars_of(str(time_bars([one], num_policies=1)))
+    (first, second) = bars_of(str(time_bars([one], num_policies=1).drawing))
     assert second[1] == pytest.approx(3 * first[1], abs=0.1)
     assert second[0] == pytest.approx(first[0] + first[1], abs=0.1)
 
@@ -79,7 +79,7 @@ def test_bars_are_as_long_as_their_parts() -> None:
 def test_hidden_time_lies_over_the_end_of_the_bar() -> None:
     parts = {"attention": 4.0, "overlap": -1.0, "head": 2.0}
     one = replace(prediction("static", 5.0, load=2.0), breakdown_s=parts)
-    svg = str(time_bars([one], num_policies=1))
+    svg = str(time_bars([one], num_policies=1).drawing)
     *solid, hidden = bars_of(svg)
     end = solid[-1][0] + solid[-1][1]
     assert hidden[0] + hidden[1] == pytest.approx(end, abs=0.1)
@@ -154,7 +154,7 @@ def test_report_and_sweep_and_the_pictures_of_the_documents_show_a_policy_in_one
 
 
 def test_memory_stands_against_the_gpus_line() -> None:
-    svg = str(memory_bars({"static": forecast(100.0), "moe-rl": forecast(60.0)}, num_policies=2))
+    svg = str(memory_bars({"static": forecast(100.0), "moe-rl": forecast(60.0)}, num_policies=2).drawing)
     (line,) = re.findall(r'<line class="limit" x1="([\d.]+)"', svg)
     scale = (WIDTH - LEFT - WORDS_RIGHT) / 100.0
     assert float(line) == pytest.approx(LEFT + 80.0 * scale, abs=0.1)
@@ -166,14 +166,14 @@ def test_memory_stands_against_the_gpus_line() -> None:
 
 
 def test_memory_below_the_gpus_shows_the_line_at_the_end() -> None:
-    svg = str(memory_bars({"static": forecast(60.0)}, num_policies=1))
+    svg = str(memory_bars({"static": forecast(60.0)}, num_policies=1).drawing)
     assert "does not fit" not in svg
     (line,) = re.findall(r'<line class="limit" x1="([\d.]+)"', svg)
     assert float(line) == pytest.approx(WIDTH - RIGHT, abs=0.1)
 
 
 def test_memory_far_below_the_gpus_has_the_width_and_the_limit_is_named() -> None:
-    svg = str(memory_bars({"static": forecast(8.0)}, num_policies=1))
+    svg = str(memory_bars({"static": forecast(8.0)}, num_policies=1).drawing)
     assert sum(width for _, width, _ in bars_of(svg)) == pytest.approx(WIDTH - LEFT - RIGHT, abs=0.1)
     assert 'class="limit"' not in svg
     assert "80.0 GiB of the GPU: far to the right" in svg
@@ -197,6 +197,6 @@ def test_a_picture_of_its_own_has_the_colors_asked_for(colors: dict[str, str]) -
 
 def test_bars_of_the_excess_are_as_long_as_what_is_left() -> None:
     policies = (prediction("static", 10.0, load=2.2), prediction("ultraep", 7.0, load=1.1))
-    widths = [width for _, width, _ in bars_of(str(excess_bars(policies, BOUNDS)))]
+    widths = [width for _, width, _ in bars_of(str(excess_bars(policies, BOUNDS).drawing))]
     assert sum(widths[:2]) == pytest.approx(WIDTH - LEFT - RIGHT, abs=0.1)
     assert sum(widths[2:]) == pytest.approx((WIDTH - LEFT - RIGHT) / 12, abs=0.1)
