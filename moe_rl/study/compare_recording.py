@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_rl.core.errors import InvalidInputError, require, require_known
+from moe_rl.core.mappings import in_units
 from moe_rl.profiling.attribution import AttributedWork, BusyTime, Call, attribute, busy_time, seconds_by_category
 from moe_rl.profiling.comparison import PART_OF_PREDICTION, ComparedPart, compare, measured_parts
 from moe_rl.profiling.events import ProfiledRun
@@ -26,7 +27,8 @@ class PredictedStep:
     def share_of_step(self, calls: Collection[Call]) -> tuple[float, list[str]]:
         """Return the share of the predicted micro-batches that was recorded, and notes on it for the reader."""
         predicted = self.num_micro_batches
-        recorded = len({call.micro_batch for call in calls if call.micro_batch is not None})
+        micro_batches = {call.micro_batch for call in calls}
+        recorded = len(micro_batches - {None})
         if not recorded or predicted is None:
             return 1.0, ["the recording does not say which micro-batches it holds: it is taken as whole steps."]
         require(
@@ -42,11 +44,13 @@ class PredictedStep:
 
     def notes(self) -> list[str]:
         """Return a sentence that names the predicted parts without a measured counterpart."""
-        unseen = {name: s for name, s in self.breakdown_s.items() if name not in PART_OF_PREDICTION and s}
-        listed = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in unseen.items())
-        if not listed:
+        parts = []
+        for name, seconds in self.breakdown_s.items():
+            if name not in PART_OF_PREDICTION and seconds:
+                parts.append(f"{name} {seconds:.3g} s")
+        if not parts:
             return []
-        return [f"predicted and no work of a GPU, so not compared: {listed}."]
+        return [f"predicted and no work of a GPU, so not compared: {', '.join(parts)}."]
 
 
 def read_prediction(path: Path, policy: str) -> PredictedStep:
@@ -92,7 +96,11 @@ class AttributedStep:
 
     def kernel_seconds(self, *, communication: bool) -> list[float]:
         """Return [R] summed time of the kernels that move data between ranks, or of the others."""
-        return [sum(item.seconds for item in work if item.is_communication == communication) for work in self.work]
+        seconds = []
+        for work in self.work:
+            kernels = filter(lambda kernel: kernel.is_communication == communication, work)
+            seconds.append(sum(kernel.seconds for kernel in kernels))
+        return seconds
 
     @property
     def busy(self) -> list[BusyTime] | None:
@@ -117,14 +125,15 @@ def attribute_recording(
     compared: list[ComparedPart] = []
     notes = _notes(runs, work)
     if prediction is not None:
-        share, sentences = prediction.share_of_step(
-            {item.call for of_rank in work for item in of_rank if item.call is not None}
-        )
-        measured = measured_parts(work, waiting)
+        calls: set[Call] = set()
         attention_marked = False
-        for item in itertools.chain.from_iterable(work):
-            attention_marked |= item.category == "attention" and item.call is not None
-        measured_per_step = {part: seconds / counted for part, seconds in measured.items()}
+        for kernel in itertools.chain.from_iterable(work):
+            if kernel.call is not None:
+                calls.add(kernel.call)
+                attention_marked |= kernel.category == "attention"
+        share, sentences = prediction.share_of_step(calls)
+        measured = measured_parts(work, waiting)
+        measured_per_step = in_units(measured, counted)
         compared = compare(
             prediction.breakdown_s, measured_per_step, share_of_step=share, attention_marked=attention_marked
         )
@@ -155,17 +164,20 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
     unlinked = sum(run.unlinked for run in runs.values())
     if unlinked:
         sentences.append(f"{unlinked} kernels have no recorded launch: they count by their name alone.")
-    if not any(item.call for of_rank in work for item in of_rank):
+    has_ranges, outside_s = False, 0.0
+    for kernel in itertools.chain.from_iterable(work):
+        if kernel.call:
+            has_ranges = True
+        elif kernel.kernel_class == "all_to_all":
+            # A flat NCCL all-to-all has one kernel name for whatever it moves.
+            outside_s += kernel.seconds
+    if not has_ranges:
         sentences.append(
             "no moe_rl range was recorded (moe_rl.profiling.ranges.enable): kernels count by their names alone."
         )
-    # A flat NCCL all-to-all has one kernel name for whatever it moves.
-    outside = sum(
-        item.seconds for of_rank in work for item in of_rank if item.kernel_class == "all_to_all" and not item.call
-    )
-    if outside > 0:
+    if outside_s > 0:
         sentences.append(
-            f"{outside:.3g} s of all-to-all kernels lie in no moe_rl range: whether they dispatch, combine or pass "
+            f"{outside_s:.3g} s of all-to-all kernels lie in no moe_rl range: whether they dispatch, combine or pass "
             "pipeline activations their names do not say, so they count as other."
         )
     return sentences

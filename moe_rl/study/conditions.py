@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_rl.config import load_software
 from moe_rl.core.load import StepLoad
-from moe_rl.core.mappings import not_none
+from moe_rl.core.mappings import attributes, not_none, without
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.core.outputs import encodable
 from moe_rl.core.plan import Plan
@@ -104,13 +104,13 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "num_virtual_stages": options.parallel.num_virtual_stages_per_pipeline_rank,
         "packed_sequences": options.kernels.packed_sequences or None,
-        **{name: getattr(step, name) for name in OF_STEP},
+        **attributes(step, OF_STEP),
         "recompute_modules": list(step.recompute_modules),
         **{name: options.value_of(name) or None for name in SHARES},
         "eplb_history": scenario.history,
         "steps_served": problem.steps_served,
         "model_origin": scenario.model.origin,
-        "model_shape": {name: value for name, value in asdict(problem.model).items() if name != "assumed_fields"},
+        "model_shape": without(asdict(problem.model), ["assumed_fields"]),
         "assumptions": list(scenario.model.assumptions),
         "constants": _constants(topology.hardware),
     }
@@ -280,12 +280,15 @@ def _moves_that_cost(
     setting = scenario.training_step.setting
     served = 10 * setting.reorder_interval  # Moves that take 10 % of one step take 1 % of ten: LITTLE_SHARE.
     spread = simulate(replace(setting, reorder_interval=served)).policies
-    return [
-        f"{name} is {seconds.speedup_vs_static:.2f}x as fast as static because moving experts takes "
-        f"{seconds.reorder_share:.0%} of this step; it would be {spread[name].prediction.speedup_vs_static:.2f}x if "
-        f"the same homes served {served} steps equally well (--reorder-interval {served})."
-        for name, seconds in slow.items()
-    ]
+    sentences = []
+    for name, prediction in slow.items():
+        speedup = spread[name].prediction.speedup_vs_static
+        sentences.append(
+            f"{name} is {prediction.speedup_vs_static:.2f}x as fast as static because moving experts takes "
+            f"{prediction.reorder_share:.0%} of this step; it would be {speedup:.2f}x if the same homes served "
+            f"{served} steps equally well (--reorder-interval {served})."
+        )
+    return sentences
 
 
 def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str]:

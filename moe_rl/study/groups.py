@@ -237,9 +237,14 @@ class PricingOptions(PriceOptions):
         """Return the software of `--software`, else the one named `otherwise`, with the single costs of the option."""
         from moe_rl.config import load_software
 
-        names = [part for part in self.software if "=" not in part]
+        names, costs = [], {}
+        for part in self.software:
+            name, equals, cost = part.partition("=")
+            if equals:
+                costs[name] = cost
+            else:
+                names.append(name)
         require(len(names) <= 1, f"--software names two kinds of software: {' and '.join(names)}.")
-        costs = dict(part.split("=", 1) for part in self.software if "=" in part)
         return load_software(names[0] if names else otherwise).changed(costs)
 
 

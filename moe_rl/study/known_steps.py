@@ -122,10 +122,11 @@ def priors_of(options: SimulationOptions, hardware: HardwareSpec, *, steps_known
         tuned = TUNED_UNSEEN
     costs = dict(part.split("=", 1) for part in options.pricing.software)
     weights = {TUNED: tuned, TYPICAL: 1.0 - tuned}
-    return [
-        Prior(hardware=hardware, software=load_software(name).changed(costs), weight=weight)
-        for name, weight in weights.items()
-    ]
+    priors = []
+    for name, weight in weights.items():
+        changed_software = load_software(name).changed(costs)
+        priors.append(Prior(hardware=hardware, software=changed_software, weight=weight))
+    return priors
 
 
 def posterior_of(
@@ -142,11 +143,14 @@ def posterior_of(
     stated = stated_steps(options, lengths)
     priors = priors_of(options, hardware, steps_known=bool(stated))
     posterior = Posterior.of(priors, [_known(step, step.run or _own_run(step, priced_runs), priors) for step in stated])
-    own_steps: dict[str, list[StatedStep]] = {part: [] for part in priced_runs}
-    for step in stated:
-        if step.run is None:
-            own_steps[step.part or next(iter(priced_runs))].append(step)
-    return posterior, {part: OwnStep.of(posterior, steps) for part, steps in own_steps.items()}
+    own_steps: dict[str, OwnStep] = {}
+    for part in priced_runs:
+        steps = []
+        for step in stated:
+            if step.run is None and (step.part or next(iter(priced_runs))) == part:
+                steps.append(step)
+        own_steps[part] = OwnStep.of(posterior, steps)
+    return posterior, own_steps
 
 
 def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRun:
@@ -212,7 +216,11 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
     else:
         lines = [text]
     for pattern, part, unit in LOG_LINES:
-        values = [float(found[1]) * unit for line in lines if (found := re.search(pattern, line))]
+        values = []
+        for line in lines:
+            match = re.search(pattern, line)
+            if match is not None:
+                values.append(float(match[1]) * unit)
         if values:
             # The first iterations compile and fill caches.
             return [StatedStep(text=text, seconds=median(values[1:] or values), part=part)]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.mappings import without
+from moe_rl.core.mappings import overlap, without
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
 from moe_rl.launch.keys import listed_model
@@ -66,13 +66,12 @@ def launch_options(
     everything = {**_options(run.settings), **_batch_options(run, share)}
     priced, left_out = _priced({name: value for name, value in everything.items() if name in words_of(schema)})
     names = ", ".join(path.name for path in files)
-    listed = ", ".join(f"{name} {_word(value)}" for name, value in priced.items())
     sentences = [f"{names} sets no option that affects the forecast."]
     if priced:
-        sentences = [f"from {names} ({run.settings.framework}): {listed}."]
-    sentences += [
-        f"{names}: {sentence}" for name, sentence in run.undecided.items() if name in (*SAME_NAME, *OTHER_NAME)
-    ]
+        sentences = [f"from {names} ({run.settings.framework}): {_listed(priced)}."]
+    for name, sentence in run.undecided.items():
+        if name in SAME_NAME or name in OTHER_NAME:
+            sentences.append(f"{names}: {sentence}")
     sentences += [f"{names}: {sentence}" for sentence in left_out]
     model = listed_model(run.settings)
     if model:
@@ -91,9 +90,8 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         remaining = without(remaining, MOMENTS)
         sentences.append(f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
     for name, needed in NEEDS.items():
-        if name in remaining and not all(remaining.get(other) == value for other, value in needed.items()):
-            required = ", ".join(f"{other} {_word(value)}" for other, value in needed.items())
-            sentences.append(f"{name} {_word(remaining.pop(name))} is ignored: it requires {required}.")
+        if name in remaining and overlap(remaining, needed) != needed:
+            sentences.append(f"{name} {_word(remaining.pop(name))} is ignored: it requires {_listed(needed)}.")
     if remaining.get("num_virtual_stages_per_pipeline_rank") and remaining.get("pipeline_model_parallel_size", 1) == 1:
         sentences.append("virtual stages are ignored: there is only one pipeline stage.")
         del remaining["num_virtual_stages_per_pipeline_rank"]
@@ -103,7 +101,7 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
         del remaining["use_megatron_fsdp"]
     for name in list(remaining):
-        companions = {other: remaining[other] for other in COMPANIONS.get(name, ()) if other in remaining}
+        companions = overlap(remaining, COMPANIONS.get(name, ()))
         try:
             SimulationOptions.model_validate({**companions, name: remaining[name]}).step_setting()
         except (InvalidInputError, ValidationError):
@@ -149,7 +147,7 @@ def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
         return None
     simulated: int | None = stated.get("gpus")
     if simulated is None:
-        sizes = {**_sizes(run.settings), **{name: stated[name] for name in SIZES if name in stated}}
+        sizes = {**_sizes(run.settings), **overlap(stated, SIZES)}
         experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
         slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
         ranks = experts * stated["num_ep_groups"] if "num_ep_groups" in stated else math.lcm(experts, slices)
@@ -159,10 +157,10 @@ def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
 
 def _options(settings: RunSettings) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for flag, option in {**{name: name for name in SAME_NAME}, **OTHER_NAME}.items():
+    for flag in (*SAME_NAME, *OTHER_NAME):
         setting = settings.option(flag)
         if setting is not None and setting.value not in (None, ""):
-            values[option] = setting.value
+            values[OTHER_NAME.get(flag, flag)] = setting.value
     if values.get("context_parallel_size", 1) > 1:
         # Megatron's default; a list has an entry for every layer.
         kinds = values.get("cp_comm_type", "p2p")
@@ -197,6 +195,10 @@ def _expert_tensor(settings: RunSettings) -> int:
     """Return the parts that every expert is cut into: Megatron cuts them as attention unless it is told otherwise."""
     size = settings.value_of("expert_tensor_parallel_size") or settings.value_of("tensor_model_parallel_size") or 1
     return int(str(size))
+
+
+def _listed(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {_word(value)}" for name, value in options.items())
 
 
 def _word(value: object) -> str:

@@ -41,6 +41,7 @@ from moe_rl.study.conditions import (
     trace_facts,
 )
 from moe_rl.study.intervals import intervals_of
+from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Progress, Scenario, Simulate
 from moe_rl.version import __version__
 
@@ -253,36 +254,51 @@ def beside_static(policies: Sequence[str]) -> Sequence[str]:
     return [BASELINE, *policies]
 
 
+class _OccurringLoads:
+    """The loads that occur where others were planned: rerouted as the options say, and without routes if no times are
+    asked for. Plans that share a load share what occurs, too, so that its visits are counted once.
+    """
+
+    def __init__(self, options: SimulationOptions) -> None:
+        self._options = options
+        self._pairs: list[tuple[StepLoad, StepLoad]] = []
+        """Planned and occurring."""
+
+    def of(self, planned: StepLoad) -> StepLoad:
+        """Return the load that occurs."""
+        for load, occurring in self._pairs:
+            if load is planned:
+                return occurring
+        occurring, reroute = planned, self._options.knowledge.reroute
+        if not self._options.pricing.in_seconds:
+            occurring = replace(planned, routes=None)
+        if reroute:
+            occurring = occurring.rerouted(reroute, seed=self._options.planning.seed)
+        self._pairs.append((planned, occurring))
+        return occurring
+
+
 def pricing_of(scenario: Scenario, plans: Mapping[str, Plan]) -> tuple[Simulate, dict[str, StepLoad]]:
     """Return a function that prices the plans under a setting, and the load that occurs under each plan's layout.
 
     The function also takes other constants of the cluster than the scenario's.
     """
-    batch, reroute = scenario.batch, scenario.options.knowledge.reroute
-    timed = scenario.options.pricing.in_seconds
-    planned = {name: load_under(plan, batch) for name, plan in plans.items()}
-
-    def as_it_occurs(load: StepLoad) -> StepLoad:
-        if timed:
-            counted = load
-        else:
-            counted = replace(load, routes=None)
-        if reroute:
-            return counted.rerouted(reroute, seed=scenario.options.planning.seed)
-        return counted
-
-    # Most plans keep the layout and share one load, which is then rerouted, and its visits counted, once.
-    occurring = {id(load): as_it_occurs(load) for load in [batch.load, *planned.values()]}
-    loads = {name: occurring[id(load)] for name, load in planned.items()}
+    batch, occurring_loads = scenario.batch, _OccurringLoads(scenario.options)
+    batch_load = occurring_loads.of(batch.load)
+    loads, repacked = {}, {}
+    for name, plan in plans.items():
+        planned = load_under(plan, batch)
+        loads[name] = occurring_loads.of(planned)
+        if planned is not batch.load:
+            repacked[name] = loads[name]
     destinations: DestinationsByPolicy = {}  # Where rows go does not depend on the setting: counted for the first.
 
     def simulate(setting: StepSetting, hardware: HardwareSpec | None = None) -> SimulationResult:
-        repacked = {name: loads[name] for name, load in planned.items() if load is not batch.load}
         if hardware is None:
             topology = scenario.topology
         else:
             topology = replace(scenario.topology, hardware=hardware)
-        step = replace(scenario.training_step, setting=setting, topology=topology, load=occurring[id(batch.load)])
+        step = replace(scenario.training_step, setting=setting, topology=topology, load=batch_load)
         return simulate_policies(plans, step, loads=repacked, destinations=destinations)
 
     return simulate, loads

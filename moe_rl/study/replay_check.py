@@ -35,8 +35,11 @@ class ReplayCheck:
     @property
     def faulty(self) -> dict[str, Verdict]:
         """Verdicts on the sequences that are not right, by "<index> (<name>)"."""
-        verdicts = enumerate(zip(self.names, self.verdicts, strict=True))
-        return {f"{index} ({name})": verdict for index, (name, verdict) in verdicts if verdict.fault is not None}
+        faulty = {}
+        for index, (name, verdict) in enumerate(zip(self.names, self.verdicts, strict=True)):
+            if verdict.fault is not None:
+                faulty[f"{index} ({name})"] = verdict
+        return faulty
 
     def as_dict(self) -> dict[str, Any]:
         """Return the check as plain values."""

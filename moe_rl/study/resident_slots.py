@@ -147,12 +147,17 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
         f"{flag} needs a memory forecast, but {', '.join(model.assumed_fields)} of the model is only assumed: "
         "name the --model, or give a number.",
     )
-    levers = {policy: POLICIES[policy].levers for policy in planning.policy}
-    filling = [policy for policy, may in levers.items() if (may.choose_residents if resident else may.cross_node)]
-    filling = filling or [policy for policy in levers if resident and POLICIES[policy].fills_slots_for_a_step]
+    choosing, holding = [], []
+    for policy in planning.policy:
+        levers = POLICIES[policy].levers
+        if levers.choose_residents if resident else levers.cross_node:
+            choosing.append(policy)
+        if resident and POLICIES[policy].fills_slots_for_a_step:
+            holding.append(policy)
+    candidates = choosing or holding
     does = "copies experts across nodes"
     if resident:
         does = "holds copies for a whole step"
-    require(len(filling) > 0, f"{flag}: none of --policy {','.join(planning.policy)} {does}; moe-rl does.")
+    require(len(candidates) > 0, f"{flag}: none of --policy {','.join(planning.policy)} {does}; moe-rl does.")
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
-    return min(filling, key=lambda policy: POLICIES[policy].variant_of is not None)
+    return min(candidates, key=lambda policy: POLICIES[policy].variant_of is not None)

@@ -476,8 +476,9 @@ def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> d
         f"--sweep {sweep!r} must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step.",
     )
     given = options.stated_words()
-    points = {value: merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
-    return {f"{field}={value}": RlPoint.of(passes, point) for value, point in points.items()}
+    # Every value is checked before any is priced.
+    points = {f"{field}={value}": merge_options(RlStepOptions, {**given, field: value}) for value in values.split(",")}
+    return {name: RlPoint.of(passes, point) for name, point in points.items()}
 
 
 def as_json(steps: Mapping[str, RlStep], intervals: Mapping[str, RlIntervals]) -> dict[str, object]:

@@ -61,18 +61,16 @@ class RolloutMap:
 
     def as_json(self) -> dict[str, object]:
         """Return scores and facts as JSON values."""
+        maps: dict[str, object] = {}
+        for name, scores in self.scores.items():
+            choices = {choice: asdict(score) for choice, score in scores.items()}
+            maps[name] = {"twins": self.twins[name], "choices": choices}
         return {
             "schema": SCHEMA,
             "version": __version__,
             "engine": self.engine.name,
             **self.facts,
-            "maps": {
-                name: {
-                    "twins": self.twins[name],
-                    "choices": {choice: asdict(score) for choice, score in scores.items()},
-                }
-                for name, scores in self.scores.items()
-            },
+            "maps": maps,
             "notes": list(self.notes),
         }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError, located, nearest_name, require
-from moe_rl.core.mappings import subset, without
+from moe_rl.core.mappings import overlap, subset, without
 from moe_rl.option_groups import AUTO, words_of
 from moe_rl.report.faces import SimulationReport, Sweep
 from moe_rl.report.sweep import SweptPoint, Value, describe
@@ -90,14 +90,15 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
     require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
     # Only what was said: a default that follows from another option must follow from the point's.
     stated = base.stated_words()
-    options = [
-        checked(stated | dict(zip(values_of, combination, strict=True)), SimulationOptions)
-        for combination in itertools.product(*values_of.values())
-    ]
-    values_seen = {name: tuple(dict.fromkeys(point.value_of(name) for point in options)) for name in values_of}
+    options = []
+    for combination in itertools.product(*values_of.values()):
+        point = dict(zip(values_of, combination, strict=True))
+        options.append(checked(stated | point, SimulationOptions))
+    checked_values: dict[str, tuple[Value, ...]] = {}
     for name, values in values_of.items():
-        require(len(values_seen[name]) == len(values), f"--sweep gives a value of {name} twice.")
-    return Grid(values=values_seen, options=tuple(options))
+        checked_values[name] = tuple(dict.fromkeys(point.value_of(name) for point in options))
+        require(len(checked_values[name]) == len(values), f"--sweep gives a value of {name} twice.")
+    return Grid(values=checked_values, options=tuple(options))
 
 
 def run_sweep(
@@ -149,7 +150,7 @@ def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[
     if "cluster" not in grid.values:
         # Not the sources: a reworded one changes no figure.
         cluster = asdict(load_cluster(options.pricing.cluster))
-        settings["cluster"] = {name: value for name, value in cluster.items() if name != "sources"}
+        settings["cluster"] = without(cluster, ["sources"])
     if "model" not in grid.values and options.shape.model != FROM_TRACE:
         settings["model"] = asdict(load_model(options.shape.model).spec)
     return settings
@@ -173,8 +174,7 @@ def _figures(report: SimulationReport) -> dict[str, object]:
     document: dict[str, Any] = report.as_json()
     policies = {name: without(row, ["imbalance_by_micro_batch"]) for name, row in document["policies"].items()}
     setting = without(document["setting"], TOO_LONG)
-    facts: dict[str, Any] = {name: document[name] for name in ("trace", "yardsticks", "notes") if name in document}
-    return {"setting": setting, "policies": policies, **facts}
+    return {"setting": setting, "policies": policies, **overlap(document, ("trace", "yardsticks", "notes"))}
 
 
 def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
@@ -197,7 +197,7 @@ def _sweep(grid: Grid, lines: list[dict[str, Any]]) -> Sweep:
         setting = {name: value for name, value in setting.items() if line["setting"].get(name) == value}
         notes = subset(notes, [note for note in notes if note in line["notes"]])
     return Sweep(
-        values={name: tuple(values) for name, values in grid.values.items()},
+        values=grid.values,
         metric=metric,
         points=tuple(points),
         trace=lines[0]["trace"],

@@ -482,12 +482,14 @@ def _num_ep_groups(parallel: ParallelOptions) -> int:
 
 def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
     """Raise for a size of the EP group that experts cannot be shared out over, or that leaves a node half filled."""
-    possible = [
-        size
-        for size in range(1, num_experts + 1)
-        if num_experts % size == 0 and (size <= per_node or size % per_node == 0)
-    ]
-    below, above = [size for size in possible if size < ep_size], [size for size in possible if size > ep_size]
+    possible, below, above = [], [], []
+    for size in range(1, num_experts + 1):
+        if num_experts % size == 0 and (size <= per_node or size % per_node == 0):
+            possible.append(size)
+            if size < ep_size:
+                below.append(size)
+            if size > ep_size:
+                above.append(size)
     sizes = " or ".join(f"--ep {size}" for size in [*below[-1:], *above[:1]])
     require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
     require(

@@ -52,8 +52,16 @@ class Shown:
             require(math.isfinite(value), f"{flag} must be finite, got {value}.")
 
 
-SHOWN = {
-    name: Shown(name=name, panel=panel, **({"help": texts} if isinstance(texts, str) else texts))
-    for panel, options in read_yaml(Path(__file__).with_name("options.yaml")).items()
-    for name, texts in options.items()
-}
+def _read_options(path: Path) -> dict[str, Shown]:
+    """Return every option of the file by its name."""
+    shown = {}
+    for panel, options in read_yaml(path).items():
+        for name, texts in options.items():
+            if isinstance(texts, str):
+                shown[name] = Shown(name=name, panel=panel, help=texts)
+            else:
+                shown[name] = Shown(name=name, panel=panel, **texts)
+    return shown
+
+
+SHOWN = _read_options(Path(__file__).with_name("options.yaml"))

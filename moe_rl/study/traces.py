@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, bundled_traces, load_model
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.outputs import encodable
 from moe_rl.core.trace import RoutingTrace, SequenceCounts
@@ -145,7 +146,7 @@ def describe_trace(source: TraceSource) -> dict[str, object]:
         "format": source.format,
         "model": encodable(source.model),
         "provenance": source.provenance,
-        **{name: getattr(source, name) for name in counts},
+        **attributes(source, counts),
         "num_moe_layers": len(source.moe_layer_ids),
         "moe_layer_ids": list(source.moe_layer_ids),
         "steps": list(source.steps),
@@ -156,8 +157,14 @@ def describe_trace(source: TraceSource) -> dict[str, object]:
 
 def size_of(path: Path) -> int:
     """Return the bytes of a trace's files."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in _files_of(path))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a trace's files: itself, or those of its folder."""
+    if not path.is_dir():
+        return [path]
+    return [file for file in path.rglob("*") if file.is_file()]
 
 
 def digest_of(trace: TraceLike) -> str:
@@ -176,7 +183,7 @@ def digest_of(trace: TraceLike) -> str:
             digest.update(f"{item.name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
     path = trace.path if isinstance(trace, TraceSource) else located_trace(str(trace))
-    for file_path in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+    for file_path in sorted(_files_of(path)):
         name = file_path.relative_to(path) if path.is_dir() else file_path.suffix
         # The path from the folder, not the folder's own: a trace may move between two runs of a sweep.
         with file_path.open("rb") as file:
