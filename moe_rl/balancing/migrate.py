@@ -167,7 +167,7 @@ def migrate(
     """
     transfers: list[_Transfer] = []
     arrangements: list[NDArray[np.int32]] = []
-    scratch, problem = torch.empty(0), ""
+    scratch, failure = torch.empty(0), ""
     num_state_tensors = 0 if state is None else _number_of_state_tensors(layers, groups, state)
     try:
         num_shards = groups.num_ep_groups
@@ -181,9 +181,9 @@ def migrate(
             transfers.append(_transfer(moves, groups, state, num_state_tensors))
         scratch = _scratch(transfers, device=groups.device)
     except Exception as error:  # whatever it is, the other ranks wait in the next line
-        problem = f" This rank: {error}"
-    if not groups.all_true_in_run(not problem):
-        raise ReorderError(f"a rank could not prepare the reorder; no expert was moved.{problem}")
+        failure = f" This rank: {error}"
+    if not groups.all_true_in_run(not failure):
+        raise ReorderError(f"a rank could not prepare the reorder; no expert was moved.{failure}")
     for index, (arrangement, transfer) in enumerate(zip(arrangements, transfers, strict=True)):
         pieces = transfer.pieces_of(scratch)
         try:

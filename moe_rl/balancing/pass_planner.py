@@ -183,19 +183,19 @@ class PassPlanner:
     def _with_plan(
         self, request: PassRequest, rows: RankRows | None, notices: Notices, num_micro_batches: int
     ) -> PlannedPass:
-        shares: list[LayerShare] = []
+        layer_shares: list[LayerShare] = []
         if rows is not None:
-            shares = self._exchange_shares(request, rows, notices)
+            layer_shares = self._exchange_shares(request, rows, notices)
         plan = request.plan
         if plan is None:
-            plan = self._assembly.join_shares(request, shares, num_micro_batches)
+            plan = self._assembly.join_shares(request, layer_shares, num_micro_batches)
         local_plan = self._assembly.local_part(plan)
         planned_pass = PlannedPass(
             plan=plan,
             local_plan=local_plan,
             replicated_ML=self._assembly.replicated_in_any_group(local_plan.replicas),
         )
-        return self._with_rows(planned_pass, request, shares, notices) if shares else planned_pass
+        return self._with_rows(planned_pass, request, layer_shares, notices) if layer_shares else planned_pass
 
     # Exchanges 2 and 3: loads and shares
 
@@ -282,19 +282,19 @@ class PassPlanner:
     # Exchange 4 and the whole plan
 
     def _with_rows(
-        self, planned_pass: PlannedPass, request: PassRequest, shares: Sequence[LayerShare], notices: Notices
+        self, planned_pass: PlannedPass, request: PassRequest, layer_shares: Sequence[LayerShare], notices: Notices
     ) -> PlannedPass:
         """Return the pass with its rows in the layers of this stage, from the shares of all counted layers."""
         counted_layers = self._counted_layers(request)
         stage = [counted_layers.index(layer) for layer in self.layers]
-        bounds = [share.max_rows_MLP for share in shares if share.max_rows_MLP is not None]
+        bounds = [share.max_rows_MLP for share in layer_shares if share.max_rows_MLP is not None]
         most_rows = None
-        if len(bounds) == len(shares):
+        if len(bounds) == len(layer_shares):
             most_rows = np.concatenate(bounds, axis=1)[:, stage]
         return replace(
             planned_pass,
-            predicted_rows=np.concatenate([share.plan_rows_MLP for share in shares], axis=1)[:, stage],
-            static_rows=np.concatenate([share.static_rows_MLP for share in shares], axis=1)[:, stage],
+            predicted_rows=np.concatenate([share.plan_rows_MLP for share in layer_shares], axis=1)[:, stage],
+            static_rows=np.concatenate([share.static_rows_MLP for share in layer_shares], axis=1)[:, stage],
             most_rows=most_rows,
             tokens=TokensOfRanks.of(notices[self.exchange.group_index]).all_MP,
         )

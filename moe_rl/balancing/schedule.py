@@ -110,9 +110,11 @@ def pack_schedule(
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
     batches_of_ranks = [[list(batch) for batch in batches] for batches in schedule]
-    over = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
-    if over > token_budget:
-        logger.warning("moe_rl: a micro-batch has %d tokens, more than %d, so it is not repacked.", over, token_budget)
+    most_tokens = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
+    if most_tokens > token_budget:
+        logger.warning(
+            "moe_rl: a micro-batch has %d tokens, more than %d, so it is not repacked.", most_tokens, token_budget
+        )
         return batches_of_ranks
     packed = plan_of_load(
         read_load([trace], layout=layout, topology=topology),
@@ -249,9 +251,11 @@ def plan_of_load(
     return make_planner(config.policy, **parameters).plan(problem, may)
 
 
-def step_setting(config: BalancerConfig, of_run: StepSetting | None = None, *, forward_only: bool) -> StepSetting:
+def step_setting(
+    config: BalancerConfig, framework_setting: StepSetting | None = None, *, forward_only: bool
+) -> StepSetting:
     """Return how the pass is run: as the framework says, where one is asked, and the configuration before it."""
-    setting = StepSetting() if of_run is None else of_run
+    setting = StepSetting() if framework_setting is None else framework_setting
     dispatcher = setting.dispatcher
     if config.pricing.dispatcher is not None:
         dispatcher = Dispatcher(config.pricing.dispatcher)

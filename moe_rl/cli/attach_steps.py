@@ -169,12 +169,12 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
 
 def _look(settings: RunSettings) -> str:
     """Return what a run that only observes shows."""
-    how = "BalancerConfig(observe=True)"
+    switch = "BalancerConfig(observe=True)"
     if settings.framework in BY_VARIABLE:
-        how = "MOE_RL=observe"
+        switch = "MOE_RL=observe"
     return (
-        f"under {how} nothing moves; for a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, and "
-        "moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe with moe-rl"
+        f"under {switch} nothing moves; for a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
+        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe with moe-rl"
     )
 
 

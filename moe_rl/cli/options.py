@@ -112,11 +112,13 @@ def _parameter(shown_flag: Shown, word: Word) -> inspect.Parameter:
     if kind not in (bool, float, str, float | None, str | None):
         # Other lists are given comma-separated, numbers perhaps as 8k or 8,192: the schema reads them.
         kind = list[str] if shown_flag.repeated else str
-    is_told = default in (None, "", False, PydanticUndefined) or default is True or "Default: " in shown_flag.help
+    help_has_default = (
+        default in (None, "", False, PydanticUndefined) or default is True or "Default: " in shown_flag.help
+    )
     info = typer.Option(
         flag,
         *short,
-        help=shown_flag.told if is_told else f"{shown_flag.told} Default: {default}.",
+        help=shown_flag.told if help_has_default else f"{shown_flag.told} Default: {default}.",
         rich_help_panel=shown_flag.panel,
         show_default=False,
         metavar="INTEGER" if word.field.annotation in (int, int | None) else None,

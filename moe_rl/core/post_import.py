@@ -52,8 +52,8 @@ def wrap_everywhere(function: FunctionType, around: Callable[..., Any]) -> None:
     function.__defaults__, function.__kwdefaults__ = None, {"moe_rl_around": functools.partial(around, original)}
 
 
-def _through(*given: Any, moe_rl_around: Callable[..., Any], **more: Any) -> Any:
-    return moe_rl_around(*given, **more)
+def _through(*arguments: Any, moe_rl_around: Callable[..., Any], **keywords: Any) -> Any:
+    return moe_rl_around(*arguments, **keywords)
 
 
 class _Finder(MetaPathFinder):

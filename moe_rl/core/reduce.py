@@ -202,16 +202,16 @@ def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopol
     first_slice = start * slices // held_tokens
     last_slice = (start + lengths[filled] - 1) * slices // held_tokens
     # A sequence that crosses slice borders becomes one segment per slice.
-    pieces = last_slice - first_slice + 1
-    owner = np.repeat(np.arange(len(filled)), pieces)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    slice_index = first_slice[owner] + nth
+    num_pieces = last_slice - first_slice + 1
+    sequence_of_piece = np.repeat(np.arange(len(filled)), num_pieces)
+    number_in_sequence = np.arange(len(sequence_of_piece)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    slice_index = first_slice[sequence_of_piece] + number_in_sequence
     # Slice s begins at the first position i with i * slices >= s * n.
-    begin = np.maximum(start[owner], -(-slice_index * held_tokens[owner] // slices))
+    begin = np.maximum(start[sequence_of_piece], -(-slice_index * held_tokens[sequence_of_piece] // slices))
     row = (np.cumsum(lengths) - lengths)[filled]
-    group, rank = topology.source_rank(dp_rank[owner], slice_index)
-    starts = np.append(row[owner] + begin - start[owner], int(lengths.sum()))
-    block = (group * layout.num_micro_batches + micro_batch[owner]) * topology.ep_size + rank
+    group, rank = topology.source_rank(dp_rank[sequence_of_piece], slice_index)
+    starts = np.append(row[sequence_of_piece] + begin - start[sequence_of_piece], int(lengths.sum()))
+    block = (group * layout.num_micro_batches + micro_batch[sequence_of_piece]) * topology.ep_size + rank
     is_filled = np.diff(starts) > 0  # fewer tokens than slices leave slices empty
     return _Segments(start=np.append(starts[:-1][is_filled], starts[-1]), block=block[is_filled])
 

@@ -55,8 +55,8 @@ class CountedVisits:
 
     def _per_nic(self, axis: int) -> Floats:
         # One NIC per rank: a hierarchical kernel spreads the copies of a node over all of its NICs.
-        nics = self.rank_visits.shape[-1] // self.between_nodes.shape[-1]
-        copies: Floats = self.between_nodes.sum(axis=axis) / nics
+        nics_per_node = self.rank_visits.shape[-1] // self.between_nodes.shape[-1]
+        copies: Floats = self.between_nodes.sum(axis=axis) / nics_per_node
         return copies
 
 

@@ -108,8 +108,8 @@ def apply_rollout_correction(
         within, counts = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
         stays, metrics = stays & within, metrics | counts
     if config.rollout_rs is not None:
-        bands = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
-        within, counts = rejection_mask(old, rollout, mask, layout, bands)
+        band_by_statistic = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
+        within, counts = rejection_mask(old, rollout, mask, layout, band_by_statistic)
         stays, metrics = stays & within, metrics | counts
     # In the input's dtype: verl multiplies by the mask, and other frameworks index with it.
     modified = torch.where(stays, response_mask, torch.zeros_like(response_mask))

@@ -80,10 +80,13 @@ def _transformers_scores(module: Any) -> str:
     """Return what the router says of itself; sigmoid with a correction bias (DeepSeek-V3) or in Llama-4."""
     score_fn = getattr(module, "score_fn", None)  # DeepSeek-V4
     if score_fn is not None:
-        points = torch.tensor([-2.0, 0.3, 1.7])
-        scores_by_function = {"sigmoid": points.sigmoid(), "sqrtsoftplus": nn.functional.softplus(points).sqrt()}
+        sample_logits = torch.tensor([-2.0, 0.3, 1.7])
+        scores_by_function = {
+            "sigmoid": sample_logits.sigmoid(),
+            "sqrtsoftplus": nn.functional.softplus(sample_logits).sqrt(),
+        }
         return next(
-            (name for name, f in scores_by_function.items() if torch.allclose(score_fn(points), f)),
+            (name for name, f in scores_by_function.items() if torch.allclose(score_fn(sample_logits), f)),
             type(score_fn).__name__,
         )
     biased = hasattr(module, "e_score_correction_bias") or type(module).__name__ == "Llama4Router"
@@ -107,8 +110,8 @@ def _read_megatron(module: Any, args: tuple[Any, ...], output: Any) -> tuple[Ten
     """
     logits = module.gating(args[0].detach())
     # Stable, so that the ids of a token come in rising order whatever it is sorted by.
-    by_choice = output[1].to(torch.int8).sort(dim=1, descending=True, stable=True)
-    ids = torch.where(by_choice.values[:, : module.topk] > 0, by_choice.indices[:, : module.topk], -1)
+    is_chosen, experts = output[1].to(torch.int8).sort(dim=1, descending=True, stable=True)
+    ids = torch.where(is_chosen[:, : module.topk] > 0, experts[:, : module.topk], -1)
     return logits.reshape(-1, logits.shape[-1]), ids
 
 
@@ -377,14 +380,18 @@ class RouterTap:
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
-        routers = [(module, kind) for _, module in modules for kind in ROUTER_KINDS if kind.matches(module)]
+        routers = []
+        for _, module in modules:
+            for router_kind in ROUTER_KINDS:
+                if router_kind.matches(module):
+                    routers.append((module, router_kind))
         router_ids = {id(module) for module, _ in routers}
         _refuse_strange_routers(modules, router_ids)
         # A stage of dense layers hands on what the stages before it summed.
         known_kinds = ", ".join(ROUTER_KINDS.names)
         require(bool(routers) or pipeline is not None, f"the model has no router of a known kind ({known_kinds}).")
-        for module, kind in routers:
-            named = kind.score_function(module)
+        for module, router_kind in routers:
+            named = router_kind.score_function(module)
             require(
                 named in _READ_AS,
                 f"{type(module).__name__} scores its logits by {named!r}, which is not supported; supported are "
@@ -507,8 +514,8 @@ class RouterTap:
         """
         self._rows_were_set, self._rows_were_read = self._forward is not None, False
         with ExitStack() as hooks:
-            for place, (module, kind) in zip(self._place, self._routers, strict=True):
-                hooks.callback(module.register_forward_hook(self._hook(place, kind, take)).remove)
+            for place, (module, router_kind) in zip(self._place, self._routers, strict=True):
+                hooks.callback(module.register_forward_hook(self._hook(place, router_kind, take)).remove)
             for number, chunk in enumerate(self._chunks):
                 after = self._after_chunk(number, store, pass_on, update)
                 hooks.callback(chunk.register_forward_hook(after, with_kwargs=True).remove)
@@ -520,14 +527,14 @@ class RouterTap:
             require(self._rows_were_read, f"tap.rows was set in this pass, but no router ran. {_COMPILED_BEFORE}")
 
     def _hook(
-        self, number: int, kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
+        self, number: int, router_kind: RouterKind, take: Callable[[int, Tensor, Tensor, Tensor, ScoreFunction], None]
     ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         @torch.no_grad()
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if _in_backward_pass():
                 return  # activation recomputation runs a forward again that was seen already
-            logits, ids = kind.read(module, args, output)
-            score_function: Any = kind.score_function(module)
+            logits, ids = router_kind.read(module, args, output)
+            score_function: Any = router_kind.score_function(module)
             take(number, self._keys_for(number, logits), logits, ids, score_function)
 
         return _uncompiled(hook)
@@ -538,7 +545,9 @@ class RouterTap:
         places = {
             place for place, (router, _) in zip(self._place, self._routers, strict=True) if id(router) in own_modules
         }
-        sequence_first = any(kind is MEGATRON for router, kind in self._routers if id(router) in own_modules)
+        sequence_first = False
+        for router, router_kind in self._routers:
+            sequence_first |= id(router) in own_modules and router_kind is MEGATRON
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if _in_backward_pass():
@@ -630,8 +639,8 @@ _COMPILED_BEFORE = (
 def _refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], router_ids: set[int]) -> None:
     """Raise for a module that is named like a router and that no kind reads: its layer would be left out in silence."""
     for name, module in modules:
-        kind = type(module).__name__.lower()
-        routes = kind.endswith(("router", "gating", "gate")) and "shared" not in name
+        class_name = type(module).__name__.lower()
+        routes = class_name.endswith(("router", "gating", "gate")) and "shared" not in name
         if routes and id(module) not in router_ids and not any(id(child) in router_ids for child in module.modules()):
             raise InvalidInputError(
                 f"{name} ({type(module).__name__}) looks like a router, but is of no known kind "

@@ -96,10 +96,12 @@ class Reader:
         for name, (field_name, meaning) in VARIABLES.items():
             if (text := variable(raw, name, meaning)) is not None:
                 settings[field_name] = text
-        completed = self.complete(settings, raw)
+        settings_with_defaults = self.complete(settings, raw)
         # A default is not known where the files set the key to something that only the machine knows.
         settings = {
-            name: setting for name, setting in completed.items() if setting.where is not None or name not in undecided
+            name: setting
+            for name, setting in settings_with_defaults.items()
+            if setting.where is not None or name not in undecided
         }
         unread: list[str] = []
         unneeded: list[str] = []
@@ -180,7 +182,7 @@ MEANINGS: Mapping[str, Callable[[Any], object]] = {
     "fp8 if named": lambda name: when(_names_fp8(name), True),
     "not megatron": lambda name: when(str(name) != "megatron", name),
     "R2 or R3": lambda mode: mode if mode in ("R2", "R3") else "off",
-    "R3 or off": lambda on: "R3" if is_on(on) else "off",
+    "R3 or off": lambda switch: "R3" if is_on(switch) else "off",
 }
 
 

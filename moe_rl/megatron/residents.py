@@ -158,8 +158,8 @@ class ResidentCopies:
         cells = ReplicaCells.of_residents(
             placement, rank=self._groups.place[1], buffers=next(iter(self.layers.values())).transport.buffers
         )
-        for index, layer in self.layers.items():
-            layer.cell = cells.cell(0, index)
+        for layer_index, layer in self.layers.items():
+            layer.cell = cells.cell(0, layer_index)
             layer.transport.buffers.forget()
 
     @torch.no_grad()

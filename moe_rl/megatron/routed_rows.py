@@ -51,7 +51,7 @@ class RowSlice:
         )
 
 
-def padded_rows(routed_experts: Routes, *, where: RowSlice, attention_mask: Any = None) -> Ints:
+def padded_rows(routed_experts: Routes, *, row_slice: RowSlice, attention_mask: Any = None) -> Ints:
     """Return [N, L, K] int64, N = S / CP / TP * B, from `routed_experts` [B, S, L, K] of a padded batch.
 
     `attention_mask` [B, S] is false on padding, whose routes are not known. S must be a multiple of what cuts it.
@@ -63,10 +63,10 @@ def padded_rows(routed_experts: Routes, *, where: RowSlice, attention_mask: Any 
         require(mask.shape == (batch, length), f"attention_mask must be [{batch}, {length}], got {list(mask.shape)}.")
         ids = np.where(mask[:, :, None, None], ids, -1)
     boundaries = np.arange(batch + 1) * length
-    return ids.reshape(-1, *ids.shape[2:])[held_positions(boundaries, where, side_by_side=True)]
+    return ids.reshape(-1, *ids.shape[2:])[held_positions(boundaries, row_slice, side_by_side=True)]
 
 
-def padded_sequences(tokens: Any, *, where: RowSlice, attention_mask: Any = None) -> SequenceRows:
+def padded_sequences(tokens: Any, *, row_slice: RowSlice, attention_mask: Any = None) -> SequenceRows:
     """Return the rows that `padded_rows` returns, by their sequence: token ids [B, S] of a padded batch.
 
     `attention_mask` [B, S] is false on padding. Every sequence is named by all of its tokens, whichever rows of it
@@ -78,11 +78,11 @@ def padded_sequences(tokens: Any, *, where: RowSlice, attention_mask: Any = None
     require(ids.ndim == 2, f"tokens must be [B, S], got {list(ids.shape)}.")
     sequence_by_sequence = SequenceRows.of_padded(ids, attention_mask)
     boundaries = np.arange(len(ids) + 1) * ids.shape[1]
-    positions = held_positions(boundaries, where, side_by_side=True)
+    positions = held_positions(boundaries, row_slice, side_by_side=True)
     return replace(sequence_by_sequence, sequence_of_row=sequence_by_sequence.sequence_of_row[positions])
 
 
-def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, where: RowSlice) -> Ints:
+def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, row_slice: RowSlice) -> Ints:
     """Return [N, L, K] int64 from one [tokens, L, K] array per sequence of a packed micro-batch (`thd`).
 
     `cu_seqlens_padded` [sequences + 1] says where every sequence begins in the packed row of the whole data-parallel
@@ -106,27 +106,27 @@ def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, whe
         all_rows[: len(ids)] = ids
         pieces.append(all_rows)
     require(bool(pieces), "the micro-batch holds no sequence.")
-    return np.concatenate(pieces)[held_positions(ends, where, side_by_side=False)]
+    return np.concatenate(pieces)[held_positions(ends, row_slice, side_by_side=False)]
 
 
-def held_positions(boundaries: Ints, where: RowSlice, *, side_by_side: bool) -> Ints:
+def held_positions(boundaries: Ints, row_slice: RowSlice, *, side_by_side: bool) -> Ints:
     """Return [N]: which tokens of its data-parallel rank's micro-batch a rank holds, in the order of its rows.
 
     Sequence i is tokens `boundaries[i]` .. `boundaries[i + 1] - 1`; `side_by_side` says that rows are [S, B], which
     needs sequences of one length, and else that one sequence follows the other.
     """
-    pieces = [zigzag(np.arange(start, stop), where) for start, stop in pairwise(boundaries.tolist())]
+    pieces = [zigzag(np.arange(start, stop), row_slice) for start, stop in pairwise(boundaries.tolist())]
     if side_by_side:
         positions = np.stack(pieces, axis=1).ravel()
     else:
         positions = np.concatenate([np.zeros(0, np.int64), *pieces])
     batch = len(pieces) if side_by_side else 1
     require(
-        len(positions) % (where.tp_size * batch) == 0,
-        f"sequence parallelism needs a multiple of {where.tp_size} positions, got {len(positions) // max(1, batch)}: "
-        "pad them.",
+        len(positions) % (row_slice.tp_size * batch) == 0,
+        f"sequence parallelism needs a multiple of {row_slice.tp_size} positions, got "
+        f"{len(positions) // max(1, batch)}: pad them.",
     )
-    own_part: Ints = positions.reshape(where.tp_size, -1)[where.tp_rank]
+    own_part: Ints = positions.reshape(row_slice.tp_size, -1)[row_slice.tp_rank]
     return own_part
 
 
@@ -158,17 +158,17 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     return routes
 
 
-def zigzag(positions: Ints, where: RowSlice) -> Ints:
+def zigzag(positions: Ints, row_slice: RowSlice) -> Ints:
     """Return the positions of one sequence that a context-parallel rank holds, in its order."""
-    if where.cp_size == 1:
+    if row_slice.cp_size == 1:
         return positions
-    chunks = 2 * where.cp_size
+    chunks = 2 * row_slice.cp_size
     require(
         len(positions) % chunks == 0,
         f"context parallelism cuts every sequence into {chunks} equal chunks, but one has {len(positions)} tokens.",
     )
     by_chunk = positions.reshape(chunks, -1)
-    return np.concatenate([by_chunk[where.cp_rank], by_chunk[chunks - 1 - where.cp_rank]])
+    return np.concatenate([by_chunk[row_slice.cp_rank], by_chunk[chunks - 1 - row_slice.cp_rank]])
 
 
 def _ids(routes: Routes, *, dimensions: int) -> Ints:

@@ -72,11 +72,14 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
         )
         return float(((before - after) * running).sum())
 
-    low, high = 2.0**-10, 2.0**10
-    if gain(high) <= 0:
+    lower_scale, upper_scale = 2.0**-10, 2.0**10
+    if gain(upper_scale) <= 0:
         return None
-    while high > 1.02 * low:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
+    while upper_scale > 1.02 * lower_scale:
+        middle_scale = (lower_scale * upper_scale) ** 0.5
+        if gain(middle_scale) > 0:
+            upper_scale = middle_scale
+        else:
+            lower_scale = middle_scale
     per_rank = load.tokens.sum() / max(1, int(running.sum())) / load.ep_size
-    return high * float(per_rank)
+    return upper_scale * float(per_rank)

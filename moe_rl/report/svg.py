@@ -8,7 +8,7 @@ from markupsafe import Markup, escape
 WIDTH = 600
 PAGE_WIDTH, NARROW_WIDTH = 1160, 400  # A picture over the whole page, and one for a phone: letters keep their size.
 LETTER = 6.6  # The mean width of a letter of 12 px DejaVu Sans.
-LEGEND_LEFT, LEGEND_SAMPLE = 64.0, 32
+LEGEND_LEFT, LEGEND_SAMPLE_WIDTH = 64.0, 32
 # A picture that stands alone has the colors of the pages as values, because not every renderer knows CSS variables.
 STYLE = (
     ".moe-rl{{background:{paper};font:12px 'DejaVu Sans',Verdana,Arial,sans-serif}}"
@@ -57,11 +57,11 @@ class Svg:
         """Write names, each behind its `sample(name, x, y)`, in as many rows as they need; return where they end."""
         x, y = LEGEND_LEFT, top + 8
         for name in names:
-            needed = LEGEND_SAMPLE + LETTER * len(name) + 18
+            needed = LEGEND_SAMPLE_WIDTH + LETTER * len(name) + 18
             if x + needed > self.width and x > LEGEND_LEFT:
                 x, y = LEGEND_LEFT, y + 20
             sample(name, x, y - 4)
-            self.text(x + LEGEND_SAMPLE, y, name)
+            self.text(x + LEGEND_SAMPLE_WIDTH, y, name)
             x += needed
         return y + 14
 

@@ -14,7 +14,7 @@ from moe_rl.routes.laws import Question, cut_off
 from moe_rl.routes.verdict import Verdict
 
 # Sampled foreign rows of which so many have a source: then their sources are the explanation.
-MOST = 0.75
+EXPLAINED_SHARE = 0.75
 # A layer that is wrong in so many rows one after another is at fault there, though it is right elsewhere.
 WRONG_RUN = 10
 # A step of the lag of so few rows is an insertion or a deletion; pages of another cache group jump further.
@@ -86,17 +86,17 @@ def inserted_or_lost_rows(evidence: Evidence) -> Verdict | None:
     if not evidence.foreign.any():
         return None
     alignment = evidence.alignment
-    changes = np.diff(alignment.lags)
-    changes = changes[changes != 0]
-    if len(changes) < 2 or np.abs(changes).max() > SMALL_STEP or alignment.explained.mean() < MOST:
+    lag_changes = np.diff(alignment.lags)
+    lag_changes = lag_changes[lag_changes != 0]
+    if len(lag_changes) < 2 or np.abs(lag_changes).max() > SMALL_STEP or alignment.explained.mean() < EXPLAINED_SHARE:
         return None
-    if (changes > 0).all():
+    if (lag_changes > 0).all():
         return Verdict.on_rows(Fault.ROWS_LOST, evidence.foreign, agreement=evidence.mean)
-    if not (changes < 0).all():
+    if not (lag_changes < 0).all():
         return None
     sets = evidence.sets[alignment.begin : alignment.begin + len(alignment.lags)]
     twice = (sets[1:] == sets[:-1]).all(axis=(1, 2)).sum()
-    if 2 * twice >= -changes.sum():
+    if 2 * twice >= -lag_changes.sum():
         fault = Fault.ROWS_TWICE
     else:
         fault = Fault.DRAFT_TOKENS
@@ -110,13 +110,13 @@ def moved_rows(evidence: Evidence) -> Verdict | None:
         return None
     place, likeness = evidence.sources
     sourced = likeness >= AGREES
-    if sourced.mean() < MOST:
+    if sourced.mean() < EXPLAINED_SHARE:
         return None
     agreement_of_all = evidence.mean
     lag = _one_lag(evidence)
     if lag is None:
         source, places = _most_frequent(place[sourced])
-        if places >= MOST * sourced.sum() and len(rows) >= 4:
+        if places >= EXPLAINED_SHARE * sourced.sum() and len(rows) >= 4:
             # All are one row: a buffer that was not written again.
             at_head = rows[0] <= 1 and source != rows[0] - 1
             fault = Fault.STALE_PREFIX if at_head else Fault.STALE_ROWS
@@ -141,12 +141,12 @@ def _one_lag(evidence: Evidence) -> int | None:
     place, likeness = evidence.sources
     sourced = likeness >= AGREES
     lag, rows = _most_frequent((place - evidence.foreign_rows)[sourced])
-    if rows >= MOST * sourced.sum():
+    if rows >= EXPLAINED_SHARE * sourced.sum():
         return lag
     # Rows that are like several tokens have several places: ask which of them their neighbors have.
     alignment = evidence.alignment
     lag, rows = _most_frequent(alignment.lags)
-    if not (lag and rows >= MOST * len(alignment.lags) and alignment.explained.mean() >= MOST):
+    if not (lag and rows >= EXPLAINED_SHARE * len(alignment.lags) and alignment.explained.mean() >= EXPLAINED_SHARE):
         return None
     return lag
 
@@ -180,7 +180,7 @@ def rows_of_another_sequence(evidence: Evidence) -> Verdict | None:
         if foreign.shape[1:] != evidence.routes.shape[1:] or not len(foreign):
             continue
         _, likeness = most_like(own_rows, foreign, evidence.num_experts)
-        if (likeness >= AGREES).mean() >= MOST:
+        if (likeness >= AGREES).mean() >= EXPLAINED_SHARE:
             return Verdict.on_rows(Fault.OTHER_SEQUENCE, evidence.foreign, agreement=evidence.mean)
     return None
 

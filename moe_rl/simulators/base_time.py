@@ -78,8 +78,8 @@ class SourceWork:
             return tokens * _by_source(effective, topology)
 
         whole_rows = attends_to_rows(step.model, step.setting)
-        attended = by_cell(recorded**2) if whole_rows else by_source(attention_squares(lengths, step.model))
-        return cls(tokens=tokens, squares=by_source(lengths.astype(np.float64) ** 2), attention_squares=attended)
+        squares = by_cell(recorded**2) if whole_rows else by_source(attention_squares(lengths, step.model))
+        return cls(tokens=tokens, squares=by_source(lengths.astype(np.float64) ** 2), attention_squares=squares)
 
     @classmethod
     def alike(cls, tokens: Floats, sequence_length: int, run: TrainingRun) -> "SourceWork":

@@ -211,14 +211,14 @@ def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], 
     # The inputs of one layer are on their way to the host.
     transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
     updates = not setting.forward_only
-    largest = np.stack([rows[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    largest = np.stack([rows[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2)
     rows_in_flight = largest
     if not setting.recompute.repeats_experts and updates:
-        in_stage = np.stack([rows[:, :, of_layers == s].sum(axis=2) for s in range(stages)], axis=2)
+        in_stage = np.stack([rows[:, :, of_layers == stage].sum(axis=2) for stage in range(stages)], axis=2)
         rows_in_flight = np.stack(
-            [_window_sum(in_stage[:, :, s], in_flight(setting, s)) for s in range(stages)], axis=2
+            [_window_sum(in_stage[:, :, stage], in_flight(setting, stage)) for stage in range(stages)], axis=2
         )
-    arrived = np.stack([received[:, :, of_layers == s].max(axis=2, initial=0.0) for s in range(stages)], axis=2)
+    arrived = np.stack([received[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2)
     routed = rows_in_flight * saved + (largest * transient if updates else 0) + arrived * BF16_BYTES * model.hidden_size
     by_stage: Floats = routed.max(axis=(0, 1))
     return by_stage

@@ -37,8 +37,8 @@ def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
     copies = int(_resident_slots(plan.placement).sum()) * resident_transfers(pricing.passes[0])
     homes = int((_moves_home(plan) & plan.migration.crosses_ranks).sum()) * plan.migration.expert_bytes
     expert_bytes = pricing.model.expert_bytes
-    moved = replicas + copies - _copies_still_there(plan, pricing)
-    return int(moved * expert_bytes) + homes // _steps_of_homes(plan, pricing)
+    expert_transfers = replicas + copies - _copies_still_there(plan, pricing)
+    return int(expert_transfers * expert_bytes) + homes // _steps_of_homes(plan, pricing)
 
 
 def _steps_of_homes(plan: Plan, pricing: StepPricing) -> int:
@@ -112,9 +112,9 @@ def optimizer_time(run: TrainingRun) -> float:
     setting = run.setting
     stages = range(setting.pipeline_model_parallel_size)
     params = max(optimizer_params(run, stage) for stage in stages)
-    moved, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
-    on_gpu_s = (1.0 - on_host) * moved / (run.topology.hardware.hbm_gb_per_s * 1e9)
-    return max(on_gpu_s, on_host * moved / (setting.software.host_adam_gb_per_s * 1e9))
+    optimizer_bytes, on_host = params * OPTIMIZER_PASS_BYTES, setting.optimizer_offload_fraction
+    on_gpu_s = (1.0 - on_host) * optimizer_bytes / (run.topology.hardware.hbm_gb_per_s * 1e9)
+    return max(on_gpu_s, on_host * optimizer_bytes / (setting.software.host_adam_gb_per_s * 1e9))
 
 
 def _homes_by_layer(plan: Plan, topology: ClusterTopology) -> Ints:

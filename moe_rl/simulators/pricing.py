@@ -188,11 +188,11 @@ class StepPricing(TrainingRun):
         of_passes = [LinearTime()] * 3
         for params in self.passes:
             prediction = self._prediction_layers(params)
-            for backward, times in self._phases(params):
+            for backward, num_runs in self._phases(params):
                 for moe_layer, layers in ((True, self.model.num_moe_layers + prediction), (False, dense)):
                     linear = self._layer_parts(backward=backward, moe_layer=moe_layer)
                     parts = {name: part.exposed(squares_per_token) for name, part in linear.items()}
-                    of_passes[backward] = of_passes[backward].plus(parts, times * layers)
+                    of_passes[backward] = of_passes[backward].plus(parts, num_runs * layers)
                 # The output layer is never computed again, however often a layer's forward runs.
                 head = head_parts(self.model, self.topology.hardware, backward=backward)
                 of_passes[2] = of_passes[2].plus(head, 1 + prediction)

@@ -49,15 +49,15 @@ def draw_routes(
     `keys` [n, L] seed the noise, `persistence` is its AR(1) coefficient. The experts of a token come highest score
     first. `num_threads` 0 means all cores; it changes the time and nothing else.
     """
-    process = _process(persistence)
+    noise_constants = _noise_constants(persistence)
     native = native_core()
     if native is None:
-        _draw_routes(routes, logits, keys, first_row, lengths, process)
+        _draw_routes(routes, logits, keys, first_row, lengths, noise_constants)
     else:
-        native.draw_routes(routes, logits, keys, first_row, lengths, process, num_threads)
+        native.draw_routes(routes, logits, keys, first_row, lengths, noise_constants, num_threads)
 
 
-def _process(persistence: float) -> NDArray[np.float32]:
+def _noise_constants(persistence: float) -> NDArray[np.float32]:
     """Return the numbers of the noise in the order that the core expects."""
     fresh = math.sqrt(1 - persistence**2)
     return np.array([persistence, fresh, 1 / DEVIATION, LINEAR, CUBIC, LIMIT, *GUMBEL], np.float32)
@@ -69,17 +69,17 @@ def _draw_routes(
     keys: NDArray[np.uint64],
     first_row: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    process: NDArray[np.float32],
+    noise_constants: NDArray[np.float32],
 ) -> None:
     """The numpy form of `_native.draw_routes`: all sequences one token further at a time."""
     longest_first = np.argsort(-lengths, kind="stable")
     logits, keys = logits[longest_first], keys[longest_first]
     first_row, lengths = first_row[longest_first], lengths[longest_first]
-    persistence, fresh, *_ = process
+    persistence, fresh, *_ = noise_constants
     noise = np.zeros_like(logits)
     for token in range(int(lengths[0])):
         active = int(np.searchsorted(-lengths, -token, side="left"))
-        drawn = _normal(token, keys[:active], logits.shape[2], process)
+        drawn = _normal(token, keys[:active], logits.shape[2], noise_constants)
         if token:
             noise = persistence * noise[:active] + fresh * drawn
         else:

@@ -315,14 +315,12 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     fewer, *other_remedies = lacking[fullest].remedies
     # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
     fitting = " or ".join(name for name in result.policies if name not in lacking)
+    remedies = [f"{fewer} under {fullest}", *other_remedies]
     if fitting:
-        copies = [f"the copies of {fitting}"]
-    else:
-        copies = []
-    remedies = "; ".join([f"{fewer} under {fullest}", *copies, *other_remedies])
+        remedies.insert(1, f"the copies of {fitting}")
     return [
         f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: "
-        f"{', '.join(peaks)}. What would fit: {remedies}."
+        f"{', '.join(peaks)}. What would fit: {'; '.join(remedies)}."
     ]
 
 

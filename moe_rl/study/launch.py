@@ -63,19 +63,19 @@ def launch_options(
     """
     run = interpret(read_run(list(files)))
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
-    everything = {**_options(run.settings), **_batch_options(run, share)}
-    priced, left_out = _priced({name: value for name, value in everything.items() if name in words_of(schema)})
-    names = ", ".join(path.name for path in files)
-    sentences = [f"{names} sets no option that affects the forecast."]
+    options_of_files = {**_options(run.settings), **_batch_options(run, share)}
+    priced, left_out = _priced({name: value for name, value in options_of_files.items() if name in words_of(schema)})
+    file_names = ", ".join(path.name for path in files)
+    sentences = [f"{file_names} sets no option that affects the forecast."]
     if priced:
-        sentences = [f"from {names} ({run.settings.framework}): {_listed(priced)}."]
+        sentences = [f"from {file_names} ({run.settings.framework}): {_listed(priced)}."]
     for name, sentence in run.undecided.items():
         if name in SAME_NAME or name in OTHER_NAME:
-            sentences.append(f"{names}: {sentence}")
-    sentences += [f"{names}: {sentence}" for sentence in left_out]
+            sentences.append(f"{file_names}: {sentence}")
+    sentences += [f"{file_names}: {sentence}" for sentence in left_out]
     model = listed_model(run.settings)
     if model:
-        sentences.append(f"{names} trains {model}: without --model {model}, the model of the trace is simulated.")
+        sentences.append(f"{file_names} trains {model}: without --model {model}, the model of the trace is simulated.")
     return priced, sentences
 
 

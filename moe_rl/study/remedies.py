@@ -37,16 +37,16 @@ def trials(setting: StepSetting, num_layers: int) -> Iterator[Trial]:
     }
     for recompute in setting.recompute.stronger:
         yield Trial(options=savings[recompute], setting=replace(setting, recompute=recompute))
-    smallest = replace(setting, recompute=Recompute.FULL)
+    with_full_recompute = replace(setting, recompute=Recompute.FULL)
     words = [] if setting.recompute is Recompute.FULL else [savings[Recompute.FULL]]
     if setting.optimizer_offload_fraction < 1:
-        offload = replace(smallest, optimizer_offload_fraction=1.0)
+        offload = replace(with_full_recompute, optimizer_offload_fraction=1.0)
         yield Trial(options=" ".join([*words, "--optimizer-offload-fraction 1"]), setting=offload)
     stages = 2 * setting.pipeline_model_parallel_size
     while stages <= min(MOST_STAGES, num_layers) and setting.num_virtual_stages == 1:
         yield Trial(
             options=" ".join([*words, f"--pp {stages}"]),
-            setting=replace(smallest, pipeline_model_parallel_size=stages),
+            setting=replace(with_full_recompute, pipeline_model_parallel_size=stages),
             gpu_factor=stages // setting.pipeline_model_parallel_size,
         )
         stages *= 2

@@ -128,14 +128,14 @@ class TrainingPasses:
 
         figures, priced_steps = self.posterior.figures(price), self.steps(options)
         if self.own_step.left_open is not None:
-            alone = self.own_step.left_open
+            left_open = self.own_step.left_open
         else:
-            alone = RL_LEFT_OPEN
+            left_open = RL_LEFT_OPEN
         static, intervals = names.index("static"), {}
         for index, name in enumerate(names):
             gain = priced_steps["static"].step_time_s / priced_steps[name].step_time_s
             ratio = figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
-            step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=alone)
+            step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=left_open)
             speedup = [1.0, 1.0]
             if name != "static":
                 speedup = around(gain, ratio)

@@ -36,17 +36,18 @@ def least_steps(problem: SyncProblem) -> int:
     for twin in holders.T:
         local_atoms[node_of[twin], atoms] = True
     needed_from_others = needed & ~local_atoms
-    entering = needed_from_others.sum(axis=1)
+    num_entering_N = needed_from_others.sum(axis=1)
     engine_ports = np.bincount(node_of[problem.trainer.size :], minlength=len(ranks_of_node))
-    ingress = max(
-        (-(-int(count) // int(ports)) for count, ports in zip(entering, engine_ports, strict=True) if count), default=0
-    )
+    steps_to_enter = 0
+    for num_entering, num_ports in zip(num_entering_N.tolist(), engine_ports.tolist(), strict=True):
+        if num_entering:
+            steps_to_enter = max(steps_to_enter, -(-num_entering // num_ports))
     must_leave = needed_from_others.any(axis=0)
     leaving = Counter(map(bytes, local_atoms[:, must_leave].T))
     sets = {tuple(np.flatnonzero(np.frombuffer(key, bool)).tolist()): count for key, count in leaving.items()}
-    egress = _least_even_share(sets, ranks_of_node.tolist())
-    everything = -(-int(entering.sum()) // problem.size)
-    return max(ingress, egress, everything)
+    steps_to_leave = _least_even_share(sets, ranks_of_node.tolist())
+    steps_of_all = -(-int(num_entering_N.sum()) // problem.size)
+    return max(steps_to_enter, steps_to_leave, steps_of_all)
 
 
 def _needed(problem: SyncProblem) -> NDArray[np.bool_]:

@@ -150,19 +150,19 @@ class _Calendars:
         """Serve nodes that a trainer of the atom is in; return who then has it, from when, and the other nodes."""
         sources, distant_nodes = [], []
         for node in nodes:
-            near = [rank for rank in self.demand.holders[atom].tolist() if self.node_of[rank] == node]
-            if not near:
+            holders_in_node = [rank for rank in self.demand.holders[atom].tolist() if self.node_of[rank] == node]
+            if not holders_in_node:
                 distant_nodes.append(node)
                 continue
-            pairs = [(source, rank) for source in near for rank in self.wanted[atom][node]]
+            pairs = [(source, rank) for source in holders_in_node for rank in self.wanted[atom][node]]
             hops = [
                 (_lowest_zero(self.inner_out[source] | self.inner_into[rank], 0), self.sent[rank], rank, source)
                 for source, rank in pairs
             ]
-            inner, _, ingress, source = min(hops)
-            self.inner_out[source] |= 1 << inner
-            self.inner_into[ingress] |= 1 << inner
-            step = inner // INNER_PER_STEP
+            inner_step, _, ingress, source = min(hops)
+            self.inner_out[source] |= 1 << inner_step
+            self.inner_into[ingress] |= 1 << inner_step
+            step = inner_step // INNER_PER_STEP
             self.waiting[node] -= 1
             self.deliveries.append((atom, source, ingress, step))
             if self.demand.relays:

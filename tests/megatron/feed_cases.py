@@ -136,7 +136,7 @@ def driver_and_worker() -> dict[str, Any]:
         # Back from the sequences to the rows of this rank.
         mine = [np.stack([samples[index] for index in cell]) for cell in schedule[dist.get_rank()]]
         same_rows = all(
-            np.array_equal(padded_rows(ids, where=RowSlice.current()), given.numpy())
+            np.array_equal(padded_rows(ids, row_slice=RowSlice.current()), given.numpy())
             for ids, given in zip(mine, routes, strict=True)
         )
         with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ CONFIG = BalancerConfig(objective="imbalance", cross_node_slots=1, ranks_per_nod
 
 def held(step: int, micro_batch: int) -> SequenceRows:
     """The rows of this rank: [S, B], of which a tensor-parallel rank has a part."""
-    return padded_sequences(tiny_gpt.tokens_of(step, micro_batch)[:, :-1], where=RowSlice.current())
+    return padded_sequences(tiny_gpt.tokens_of(step, micro_batch)[:, :-1], row_slice=RowSlice.current())
 
 
 def like_some(gpt: Any) -> None:

@@ -28,12 +28,12 @@ def slices(tp_size: int, cp_size: int) -> list[RowSlice]:
 
 
 def test_a_padded_batch_is_read_position_by_position() -> None:
-    rows = padded_rows(named(2, 3), where=RowSlice())
+    rows = padded_rows(named(2, 3), row_slice=RowSlice())
     assert rows[:, 0].tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [0, 2], [1, 2]]
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_and_tensor_parallel_ranks_halves_of_that() -> None:
-    held = [padded_rows(named(1, 8), where=where)[:, 0, 1].tolist() for where in slices(2, 2)]
+    held = [padded_rows(named(1, 8), row_slice=where)[:, 0, 1].tolist() for where in slices(2, 2)]
     assert held == [[0, 1], [6, 7], [2, 3], [4, 5]]
 
 
@@ -45,7 +45,7 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_and_tensor_parall
 )
 def test_the_ranks_hold_every_token_once(tp_size: int, cp_size: int, batch: int, chunks: int) -> None:
     length = 2 * cp_size * tp_size * chunks
-    held = [padded_rows(named(batch, length), where=where)[:, 0] for where in slices(tp_size, cp_size)]
+    held = [padded_rows(named(batch, length), row_slice=where)[:, 0] for where in slices(tp_size, cp_size)]
     assert {len(rows) for rows in held} == {batch * length // (tp_size * cp_size)}
     everything = np.concatenate(held).tolist()
     assert sorted(everything) == [[b, s] for b in range(batch) for s in range(length)]
@@ -53,7 +53,7 @@ def test_the_ranks_hold_every_token_once(tp_size: int, cp_size: int, batch: int,
 
 def test_padding_has_no_route() -> None:
     rows = padded_rows(
-        torch.ones(2, 2, 3, 1, dtype=torch.uint8), where=RowSlice(), attention_mask=torch.tensor([[1, 1], [0, 1]])
+        torch.ones(2, 2, 3, 1, dtype=torch.uint8), row_slice=RowSlice(), attention_mask=torch.tensor([[1, 1], [0, 1]])
     )
     assert rows[:, 0, 0].tolist() == [1, -1, 1, 1]
 
@@ -65,21 +65,21 @@ def test_sequences_of_a_padded_batch_lie_as_its_routes(tp_size: int, cp_size: in
     mask = np.arange(length) < np.arange(length, length - batch, -1)[:, None]
     tokens = np.arange(batch * length).reshape(batch, length)
     for where in slices(tp_size, cp_size):
-        rows = padded_sequences(torch.from_numpy(tokens), where=where, attention_mask=mask)
-        sequence = padded_rows(named(batch, length), where=where, attention_mask=mask)[:, 0, 0]
+        rows = padded_sequences(torch.from_numpy(tokens), row_slice=where, attention_mask=mask)
+        sequence = padded_rows(named(batch, length), row_slice=where, attention_mask=mask)[:, 0, 0]
         assert rows.sequence_of_row.tolist() == np.where(sequence < 0, batch, sequence).tolist()
         assert rows.keys.tolist() == SequenceRows.of_padded(tokens, mask).keys.tolist()
 
 
 def test_packed_sequences_follow_each_other_and_their_last_token_has_no_route() -> None:
     sequences = [np.full((3, 1, 1), 5), np.full((1, 1, 1), 6)]
-    rows = packed_rows(sequences, cu_seqlens_padded=torch.tensor([0, 4, 8]), where=RowSlice())
+    rows = packed_rows(sequences, cu_seqlens_padded=torch.tensor([0, 4, 8]), row_slice=RowSlice())
     assert rows.ravel().tolist() == [5, 5, 5, -1, 6, -1, -1, -1]
 
 
 def test_packed_sequences_are_each_cut_for_context_parallelism() -> None:
     sequences = [np.arange(4).reshape(4, 1, 1), np.arange(10, 14).reshape(4, 1, 1)]
-    held = [packed_rows(sequences, cu_seqlens_padded=[0, 4, 8], where=w).ravel().tolist() for w in slices(2, 2)]
+    held = [packed_rows(sequences, cu_seqlens_padded=[0, 4, 8], row_slice=w).ravel().tolist() for w in slices(2, 2)]
     assert held == [[0, 3], [10, 13], [1, 2], [11, 12]]
 
 
@@ -99,12 +99,12 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: padded_rows(named(1, 6), where=RowSlice(cp_size=2)), "cuts every sequence into 4 equal chunks"),
-        (lambda: padded_rows(named(1, 3), where=RowSlice(tp_size=2)), "needs a multiple of 2 positions"),
-        (lambda: padded_rows(np.zeros((1, 2, 3)), where=RowSlice()), "integers with 4 dimensions"),
-        (lambda: padded_rows(named(2, 2), where=RowSlice(), attention_mask=np.ones((1, 2))), "must be [2, 2]"),
-        (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], where=RowSlice()), "3 rows"),
-        (lambda: packed_rows([], cu_seqlens_padded=[0], where=RowSlice()), "holds no sequence"),
+        (lambda: padded_rows(named(1, 6), row_slice=RowSlice(cp_size=2)), "cuts every sequence into 4 equal chunks"),
+        (lambda: padded_rows(named(1, 3), row_slice=RowSlice(tp_size=2)), "needs a multiple of 2 positions"),
+        (lambda: padded_rows(np.zeros((1, 2, 3)), row_slice=RowSlice()), "integers with 4 dimensions"),
+        (lambda: padded_rows(named(2, 2), row_slice=RowSlice(), attention_mask=np.ones((1, 2))), "must be [2, 2]"),
+        (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], row_slice=RowSlice()), "3 rows"),
+        (lambda: packed_rows([], cu_seqlens_padded=[0], row_slice=RowSlice()), "holds no sequence"),
         (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must lie in 0 .. tp_size - 1 = 1"),
     ],
 )

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from moe_rl.core.native import native_core
 from moe_rl.core.trace import route_dtype
-from moe_rl.simulators.token_routes import CUBIC, DEVIATION, LIMIT, LINEAR, _normal, _process, draw_routes, gumbel
+from moe_rl.simulators.token_routes import (
+    CUBIC,
+    DEVIATION,
+    LIMIT,
+    LINEAR,
+    _noise_constants,
+    _normal,
+    draw_routes,
+    gumbel,
+)
 
 needs_native = pytest.mark.skipif(importlib.util.find_spec("moe_rl._native") is None, reason="the core is not built")
 
@@ -50,7 +59,7 @@ def drawn(num_tokens: int, num_experts: int, num_keys: int) -> NDArray[np.float6
     """[tokens, keys, E]; half of the keys differ from the other half in one bit."""
     keys = np.random.default_rng(0).integers(0, 1 << 64, (1, num_keys // 2), np.uint64)
     keys = np.concatenate([keys, keys ^ np.uint64(1)], axis=1)
-    tokens = [_normal(token, keys, num_experts, _process(0.0))[0] for token in range(num_tokens)]
+    tokens = [_normal(token, keys, num_experts, _noise_constants(0.0))[0] for token in range(num_tokens)]
     return np.array(tokens, np.float64)
 
 
@@ -109,7 +118,7 @@ def test_arguments_that_would_write_outside_are_refused(name: str, value: object
         "keys": np.zeros((1, 2), np.uint64),
         "first_row": np.array([0]),
         "lengths": np.array([4]),
-        "process": _process(0.5),
+        "process": _noise_constants(0.5),
         "num_threads": 1,
     }
     module = native_core()

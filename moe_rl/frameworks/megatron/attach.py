@@ -129,9 +129,9 @@ def routes_of_padded(key: str, *, mask: str | None = None) -> Callable[[list[Any
         batches = [_mapping(batch) for batch in micro_batches]
         if any(key not in batch or batch[key] is None for batch in batches):
             return None
-        where = RowSlice.current()
+        row_slice = RowSlice.current()
         return [
-            padded_rows(batch[key], where=where, attention_mask=None if mask is None else batch[mask])
+            padded_rows(batch[key], row_slice=row_slice, attention_mask=None if mask is None else batch[mask])
             for batch in batches
         ]
 
@@ -158,7 +158,7 @@ def routes_of_nemo_rl(micro_batches: list[Any]) -> Routes:
         padded = getattr(params, "cu_seqlens_q_padded", None)
         # Under context parallelism sequences are padded to 2 x CP chunks, and rows lie by the padded ends.
         ends = params.cu_seqlens_q if padded is None else padded
-        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=RowSlice.current()))
+        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, row_slice=RowSlice.current()))
     return routes
 
 
@@ -171,15 +171,15 @@ def routes_of_skyrl(micro_batches: list[Any]) -> Routes:
     """
     from moe_rl.megatron.routed_rows import RowSlice, packed_rows
 
-    where, routes = RowSlice.current(), []
-    multiple = where.tp_size * (2 * where.cp_size if where.cp_size > 1 else 1)
+    row_slice, routes = RowSlice.current(), []
+    multiple = row_slice.tp_size * (2 * row_slice.cp_size if row_slice.cp_size > 1 else 1)
     for batch in micro_batches:
         if batch.get("rollout_expert_indices") is None or batch.get("sub_seq_lengths") is not None:
             return None
         ids, mask = as_array(batch["rollout_expert_indices"]), as_array(batch["attention_mask"]).astype(bool)
         sequences = [of_one[is_token] for of_one, is_token in zip(ids, mask, strict=True)]
         ends = np.cumsum([0, *(-(-len(sequence) // multiple) * multiple for sequence in sequences)])
-        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, where=where))
+        routes.append(packed_rows(sequences, cu_seqlens_padded=ends, row_slice=row_slice))
     return routes
 
 

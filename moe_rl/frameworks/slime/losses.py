@@ -49,13 +49,13 @@ def policy_loss_function(
     `batch["router_shift_ratio"]`, one tensor per sample at its response tokens, this rank's part.
     """
     framework = _framework()
-    total, response = batch["total_lengths"], batch["response_lengths"]
+    total_lengths, response_lengths = batch["total_lengths"], batch["response_lengths"]
     outputs = framework.get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=total,
-        response_lengths=response,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
         with_entropy=True,
         **framework.top_p_replay(args, batch),
     )
@@ -72,12 +72,12 @@ def policy_loss_function(
     def whole(parts: Samples | None) -> Tensor | None:
         if not parts:
             return None
-        return torch.cat(framework.whole(parts, total, response))
+        return torch.cat(framework.whole(parts, total_lengths, response_lengths))
 
     log_prob, old_log_prob, rollout = whole(current), whole(old), whole(batch.get("rollout_log_probs"))
     assert log_prob is not None
     assert old_log_prob is not None
-    mask, cu_seqlens = torch.cat(list(batch["loss_masks"])), _starts(response)
+    mask, cu_seqlens = torch.cat(list(batch["loss_masks"])), _starts(response_lengths)
     # Lists of samples become one row of tokens, and cu_seqlens says where each starts.
     weights, correction, shift = None, getattr(args, "moe_rl_rollout_correction", None), READING.get()
     metrics: dict[str, Tensor] = {}
@@ -95,17 +95,17 @@ def policy_loss_function(
         response_mask=mask,
         rollout_is_weights=weights,
         rollout_log_prob=rollout,
-        router_shift_ratio=whole(batch.get("router_shift_ratio")) if shift is None else _gamma(shift, response),
+        router_shift_ratio=whole(batch.get("router_shift_ratio")) if shift is None else _gamma(shift, response_lengths),
         cu_seqlens=cu_seqlens,
         context_parallel=_WHOLE,
     )
     tokens = policy_token_loss(inputs, objective)
-    loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total, response))
+    loss = policy = sum_of_sample_mean(framework.local(tokens.loss, total_lengths, response_lengths))
     entropy = sum_of_sample_mean(torch.cat(outputs["entropy"]))
     loss = loss - args.entropy_coef * entropy
     # slime's ppo_kl is the mean of old - current, the k1 estimate.
     moved = (torch.cat(list(old)) - torch.cat(current)).detach()
-    clipped = framework.local(tokens.clipped.to(moved.dtype), total, response)
+    clipped = framework.local(tokens.clipped.to(moved.dtype), total_lengths, response_lengths)
     reported = {"pg_loss": policy, "entropy_loss": entropy}
     if objective.name == "opsm" and objective.options["against"] == "old":
         reported["opsm_clipfrac"] = _dropped_sequences(inputs, objective.options["opsm_delta"])
@@ -130,7 +130,7 @@ def policy_loss_function(
     if per_token:
         count = sum(mask.sum().clamp(min=1) for mask in batch["loss_masks"])
     else:
-        count = len(response)
+        count = len(response_lengths)
     means = {name: value.to(loss) * count for name, value in (tokens.metrics | metrics).items()}
     return loss, {name: value.detach() for name, value in {"loss": loss, **reported, **means}.items()}
 
@@ -214,18 +214,21 @@ class _Framework:
             parallel_state.model_parallel_is_initialized() and parallel_state.get_context_parallel_world_size() > 1
         )
 
-    def whole(self, parts: Samples, total: Sequence[int], response: Sequence[int]) -> list[Tensor]:
+    def whole(self, parts: Samples, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[Tensor]:
         """Whole responses from this rank's parts, differentiable."""
         if not self._split:
             return list(parts)
-        return [self._gather(part, *lengths) for part, *lengths in zip(parts, total, response, strict=True)]
+        samples = zip(parts, total_lengths, response_lengths, strict=True)
+        return [self._gather(part, total, response) for part, total, response in samples]
 
-    def local(self, values: Tensor, total: Sequence[int], response: Sequence[int]) -> Tensor:
+    def local(self, values: Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]) -> Tensor:
         """This rank's parts, flat, of whole responses [T]."""
         if not self._split:
             return values
-        samples = values.split(list(response))
-        return torch.cat([self._slice(sample, *n) for sample, *n in zip(samples, total, response, strict=True)])
+        samples = values.split(list(response_lengths))
+        return torch.cat(
+            [self._slice(sample, *n) for sample, *n in zip(samples, total_lengths, response_lengths, strict=True)]
+        )
 
 
 def _framework() -> _Framework:

@@ -88,20 +88,20 @@ def replayed_routes(run: Any, num_micro_batches: int) -> list[NDArray[np.signedi
     )
 
 
-def packed_part(of_token: Sequence[Any], multiple: int, where: RowSlice) -> NDArray[np.int64]:
-    """Return [N] what is said of every token of packed sequences, of the rows that a rank at `where` holds.
+def packed_part(of_token: Sequence[Any], multiple: int, row_slice: RowSlice) -> NDArray[np.int64]:
+    """Return [N] what is said of every token of packed sequences, of the rows that a rank at `row_slice` holds.
 
     Under context parallelism every sequence is filled up to 2 x CP equal chunks, of which a rank has two. What is left
     of the packed rows is filled up to a multiple of `multiple` x TP. Rows that fill up say -1.
     """
-    chunks = 2 * where.cp_size if where.cp_size > 1 else 1
+    chunks = 2 * row_slice.cp_size if row_slice.cp_size > 1 else 1
     parts = [
-        zigzag(np.pad(of_sequence, (0, -len(of_sequence) % chunks), constant_values=-1), where)
+        zigzag(np.pad(of_sequence, (0, -len(of_sequence) % chunks), constant_values=-1), row_slice)
         for of_sequence in of_token
     ]
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
-    filled = np.pad(rows, (0, -len(rows) % (multiple * where.tp_size)), constant_values=-1)
-    own_part: NDArray[np.int64] = filled.reshape(where.tp_size, -1)[where.tp_rank]
+    filled = np.pad(rows, (0, -len(rows) % (multiple * row_slice.tp_size)), constant_values=-1)
+    own_part: NDArray[np.int64] = filled.reshape(row_slice.tp_size, -1)[row_slice.tp_rank]
     return own_part
 
 

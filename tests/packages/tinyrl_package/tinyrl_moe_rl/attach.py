@@ -60,14 +60,14 @@ def attach(trainer: Trainer, config: BalancerConfig, *, on_metrics: Metrics = la
 
 def source_of(micro_batches: Sequence[Episodes], model: MoeModelSpec, *, replays: bool) -> PassSource:
     """Return what tinyrl knows before a pass: its episodes and, if they are replayed, their routes."""
-    where = RowSlice.current()
+    row_slice = RowSlice.current()
     sequences = [
-        padded_sequences(episodes.token_grid, where=where, attention_mask=episodes.is_token)
+        padded_sequences(episodes.token_grid, row_slice=row_slice, attention_mask=episodes.is_token)
         for episodes in micro_batches
     ]
     if not replays or any(episodes.picked_experts is None for episodes in micro_batches):
         return PassSource.expected(sequences)
-    routes = [padded_rows(routes_of(episodes, model), where=where) for episodes in micro_batches]
+    routes = [padded_rows(routes_of(episodes, model), row_slice=row_slice) for episodes in micro_batches]
     return PassSource.replayed(routes, sequences)
 
 
