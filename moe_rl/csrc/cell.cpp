@@ -543,12 +543,13 @@ const Visits &CellPlanner::count(const Cell &cell, const std::vector<Copy> &copi
     return counter_.visits();
 }
 
-// Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across.
+// Copies inside a node change no visit of a node, so it suffices to count once for every set of copies across. They do
+// change what a rank's own NIC sends, so where rows are sent, this holds for the copies across alone.
 void CellPlanner::count_nodes(const Cell &cell, const std::vector<Copy> &across) {
-    if (!counts(cell) || options_.cost.flat())
+    if (!counts(cell))
         return;
     const std::vector<Copy> copies = served(across, {});
-    split_sources(cell, copies, quota_);
+    split_sources(cell, copies, quota_, options_.cost.flat());
     take_visits(cell, count(cell, copies, quota_, false), counted_as(cell));
 }
 
@@ -773,7 +774,9 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
         }
         return;
     }
-    count_nodes(cell, {});
+    const bool counted_by_plan = options_.cost.flat(); // by searched_time
+    if (!counted_by_plan)
+        count_nodes(cell, {});
     best.time_s = searched_time(cell, best);
     if (total_ == 0)
         return;
@@ -783,7 +786,8 @@ void CellPlanner::plan(const Cell &cell, CellPlan &best) {
         tried.across = across;
         build_domains(cell, across);
         if (!across.empty()) {
-            count_nodes(cell, across);
+            if (!counted_by_plan)
+                count_nodes(cell, across);
             tried.inside.clear();
             tried.highest_load = 0;
             for (const Domain &domain : domains_)
