@@ -204,11 +204,11 @@ def _seconds(prediction: StepPrediction, *names: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("resident_slots", "least"), [(1, 0.97), (2, 1.03)])
+@pytest.mark.parametrize(("resident_slots", "least"), [(1, 1.01), (2, 1.08)])
 def test_where_every_expert_is_sent_a_row_most_stay_on_their_node(
     dev_trace_path: Path, resident_slots: int, least: float
 ) -> None:
-    """With the flat all-to-all, every rank on its own NIC: not half of static's rows between nodes; 1.000 and 1.080."""
+    """With the flat all-to-all, every rank on its own NIC: not half of static's rows between nodes; 1.030 and 1.103."""
     report = _at_ep32(dev_trace_path, resident_slots=resident_slots, moe_token_dispatcher_type="alltoall")
     static, found = report.policies
     assert static.inter_node_copies_per_token is not None
