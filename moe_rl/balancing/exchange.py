@@ -106,6 +106,15 @@ class PlanExchange:
         """Return what the ranks gave that hold the same experts in every EP group."""
         return gathered(message, self.expert_dp)
 
+    def scatter_messages(self, messages: Sequence[T]) -> list[T]:
+        """Return what each rank of the EP group had for this one; `messages[p]` is what this rank has for rank p."""
+        if self.size == 1:
+            return list(messages)
+        pickles = [np.frombuffer(pickle.dumps(message), np.uint8) for message in messages]
+        lengths_of_ranks = self.gather([len(message) for message in pickles])
+        shapes = [(lengths[self.rank],) for lengths in lengths_of_ranks]
+        return [pickle.loads(message.tobytes()) for message in self.scatter(pickles, shapes=shapes)]
+
     def scatter(self, parts: Sequence[NDArray[Any]], *, shapes: Sequence[Sequence[int]]) -> list[NDArray[Any]]:
         """Return what each rank p had for this one, of `shapes[p]`; `parts[p]` is what this rank has for rank p.
 

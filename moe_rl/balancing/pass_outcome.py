@@ -23,6 +23,7 @@ from moe_rl.simulators.setting import StepSetting
 
 def outcome_of_layers(
     plan: Plan,
+    replicas: ReplicaPlan,
     load: StepLoad,
     layers: Sequence[int],
     *,
@@ -30,7 +31,7 @@ def outcome_of_layers(
     model: MoeModelSpec,
     setting: StepSetting | None,
 ) -> PassOutcome:
-    """Return what the plan makes of the loads [1, M, layers, P, E] of these layers of the model."""
+    """Return what the plan, with these `replicas`, makes of the loads [1, M, layers, P, E] of these layers."""
     if not layers:
         no_rows = np.zeros((load.num_micro_batches, 0, load.ep_size), np.int64)
         return PassOutcome(rows=no_rows, moe_layer_s=0.0, moe_layer_s_at_home=0.0)
@@ -50,7 +51,7 @@ def outcome_of_layers(
         cross_node_slots=config.slots.cross_node_slots,
         resident_slots=config.slots.resident_slots,
     )
-    of_layers = replace(plan, placement=placement, replicas=plan.replicas.of_layers(layers, group=0))
+    of_layers = replace(plan, placement=placement, replicas=replicas)
     contiguous = ExpertPlacement.contiguous(num_layers=len(layers), num_experts=load.num_experts, ep_size=load.ep_size)
     at_home = replace(of_layers, placement=contiguous, replicas=ReplicaPlan.empty(*load.pairs.shape[:4]))
     return PassOutcome(

@@ -1,14 +1,17 @@
-"""Plan a pass together: every rank plans some layers, and all ranks get the whole plan.
+"""Plan a pass together: every rank plans some layers, and all ranks get what they need of the whole plan.
 
 A plan needs the loads of all ranks of an EP group, and a rank knows the routes of its own tokens only. So a pass is
 planned in four exchanges:
 
     1. notices    every rank tells all others what it asks for, how many rows it has, and whether something failed
     2. loads      every rank is sent the counts and sampled routes of the layers that it is to plan
-    3. shares     every rank plans its layers and sends its share of the plan to its EP group
+    3. shares     every rank plans its layers and sends each rank of its EP group what that one needs of them
     4. replicas   EP groups tell each other in which (micro-batch, layer) they have replicas
 
 Example: with 4 ranks and 6 layers, rank 0 plans layers 0 and 1, rank 1 layers 2 and 3, rank 2 layer 4, rank 3 layer 5.
+
+A rank keeps its own column of the quotas and the sums over all (`ReplicaPlan.of_source`), which is a constant number of
+bytes per replica. A plan that is handed out (`PassRequest.whole_plan`) has the columns of all ranks.
 
 Replicas belong to one EP group, which plans them alone. Homes and resident copies are shared by all EP groups, so they
 are planned for all layers of the model, from the loads of all EP groups.
@@ -49,7 +52,6 @@ from moe_rl.core.errors import require
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.model import MoeModelSpec
-from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import Levers
 from moe_rl.simulators.setting import StepSetting
@@ -131,11 +133,12 @@ class PassPlanner:
         assert rows is not None
         if common_num_micro_batches(notices) != planned.local_plan.replicas.num_micro_batches:
             return None
-        layer_indices_P = self._shares_of(self.layers)
+        layer_indices_P = layers_of_ranks(self.layers, exchange.size)
         load = exchange_loads(exchange, rows, notices, layer_indices_P, top_k=self.model.top_k, of_all_groups=False)
         own_layers = [self.layers[index] for index in layer_indices_P[exchange.rank]]
+        replicas = planned.own_share or self._assembly.replicas_of(planned.plan, own_layers)
         own_outcome = outcome_of_layers(
-            planned.local_plan, load, own_layers, request=request, model=self.model, setting=self.setting
+            planned.plan, replicas, load, own_layers, request=request, model=self.model, setting=self.setting
         )
         return joined_outcomes(exchange.gather(own_outcome))
 
@@ -184,8 +187,11 @@ class PassPlanner:
         self, request: PassRequest, rows: RankRows | None, notices: Notices, num_micro_batches: int
     ) -> PlannedPass:
         layer_shares: list[LayerShare] = []
+        own_share = None
         if rows is not None:
-            layer_shares = self._exchange_shares(request, rows, notices)
+            own, layer_shares = self._exchange_shares(request, rows, notices)
+            if request.config.observe:
+                own_share = own.replicas
         plan = request.plan
         if plan is None:
             plan = self._assembly.join_shares(request, layer_shares, num_micro_batches)
@@ -193,17 +199,23 @@ class PassPlanner:
         planned_pass = PlannedPass(
             plan=plan,
             local_plan=local_plan,
+            own_share=own_share,
             replicated_ML=self._assembly.replicated_in_any_group(local_plan.replicas),
         )
         return self._with_rows(planned_pass, request, layer_shares, notices) if layer_shares else planned_pass
 
     # Exchanges 2 and 3: loads and shares
 
-    def _exchange_shares(self, request: PassRequest, rows: RankRows, notices: Notices) -> list[LayerShare]:
-        """Plan this rank's layers and return the shares of all ranks of the EP group; if one fails, all do."""
+    def _exchange_shares(
+        self, request: PassRequest, rows: RankRows, notices: Notices
+    ) -> tuple[LayerShare, list[LayerShare]]:
+        """Plan this rank's layers; return its own share, and what it needs of the shares of all ranks of the EP group.
+
+        If one rank fails, all do.
+        """
         exchange = self.exchange
         layers = self._counted_layers(request)
-        layer_indices_P = self._shares_of(layers)
+        layer_indices_P = layers_of_ranks(layers, exchange.size)
         load = exchange_loads(
             exchange,
             rows,
@@ -218,13 +230,18 @@ class PassPlanner:
         share, error = None, None
         if exchange.part == 0:
             share, error = attempted(lambda: self._plan_share(request, load, own_layers, notices))
-        of_first_part = exchange.gather_parts((share, told(error)))[0]
-        shares_and_errors = exchange.gather(of_first_part)
+        own_share, failure = exchange.gather_parts((share, told(error)))[0]
+        messages = [(own_share, failure)] * exchange.size
+        if own_share is not None and not request.whole_plan:
+            messages = [(self._assembly.share_for(own_share, rank), failure) for rank in range(exchange.size)]
+        shares_and_errors = exchange.scatter_messages(messages)
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(shares_and_errors):
             require(not message, f"EP rank {rank} cannot plan its layers: {message}")
-        return [share for share, _ in shares_and_errors if share is not None]
+        assert own_share is not None
+        # no rank failed, so every share is set
+        return own_share, [share for share, _ in shares_and_errors if share is not None]
 
     def _plan_share(self, request: PassRequest, load: StepLoad, layers: list[int], notices: Notices) -> LayerShare:
         """Plan these layers; if the request has a plan, say what it makes of their load."""
@@ -238,7 +255,7 @@ class PassPlanner:
             placement, report = plan.placement, PolicyReport.of(plan)
             replicas = _with_narrow_counts(plan.replicas, largest_count=int(load.pairs.max(initial=0)))
         else:
-            plan = self._part_of_given_plan(request.plan, request.placement, layers)
+            plan = self._assembly.part_of_given_plan(request.plan, request.placement, layers)
         plan_rows_MLP = rank_load(plan, load)[group]
         tokens = TokensOfRanks.of(notices[self.exchange.group_index])
         num_micro_batches = request.num_micro_batches or len(tokens.all_MP)
@@ -275,10 +292,6 @@ class PassPlanner:
             updates=request.updates,
         )
 
-    def _part_of_given_plan(self, plan: Plan, placement: ExpertPlacement, layers: list[int]) -> Plan:
-        replicas = self._assembly.local_part(plan).replicas.of_layers(layers, group=0)
-        return replace(plan, placement=placement.of_layers(layers), replicas=replicas)
-
     # Exchange 4 and the whole plan
 
     def _with_rows(
@@ -305,15 +318,16 @@ class PassPlanner:
     def _assembly(self) -> PlanAssembly:
         return PlanAssembly(self.exchange, layers=self.layers, model=self.model)
 
-    def _shares_of(self, layers: Sequence[int]) -> list[list[int]]:
-        """Return which of these layers every rank plans, as indices among them.
-
-        Layers do not depend on each other, the micro-batches of a layer may: so ranks get whole layers.
-        """
-        return [part.tolist() for part in np.array_split(np.arange(len(layers)), self.exchange.size)]
-
     def _counted_layers(self, request: PassRequest) -> list[int]:
         return self.layers if request.of_stage else self.layers_of(request.may)
+
+
+def layers_of_ranks(layers: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Return which of these layers every rank plans, as indices among them.
+
+    Layers do not depend on each other, the micro-batches of a layer may: so ranks get whole layers.
+    """
+    return [part.tolist() for part in np.array_split(np.arange(len(layers)), num_ranks)]
 
 
 def row_bound(

@@ -17,7 +17,7 @@ from moe_rl.balancing.schedule import home_experts
 from moe_rl.core.errors import require
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertPlacement
-from moe_rl.core.plan import Plan
+from moe_rl.core.plan import Plan, ReplicaPlan
 from moe_rl.planner.base import COPIES, Levers
 from moe_rl.simulators.memory import MemoryForecast
 
@@ -45,6 +45,9 @@ class PassRequest:
     """Optimizer steps in which what was counted will run."""
     of_stage: bool = False
     """Whether ranks know the layers of their own pipeline stage alone, though experts may move."""
+    whole_plan: bool = False
+    """Whether the plan is handed out: then it has the columns of all source ranks, of all EP groups where they share
+    what is planned. Else a rank gets what it needs to send its own tokens."""
 
     @property
     def of_all_groups(self) -> bool:
@@ -55,6 +58,7 @@ class PassRequest:
         """Raise where the given plan is for another model, or another number of ranks, slots or EP groups."""
         if self.plan is None:
             return
+        self.plan.replicas.require_all_sources()
         for name in SIZES_OF_PLACEMENT:
             of_plan, of_run = getattr(self.plan.placement, name), getattr(self.placement, name)
             require(of_plan == of_run, f"the plan has {name} {of_plan}, but this run has {of_run}.")
@@ -65,7 +69,7 @@ class PassRequest:
     def digest(self) -> str:
         """Hex digest by which the ranks of an EP group know that they ask for the same."""
         plan_hash = self.plan and self.plan.hash
-        digest = hashlib.sha256(repr((self.config, self.forward_only, self.may, plan_hash)).encode())
+        digest = hashlib.sha256(repr((self.config, self.forward_only, self.may, self.whole_plan, plan_hash)).encode())
         arrays = [self.placement.physical_to_logical_map, self.placement.home_rank]
         if self.layout is not None:
             arrays += [self.layout.micro_batch, self.layout.dp_rank, self.layout.order]
@@ -95,10 +99,14 @@ class PlannedPass:
     """A plan, and what is known of the pass that will follow it."""
 
     plan: Plan
-    """As it was given, or made here: for the EP group and the pipeline stage of this rank alone, for all of them where
-    homes may move."""
+    """As it was given, or made here: with the replicas of the EP group and the pipeline stage of this rank alone, of
+    all stages where homes may move, and of all EP groups and source ranks where the plan is handed out."""
     local_plan: Plan
-    """Its replicas in this EP group and the layers of this stage: one EP group, L layers, of other stages empty."""
+    """Its replicas in this EP group and the layers of this stage, with this rank's own column
+    (`ReplicaPlan.of_source`): one EP group, L layers, of other stages empty."""
+    own_share: ReplicaPlan | None = None
+    """Replicas in the layers that this rank planned, with the columns of all source ranks: what a pass that is only
+    observed is priced by. None in other passes, and for a given plan."""
     replicated_ML: NDArray[np.bool_]
     """Whether some EP group has replicas there: then all groups take part in the exchange of their weights."""
     misfit: Misfit | None = None

@@ -84,7 +84,12 @@ class RoutePlanner(Generic[Tables]):
         It is the plan of this rank's EP group and pipeline stage.
         """
         request = PassRequest(
-            config=self.config, placement=self.placement, may=COPIES, layout=layout, forward_only=forward_only
+            config=self.config,
+            placement=self.placement,
+            may=COPIES,
+            layout=layout,
+            forward_only=forward_only,
+            whole_plan=True,
         )
         return self._plan_for(request, routes)
 
@@ -94,7 +99,9 @@ class RoutePlanner(Generic[Tables]):
         It chooses the copies that stay for a step, too. Hand it to `reorder`, and then to `begin_pass` for the batch
         that the routes are of.
         """
-        request = PassRequest(config=self.config, placement=self.placement, may=PLACEMENT, layout=layout)
+        request = PassRequest(
+            config=self.config, placement=self.placement, may=PLACEMENT, layout=layout, whole_plan=True
+        )
         return self._plan_for(request, routes)
 
     def _plan_for(self, request: PassRequest, routes: Sequence[RouteArray]) -> Plan:
@@ -205,7 +212,8 @@ class PassCycle(RoutePlanner[Tables]):
         which it waits only if it is not ready, as `PassMetrics.plan_wait_s` says.
 
         If the balancer reorders by itself, or no routes are known, micro-batches are planned in their order: the pass
-        begins, and this returns, with the plan of the first one. The plan is a hint: whatever tokens come, the result
+        begins, and this returns, with the plan of the first one. Of quotas it has this rank's alone: `plan` returns
+        those of all ranks. The plan is a hint: whatever tokens come, the result
         is the framework's own. If the ranks hold different plans, or a plan for another batch or another placement, all
         of them run the pass without replicas and say so in a warning. A plan for another model or another number of EP
         ranks or slots raises `InvalidInputError`, and so do routes that are none: on every rank, whichever it was.

@@ -1,6 +1,10 @@
 """Puts a plan together from the shares of the ranks, and takes what one rank needs of it.
 
 Axes: M micro-batches, L MoE layers, P EP ranks.
+
+Example: ranks 0 and 1 planned a layer each, with one replica whose quotas of the sources are [3, 4]. If the plan is
+handed out, both ranks get both shares as they are. Else rank 0 gets [3, 4] of both layers and rank 1 [4, 3]: its own
+column, and the sum of the other P - 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,22 +81,39 @@ class PlanAssembly:
             misfit=misfit,
         )
 
+    def share_for(self, share: LayerShare, rank: int) -> LayerShare:
+        """Return what `rank` of this EP group needs of a share of this rank."""
+        if share.replicas is None:
+            return share
+        group = 0 if share.replicas.num_ep_groups == 1 else self._exchange.group_index
+        of_group = share.replicas.of_layers(range(share.replicas.num_layers), group=group)
+        return replace(share, replicas=of_group.of_source(rank))
+
     def join_shares(self, request: PassRequest, shares: Sequence[LayerShare], num_micro_batches: int) -> Plan:
-        """Return the plan of all shares: of this EP group, or of all EP groups if they share what is planned."""
-        num_layers = self._model.num_moe_layers
+        """Return the plan of all shares.
+
+        One that is handed out is of this EP group, or of all EP groups if they share what is planned. Any other has
+        what this rank needs of it (`share_for`).
+        """
+        num_layers, num_groups = self._model.num_moe_layers, 1
+        if request.of_all_groups:
+            num_groups = self._exchange.num_groups
         like = ReplicaPlan.empty(
-            num_ep_groups=self._exchange.num_groups if request.of_all_groups else 1,
+            num_ep_groups=num_groups if request.whole_plan else 1,
             num_micro_batches=num_micro_batches,
             num_layers=num_layers,
             ep_size=request.placement.ep_size,
         )
+        if not request.whole_plan:
+            like = like.of_source(self._exchange.rank)
         parts = [(share.layers, share.replicas) for share in shares if share.replicas is not None]
         replicas = ReplicaPlan.joined(parts, num_layers=num_layers, like=like)
         placement = request.placement
         if request.of_all_groups:
             placement = _with_layers(placement, shares)
         reports = [share.report for share in shares if share.report is not None]
-        return self._make_plan(request, placement, replicas, report=merge_reports(reports) if reports else None)
+        report = merge_reports(reports) if reports else None
+        return self._make_plan(request, placement, replicas, report, num_groups=num_groups)
 
     def _make_plan(
         self,
@@ -100,11 +121,13 @@ class PlanAssembly:
         placement: ExpertPlacement,
         replicas: ReplicaPlan,
         report: PolicyReport | None,
+        *,
+        num_groups: int = 1,
     ) -> Plan:
-        """Return the plan; without a report it says what was configured."""
+        """Return the plan for so many EP groups; without a report it says what was configured."""
         if report is None:
             report = PolicyReport(policy=request.config.policy, objective=request.config.pricing.objective)
-        num_ranks = self._exchange.size * replicas.num_ep_groups
+        num_ranks = self._exchange.size * num_groups
         migration = ExpertMigration.between(request.placement, placement, expert_bytes=self._model.expert_state_bytes)
         return Plan(
             policy=report.policy,
@@ -120,13 +143,30 @@ class PlanAssembly:
         )
 
     def local_part(self, plan: Plan) -> Plan:
-        """Return the plan with its replicas in this EP group and in the layers of this stage alone."""
-        group = 0 if plan.replicas.num_ep_groups == 1 else self._exchange.group_index
-        of_stage = plan.replicas.of_layers(self._layers, group=group)
+        """Return the plan with its replicas in this EP group and the layers of this stage, and this rank's column."""
+        if plan.replicas.own_source is not None and not self._is_of_other_stages(plan.replicas):
+            return plan
+        of_stage = self.replicas_of(plan, self._layers)
+        if of_stage.own_source is None:
+            of_stage = of_stage.of_source(self._exchange.rank)
         # All layers of the model, so that a layer has the same index on every stage.
-        like = self._no_replicas(of_stage.num_micro_batches, of_stage.source_quota.shape[1])
+        like = self._no_replicas(of_stage.num_micro_batches, plan.placement.ep_size).of_source(self._exchange.rank)
         replicas = ReplicaPlan.joined([(self._layers, of_stage)], num_layers=like.num_layers, like=like)
         return replace(plan, replicas=replicas)
+
+    def _is_of_other_stages(self, replicas: ReplicaPlan) -> bool:
+        is_other = np.ones(replicas.num_layers, np.bool_)
+        is_other[self._layers] = False
+        return bool(_replicated(replicas)[:, is_other].any())
+
+    def part_of_given_plan(self, plan: Plan, placement: ExpertPlacement, layers: Sequence[int]) -> Plan:
+        """Return these layers of a plan, in this EP group, with their placement in force."""
+        return replace(plan, placement=placement.of_layers(layers), replicas=self.replicas_of(plan, layers))
+
+    def replicas_of(self, plan: Plan, layers: Sequence[int]) -> ReplicaPlan:
+        """Return the replicas of a plan in this EP group and these layers alone."""
+        group = 0 if plan.replicas.num_ep_groups == 1 else self._exchange.group_index
+        return plan.replicas.of_layers(layers, group=group)
 
     def replicated_in_any_group(self, replicas: ReplicaPlan) -> NDArray[np.bool_]:
         """Return [M, L] whether any EP group has replicas, from those of this one."""

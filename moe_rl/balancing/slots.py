@@ -117,7 +117,8 @@ class SlotTables:
         terms = of_layer[:, cells % num_layers]
         at_home = home[cell % num_layers, expert]
         key = cell * num_experts + expert
-        split = PlannedSplit.of(replicas, part, key, slice(source_rank, source_rank + 1))
+        column = replicas.column_of(source_rank)
+        split = PlannedSplit.of(replicas, part, key, slice(column, column + 1))
         total = np.maximum(split.total, 1)
         planned = (split.planned, total)
         of_replica = (split.before, split.upto, split.share_before, split.share_upto, *planned)

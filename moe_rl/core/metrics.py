@@ -19,6 +19,7 @@ def rows_taken(replicas: ReplicaPlan, load: StepLoad) -> NDArray[np.int64]:
 
     Equal to `source_quota` when the load is the planned one, else its share (`core.plan.split_point`).
     """
+    replicas.require_all_sources()
     index = replicas.index_of_replica()
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
     # Columns of replicated experts alone: at most 32 of 128 in a cell with one spare slot on each of 32 ranks.

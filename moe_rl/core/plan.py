@@ -50,6 +50,9 @@ class ReplicaPlan:
     num_ep_groups: int
     num_micro_batches: int
     num_layers: int
+    own_source: int | None = None
+    """None: every source rank has its column, as above. Else the columns are [N, 2], those of `of_source`: of this
+    source rank, and of all others together."""
 
     def __post_init__(self) -> None:
         places = self.num_ep_groups * self.num_micro_batches * self.num_layers
@@ -104,11 +107,53 @@ class ReplicaPlan:
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
         return replace(self, **columns, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
 
+    def of_source(self, rank: int) -> Self:
+        """Return what source rank `rank` must know to send its own tokens: 25 bytes a replica, whatever P is.
+
+        A split of its pairs needs its own column, and of the others their sums alone (`split_point`).
+
+        Example: of 4 source ranks, quotas [[3, 0, 2, 5]] -> rank 2 keeps [[2, 8]].
+        """
+        self.require_all_sources()
+
+        def own_and_others(columns: NDArray[np.int32]) -> NDArray[np.int32]:
+            own = columns[:, rank].astype(np.int64)
+            return np.stack([own, columns.sum(axis=1, dtype=np.int64) - own], axis=1).astype(np.int32)
+
+        return replace(
+            self,
+            source_quota=own_and_others(self.source_quota),
+            source_pairs=own_and_others(self.source_pairs),
+            own_source=rank,
+        )
+
+    def column_of(self, rank: int) -> int:
+        """Return the column of a source rank; raise where the plan has only another one's."""
+        if self.own_source is None:
+            return rank
+        require(self.own_source == rank, f"the plan has the column of source rank {self.own_source}, not {rank}.")
+        return 0
+
+    def require_all_sources(self) -> None:
+        """Raise where the plan is the part of one source rank."""
+        require(
+            self.own_source is None,
+            f"this is the part of a plan that EP rank {self.own_source} keeps: balancer.plan(routes) returns a whole "
+            "plan.",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns."""
+        columns: list[NDArray[Any]] = [self.offsets, *(getattr(self, name) for name in REPLICA_COLUMNS)]
+        return sum(column.nbytes for column in columns)
+
     @classmethod
     def joined(cls, parts: Sequence[tuple[Sequence[int], "ReplicaPlan"]], *, num_layers: int, like: Self) -> Self:
         """Return one plan of `num_layers` layers from (layers, their plan); other layers have none.
 
-        `like` says how many EP groups, micro-batches and source ranks there are, in the parts, too.
+        `like` says how many EP groups and micro-batches there are, in the parts, too, and which source ranks have
+        columns.
         """
         place = [np.zeros(0, np.int64)]
         for layers, part in parts:
@@ -204,8 +249,10 @@ class Plan:
     def save(self, path: Path | str) -> None:
         """Write the plan to `path` (`.npz`), replacing what is there in one rename; folders on the way are made.
 
-        `moe_rl.load_plan` reads it. Raises `InvalidInputError` for another suffix, and where nothing can be written.
+        `moe_rl.load_plan` reads it. Raises `InvalidInputError` for another suffix, for the part of a plan that one rank
+        keeps, and where nothing can be written.
         """
+        self.replicas.require_all_sources()
         parts = attributes(self, ("layout", "placement", "replicas", "migration"))
         plain = [item.name for item in fields(self) if item.name not in (*parts, "capacity")]
         facts: dict[str, Any] = attributes(self, plain)
@@ -334,6 +381,7 @@ def slot_map(
     (`split_point`); what is left goes to the home. Forward, recompute and backward call this with the same arguments
     and so agree without communication.
     """
+    plan.replicas.require_all_sources()
     home = plan.placement.home_slot()[layer]
     experts = np.asarray(routed_experts, np.int64)
     # home[-1] of a dropped pair reads the last expert: the mask throws it away again.

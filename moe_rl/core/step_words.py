@@ -40,6 +40,13 @@ class Dispatcher(StepWord):
         return self is Dispatcher.ALLTOALL
 
     @property
+    def engine(self) -> str | None:
+        """Of `domain_balance`: the engine that a flag of this dispatcher turns on; None if it has none."""
+        if self is Dispatcher.HYBRIDEP:
+            return "engine:hybridep"
+        return None
+
+    @property
     def can_be_captured(self) -> bool:
         """A CUDA graph may hold it: the host of `alltoall` reads counts in every layer."""
         return not self.sends_rows

@@ -199,7 +199,10 @@ def _replica_plan(copies: dict[str, NDArray[Any]], load: StepLoad) -> ReplicaPla
     pairs = load.pairs.reshape(-1, load.ep_size, load.num_experts)
     cell = np.repeat(np.arange(len(copies["offsets"]) - 1), np.diff(copies["offsets"]))
     return ReplicaPlan(
-        **{name: copies[name] for name in ("offsets", "expert", "physical_id", "source_quota")},
+        offsets=copies["offsets"],
+        expert=copies["expert"],
+        physical_id=copies["physical_id"],
+        source_quota=copies["source_quota"],
         source_pairs=pairs[cell, :, copies["expert"]],
         resident=copies["kind"] == RESIDENT,
         num_ep_groups=load.num_ep_groups,

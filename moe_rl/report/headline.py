@@ -71,6 +71,7 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     details = [WORDS["busiest"].format(static=static, saved=saved)]
     if gain - 1.0 >= LITTLE:
         details += [*_of_forced(best), *_runner_up(report, best), *_price(best)]
+    details += _above_engine(report, best)
     lead, *more = [*_misfit(report, best), *_rl_step(report, best), title]
     return Headline(title=lead, more=tuple(more), details=tuple(details))
 
@@ -81,6 +82,15 @@ def _beside_engine(report: ReportData, best: StepPrediction) -> str:
     if engine is None or gain is None or engine.policy == best.policy:
         return ""
     return str(WORDS["engine"].format(engine=engine, gain=gain))
+
+
+def _above_engine(report: ReportData, best: StepPrediction) -> list[str]:
+    """Say what is gained over the run's own engine by what it leaves to be planned; the title says it of the best."""
+    row = next((row for row in report.policies if row.policy == report.above_engine), None)
+    if row is None or row is best or report.best_engine is None:
+        return []
+    gain = report.speedup_vs_best_engine(row)
+    return [WORDS["above_engine"].format(row=row, gain=gain, engine=report.best_engine)]
 
 
 def _misfit(report: ReportData, best: StepPrediction) -> list[str]:

@@ -115,6 +115,8 @@ class ReportData:
     """The policies under constants that are off; empty where it was not asked for."""
     engines: tuple[str, ...] = ()
     """Policies that are a flag of the dispatcher."""
+    above_engine: str = ""
+    """The row of what remains to be planned above the run's own engine, which leads the table; empty without one."""
     plans: Mapping[str, Plan] = field(default_factory=dict, repr=False)
     """By policy, ready to be saved for a trainer."""
     balancing_alone: StepPrediction | None = None
@@ -223,10 +225,11 @@ class ReportData:
 
     @property
     def before_and_after(self) -> tuple[StepPrediction, ...]:
-        """The first policy and the best one; the first and the second where the first is the best."""
-        baseline, best = self.policies[0], self.best
+        """Static placement and the best policy; without it the first one, and the second where the first is best."""
+        baseline, best = self.baseline or self.policies[0], self.best
         if baseline is best:
-            return self.policies[:2]
+            others = [row for row in self.policies if row is not best]
+            return (best, *others[:1])
         return (baseline, best)
 
     def yardstick(self, name: str) -> StepPrediction | None:

@@ -73,8 +73,11 @@ class BalancedBatch(TrainingRun):
             sequence_length=sequence_length,
         )
 
-    def memory(self, *, buffers: int = 0) -> MemoryForecast:
-        """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds."""
+    def memory(self, *, buffers: int = 0, with_remedies: bool = True) -> MemoryForecast:
+        """Return the peak as forecast, with as many micro-batches as a pipeline's first stage holds.
+
+        Without `with_remedies` it is the peak alone, in a third of the time where it does not fit.
+        """
         # 1F1B lets the first of S stages hold most: S micro-batches against one of the last.
         batches_in_flight = ceil(in_flight(self.setting, 0))
 
@@ -88,6 +91,7 @@ class BalancedBatch(TrainingRun):
             run=self,
             visits=in_flight_at_once(self.rows.rank_visits),
             buffers=buffers,
+            with_remedies=with_remedies,
         )
 
     def step(self, num_micro_batches: int) -> BalancedStep:

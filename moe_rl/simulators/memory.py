@@ -129,12 +129,14 @@ def forecast_memory(
     buffers: float = 0.0,
     stage: int | None = None,
     hbm_bytes: int | None = None,
+    with_remedies: bool = True,
 ) -> MemoryForecast:
     """Return the peaks for `rows` [G, M, L, P] and source ranks' `tokens` [G, M, P]; `placement` None: homes only.
 
     A hierarchical dispatcher sends `visits` [G, M, L, P] tokens to each rank, by default a row for each token at
     most. `buffers` of one expert each are shared by all layers for replicas of single micro-batches. With a `stage`
     the rows are of that pipeline stage's layers, and the peak is its own. `hbm_bytes` is the cluster's by default.
+    Without `with_remedies` it does not look for what would make a run fit, which costs three more forecasts.
     """
     if visits is None:
         visits = np.minimum(rows, tokens.sum(axis=2)[:, :, None, None])
@@ -182,7 +184,7 @@ def forecast_memory(
         )
 
     stated_forecast, domain, ranks = forecast(), topology.ranks_per_domain, topology.ep_size
-    if stated_forecast.fits:
+    if stated_forecast.fits or not with_remedies:
         return stated_forecast
     alternatives = {
         "recomputation (--recompute-granularity full)": forecast(recompute=Recompute.FULL),

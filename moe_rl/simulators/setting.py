@@ -136,6 +136,8 @@ class StepSetting:
 
     def perturbed(self, topology: ClusterTopology) -> ClusterTopology:
         """Return the topology with this setting's factors on its hardware."""
+        if not self.perturbation:
+            return topology
         names = topology.hardware.__slots__
         for name in self.perturbation:
             require_known(name, names, f"perturbation: the hardware has no constant {name!r}.")

@@ -152,7 +152,9 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
     """
     sentences, problem = [], scenario.problem
     for name, plan in plans.items():
-        exact = name == MoonEpPlanner.name or (name == MOE_RL and problem.has_domain_engine)
+        # `moe-rl` over an engine that nobody named has a row of another name.
+        over_engine = plan.policy == MOE_RL and (problem.has_domain_engine or name != MOE_RL)
+        exact = name == MoonEpPlanner.name or over_engine
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
             at = "at no size that was tried"
@@ -211,8 +213,9 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         if holds:
             sentence = SENTENCES[name].format(scenario=scenario, options=options, batch=batch, **facts)
             sentences.append(sentence)
-    if MOE_RL in plans and (capacity := plans[MOE_RL].capacity) is not None:
-        sentences += [f"{MOE_RL}, {sentence}" for sentence in capacity.sentences()]
+    for name, plan in plans.items():
+        if plan.policy == MOE_RL and plan.capacity is not None:
+            sentences += [f"{name}, {sentence}" for sentence in plan.capacity.sentences()]
     for name, plan in plans.items():
         sentences += [f"{name}: {note}" for note in plan.notes]
     return sentences

@@ -40,6 +40,7 @@ from moe_rl.study.conditions import (
     software_note,
     trace_facts,
 )
+from moe_rl.study.engine_row import in_order, leading_row, planned_as, remaining_levers
 from moe_rl.study.intervals import intervals_of
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.scenario import Progress, Scenario, Simulate
@@ -63,13 +64,13 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
     # Threads, not processes: numpy and the core let others run, and nobody copies the loads.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
-        futures = {name: pool.submit(_plan, scenario, name) for name in reversed(policies)}
+        futures = {name: pool.submit(_plan, *planned_as(scenario, name)) for name in reversed(policies)}
         for index, name in enumerate(policies):
             progress(f"planning {name}", index, len(policies))
             plan = futures[name].result()
             # Counting 235B again takes 0.8 s: only for the plan that was asked for, or that a report is about.
-            about = len(policies) == 1 or name in (MOE_RL, UNPACKED)
-            plans[name] = certified(scenario, plan) if about else plan
+            about = len(policies) == 1 or plan.policy in (MOE_RL, UNPACKED)
+            plans[name] = certified(planned_as(scenario, name)[0], plan) if about else plan
     return plans
 
 
@@ -130,7 +131,9 @@ def predict(
 
     With `sensitivity` the same plans are simulated again under constants that are 30 % off.
     """
-    policies = beside_static(scenario.options.planning.policy)
+    stated = beside_static(scenario.options.planning.policy)
+    leading = leading_row(scenario, stated)
+    policies = in_order(stated, leading)
     # One more plan, which gets no row: the sentence below the table says how much balancing gains without packing.
     split = MOE_RL in policies and UNPACKED not in policies and scenario.problem.sequence_load is not None
     priced = make_plans(scenario, [*policies, *[UNPACKED] * split], progress)
@@ -156,6 +159,8 @@ def predict(
     else:
         speedups = ()
     sentences = notes(scenario, plans, result)
+    if leading:
+        sentences = [remaining_levers(scenario, leading, plans[leading]), *sentences]
     if timed:
         sentences = [software_note(scenario, result, simulate), *sentences]
     sentences += [*_sequences_wanted(scenario, speedups), *break_even(scenario, plans, loads)]
@@ -173,7 +178,8 @@ def predict(
         model_caution=model_caution(scenario),
         cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
         notes=tuple(dict.fromkeys(sentences)),
-        engines=tuple(name for name in plans if POLICIES[name].is_engine),
+        engines=tuple(name for name in stated if POLICIES[name].is_engine),
+        above_engine=leading,
         plans=plans,
         command=command,
         version=__version__,

@@ -134,6 +134,23 @@ class Scenario:
         """The training software whose costs the step is priced with."""
         return self.posterior.likeliest.prior.software
 
+    @property
+    def engine(self) -> str | None:
+        """The engine that balances the ranks of a node in this run; None if nobody named it or a dispatcher with one.
+
+        A launch script names the dispatcher, too.
+        """
+        if self.problem.has_domain_engine:
+            return self.problem.domain_balance
+        if self.options.states("moe_flex_dispatcher_backend"):
+            return self.options.kernels.dispatcher.engine
+        return None
+
+    def over_engine(self, engine: str) -> Self:
+        """Return the same step for planners above an engine that balances the ranks of a node."""
+        earlier = self.homes_chosen_at and replace(self.homes_chosen_at, domain_balance=engine)
+        return replace(self, problem=replace(self.problem, domain_balance=engine), homes_chosen_at=earlier)
+
     def with_slots(self, name: str, slots: int) -> Self:
         """Return the same step for planners that are given so many slots of a kind, called as in `PlanProblem`."""
         number: dict[str, Any] = {name: slots}

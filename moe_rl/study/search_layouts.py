@@ -150,12 +150,7 @@ class ShapeTask:
     def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
         shape = self.shapes[index]
-        settings = []
-        for budget in self._budgets(shape):
-            setting = self._smallest_recompute(shape, budget)
-            if setting is None:
-                break  # larger micro-batches do not fit either
-            settings.append(asdict(self.priced(shape, setting, budget)))
+        settings = [asdict(self.priced(shape, setting, budget)) for budget, setting in self._fitting(shape)]
         return {"found": settings}
 
     def estimated(self, index: int) -> float:
@@ -163,10 +158,7 @@ class ShapeTask:
         be cut, as few as the budget allows."""
         shape, best = self.shapes[index], 0.0
         num_tokens = float(self.lengths.sum())
-        for budget in self._budgets(shape):
-            setting = self._smallest_recompute(shape, budget)
-            if setting is None:
-                break
+        for budget, setting in self._fitting(shape):
             run = self._run(shape, setting)
             together = 1
             if shape.num_virtual_stages > 1:
@@ -203,20 +195,25 @@ class ShapeTask:
             model=model_in_parts(self.model, shape.expert_tensor_parallel_size), topology=topology, setting=setting
         )
 
-    def _smallest_recompute(self, shape: ParallelLayout, budget: int) -> StepSetting | None:
-        """Return the setting with least recomputation that fits, None where none does."""
+    def _fitting(self, shape: ParallelLayout) -> Iterator[tuple[int, StepSetting]]:
+        """Yield every token budget that fits, ascending, with the setting of least recomputation that makes it fit.
+
+        More tokens need more memory: a setting that does not fit is not tried again for a larger budget.
+        """
         named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
-        tokens = min(budget, int(self.lengths.sum()))
-        for recompute in self.recompute:
-            setting = replace(self.base, **named, recompute=recompute)
-            if self._room(self._run(shape, setting), tokens // shape.slices) >= (self.resident_slots or 0):
-                return setting
-        return None
+        settings = [replace(self.base, **named, recompute=recompute) for recompute in self.recompute]
+        for budget in self._budgets(shape):
+            tokens = min(budget, int(self.lengths.sum())) // shape.slices
+            while settings and self._room(self._run(shape, settings[0]), tokens) < (self.resident_slots or 0):
+                del settings[0]
+            if not settings:
+                return
+            yield budget, settings[0]
 
     def _peak(self, run: TrainingRun, tokens: int) -> int:
         """Return the peak without resident slots."""
         batch = BalancedBatch.of(run, tokens_per_rank=max(1, tokens), sequence_length=1)
-        return batch.memory(buffers=self.buffers).peak_bytes
+        return batch.memory(buffers=self.buffers, with_remedies=False).peak_bytes
 
     def _room(self, run: TrainingRun, tokens: int) -> float:
         """Return the resident slots for which memory is left; negative where the rest does not fit."""

@@ -44,7 +44,7 @@ def planned(exchange: InMemory, placement: ExpertPlacement, pairs: int = 8, **as
 
 
 def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> None:
-    given = on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2)))[0]
+    given = on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2), whole_plan=True))[0]
     assert given.misfit is None
     for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(3), plan=given.plan)):
         assert one.misfit is not None

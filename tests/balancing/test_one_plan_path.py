@@ -85,7 +85,7 @@ class Run:
 
         def of_rank(exchange: InMemory) -> Plan:
             planner = PassPlanner(exchange, layers=range(model.num_moe_layers), model=model, setting=setting)
-            request = PassRequest(config=self.config, placement=placement, may=may)
+            request = PassRequest(config=self.config, placement=placement, may=may, whole_plan=True)
             return planner.plan_pass(request, CountedRows(self.rows(exchange.rank))).plan
 
         plans = on_all_ranks(EP_SIZE, of_rank)

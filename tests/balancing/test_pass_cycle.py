@@ -31,11 +31,12 @@ from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_source import PassSource, RowReader
 from moe_rl.balancing.passes import PassCycle
 from moe_rl.balancing.sequence_rows import SequenceRows
+from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.core.load import StepLoad
-from moe_rl.core.metrics import imbalance, rank_load
+from moe_rl.core.metrics import imbalance
 from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import split_point
 
 pytestmark = pytest.mark.skipif(native_core() is None, reason="the C++ core is not built")
 GRID = np.array([[2, 0], [3, 1]])
@@ -85,6 +86,27 @@ class Told:
     ended: str = ""
 
 
+def rows_sent(planned: Any, rank: int, pairs: np.ndarray) -> np.ndarray:
+    """Return [M, L, P] rows that a rank sends to each rank, of its pairs [M, L, E], by its own slot tables."""
+    plan, ranks = planned.local_plan, GRID.shape[1]
+    by_rank = (plan.placement.home_rank[:, :, None] == np.arange(ranks)).astype(np.int64)
+    rows = np.einsum("mle,ler->mlr", pairs, by_rank)
+    if planned.misfit is not None or plan.replicas.num_micro_batches != len(pairs):
+        return rows
+    tables = SlotTables.of_plan(plan, group=0, source_rank=rank)
+    for micro_batch, layer in np.ndindex(pairs.shape[:2]):
+        table = tables.table(micro_batch, layer)
+        if table is None:
+            continue
+        assert table.split is not None
+        split, actual = table.split.numpy(), pairs[micro_batch, layer, table.expert.numpy()]
+        start, stop = split_point(
+            split[0:2], split[2:4], planned=split[4], total=split[5], actual=actual, source=rank, num_sources=ranks
+        )
+        rows[micro_batch, layer] = (stop - start).reshape(ranks, -1).sum(axis=1)
+    return rows
+
+
 @dataclass
 class PlannedLayers(RunLayers[Any]):
     """Layers that report what the plan makes of the tokens that came."""
@@ -127,15 +149,10 @@ class PlannedLayers(RunLayers[Any]):
         def own(micro_batches: range) -> np.ndarray:
             nothing = np.zeros((LAYERS, EXPERTS), np.int64)
             of_each = [self.came.get(index, nothing) for index in micro_batches]
-            return np.stack(of_each) if of_each else np.zeros((0, LAYERS, EXPERTS), np.int64)
+            pairs = np.stack(of_each) if of_each else np.zeros((0, LAYERS, EXPERTS), np.int64)
+            return rows_sent(planned, self.place[1], pairs)
 
-        pairs = np.stack(gathering.of_all_ranks(own), axis=2)  # [M, L, P, E]
-        load = StepLoad(pairs=pairs[None].astype(np.int32), tokens=pairs.sum(axis=3).max(axis=1)[None], top_k=TOP_K)
-        if planned.misfit is None and planned.local_plan.replicas.num_micro_batches == len(pairs):
-            rows = rank_load(planned.local_plan, load)[0]
-        else:
-            by_rank = planned.local_plan.placement.home_rank[:, :, None] == np.arange(GRID.shape[1])
-            rows = np.einsum("mlpe,ler->mlr", pairs, by_rank)
+        rows = np.sum(gathering.of_all_ranks(own), axis=0)
         return PassResults(
             actual_rows=rows, pushed_bytes=3, returned_bytes=5, micro_batches_in_flight=None if forward_only else 1
         )
@@ -258,10 +275,10 @@ def test_a_replayed_pass_does_what_its_plan_says(forward_only: bool) -> None:
         assert told.counter is None, "nobody named these rows"
         assert told.ended == f"{'forward' if forward_only else 'update'} whole"
         np.testing.assert_array_equal(metrics.actual_rows, metrics.predicted_rows)
-        return routes, metrics, plan.hash
+        return routes, metrics, plan.replicas.physical_id.tobytes()
 
     for ranks in by_group(on_run(step)):
-        assert len({plan_hash for _, _, plan_hash in ranks}) == 1
+        assert len({slots_of_copies for _, _, slots_of_copies in ranks}) == 1
         pairs = sum(np.stack([pairs_of(of_batch) for of_batch in routes]) for routes, _, _ in ranks)
         per_rank = pairs.reshape(3, LAYERS, GRID.shape[1], -1).sum(axis=3)
         for _, metrics, _ in ranks:

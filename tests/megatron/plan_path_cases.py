@@ -60,7 +60,8 @@ def replayed() -> list[dict[str, Any]]:
             routes = [tiny_gpt.skewed_routes(step, m, num_layers=LAYERS) for m in range(MICRO_BATCHES)]
             load = balancer.load_of(routes)
             received = balancer.reorder(balancer.plan_reorder(routes))
-            plan = balancer.begin_pass(PassSource.replayed(routes))
+            plan = balancer.plan(routes)  # with the columns of all ranks
+            balancer.begin_pass(PassSource.replayed(routes))
             with copies_sent() as sent:
                 tiny_gpt.update(run, step, routes, tiny_gpt.history())
             metrics = balancer.end_pass()
@@ -125,7 +126,8 @@ def levers() -> dict[str, dict[str, list[int]]]:
             if moves:
                 homes = balancer.plan_reorder(routes)
                 predicted, received = homes.migration.moved_bytes, balancer.reorder(homes)
-            plan = balancer.begin_pass(PassSource.replayed(routes))
+            plan = balancer.plan(routes)  # with the columns of all ranks
+            balancer.begin_pass(PassSource.replayed(routes))
             predicted += moved_bytes(plan, pricing)
             with copies_sent() as sent:
                 tiny_gpt.update(run, 0, routes, tiny_gpt.history())
