@@ -163,7 +163,7 @@ def _trap(trap: Trap) -> str:
         f"### `{trap.name}`\n\n"
         f"{trap.severity}: {trap.title} ({frameworks}{also})\n\n"
         f"{trap.why}\n\n"
-        f"*Do:* {trap.remedy}\n\n"
+        f"*Remedy:* {trap.remedy}\n\n"
         f"*Source:* {trap.source}\n"
     )
 
@@ -198,7 +198,7 @@ def recipe_contracts() -> str:
 def megatron_options() -> str:
     """Return the known options of the MoE layers by the version of Megatron that brought them, refused ones marked."""
     refused = {refusal.option for refusal in REFUSALS}
-    lines = ["", "| megatron-core | brings |", "|---|---|"]
+    lines = ["", "| megatron-core | new options |", "|---|---|"]
     for version, options in KNOWN.items():
         shown = [f"**`{option}`**" if option in refused else f"`{option}`" for option in sorted(options)]
         lines.append(f"| {version} | {', '.join(shown)} |")

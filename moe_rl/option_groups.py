@@ -168,18 +168,21 @@ SlotCount = Annotated[
 
 
 class SlotOptions(OptionGroup):
-    """Room on a rank for copies of experts, beside its homes."""
+    """Slots of a rank for replicas of experts, in addition to its own experts."""
 
     replica_slots: int = 1
-    """R, replicas that a rank may hold from its own node."""
+    """R, slots per rank for replicas of experts from the same node."""
     cross_node_slots: SlotCount = 0
-    """C, the same from other nodes; each takes the memory of two, because they arrive one layer ahead."""
+    """C, slots per rank for replicas from other nodes. Each takes the memory of two slots, because its replica
+    arrives one layer early."""
     resident_slots: SlotCount = 0
-    """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
+    """S, slots per rank and layer for replicas that are kept for a whole optimizer step; each takes memory in every
+    layer."""
     domain_balance: str = OURS
-    """Who balances the ranks of a node: "ours" is the replicas here, which run anywhere; an engine of
-    `planner.domain_engine` (engine:moonep, engine:hybridep, engine:ultraep) is the dispatcher's own. Then `moe-rl`
-    chooses homes, packing, resident copies and copies across nodes over it, and `replica_slots` is 0."""
+    """Balancer of the ranks inside a node. "ours" uses moe_rl's replicas, which work with every dispatcher. The engines
+    of `planner.domain_engine` (engine:moonep, engine:hybridep, engine:ultraep) are part of a dispatcher. With an
+    engine, policy `moe-rl` chooses home ranks, packing, resident replicas and replicas from other nodes, and
+    `replica_slots` is 0."""
 
     @property
     def has_domain_engine(self) -> bool:
@@ -194,18 +197,19 @@ class SlotOptions(OptionGroup):
 
 
 class PriceOptions(OptionGroup):
-    """By what plans are compared, and the rates that price them."""
+    """Objective by which plans are compared, and the rates that price them."""
 
     cluster: str = "h100"
-    """Cluster file whose rates price a plan."""
+    """Cluster whose rates price a plan: a name or a YAML file."""
     objective: str = "time"
-    """Name in `planner.objective`: "time" weighs replicas and moves by `core.cost`; "imbalance" counts rows alone."""
+    """Name in `planner.objective`: "time" includes the cost of replicas and moves (`core.cost`); "imbalance" counts
+    only token-expert pairs."""
 
 
 class HomeOptions(OptionGroup):
-    """For how long homes are chosen, and on what."""
+    """How long home ranks are kept, and which loads decide them."""
 
     steps_served: int | None = None
     """Optimizer steps from one reorder to the next, over which the cost of a move is spread."""
     history_steps: int = 1
-    """How many earlier steps the choice of homes knows."""
+    """Number of earlier steps whose loads decide the home ranks."""

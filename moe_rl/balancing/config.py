@@ -17,15 +17,17 @@ EXPERTS = (MEGATRON, GROUPED)
 
 
 class RunSlots(SlotOptions):
-    """Room on a rank for copies of experts: numbers, because buffers are made for them."""
+    """Slots of a rank for replicas of experts; always numbers, because buffers are allocated for them."""
 
     cross_node_slots: int = 0
-    """C, replicas from other nodes; each takes the memory of two, because they arrive one layer ahead."""
+    """C, slots per rank for replicas from other nodes. Each takes the memory of two slots, because its replica
+    arrives one layer early."""
     resident_slots: int = 0
-    """S, copies that a rank may hold in every layer for a whole optimizer step; each takes memory in every layer."""
+    """S, slots per rank and layer for replicas that are kept for a whole optimizer step. Each takes memory in every
+    layer."""
     ranks_per_node: int = 8
-    """EP ranks in one NVLink domain, at most; the EP size if that is smaller. Under expert tensor parallelism each has
-    several GPUs."""
+    """Maximum number of EP ranks in one NVLink domain, or the EP size if that is smaller. Under expert tensor
+    parallelism, each EP rank has several GPUs."""
 
     @model_validator(mode="after")
     def _are_counts(self) -> Self:
@@ -46,11 +48,11 @@ class RunSlots(SlotOptions):
 
 
 class RunPrices(PriceOptions):
-    """By what the plans of a run are compared, and the rates that price them."""
+    """Objective by which the plans of a run are compared, and the rates that price them."""
 
     dispatcher: str | None = None
-    """How tokens travel, one of `DISPATCHERS`, by which a plan is priced; None: as the framework does, and deepep where
-    a driver plans, who cannot ask it."""
+    """Token dispatcher for which plans are priced, one of `DISPATCHERS`. None: the framework's own, or deepep if a
+    driver plans, because it cannot ask the framework."""
 
     @model_validator(mode="after")
     def _are_known(self) -> Self:
@@ -63,19 +65,20 @@ class RunPrices(PriceOptions):
 
 
 class RunHomes(HomeOptions):
-    """When experts move, and on what."""
+    """When experts move to other home ranks, and which loads decide it."""
 
     steps_served: int = 1
-    """Optimizer steps from one reorder to the next: what a move costs is spread over them, and with more than one
-    `plan_reorder` learns homes on the loads of earlier calls too, so that they settle where the task stays the same."""
+    """Optimizer steps from one reorder to the next, over which the cost of a move is spread. With more than one,
+    `plan_reorder` also uses the loads of earlier calls, so that home ranks settle if the task stays the same."""
     history_steps: int = 1
-    """How many earlier calls; each keeps [G, M, L, P, E] int32 on the host, where `steps_served` is above 1."""
+    """Number of earlier calls whose loads decide home ranks. If `steps_served` is above 1, each call keeps
+    [G, M, L, P, E] int32 on the host."""
     reorders: bool = False
-    """Choose homes and resident copies anew by itself: in every rollout for the loads of its log-prob pass, without
-    one for those of the last update. They change at the begin of the next update pass, which must find gradients of
-    zero. In a framework that is what happens unless it is set to false."""
+    """True: choose home ranks and resident replicas in every rollout, for the loads of its log-prob pass or, without
+    such a pass, of the last update. They change at the start of the next update pass, when gradients must be zero.
+    Adapters of frameworks set this to True unless you set it to False."""
     reorder_scratch_bytes: int = 2**30
-    """Most memory that a rank may use for experts on their way during a reorder; never less than two experts."""
+    """Maximum bytes that a rank may use for experts in transit during a reorder; two experts are always allowed."""
 
     @model_validator(mode="after")
     def _have_effect(self) -> Self:
@@ -92,28 +95,31 @@ class RunHomes(HomeOptions):
 
 
 class ExpertKernels(OptionGroup):
-    """Who computes the experts, and how."""
+    """Which code computes the experts, and how."""
 
     experts: str = MEGATRON
-    """Who computes the experts: "megatron" leaves it to the module that is there; "grouped" runs home and replica
-    slots through `moe_rl.kernels`' GroupedExperts, on the module's own parameters."""
+    """Code that computes the experts: "megatron" is the existing module. "grouped" computes a rank's own experts and
+    its replicas with GroupedExperts of `moe_rl.kernels`, on the module's own parameters."""
     recipe: str = "bf16"
-    """Of experts="grouped": a name in `moe_rl.kernels.recipes`; "bf16" multiplies in the parameters' own type."""
+    """Precision of experts="grouped", a name in `moe_rl.kernels.recipes`. "bf16" multiplies in the parameters' own
+    type."""
     backend: str = "auto"
-    """Of experts="grouped": backend of its kernels."""
+    """Backend of the kernels of experts="grouped"."""
     transposed_codes: bool = False
-    """Of an FP8 recipe: keep the codes transposed too, one byte more per weight, so that dgrad is a product as fast as
-    forward's; else it reads them in place."""
+    """For FP8 recipes. True: also keep transposed codes (one more byte per weight), so that dgrad is as fast as the
+    forward product. False: dgrad reads the codes in place."""
     placement_bitwise: bool = False
-    """Sum what a token's experts return in the order of the logical experts, so that moved homes change no bit of the
-    loss; else in the order of the slots, as Megatron's combine finds them. Costs a gather of all combined rows."""
+    """True: sum the outputs of a token's experts in the order of expert ids, so that moved experts change no bit of the
+    loss. This costs a gather of all combined rows. False: sum them in the order of slots, as Megatron's combine
+    does."""
     static_rows: bool = False
-    """Run the experts of a pass whose routes are replayed on buffers of one size, the fullest rank's rows by the plan:
-    no shape depends on the routing, and no layer waits for counts. Needs experts="grouped". Rows beyond the buffer
-    raise in `end_pass`, before an optimizer step. A pass without a bound takes rows as they come, and says so."""
+    """True: run the experts of a pass with replayed routes on buffers of one size, the plan's load of the fullest rank.
+    No shape then depends on routing, and no layer waits for counts. Needs experts="grouped". If token-expert pairs
+    exceed the buffer, `end_pass` raises before the optimizer step. A pass without a bound uses dynamic sizes and says
+    so."""
     capacity_risk: float | None = None
-    """Of static_rows: probability, at most, that rows without a route exceed the buffers of a pass, as
-    `core.certificate` bounds them; 0 is the worst case. None: a pass that has such rows takes rows as they come."""
+    """For static_rows: maximum probability that tokens without a route exceed the buffers of a pass, by the bound of
+    `core.certificate`; 0 assumes the worst case. None: a pass with such tokens uses dynamic sizes."""
 
     @property
     def are_ours(self) -> bool:
@@ -143,18 +149,18 @@ class ExpertKernels(OptionGroup):
 
 
 class MicroBatchOptions(OptionGroup):
-    """Which sequences run together, where the framework lets the run decide."""
+    """Which sequences run together, if the framework lets moe_rl decide."""
 
     pack: bool = True
-    """Exchange sequences between a rank's micro-batches where these are dynamic (verl, slime, miles), within the
-    framework's limits, so that the loads of the micro-batches that run at once on all ranks complement each other."""
+    """True: exchange sequences between a rank's micro-batches if the framework forms them dynamically (verl, slime,
+    miles), within its limits. The loads of micro-batches that run at once on all ranks then complement each other."""
     padding_samples: int = 0
-    """Of verl's trainer v1: how many padding samples the driver may give to a rank in every mini-batch, so that all
-    have equally many where packing gives some more sequences than others. They have two tokens that no loss counts. A
-    run whose settings would count them is packed without, and its log says why."""
+    """Maximum number of padding samples per rank and mini-batch, for verl's trainer v1. They let packing give some
+    ranks more sequences than others. A padding sample has two tokens, which no loss counts. If a run's settings would
+    count them, moe_rl packs without padding samples, and the log says why."""
     fit_micro_batches: bool = True
-    """Where a framework lets the run cut its micro-batches (verl's dynamic ones), never above its own limit: cut them
-    to what the forecast of the last pass says will fit, where the limit will not."""
+    """True: make micro-batches smaller than the framework's limit if the last pass's memory forecast says that the
+    limit does not fit. The framework must allow this, as verl does with dynamic micro-batches."""
 
     @model_validator(mode="after")
     def _is_a_count(self) -> Self:
@@ -163,7 +169,7 @@ class MicroBatchOptions(OptionGroup):
 
 
 class BalancerConfig(OptionGroup):
-    """Policy and slots of a balancer; model and group sizes come from Megatron.
+    """Settings of a balancer; model and group sizes come from Megatron.
 
     >>> config = BalancerConfig(replica_slots=2, cross_node_slots=1, objective="imbalance")
     >>> config.slots.spare, config.pricing.objective
@@ -180,10 +186,11 @@ class BalancerConfig(OptionGroup):
     kernels: ExpertKernels = ExpertKernels()
     micro_batches: MicroBatchOptions = MicroBatchOptions()
     observe: bool = False
-    """Plan beside the run and carry nothing out: no expert moves, nothing is copied or packed, and losses are those of
-    the run without moe_rl, to the bit. `PassMetrics.would_be` says what the plans would have made of every pass."""
+    """True: plan without changing the run. No expert moves, nothing is copied or packed, and losses are bitwise those
+    of a run without moe_rl. `PassMetrics.would_be` says what the plan would have achieved in every pass."""
     experimental: bool = False
-    """Allow what has never been run with what it is for: `never_run` in `refusals.py` and `expert_views`."""
+    """True: allow settings that have never run with the real software (`never_run` in `refusals.py` and
+    `expert_views`)."""
 
     def __init__(self, **words: Any) -> None:
         """Take the words of any group, as a file and the environment give them, or whole groups.

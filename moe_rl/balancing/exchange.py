@@ -144,10 +144,10 @@ def attempted(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def agreed(step: Callable[[], T]) -> T:
-    """Return what `step` returns on this rank if it succeeds on all ranks of the run; a collective of them.
+    """Return this rank's result of `step` if it succeeds on all ranks of the run; a collective call.
 
-    Where it raises anything on any rank, every rank raises an `InvalidInputError` that says what: nobody goes on alone,
-    and nobody waits for a rank that has given up.
+    If it raises on any rank, every rank raises an `InvalidInputError` that says what failed. No rank goes on alone or
+    waits for a rank that has failed.
     """
     value, error = attempted(step)
     kind = "" if error is None or isinstance(error, InvalidInputError) else f"{type(error).__name__}: "

@@ -1,4 +1,4 @@
-"""What a pass was planned to do and what it did."""
+"""Metrics of a pass: what its plan predicted and what the pass did."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,12 +13,12 @@ from moe_rl.simulators.memory import MemoryForecast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """Why a pass ran without the replicas of its plan."""
+    """Reason for which a pass ran without the replicas of its plan."""
 
     kind: Literal["ranks", "placement", "micro-batches", "layout", "observed"]
-    """What the plan does not fit: the other ranks' plans, where the experts are, or the batch."""
+    """What the plan contradicts: the plans of other ranks, the current expert placement, or the batch."""
     sentence: str
-    """The same for people, with the figures."""
+    """The reason as a sentence with figures."""
 
 
 # The sentence of a pass that is observed: it runs without replicas on purpose.
@@ -27,15 +27,15 @@ OBSERVED = Misfit(kind="observed", sentence="the run is only observed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOutcome:
-    """What a plan makes of the tokens that a pass really had, beside what the framework's own homes make of them."""
+    """Effect of a plan on the tokens that a pass really had, and effect of the framework's own placement."""
 
     rows: NDArray[np.int64]
-    """[M, l, P] rows of every rank under the plan."""
+    """[M, l, P] token-expert pairs of every rank under the plan."""
     moe_layer_s: float
-    """Seconds of this stage's MoE layers under the plan, by the prices of a simulation (`core.cost`); moves of homes
-    are not part of it. Simulated, not measured."""
+    """Simulated seconds of this stage's MoE layers under the plan (`core.cost`), not measured ones. Moves to other home
+    ranks are not included."""
     moe_layer_s_at_home: float
-    """The same with every expert where the framework puts it, and no copies."""
+    """Simulated seconds of the same layers if every expert is where the framework puts it, without replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,51 +44,52 @@ class PassMetrics:
 
     policy: str
     source: Source = "routes"
-    """What the plan was made from."""
+    """Source of the loads that the plan was made from."""
     known_share: float = 1.0
-    """Share of this rank's rows of which the source knew; the others were guessed from the mean of the pass before."""
+    """Fraction of this rank's rows that the source knew. The others were estimated from the mean of the previous
+    pass."""
     misfit: Misfit | None
-    """Why the pass ran without its plan; None when it followed it."""
+    """Reason for which the pass ran without its plan; None if it followed the plan."""
     notes: tuple[str, ...]
-    """What the plan says of itself: which lever it makes no use of, and why, with figures."""
+    """Notes of the plan: which of its means it does not use, and why, with figures."""
     actual_rows: NDArray[np.int64]
-    """[M, L, P] rows that every rank computed, in the micro-batches that ran."""
+    """[M, L, P] rows that every rank computed in the micro-batches that ran."""
     predicted_rows: NDArray[np.int64] | None
-    """[M, L, P] rows that the plan expects under the loads it was made for; None where these are not known.
+    """[M, L, P] rows that the plan predicts for the loads it was made from; None if these are not known.
 
-    M are fewer than of `actual_rows` where a pass runs more micro-batches than were announced."""
+    M is smaller than in `actual_rows` if the pass runs more micro-batches than were announced."""
     static_rows: NDArray[np.int64] | None
-    """[M, L, P] the same for homes alone."""
+    """[M, L, P] predicted rows without replicas, with every expert on its home rank."""
     replicas: int
     """Replicas of this EP group in all micro-batches and layers."""
     residents: int = 0
-    """Copies that stay, of all layers of the model."""
+    """Replicas that are kept for the whole step, in all layers of the model."""
     pushed_bytes: int
     """Weight bytes that this rank sent to replicas."""
     returned_bytes: int
-    """Gradient bytes that this rank sent home."""
+    """Gradient bytes that this rank sent to home ranks."""
     plan_time_s: float
-    """Seconds from the start of planning to its end, beside what ran."""
+    """Seconds from the start to the end of planning, which overlaps with other work."""
     plan_wait_s: float
-    """Seconds that `begin_pass` waited for it."""
+    """Seconds that `begin_pass` waited for the plan."""
     plan_cpu_s: float = 0.0
-    """Seconds that this rank computed until it had the plan that `begin_pass` waits for; the rest of the wait is for
-    other ranks, the network, and a core."""
+    """Seconds of computation that this rank spent on the plan. The rest of `plan_wait_s` is waiting for other ranks,
+    the network or a CPU core."""
     reordered_bytes: int = 0
-    """Weight and optimizer bytes that this rank received before the pass, because experts got other homes."""
+    """Weight and optimizer bytes that this rank received before the pass, because experts moved to it."""
     reorder_s: float = 0.0
-    """Seconds that it took, the wait for where they go included."""
+    """Seconds that these moves took, including the wait for the choice of home ranks."""
     would_be: PassOutcome | None = None
-    """What the plan would have made of this pass, in a run that is observed; None in others, and where the pass had
-    another number of micro-batches than was announced."""
+    """What the plan would have achieved in this pass, if `observe` is set. None in other runs, and if the pass did not
+    have the announced number of micro-batches."""
     memory: MemoryForecast | None = None
-    """What was forecast before the pass; None for a forward-only one and where the loads were not known."""
+    """Memory forecast made before the pass; None for forward-only passes and if the loads were not known."""
     micro_batches_in_flight: int | None = None
-    """Micro-batches whose forward has run and whose backward has not, at most; None where that is not known, as in
-    forward-only and interleaved passes."""
+    """Maximum number of micro-batches whose forward pass has run and whose backward pass has not. None if that is not
+    known, as in forward-only and interleaved passes."""
 
     def as_dict(self) -> dict[str, float]:
-        """Return scalars by name, for a metrics logger."""
+        """Return the scalar metrics by name, for a logger."""
         values = {
             "moe_rl/imbalance": imbalance(self.actual_rows[None]),
             "moe_rl/max_vio": float(np.max(_overload(self.actual_rows), initial=1.0)) - 1.0,

@@ -40,7 +40,12 @@ def models(json_path: Path | None = None) -> None:
                 "assumed": len(loaded.assumptions),
             }
         )
-    _deliver(rows, rows, json_path, f"assumed: numbers without a source of their own; files: {CONFIGS / 'models'}")
+    _deliver(
+        rows,
+        rows,
+        json_path,
+        f"Column 'assumed' counts numbers without a source of their own. Files: {CONFIGS / 'models'}",
+    )
 
 
 def clusters(json_path: Path | None = None) -> None:
@@ -67,7 +72,12 @@ def clusters(json_path: Path | None = None) -> None:
                 "mostly assumed": cluster.assumption() is not None,
             }
         )
-    _deliver(rows, rows, json_path, f"assumed: constants that were not measured there; files: {CONFIGS / 'clusters'}")
+    _deliver(
+        rows,
+        rows,
+        json_path,
+        f"Column 'assumed' counts constants that were not measured. Files: {CONFIGS / 'clusters'}",
+    )
 
 
 def policies(json_path: Path | None = None) -> None:
@@ -87,7 +97,7 @@ def policies(json_path: Path | None = None) -> None:
     ]
     rows_shown = [without(row, ["parameters"]) for row in rows]
     parameters = [f"  {row['policy']}: {in_words(row['parameters'], '=') or 'none'}" for row in rows]
-    _deliver(rows, rows_shown, json_path, "parameters, for --policy-option:", *parameters)
+    _deliver(rows, rows_shown, json_path, "Parameters that --policy-option sets:", *parameters)
 
 
 def _deliver(rows: Rows, rows_shown: Rows, json_path: Path | None, *below: str) -> None:

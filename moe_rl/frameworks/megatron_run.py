@@ -130,7 +130,7 @@ class MicroBatchLimit:
 
 
 class MegatronRun:
-    """What an adapter that was switched on from outside holds; every method is called on all ranks alike."""
+    """State of an adapter that an environment variable turned on; call every method on all ranks."""
 
     def __init__(
         self, framework: Framework, chunks: Sequence[torch.nn.Module], balancer: Balancer | None, settings: Settings

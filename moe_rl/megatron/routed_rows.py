@@ -52,7 +52,7 @@ class RowSlice:
 
 
 def padded_rows(routed_experts: Routes, *, row_slice: RowSlice, attention_mask: Any = None) -> Ints:
-    """Return [N, L, K] int64, N = S / CP / TP * B, from `routed_experts` [B, S, L, K] of a padded batch.
+    """Return this rank's routes [N, L, K] (int64, N = S / CP / TP * B) of a padded batch `routed_experts` [B, S, L, K].
 
     `attention_mask` [B, S] is false on padding, whose routes are not known. S must be a multiple of what cuts it.
     """
@@ -67,7 +67,7 @@ def padded_rows(routed_experts: Routes, *, row_slice: RowSlice, attention_mask: 
 
 
 def padded_sequences(tokens: Any, *, row_slice: RowSlice, attention_mask: Any = None) -> SequenceRows:
-    """Return the rows that `padded_rows` returns, by their sequence: token ids [B, S] of a padded batch.
+    """Return the sequence of each row of `padded_rows`, from the token ids [B, S] of a padded batch.
 
     `attention_mask` [B, S] is false on padding. Every sequence is named by all of its tokens, whichever rows of it
     this rank holds.
@@ -83,7 +83,7 @@ def padded_sequences(tokens: Any, *, row_slice: RowSlice, attention_mask: Any = 
 
 
 def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, row_slice: RowSlice) -> Ints:
-    """Return [N, L, K] int64 from one [tokens, L, K] array per sequence of a packed micro-batch (`thd`).
+    """Return this rank's routes [N, L, K] (int64) of a packed micro-batch (`thd`), from [tokens, L, K] per sequence.
 
     `cu_seqlens_padded` [sequences + 1] says where every sequence begins in the packed row of the whole data-parallel
     rank, padding included (`PackedSeqParams.cu_seqlens_q_padded`, or `cu_seqlens_q` where nothing is padded). Rows

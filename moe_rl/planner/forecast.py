@@ -23,7 +23,7 @@ class ForecastPlanner(EplbPlanner):
     """What moe-rl does where routes are not known before the step."""
 
     name: ClassVar[str] = "moe-rl-forecast"
-    summary: ClassVar[str] = "copies for a step on earlier steps' loads, best split of each micro-batch's true counts"
+    summary: ClassVar[str] = "replicates for a step by earlier steps' loads; splits each micro-batch by its true counts"
     by_default: ClassVar[bool] = False
 
     def make(self, problem: PlanProblem, may: Levers) -> Plan:

@@ -42,7 +42,9 @@ class MoeRlPlanner(Planner):
     """All levers, each of which can be switched off."""
 
     name: ClassVar[str] = "moe-rl"
-    summary: ClassVar[str] = "pack, reorder, replicate, and a few replicas across nodes"
+    summary: ClassVar[str] = (
+        "packs sequences, moves experts, and replicates them inside nodes and, rarely, across nodes"
+    )
     levers: ClassVar[Levers] = ALL_LEVERS
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True

@@ -16,7 +16,7 @@ class StaticPackPlanner(MoeRlPlanner):
     """Experts where they are and no copies, sequences packed: what packing brings by itself."""
 
     name: ClassVar[str] = "static+pack"
-    summary: ClassVar[str] = "homes stay, no copies, sequences packed so that their loads complement each other"
+    summary: ClassVar[str] = "keeps home ranks without replicas; packs sequences whose loads complement each other"
     levers: ClassVar[Levers] = Levers(pack=True)
     variant_of: ClassVar[str | None] = "moe-rl"
     by_default: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class MoeRlUnpackedPlanner(MoeRlPlanner):
     """`moe-rl` with the sequences where the layout has them: what moving and copying experts brings by itself."""
 
     name: ClassVar[str] = "moe-rl-unpacked"
-    summary: ClassVar[str] = "moe-rl, sequences as given"
+    summary: ClassVar[str] = "moe-rl without packing sequences"
     levers: ClassVar[Levers] = PLACEMENT
     variant_of: ClassVar[str | None] = "moe-rl"
     by_default: ClassVar[bool] = False

@@ -26,7 +26,7 @@ from moe_rl.routes.verdict import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckedSequence:
-    """A sequence to check."""
+    """A sequence whose routes are checked."""
 
     routes: NDArray[np.integer]
     """[T, L, K] as the trainer would replay them: T = tokens - 1, or one more whose last row means nothing."""

@@ -26,7 +26,7 @@ MAX_LEADERS = 64
 
 
 class RoutesWriter:
-    """Writer of one stream; a context manager.
+    """Writer of one stream of routes; a context manager.
 
     `sink` is a path, a binary file, or a function that is called with every chunk (a message, an object in a store).
     A chunk is written when it has `chunk_rows` rows and at `flush`. Memory: the rows of one chunk, and one

@@ -80,7 +80,7 @@ def rl_step(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> dict[str, RlStep]:
-    """Predict a whole step of RL under every policy; the result is keyed by policy, `static` first.
+    """Predict the time of a whole RL step under every policy; the result is keyed by policy, `static` first.
 
     `options` are those of `moe-rl rl-step`. Without a trace they describe the samples: the result then holds `static`
     with the given `imbalance`, and `forced_balance`.
@@ -107,7 +107,7 @@ def sweep(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Sweep:
-    """Simulate every combination of the `values` of some options on all cores; `options` sets the other ones.
+    """Simulate every combination of the option `values` on all cores; `options` sets all other options.
 
     `jobs` sets how many points run at once. With `executor` "ray" they run on the Ray cluster at `ray_address`, whose
     workers see the same files; None is the cluster that this machine is part of, or one that is started here.
@@ -142,9 +142,9 @@ def tune(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Tuned:
-    """Search for the parallel layout that trains the most tokens/s on `gpus` GPUs, for a trace or described lengths.
+    """Search for the parallel layout with the most tokens/s on `gpus` GPUs, for lengths from a trace or the options.
 
-    `options` are those of `moe-rl tune`; layouts that stand in the file `out` (.jsonl) are not priced again.
+    `options` are those of `moe-rl tune`; layouts with results in the file `out` (.jsonl) are not computed again.
 
     >>> found = tune(model="qwen3-30b-a3b", gpus=32, num_samples=512, mean_length=4000)  # doctest: +SKIP
     >>> print(found.best.lines("verl"))  # doctest: +SKIP

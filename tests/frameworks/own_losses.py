@@ -418,7 +418,7 @@ OURS: dict[tuple[str, str], tuple[str, Loss]] = {
 }  # fmt: skip
 """(framework, recorded setting) -> what stands for it here, and its loss with nothing else set."""
 WIDE = {"clip_ratio_low": math.inf, "clip_ratio_high": math.inf}
-_TOKENS_WIDTH = "its 0.2 is a token's width, which clips no sequence; ours are the paper's 3e-4 and 4e-4"
+_TOKENS_WIDTH = "its clip width 0.2 suits single tokens and clips no sequence; moe_rl uses the paper's 3e-4 and 4e-4"
 EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ("verl", "gspo/default"): (_TOKENS_WIDTH, our_verl("gspo", **WIDE)),
     ("slime", "gspo/default"): (_TOKENS_WIDTH, our_slime("slime", "gspo", **WIDE)),
@@ -428,18 +428,21 @@ EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ),
     ("skyrl", "gspo/default"): (_TOKENS_WIDTH, objective("gspo", **WIDE)),
     ("nemo_rl", "cispo/default"): (
-        "its weight has a lower bound of 0.8, the paper's and ours none", objective("cispo", clip_ratio_low=0.2)
+        "its weight has a lower bound of 0.8, unlike the paper's and moe_rl's", objective("cispo", clip_ratio_low=0.2)
     ),
     ("skyrl", "kl_cov/default"): (
-        "its mean over tokens scales the advantages and leaves the KL a sum: ours with `ppo_kl_coef` times the tokens",
+        "it averages advantages over tokens but sums the KL; moe_rl: `ppo_kl_coef` times the number of tokens",
         objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
     ),
 }  # fmt: skip
 """Where ours differs: why, and ours without that cause, which equals the framework's."""
 NAMES = {
     ("trl", "vespo"): "TRL's own `vespo/phi_seq_mean` is not logged",
-    ("areal", "default"): "AReaL's `stats_tracker` gets none: `log` does, under our names",
-    ("verl", "kl_cov/default"): "verl's `actor/ppo_kl` is the mean of abs(d) there, ours of -d as everywhere",
+    ("areal", "default"): "AReaL's `stats_tracker` gets no numbers; the callback `log` gets them under moe_rl's names",
+    (
+        "verl",
+        "kl_cov/default",
+    ): "`actor/ppo_kl` is the mean of abs(d) in verl and of -d in moe_rl",
     ("miles", "grpo/default"): "miles' own `ess_ratio` and `train_rollout_kl` are not logged",
     ("miles", "gspo/default"): "miles' own `ess_ratio` and `train_rollout_kl` are not logged",
 }
@@ -475,7 +478,7 @@ class Contract:
         found += "".join(f": {EXPLAINED[case][0]}" for case in cases if case in EXPLAINED)
         numbers = [NAMES[case] for case in cases if case in NAMES] or numbers
         if self.ours.startswith("objective"):
-            numbers = ["no entry"]
+            numbers = ["not compared"]
         return f"| {self.framework} | `{self.mode}` | {self.ours} | {found} | {'; '.join(numbers) or 'equal'} |"
 
 
@@ -508,6 +511,6 @@ def contracts(document: Mapping[str, Any], ours_by_case: Mapping[tuple[str, str]
 
 def table(document: Mapping[str, Any]) -> str:
     """Return the table of the reference page."""
-    names = ("framework", "its loss mode, default config", "ours", "loss and gradient", "its logged numbers")
+    names = ("framework", "loss mode, default settings", "in moe_rl", "loss and gradient", "logged numbers")
     head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
     return head + "".join(each.row() + "\n" for each in contracts(document, OURS))

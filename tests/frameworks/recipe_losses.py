@@ -57,7 +57,7 @@ class Recipe:
 
 _GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "clip_ratio_c": 10.0}
 _DAPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "loss_agg_mode": "token-mean"}
-_WIDTH = "without a clip: its 0.2 is a token's width, which clips no sequence, and ours refuses it"
+_WIDTH = "without a clip: its clip width 0.2 suits single tokens and clips no sequence, so moe_rl refuses it"
 RECIPES = (
     *(
         Recipe(framework="verl", files=f"examples/{name}", mode="gspo", settings=_GSPO)

@@ -32,7 +32,9 @@ class EchoPlanner(Planner):
     """Spill above the mean into R spare slots of any rank of the EP group."""
 
     name: ClassVar[str] = "echo"
-    summary: ClassVar[str] = "homes stay; rows above the mean spill to R slots on the least loaded ranks of any node"
+    summary: ClassVar[str] = (
+        "keeps home ranks; sends load above the mean to R slots of the least loaded ranks of any node"
+    )
     levers: ClassVar[Levers] = Levers(replicate=True, cross_node=True)
     keeps_homes: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False

@@ -23,7 +23,7 @@ class EplbPlanner(Planner):
     """EPLB on the loads of an earlier step: what a system without routing replay can do."""
 
     name: ClassVar[str] = "eplb"
-    summary: ClassVar[str] = "DeepSeek EPLB on the previous step's loads"
+    summary: ClassVar[str] = "DeepSeek's EPLB, planned from the previous step's loads"
     needs_history: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
     fills_slots_for_a_step: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class EplbOraclePlanner(EplbPlanner):
     """EPLB on the loads of the step itself, which only routing replay knows."""
 
     name: ClassVar[str] = "eplb-oracle"
-    summary: ClassVar[str] = "DeepSeek EPLB on this step's loads"
+    summary: ClassVar[str] = "DeepSeek's EPLB, planned from this step's loads"
     needs_history: ClassVar[bool] = False
 
     reorder_interval: int = 1

@@ -23,7 +23,9 @@ class LlepPlanner(Planner):
     """Least-loaded spill of rows and weights, without a limit of slots."""
 
     name: ClassVar[str] = "llep"
-    summary: ClassVar[str] = "homes stay; rows above a cap spill to the least loaded ranks, with any number of copies"
+    summary: ClassVar[str] = (
+        "keeps home ranks; sends load above a cap to the least loaded ranks, with any number of replicas"
+    )
     levers: ClassVar[Levers] = Levers(replicate=True, cross_node=True)
     keeps_homes: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False

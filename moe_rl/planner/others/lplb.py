@@ -27,7 +27,9 @@ class LplbOraclePlanner(Planner):
     """The best that LPLB's structure allows: of the topologies that fit, the one whose busiest ranks are lowest."""
 
     name: ClassVar[str] = "lplb-oracle"
-    summary: ClassVar[str] = "EPLB homes; copies along a fixed topology, with the best split per micro-batch"
+    summary: ClassVar[str] = (
+        "takes EPLB's home ranks; replicates along a fixed topology and splits each micro-batch optimally"
+    )
 
     hierarchical: bool = False
     """As in `EplbPlanner`."""

@@ -24,7 +24,7 @@ class MoonEpPlanner(Planner):
     """Equal rows on every rank of a domain, with E/P slots for foreign experts on each."""
 
     name: ClassVar[str] = "moonep"
-    summary: ClassVar[str] = "homes stay; all ranks of a domain get exactly equal rows, with E/P slots for copies"
+    summary: ClassVar[str] = "keeps home ranks; gives all ranks of an NVLink domain equal load, with E/P replica slots"
     levers: ClassVar[Levers] = Levers(replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True

@@ -30,7 +30,7 @@ class RelibraPlanner(Planner):
     """Homes annealed on the step's totals, then quota replication per micro-batch, layer and node."""
 
     name: ClassVar[str] = "relibra"
-    summary: ClassVar[str] = "homes change once per step; replicas inside the node change per micro-batch"
+    summary: ClassVar[str] = "moves experts once per step; changes replicas inside the node in every micro-batch"
     levers: ClassVar[Levers] = Levers(move_homes=True, replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True

@@ -13,7 +13,7 @@ class StaticPlanner(Planner):
     """Rank r is home of experts r * E/P .. (r + 1) * E/P - 1, unless another placement is in force: that one stays."""
 
     name: ClassVar[str] = "static"
-    summary: ClassVar[str] = "Megatron's contiguous placement; sequences stay in their micro-batches"
+    summary: ClassVar[str] = "keeps Megatron's contiguous placement and all micro-batches"
     levers: ClassVar[Levers] = Levers()
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True

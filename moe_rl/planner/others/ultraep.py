@@ -21,7 +21,7 @@ class UltraEpPlanner(Planner):
     """Quota replication per micro-batch, layer and node, with the homes where they are (contiguous at the start)."""
 
     name: ClassVar[str] = "ultraep"
-    summary: ClassVar[str] = "homes stay; replicas inside the node change per micro-batch"
+    summary: ClassVar[str] = "keeps home ranks; changes replicas inside the node in every micro-batch"
     levers: ClassVar[Levers] = Levers(replicate=True)
     keeps_homes: ClassVar[bool] = True
     by_default: ClassVar[bool] = True
