@@ -43,7 +43,8 @@ from moe_rl.importance.router_shift import (
     router_shift_ratio,
 )
 from moe_rl.importance.router_storage import StoredRouterLogProbs, store_router_log_probs
-from moe_rl.importance.router_tap import RouterStore, RouterTap, UpdatePass, rollout_router_shift, token_keys
+from moe_rl.importance.router_store import RouterStore, rollout_router_shift, token_keys
+from moe_rl.importance.router_tap import RouterTap, UpdatePass
 from moe_rl.importance.staleness import BehaviorFilter
 from moe_rl.importance.tensors import Metrics, as_floats
 from moe_rl.importance.value_loss import value_loss

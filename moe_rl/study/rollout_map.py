@@ -23,7 +23,8 @@ from moe_rl.replay import TraceSource
 from moe_rl.rollout_engines import ROLLOUT_ENGINES, RolloutEngine, read_expert_map
 from moe_rl.rollout_engines.base import RunShape
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.scenario import Progress, check_ep_size, open_trace_of_model
+from moe_rl.study.ranks import check_ep_size
+from moe_rl.study.scenario import Progress, open_trace_of_model
 from moe_rl.study.traces import TraceLike, routes_of_step
 from moe_rl.version import __version__
 from moe_rl.yaml_files import FROM_TRACE

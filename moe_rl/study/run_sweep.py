@@ -19,8 +19,9 @@ from moe_rl.study.executors import Executor
 from moe_rl.study.groups import TraceOptions
 from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import predict
+from moe_rl.study.ranks import topology_of, with_groups_of_gpus
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
-from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, topology_of, with_groups_of_gpus
+from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model
 from moe_rl.study.shown import SHOWN
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of

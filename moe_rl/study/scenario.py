@@ -4,7 +4,6 @@ S sequences, L MoE layers, E experts.
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -13,7 +12,6 @@ import numpy as np
 
 from moe_rl.config import (
     LoadedModel,
-    cluster_num_nodes,
     listed_model,
     load_cluster,
     load_model,
@@ -27,7 +25,6 @@ from moe_rl.core.load import StepLoad
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.software import Software
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.option_groups import AUTO, SlotOptions
 from moe_rl.planner.base import PlanProblem
 from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.registry import POLICIES, make_planner
@@ -46,6 +43,7 @@ from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
 from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch
 from moe_rl.study.options import DRAWN, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.population import check_population
+from moe_rl.study.ranks import num_ep_groups_of, topology_of, with_groups_of_gpus
 from moe_rl.study.traces import SAYS_ITS_SHAPE, TraceLike, open_for_model
 from moe_rl.yaml_files import FROM_TRACE
 
@@ -292,7 +290,7 @@ def _drawn_sizes(
         sequences.micro_batch_tokens is None or sequences.tokens_per_rank is None,
         "--micro-batch-tokens and --tokens-per-rank both set the size of a sampled micro-batch: give only one.",
     )
-    ranks = max(1, parallel.expert_model_parallel_size * _num_ep_groups(parallel) // slices)
+    ranks = max(1, parallel.expert_model_parallel_size * num_ep_groups_of(parallel) // slices)
     if sequences.ep_group_tokens is not None and sequences.tokens_per_rank is None:
         return {"global_batch_tokens": sequences.global_batch_tokens or full_batch(sequences.ep_group_tokens)}
     longest = _longest(parts)
@@ -420,127 +418,6 @@ def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
     require(
         len(set(planning.policy)) == len(planning.policy),
         f"--policy names a policy twice: {planning.policy}.",
-    )
-
-
-def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
-    """Return the options with as many EP groups as `--gpus` hold; raise where that is no whole number.
-
-    Example: `--gpus 32 --ep 8` with two pipeline stages are two EP groups of 16 GPUs.
-    """
-    parallel, sequences = options.parallel, options.sequences
-    if parallel.gpus is None:
-        return options
-    sizes = {
-        "EP": parallel.expert_model_parallel_size,
-        "expert TP": parallel.expert_tensor_parallel_size or 1,
-        "PP": parallel.pipeline_model_parallel_size,
-    }
-    gpus_of_group = math.prod(sizes.values())
-    groups, rest = divmod(parallel.gpus, gpus_of_group)
-    degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
-    require(
-        groups >= 1 and rest == 0,
-        f"--gpus {parallel.gpus} is not a multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
-    )
-    require(
-        parallel.num_ep_groups in (None, groups),
-        f"--gpus {parallel.gpus} makes {groups} EP groups, --num-ep-groups is {parallel.num_ep_groups}: give only one.",
-    )
-    require(
-        sequences.ep_group_tokens is None or groups == 1,
-        f"--ep-group-tokens describes one EP group: leave --gpus at {gpus_of_group}.",
-    )
-    return options.with_words(num_ep_groups=groups)
-
-
-def topology_of(
-    options: SimulationOptions, hardware: HardwareSpec, parts: Sequence[Trace], *, num_experts: int
-) -> ClusterTopology:
-    """Return the ranks that the options ask for; the recorded layout of `parts` may need more EP groups."""
-    parallel, sequences = options.parallel, options.sequences
-    ep_size = parallel.expert_model_parallel_size
-    per_node = parallel.ranks_per_node or hardware.ranks_per_node
-    check_ep_size(ep_size, num_experts, per_node)
-    _check_slots(options.slots, ep_size, num_experts)
-    slices, groups = parallel.slices, _num_ep_groups(parallel)
-    if sequences.ep_group_tokens is not None:
-        slices, groups = ep_size, 1  # the EP group as a whole holds the sequences of a micro-batch
-    elif sequences.micro_batch_tokens is None and parallel.num_ep_groups is None:
-        # A recorded layout says how many data-parallel ranks the run had.
-        ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
-        require(
-            ranks % ep_size == 0,
-            f"the recorded layout has {ranks} ranks (data-parallel ranks x TP x CP), which do not fill EP groups of "
-            f"{ep_size}: give --micro-batch-tokens or --ep-group-tokens.",
-        )
-        groups = max(1, ranks // ep_size)
-    topology = ClusterTopology(
-        hardware=hardware, ep_size=ep_size, num_ep_groups=groups, slices_per_dp_rank=slices, ranks_per_node=per_node
-    )
-    _check_nodes(parallel, options.pricing.cluster, topology)
-    num_sequences = sum(len(part.sequence_lengths) for part in parts)
-    require(
-        groups == 1 or sequences.global_batch_tokens is not None or topology.num_dp_ranks <= num_sequences,
-        f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {num_sequences} "
-        "sequences.",
-    )
-    return topology
-
-
-def _num_ep_groups(parallel: ParallelOptions) -> int:
-    """Return the EP groups that the options ask for: where they say none, as few as hold whole data-parallel ranks.
-
-    A data-parallel rank of TP x CP = 4 `slices` lies in two EP groups of 2, so there are at least two of them.
-    """
-    ep_size = parallel.expert_model_parallel_size
-    return parallel.num_ep_groups or math.lcm(ep_size, parallel.slices) // ep_size
-
-
-def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
-    """Raise for a size of the EP group that experts cannot be shared out over, or that leaves a node half filled."""
-    possible, below, above = [], [], []
-    for size in range(1, num_experts + 1):
-        if num_experts % size == 0 and (size <= per_node or size % per_node == 0):
-            possible.append(size)
-            if size < ep_size:
-                below.append(size)
-            if size > ep_size:
-                above.append(size)
-    sizes = " or ".join(f"--ep {size}" for size in [*below[-1:], *above[:1]])
-    require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
-    require(
-        ep_size in possible,
-        f"--ep {ep_size} exceeds a node of {per_node} ranks and is not a multiple of it (--ranks-per-node); "
-        f"{sizes} fits.",
-    )
-
-
-def _check_slots(slot_options: SlotOptions, ep_size: int, num_experts: int) -> None:
-    """Raise for more slots per rank than there are experts to fill them."""
-    elsewhere = num_experts - num_experts // ep_size
-    for name in ("replica_slots", "cross_node_slots", "resident_slots"):
-        slots = getattr(slot_options, name)
-        # EP1 has no other ranks, and the default of one slot is no mistake there.
-        require(
-            slots == AUTO or slots <= max(1, elsewhere),
-            f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold only {elsewhere} experts in all.",
-        )
-
-
-def _check_nodes(parallel: ParallelOptions, cluster: str, topology: ClusterTopology) -> None:
-    """Raise where the job needs more nodes than there are; a cluster that does not say its size has enough."""
-    if parallel.num_nodes is None:
-        available = cluster_num_nodes(cluster)
-    else:
-        available = parallel.num_nodes
-    stages, per_node = parallel.pipeline_model_parallel_size, topology.ranks_per_node
-    ranks = topology.num_ranks * stages
-    needed = -(-ranks // per_node)
-    require(
-        available is None or needed <= available,
-        f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} are {ranks} ranks on {needed} nodes "
-        f"of {per_node}, but {topology.hardware.name!r} has {available} nodes (num_nodes).",
     )
 
 

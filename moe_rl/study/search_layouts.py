@@ -52,9 +52,10 @@ from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, drawn_sequence
 from moe_rl.study.options import DRAWN, RECORDED, SCALED
 from moe_rl.study.population import check_population, population_cautions, population_notes
 from moe_rl.study.priced_setting import levers_on_all_layers
+from moe_rl.study.ranks import check_ep_size
 from moe_rl.study.resident_slots import SPARE_MEMORY
 from moe_rl.study.rl_options import TunedParallel, TuneOptions
-from moe_rl.study.scenario import Progress, check_ep_size, named_model, open_trace_of_model
+from moe_rl.study.scenario import Progress, named_model, open_trace_of_model
 from moe_rl.study.shape_levers import SampledRoutes, compared_shapes, levers_of, routes_like
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of, open_for_model, routes_of_step

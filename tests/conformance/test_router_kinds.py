@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.importance import RouterTap, as_floats, rollout_router_shift, router_log_probs
-from moe_rl.importance.router_tap import ROUTER_KINDS
+from moe_rl.importance.router_kinds import ROUTER_KINDS
 
 pytestmark = pytest.mark.lengthy
 

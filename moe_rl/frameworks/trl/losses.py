@@ -21,7 +21,8 @@ from moe_rl.importance.context_parallel import ContextParallel
 from moe_rl.importance.diagnostics import kl_estimate
 from moe_rl.importance.objectives import Objective, make_objective
 from moe_rl.importance.router_shift import RouterShiftUse
-from moe_rl.importance.router_tap import RouterStore, RouterTap
+from moe_rl.importance.router_store import RouterStore
+from moe_rl.importance.router_tap import RouterTap
 from moe_rl.importance.sequences import SequenceLayout
 from moe_rl.importance.tensors import as_floats, bounded_exp, working_dtype
 
