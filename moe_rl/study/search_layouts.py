@@ -402,8 +402,9 @@ def tune(
         "options": options.words(),
     }
     estimates = estimated_speeds(task, executor, progress)
+    num_fitting = int((estimates > 0).sum())
     tell(
-        f"{len(shapes):,} parallel layouts fill {parallel.gpus} GPUs, and {int((estimates > 0).sum()):,} of them fit "
+        f"{len(shapes):,} parallel layouts fill {parallel.gpus} GPUs, and {num_fitting:,} of them fit "
         "into memory; only those that may be the fastest are simulated in full."
     )
     laid_out = dict[int, list[TunedSetting]]()
@@ -413,6 +414,10 @@ def tune(
         lines = finish_points(out, settings, points, some, executor, name=named, progress=progress, tell=tell)
         for index, line in zip(chosen, lines, strict=True):
             laid_out[index] = [TunedSetting(**row) for row in line["found"]]
+    tell(
+        f"{len(laid_out):,} layouts were simulated in full; {num_fitting - len(laid_out):,} were skipped, because even "
+        "their estimate with divisible sequences is slower than the best setting."
+    )
     rows = [row for index in sorted(laid_out) for row in laid_out[index]]
     if not rows:
         raise InvalidInputError(

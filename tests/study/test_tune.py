@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,11 @@ def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("found.jsonl", "found.json", "trade.svg", "trade.html")}
     asked = ("tune", *SMALL, "--jobs", 1, "--out", files["found.jsonl"])
     ran = moe_rl(*asked, "--json", files["found.json"], "--plot", files["trade.svg"])
+    said = re.search(r"([\d,]+) layouts were simulated in full; ([\d,]+) were skipped", " ".join(ran.err.split()))
+    fitting = re.search(r"and ([\d,]+) of them fit", " ".join(ran.err.split()))
+    assert said is not None
+    assert fitting is not None
+    assert int(said[1]) + int(said[2]) == int(fitting[1])
     assert ran.code == 0, ran.err
     document = json.loads(files["found.json"].read_text())
     best = TunedSetting(**{name: value for name, value in document["settings"][0].items() if name != "limits"})
