@@ -25,6 +25,8 @@ if not Path("/dev/nvidiactl").exists():
 
 # Under importmode=importlib only this makes `strategies` importable from every test.
 sys.path.insert(0, str(Path(__file__).parent))
+# Tests of the planner take the objective `rms` from the example package.
+sys.path.append(str(Path(__file__).parent / "packages" / "moe_rl_example_extension"))
 
 from collections.abc import Iterator
 from typing import Any

@@ -107,11 +107,19 @@ def packed_micro_batches(
         token_budget=token_budget,
     )
     cost = None
-    if OBJECTIVES[config.pricing.objective].in_seconds:
+    objective = OBJECTIVES[config.pricing.objective]
+    if objective.in_seconds:
         per_rank = tokens.sum() / topology.num_ranks / stated_layout.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)
     packed = packed_on_their_ranks(
-        stated_layout, load, tokens=tokens, cost=cost, top_k=model.top_k, topology=topology, core=core
+        stated_layout,
+        load,
+        tokens=tokens,
+        cost=cost,
+        top_k=model.top_k,
+        topology=topology,
+        objective=objective,
+        core=core,
     )
     return {rank: packed[owner == index] for index, rank in enumerate(ranks)}

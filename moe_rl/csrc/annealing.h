@@ -16,6 +16,36 @@ namespace moe_rl {
 inline constexpr std::int64_t STEEP = 256;
 inline constexpr std::int32_t NO_LIMIT = std::numeric_limits<std::int32_t>::max();
 
+// What the busiest bin of a cell costs: its rows, or, where fuller cells are to be dearer, their power on a scale of
+// integers. Powers of shares of `whole` rows, those of all cells, sum up to 1 at most, so sums over layers cannot overflow.
+//
+// Example: two cells of 6 and 2 rows, whole = 8. With power 1 they cost 6 + 2 = 8, as 4 + 4 do. With power 2 they cost
+// 36/64 + 4/64 = 0.625 of SCALE, and 4 + 4 cost 0.5.
+struct RowPrice {
+    static constexpr double SCALE = 1LL << 46; // 2^46 * 128 layers * STEEP are 2^61
+    int power = 1;
+    double whole = 1;
+
+    std::int64_t of(std::int32_t rows) const {
+        const double share = rows / whole;
+        double price = SCALE;
+        for (int factor = 0; factor < power; ++factor)
+            price *= share;
+        return static_cast<std::int64_t>(price);
+    }
+
+    // The sum over cells, what is above the limit counted STEEP times more.
+    std::int64_t of_all(const std::int32_t *rows, int cells, std::int32_t limit) const {
+        std::int64_t sum = 0;
+        const std::int64_t free = limit == NO_LIMIT ? 0 : of(limit);
+        for (int cell = 0; cell < cells; ++cell) {
+            const std::int64_t price = of(rows[cell]);
+            sum += price + (rows[cell] > limit ? STEEP * (price - free) : 0);
+        }
+        return sum;
+    }
+};
+
 // Temperatures of a search. With half as many D0, D1 and E (README.md), whose copies are annealed, change by less than .005 %.
 inline constexpr int STAGES = 64;
 
@@ -27,11 +57,15 @@ inline const std::array<std::int64_t, 1024> NEG_LOG = [] {
     return table;
 }();
 
+__extension__ typedef __int128 Wide;
+
 // Annealing accepts a change that costs d more with probability exp(-d / T). Drawing u and accepting where d is at most
 // -T ln(u) is the same, and with a table of -ln(u) a comparison of integers, the same on every machine: at T = 100 and
 // u = 0.5 a change may cost 69 more.
 inline std::int64_t threshold(std::int64_t temperature, Rng &rng) {
-    return (temperature * NEG_LOG[rng.next() >> 54]) >> 16;
+    // In 128 bits: powers of rows make temperatures of 2^44 and more, and -ln(u) takes 19 bits.
+    const Wide allowed = (Wide{temperature} * NEG_LOG[rng.next() >> 54]) >> 16;
+    return static_cast<std::int64_t>(allowed);
 }
 
 // The temperature of the next stage: a sixteenth lower, so that the last of 64 has 1.6 % of the first, and 0 in the

@@ -19,10 +19,10 @@ namespace {
 // reorder.cpp. What a sequence costs beside
 // its experts is part of the cost: a micro-batch waits for its busiest place, so long sequences should meet long ones.
 
-// Sum over layers of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
+// Sum over layers of the price of the highest bin of a batch that gains `in` and loses `out`; `highest` is scratch of L entries.
 MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const std::int32_t *in,
                                                const std::int32_t *out, int bins, int layers, std::int32_t limit,
-                                               std::int32_t *highest) {
+                                               const RowPrice &price, std::int32_t *highest) {
     for (int layer = 0; layer < layers; ++layer)
         highest[layer] = load[layer] + in[layer] - out[layer];
     for (int bin = 1; bin < bins; ++bin) {
@@ -32,6 +32,8 @@ MOE_RL_VECTOR_CLONES std::int64_t balance_cost(const std::int32_t *load, const s
         for (int layer = 0; layer < layers; ++layer)
             highest[layer] = std::max(highest[layer], load[layer] + in[layer] - out[layer]);
     }
+    if (price.power > 1)
+        return price.of_all(highest, layers, limit);
     std::int64_t sum = 0;
     for (int layer = 0; layer < layers; ++layer)
         sum += highest[layer] + STEEP * std::max(0, highest[layer] - limit);
@@ -58,6 +60,7 @@ class Packing {
             for (std::size_t i = 0; i < width_; ++i)
                 load[i] += of(sequence)[i];
         }
+        price_ = {p_.power, std::max(1.0, most_rows_of_a_layer())};
         for (int batch = 0; batch < p_.batches; ++batch) {
             balance_[batch] = balance_after(batch, none_.data(), none_.data());
             of_group_[group_of(batch)] += balance_[batch] + busiest_places(batch, false);
@@ -135,9 +138,16 @@ class Packing {
         return sequence < 0 ? none_.data() : p_.load + width_ * static_cast<std::size_t>(p_.row_of[sequence]);
     }
 
+    double most_rows_of_a_layer() const {
+        std::vector<double> rows(p_.layers, 0.0);
+        for (std::size_t i = 0; i < load_.size(); ++i)
+            rows[i % p_.layers] += load_[i];
+        return rows.empty() ? 0.0 : *std::max_element(rows.begin(), rows.end());
+    }
+
     std::int64_t balance_after(int batch, const std::int32_t *in, const std::int32_t *out) {
         return balance_cost(load_.data() + width_ * batch, in, out, p_.bins, p_.layers, p_.limit,
-                            scratch_.data());
+                            price_, scratch_.data());
     }
 
     // What a batch waits for beside its experts, now or after the proposal: in every part the place with most work.
@@ -181,7 +191,7 @@ class Packing {
             most = std::max(most, own);
             sum += own;
         }
-        return p_.groups == 1 ? sum : (sum + p_.groups * most) / 2;
+        return p_.groups == 1 || !p_.slowest_group ? sum : (sum + p_.groups * most) / 2;
     }
 
     std::int64_t travel(int sequence, int place) const {
@@ -216,6 +226,7 @@ class Packing {
 
     const PackProblem &p_;
     std::size_t width_;
+    RowPrice price_{};
     std::vector<std::int32_t> &place_of_;
     std::vector<std::int32_t> none_, scratch_, load_;  // load_ [batches, bins, L]
     std::vector<std::int64_t> balance_, tokens_, work_;

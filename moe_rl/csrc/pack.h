@@ -26,10 +26,12 @@ struct PackProblem {
     std::int32_t limit;            // rows of a bin above which a row costs STEEP more: what sizes a static buffer
     int ranks;                     // > 0: place % ranks is a sequence's DP rank, which it keeps
     int most;                      // > 0: it may change it, but no rank gets more sequences than this (`ranks` > 0)
+    int power;                     // to which the rows of busiest bins count; `work` and `travel` are 0 where it is not 1
+    bool slowest_group;            // the step waits for the slowest group; else groups count alike
 };
 
 // A batch costs the sum over layers of its busiest bin + its busiest place of every part, a group the sum over its batches.
-// Minimizes the mean and the slowest group's cost, by halves, plus what tokens' travel costs, by moving and swapping
+// Minimizes the mean and the slowest group's cost, by halves (or the sum: `slowest_group`), plus what tokens' travel costs, by moving and swapping
 // sequences between places. Keeps every budget and leaves no place empty that was not. Returns the
 // cost.
 std::int64_t pack(const PackProblem &problem, std::int64_t iterations, int heat_shift,

@@ -34,6 +34,8 @@ template <class Value> Out<Value, 1> vector_out(std::vector<Value> values) {
     return array_out(std::move(values), size);
 }
 
+void check_power(int power) { check(power >= 1 && power <= 4, "rows count to a power of 1 to 4"); }
+
 // What `work` returns, which lets Python's other threads run meanwhile.
 template <class Work> auto unlocked(Work work) {
     const nb::gil_scoped_release no_gil;
@@ -242,8 +244,8 @@ auto resident_arrays(const Load &load, In<std::int32_t, 2> home, nb::object cost
 
 auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_t move_cost,
                     std::int64_t move_inside_cost, In<std::int32_t, 2> start, In<std::int32_t, 2> current, int nodes,
-                    int ranks_per_node, bool by_rank, bool moving_is_free, bool peak, std::int64_t iterations, std::int64_t iterations_inside,
-                    std::uint64_t seed, int num_threads, const Bits &tokens) {
+                    int ranks_per_node, bool by_rank, bool moving_is_free, bool peak, int power, std::int64_t iterations,
+                    std::int64_t iterations_inside, std::uint64_t seed, int num_threads, const Bits &tokens) {
     const std::size_t cells = load.shape(0), layers = load.shape(1), experts = load.shape(2);
     const std::size_t ranks = static_cast<std::size_t>(nodes) * ranks_per_node;
     check(nodes > 0 && ranks_per_node > 0 && experts % ranks == 0, "the ranks must divide the experts");
@@ -259,10 +261,14 @@ auto reorder_arrays(In<std::int32_t, 3> load, std::int64_t row_cost, std::int64_
         check(std::all_of(held.begin(), held.end(), [&](std::size_t count) { return count == experts / ranks; }),
               "every rank must be the home of E / P experts");
     }
-    const ReorderStep step{static_cast<int>(cells), static_cast<int>(layers), static_cast<int>(experts), nodes,
-                           ranks_per_node, load.data(), row_cost, move_cost, move_inside_cost, start.data(),
-                           current.data(), by_rank, moving_is_free, peak, iterations, iterations_inside, seed,
-                           checked_bits(tokens, layers, nodes, experts)};
+    check_power(power);
+    const ReorderStep step{.cells = static_cast<int>(cells), .layers = static_cast<int>(layers),
+                           .experts = static_cast<int>(experts), .nodes = nodes, .ranks_per_node = ranks_per_node,
+                           .load = load.data(), .row_cost = row_cost, .move_cost = move_cost,
+                           .move_inside_cost = move_inside_cost, .start = start.data(), .current = current.data(),
+                           .by_rank = by_rank, .moving_is_free = moving_is_free, .peak = peak, .power = power,
+                           .iterations = iterations, .iterations_inside = iterations_inside, .seed = seed,
+                           .tokens = checked_bits(tokens, layers, nodes, experts)};
     return array_out(unlocked([&] { return reorder_step(step, num_threads); }), layers, experts);
 }
 
@@ -287,7 +293,8 @@ auto bin_loads(In<std::int32_t, 3> sequence_load, In<std::int32_t, 2> bin_of, in
 auto pack_arrays(In<std::int32_t, 2> bin_load, In<std::int32_t, 1> row, int bins, In<std::int64_t, 1> tokens, In<std::int64_t, 2> work,
           In<std::int32_t, 1> place, In<std::int32_t, 1> batch_of_place,
           int num_batches, int num_groups, std::int64_t budget, std::int64_t iterations, int heat_shift, std::uint64_t seed,
-          std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place, std::int32_t limit, int ranks, int most) {
+          std::optional<In<std::int64_t, 2>> travel, In<std::int32_t, 1> node_of_place, std::int32_t limit, int power,
+          bool slowest_group, int ranks, int most) {
     const std::size_t sequences = row.shape(0), places = batch_of_place.shape(0);
     check(bins > 0 && bin_load.shape(1) % bins == 0, "bin_load must be [U, bins * L]");
     check_ranks(row.data(), sequences, bin_load.shape(0));
@@ -305,10 +312,13 @@ auto pack_arrays(In<std::int32_t, 2> bin_load, In<std::int32_t, 1> row, int bins
           "a node lies outside travel");
     check(ranks >= 0 && (ranks == 0 || places % static_cast<std::size_t>(ranks) == 0), "every rank has as many places");
     check(most >= 0 && (most == 0 || ranks > 0), "only ranks have a number of sequences");
-    const PackProblem problem{static_cast<int>(sequences), static_cast<int>(bin_load.shape(1)) / bins, bins,
-                              static_cast<int>(places), num_batches, num_groups, bin_load.data(), row.data(), tokens.data(), work.data(),
-                              static_cast<int>(work.shape(0)), batch_of_place.data(), budget,
-                              travel ? travel->data() : nullptr, node_of_place.data(), nodes, limit, ranks, most};
+    check_power(power);
+    const PackProblem problem{.sequences = static_cast<int>(sequences), .layers = static_cast<int>(bin_load.shape(1)) / bins,
+                              .bins = bins, .places = static_cast<int>(places), .batches = num_batches, .groups = num_groups,
+                              .load = bin_load.data(), .row_of = row.data(), .tokens = tokens.data(), .work = work.data(),
+                              .parts = static_cast<int>(work.shape(0)), .batch_of = batch_of_place.data(), .budget = budget,
+                              .travel = travel ? travel->data() : nullptr, .node_of = node_of_place.data(), .nodes = nodes,
+                              .limit = limit, .ranks = ranks, .most = most, .power = power, .slowest_group = slowest_group};
     std::vector<std::int32_t> place_of(place.data(), place.data() + sequences);
     const std::int64_t cost = unlocked([&] { return pack(problem, iterations, heat_shift, seed, place_of); });
     return std::make_tuple(vector_out(std::move(place_of)), cost);
@@ -433,7 +443,7 @@ void bind_planner(nb::module_ &module) {
                "Return home ranks [L, E], as they are where `move_cost` is negative, and [L, P * slots] experts that "
                "each rank is to hold for the whole step, or -1.");
     module.def("reorder", &reorder_arrays, "load"_a, "row_cost"_a, "move_cost"_a, "move_inside_cost"_a, "start"_a,
-               "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "peak"_a, "iterations"_a, "iterations_inside"_a, "seed"_a,
+               "current"_a, "nodes"_a, "ranks_per_node"_a, "by_rank"_a, "moving_is_free"_a, "peak"_a, "power"_a, "iterations"_a, "iterations_inside"_a, "seed"_a,
                "num_threads"_a, "tokens"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, or with "
                "`peak` the fullest one of all cells.");
@@ -441,7 +451,7 @@ void bind_planner(nb::module_ &module) {
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a, "row"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,
                "num_batches"_a, "num_groups"_a, "budget"_a, "iterations"_a, "heat_shift"_a, "seed"_a, "travel"_a.none(),
-               "node_of_place"_a, "limit"_a = std::numeric_limits<std::int32_t>::max(), "ranks"_a = 0, "most"_a = 0,
+               "node_of_place"_a, "limit"_a = NO_LIMIT, "power"_a = 1, "slowest_group"_a = true, "ranks"_a = 0, "most"_a = 0,
                "Return the place of every sequence, and the cost: the sum over batches and layers of the busiest bin. "
                "Sequence s has the rows row[s] of bin_load [U, bins * L].");
     module.def("staircase", &staircase_places, "work"_a, "tokens"_a, "ranks"_a, "budget"_a, "count"_a,

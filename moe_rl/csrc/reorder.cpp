@@ -22,10 +22,10 @@ namespace {
 // sum is two rows worse.
 
 // most[cell] = the highest of the bins after first's values left bin a for b and second's came back. Returns their sum,
-// rows above the limit counted STEEP times more.
+// at their price, rows above the limit counted STEEP times more.
 MOE_RL_VECTOR_CLONES std::int64_t busiest_after_swap(const std::int32_t *values, int bins, int cells, int a, int b,
                                              const std::int32_t *first, const std::int32_t *second,
-                                             std::int32_t limit, std::int32_t *most) {
+                                             std::int32_t limit, const RowPrice &price, std::int32_t *most) {
     const std::int32_t *of_a = values + static_cast<std::int64_t>(a) * cells;
     const std::int32_t *of_b = values + static_cast<std::int64_t>(b) * cells;
     for (int cell = 0; cell < cells; ++cell) {
@@ -39,6 +39,8 @@ MOE_RL_VECTOR_CLONES std::int64_t busiest_after_swap(const std::int32_t *values,
         for (int cell = 0; cell < cells; ++cell)
             most[cell] = std::max(most[cell], others[cell]);
     }
+    if (price.power > 1)
+        return price.of_all(most, cells, limit);
     std::int64_t sum = 0;
     for (int cell = 0; cell < cells; ++cell)
         sum += most[cell];
@@ -60,7 +62,7 @@ class Search {
         }
         const std::vector<std::int32_t> nothing(p_.cells, 0);
         cost_ = moves_ + p_.row_cost * busiest_after_swap(load_.data(), p_.bins, p_.cells, 0, 1, nothing.data(),
-                                                          nothing.data(), limit_, most_.data()) +
+                                                          nothing.data(), limit_, p_.price, most_.data()) +
                 (travel_ ? travel_->cost() : 0);
         draw(rng);
     }
@@ -80,7 +82,7 @@ class Search {
         const MoveCost &move = p_.moves;
         new_moves_ = moves_ - move.of(first_, a) - move.of(second_, b) + move.of(first_, b) + move.of(second_, a);
         const std::int64_t rows = busiest_after_swap(load_.data(), p_.bins, p_.cells, a, b, rows_of(first_),
-                                                     rows_of(second_), limit_, most_.data());
+                                                     rows_of(second_), limit_, p_.price, most_.data());
         new_cost_ = new_moves_ + rows * p_.row_cost + (travel_ ? travel_->cost_of_swap(first_, second_, a, b) : 0);
         return true;
     }

@@ -44,6 +44,7 @@ struct ReorderProblem {
     MoveCost moves;
     const TokenBits *tokens = nullptr; // which experts meet in a token; nullptr: not known, and copies cost nothing
     bool peak = false; // the fullest bin of all cells alone counts, not the sum over cells
+    RowPrice price{};  // of the busiest bin of a cell
 };
 
 // Minimizes, over assignments with as many experts per bin as `bin_of` has, the sum over cells of the cost of the

@@ -201,6 +201,10 @@ class LayerReorder {
     }
 
   private:
+    RowPrice price(const std::vector<std::int32_t> &rows) const {
+        return {s_.power, std::max(1.0, std::accumulate(rows.begin(), rows.end(), 0.0))};
+    }
+
     int bin(int rank, int bins) const { return rank / (s_.nodes * s_.ranks_per_node / bins); }
 
     // Assigns experts to nodes, or to ranks when there are as many bins as ranks.
@@ -213,8 +217,9 @@ class LayerReorder {
         if (bins == 1)
             return bin_of;
         const MoveCost moves{current.data(), bins / s_.nodes, s_.move_cost, s_.move_inside_cost};
-        const ReorderProblem problem{s_.cells, s_.experts, bins, rows_.data(), s_.row_cost, moves,
-                                     s_.tokens.routes ? &bits_ : nullptr, s_.peak};
+        const ReorderProblem problem{.cells = s_.cells, .experts = s_.experts, .bins = bins, .rows = rows_.data(),
+                                     .row_cost = s_.row_cost, .moves = moves,
+                                     .tokens = s_.tokens.routes ? &bits_ : nullptr, .peak = s_.peak, .price = price(rows_)};
         Rng seeds = stream(s_.seed, layer_);
         const std::int64_t cost = reorder(problem, s_.iterations, seeds.next(), bin_of);
         if (s_.moving_is_free) {
@@ -240,8 +245,9 @@ class LayerReorder {
             rows.insert(rows.end(), from, from + s_.cells);
         }
         const MoveCost moves{current.data(), s_.ranks_per_node, s_.move_cost, s_.move_inside_cost};
-        const ReorderProblem problem{s_.cells, static_cast<int>(mine.size()), s_.ranks_per_node, rows.data(), s_.row_cost, moves,
-                                     nullptr, s_.peak};
+        const ReorderProblem problem{.cells = s_.cells, .experts = static_cast<int>(mine.size()), .bins = s_.ranks_per_node,
+                                     .rows = rows.data(), .row_cost = s_.row_cost, .moves = moves, .tokens = nullptr,
+                                     .peak = s_.peak, .price = price(rows)};
         Rng seeds = stream(s_.seed, (std::uint64_t{1} << 32) + static_cast<std::uint64_t>(layer_) * s_.nodes + node);
         reorder(problem, s_.iterations_inside, seeds.next(), bin_of);
         for (std::size_t i = 0; i < mine.size(); ++i)

@@ -110,6 +110,7 @@ struct ReorderStep {
     bool by_rank;      // balance ranks, not nodes: there will be no replicas
     bool moving_is_free;
     bool peak;         // lower the fullest bin of all cells, not the sum over cells of the busiest ones
+    int power;         // to which the rows of busiest bins count
     std::int64_t iterations, iterations_inside;
     std::uint64_t seed;
     StepBits tokens;

@@ -1,5 +1,7 @@
 """By what plans are compared. A new objective is one class here, one name in `study/options.yaml`.
 
+Another package adds one through the entry-point group `moe_rl.plan_objectives`.
+
     time        seconds of the step, priced by `core.cost`: replicas, moves of experts and all-to-all all take time
     imbalance   rows of the busiest rank; replicas (within the slots) and moves cost nothing
 
@@ -9,6 +11,8 @@ Nobody compares the name. Whoever plans or reports asks what it needs to know:
     objective.copies_are_free     must a replica save more than its transfer takes?
     objective.moves_are_free      must a new home save more than its move takes?
     objective.is_peak             does the worst (group, micro-batch, layer) alone count?
+    objective.power               to which power do the rows of a busiest rank count?
+    objective.groups_wait         does the slowest EP group decide, and not their sum?
     objective.total(costs_GML)    one number for a whole plan, lower is better
     objective.by_layer(costs_GML) one number for every layer, by which homes of several plans are mixed
 
@@ -17,18 +21,23 @@ Example: two EP groups, one micro-batch, two layers, costs [[[3 1]] [[2 4]]].
     time        EP groups run side by side, so the slower one counts: max(3 + 1, 2 + 4) = 6 seconds
     imbalance   the busiest rank of every (group, micro-batch, layer): 3 + 1 + 2 + 4 = 10 rows
     a peak      the fullest of all: 4 rows
+    power 2     the sum of squares: 9 + 1 + 4 + 16 = 30
 
-The searches follow these facts, those of the C++ core too: they lower the sum of the busiest bins, and under a peak
-the busiest bin of all (`planner.search`, `csrc/reorder.cpp`).
+The searches follow these facts, those of the C++ core too: they lower the sum over all (group, micro-batch, layer) of
+`rows ** power` of the busiest bin, and under a peak the busiest bin of all (`planner.search`, `csrc/reorder.cpp`).
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_rl.core.errors import require
 from moe_rl.core.registry import Registry
+
+MOST_POWER: Final = 4
+"""Of the C++ core: with more, integers would not tell apart cells that hold little of a step (`csrc/annealing.h`)."""
 
 
 class PlanObjective(ABC):
@@ -40,6 +49,8 @@ class PlanObjective(ABC):
     """Costs are seconds; else they are rows (token-expert pairs) of the busiest rank."""
     is_peak: ClassVar[bool] = False
     """A plan is as good as its worst (group, micro-batch, layer)."""
+    power: ClassVar[int] = 1
+    """With 2, 3 or 4 fuller ranks are dearer: `total` must then be lower if the sum of `costs ** power` is."""
 
     @property
     def copies_are_free(self) -> bool:
@@ -51,6 +62,11 @@ class PlanObjective(ABC):
         """Moving an expert to another home costs nothing."""
         return not self.in_seconds
 
+    @property
+    def groups_wait(self) -> bool:
+        """EP groups run side by side, and the slowest one's time counts; rows of all groups add up."""
+        return self.in_seconds
+
     @abstractmethod
     def total(self, costs_GML: NDArray[np.float64]) -> float:
         """Return the cost of a plan from the costs of its layers, without the moves that lead to it."""
@@ -58,7 +74,7 @@ class PlanObjective(ABC):
     def by_layer(self, costs_GML: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [L] the cost of every layer by itself."""
         costs_L: NDArray[np.float64] = (
-            costs_GML.max(axis=(0, 1), initial=0.0) if self.is_peak else costs_GML.sum(axis=(0, 1))
+            costs_GML.max(axis=(0, 1), initial=0.0) if self.is_peak else (costs_GML**self.power).sum(axis=(0, 1))
         )
         return costs_L
 
@@ -86,9 +102,22 @@ class Imbalance(PlanObjective):
         return float(rows_G.sum())
 
 
+def _check(objective: PlanObjective) -> None:
+    """Raise unless `objective` is an instance of an objective whose facts the searches can follow together."""
+    is_objective = isinstance(objective, PlanObjective)
+    require(is_objective, f"objective {objective.name!r} must be an instance of a moe_rl.planner.PlanObjective.")
+    power = objective.power
+    is_power = isinstance(power, int) and 1 <= power <= MOST_POWER
+    require(is_power, f"objective {objective.name!r}: power must be 1 to {MOST_POWER}, got {power!r}.")
+    is_one_kind = objective.in_seconds + objective.is_peak + (power > 1) <= 1
+    require(is_one_kind, f"objective {objective.name!r}: in_seconds, is_peak and a power above 1 exclude each other.")
+
+
 TIME = Time()
 IMBALANCE = Imbalance()
-OBJECTIVES: Registry[PlanObjective] = Registry("objective", [TIME, IMBALANCE], group="moe_rl.plan_objectives")
+OBJECTIVES: Registry[PlanObjective] = Registry(
+    "objective", [TIME, IMBALANCE], group="moe_rl.plan_objectives", check=_check
+)
 
 
 def objective_of(objective: PlanObjective | str) -> PlanObjective:

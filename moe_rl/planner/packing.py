@@ -16,6 +16,8 @@ from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.core.schedules import karmarkar_karp
 from moe_rl.core.sequence_load import sums_per_cell
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.planner.objective import PlanObjective
+from moe_rl.planner.search import NO_LIMIT
 
 MORE_COUNTS = 3
 """Numbers of micro-batches for which the staircase is tried, from the fewest that fit: on the five length distributions
@@ -51,6 +53,8 @@ ON_RANK_PROPOSALS, ON_RANK_HEATS = 200_000, (0, 2)
 """Proposals where sequences keep their rank, 0.05 CPU s, and by how many halvings searches start cooler. Both are made,
 and the cheaper is kept: hot ones find more where micro-batches are as a framework has made them, cool ones keep what is
 good where a driver has."""
+PEAK_TURNS, PEAK_STEP = 6, 0.98
+"""Turns of packing for the fullest rank of all micro-batches, each for 2 % fewer rows."""
 
 
 def best_start(
@@ -364,14 +368,15 @@ def packed_on_their_ranks(
     cost: MicroBatchCost | None,
     top_k: int,
     topology: ClusterTopology,
+    objective: PlanObjective,
     core: Any,
 ) -> NDArray[np.int32]:
     """Return [S] micro-batches in which sequences stay on their data-parallel rank, no dearer than the given ones.
 
     `bin_load` [U, B, L] are the rows of different sequences in each bin of each layer, and sequence s has those of
-    `row[s]`; without `row` all sequences differ (U is S). `cost` prices the micro-batches; None: by the rows of the
-    busiest bins alone. No place gets more tokens than the budget (without one: than the fullest has),
-    and none is left empty.
+    `row[s]`; without `row` all sequences differ (U is S). `cost` prices the micro-batches; None: by what the objective
+    makes of the rows of the busiest bins. No place gets more tokens than the budget (without one: than the fullest
+    has), and none is left empty.
     """
     ranks, count, bins = stated.num_dp_ranks, stated.num_micro_batches, bin_load.shape[1]
     budget = stated.token_budget or int(stated.rank_tokens(tokens).max(initial=0))
@@ -385,14 +390,14 @@ def packed_on_their_ranks(
         row_s = cost.routed_token_s / top_k / cost.num_moe_layers / (topology.ep_size // bins)
         work = np.rint(cost.sequence_s / row_s).astype(np.int64)
 
-    def searched(heat: int) -> tuple[NDArray[np.int32], float]:
-        place, least = core.pack(
+    def searched(start: NDArray[np.int32], heat: int, limit: int = NO_LIMIT) -> NDArray[np.int32]:
+        place, _ = core.pack(
             bin_load=np.ascontiguousarray(bin_load.reshape(len(bin_load), -1)),
             row=row,
             bins=bins,
             tokens=tokens,
             work=work,
-            place=stated.micro_batch * ranks + stated.dp_rank,
+            place=start * ranks + stated.dp_rank,
             batch_of_place=batch_of_place,
             num_batches=topology.num_ep_groups * count,
             num_groups=topology.num_ep_groups,
@@ -402,19 +407,35 @@ def packed_on_their_ranks(
             seed=0,
             travel=None,
             node_of_place=np.full(ranks * count, -1, np.int32),
+            limit=limit,
+            power=objective.power,
+            slowest_group=objective.groups_wait,
             ranks=ranks,
         )
-        return place // ranks, float(least)
+        micro_batch: NDArray[np.int32] = place // ranks
+        return micro_batch
 
-    def seconds(micro_batch: NDArray[np.int32], priced: MicroBatchCost) -> float:
+    def busiest_GML(micro_batch: NDArray[np.int32]) -> NDArray[np.int64]:
         cell = batch_of_place[micro_batch * ranks + stated.dp_rank]
         rows = sums_per_cell(bin_load, row, cell, topology.num_ep_groups * count)
-        busiest = rows.max(axis=1).reshape(topology.num_ep_groups, count, -1)
-        layout = replace(stated, micro_batch=micro_batch, order=np.arange(len(tokens), dtype=np.int32))
-        return priced.step_s(busiest * row_s + priced.routed_fixed_s / priced.num_moe_layers, layout, topology)
+        busiest: NDArray[np.int64] = rows.max(axis=1).reshape(topology.num_ep_groups, count, -1)
+        return busiest
 
-    dealt = [searched(heat) for heat in ON_RANK_HEATS]
-    if cost is None:
-        return min(dealt, key=lambda pair: pair[1])[0]
-    # The search knows no host; the whole price does.
-    return min([stated.micro_batch, *(place for place, _ in dealt)], key=lambda place: seconds(place, cost))
+    def price(micro_batch: NDArray[np.int32]) -> float:
+        if cost is None:
+            return objective.total(busiest_GML(micro_batch).astype(np.float64))
+        layout = replace(stated, micro_batch=micro_batch, order=np.arange(len(tokens), dtype=np.int32))
+        routed_s = busiest_GML(micro_batch) * row_s + cost.routed_fixed_s / cost.num_moe_layers
+        return cost.step_s(routed_s.astype(np.float64), layout, topology)
+
+    dealt = [searched(stated.micro_batch, heat) for heat in ON_RANK_HEATS]
+    # The search knows neither a host nor a peak; the price does.
+    may_be_dearer = cost is not None or objective.is_peak
+    best = min([stated.micro_batch, *dealt] if may_be_dearer else dealt, key=price)
+    if objective.is_peak:
+        for _ in range(PEAK_TURNS):
+            lower = searched(best, ON_RANK_HEATS[-1], limit=int(PEAK_STEP * price(best)))
+            if price(lower) >= price(best):
+                break
+            best = lower
+    return best

@@ -13,12 +13,12 @@ from moe_rl.core.micro_batch_cost import MicroBatchCost
 from moe_rl.planner.candidates import Candidate, CandidatePricing
 from moe_rl.planner.layout_search import LayoutSearch
 from moe_rl.planner.others.relibra import RelibraPlanner
-from moe_rl.planner.packing import packed_on_their_ranks, starts_for_routes
+from moe_rl.planner.packing import PEAK_STEP, PEAK_TURNS, packed_on_their_ranks, starts_for_routes
 from moe_rl.planner.relayout import load_of_plan
 
-PEAK_TURNS, PEAK_STEP, PEAK_COOLER = 6, 0.98, 6
-"""Turns of packing for static buffers, each for 2 % fewer rows, and halvings of their heat. At EP32, 2,048 tokens per
-group, the fullest rank's rows fall from 298 to 260, and those of the busiest ranks together rise by 0.5 %."""
+PEAK_COOLER = 6
+"""Halvings of the heat of packing for static buffers. At EP32, 2,048 tokens per group, the fullest rank's rows fall
+from 298 to 260, and those of the busiest ranks together rise by 0.5 %."""
 MOVES_MATTER, DEARER_MOVES = 0.05, (2.0, 4.0)
 """Share of the step from which on moves of homes are searched again as if they cost so many times as much. The search
 charges a move an even share of its link, but the step waits for the busiest rank's: of two plans that move 74 and 56
@@ -194,6 +194,7 @@ class Portfolio:
             cost=problem.micro_batch_cost,
             top_k=problem.load.top_k,
             topology=topology,
+            objective=problem.objective,
             core=self.pricing.core,
         )
         if np.array_equal(micro_batch, best.layout.micro_batch):

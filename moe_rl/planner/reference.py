@@ -112,6 +112,7 @@ def swap_homes(
     patience: float,
     seed: int,
     peak: bool = False,
+    power: int = 1,
 ) -> NDArray[np.int32]:
     """Return homes [L, E] that lower the sum over micro-batches of the busiest bin, from `rows` [C, L, E].
 
@@ -120,7 +121,8 @@ def swap_homes(
     swap helps, often 1-2 % above what two swaps together would reach; so in the first half a swap may worsen it by less
     than a threshold that falls from `patience` (a share of the first sum) to nothing. The best homes seen are returned.
     All layers take their next proposal together, as numpy is fast on many and slow on one; each is searched by itself.
-    With `peak` the fullest bin of all micro-batches comes first and the sum only tells equal ones apart.
+    With `peak` the fullest bin of all micro-batches comes first and the sum only tells equal ones apart; with a `power`
+    the sum is that of the busiest bins' rows to this power.
     """
     cells, layers, experts = rows.shape
     home, width = home.copy(), (int(home.max(initial=0)) + 1) // bins
@@ -128,7 +130,7 @@ def swap_homes(
     layer = np.arange(layers)
     load = np.zeros((layers, bins, cells), np.int64)
     np.add.at(load, (layer[:, None], home // width), by_layer)
-    cost = _cost_of_bins(load, peak=peak)
+    cost = _cost_of_bins(load, peak=peak, power=power)
     best, best_cost, worsening = home.copy(), cost.copy(), patience * cost
     for step, (expert, partner) in enumerate(np.random.default_rng(seed).integers(0, experts, (proposals, 2, layers))):
         bin_of_one, bin_of_other = home[layer, expert] // width, home[layer, partner] // width
@@ -136,7 +138,7 @@ def swap_homes(
         after = load.copy()
         after[layer, bin_of_one] += change
         after[layer, bin_of_other] -= change
-        cost_after = _cost_of_bins(after, peak=peak)
+        cost_after = _cost_of_bins(after, peak=peak, power=power)
         at = np.flatnonzero(
             (cost_after < cost + worsening * max(0.0, 1 - 2 * step / proposals)) & (bin_of_one != bin_of_other)
         )
@@ -147,9 +149,12 @@ def swap_homes(
     return best
 
 
-def _cost_of_bins(load: NDArray[np.int64], *, peak: bool) -> NDArray[np.int64]:
+def _cost_of_bins(load: NDArray[np.int64], *, peak: bool, power: int) -> NDArray[np.int64] | NDArray[np.float64]:
     """Return [L] what `swap_homes` lowers, from loads [L, bins, C]."""
     busiest_LC = load.max(axis=1)
+    if power > 1:
+        powers: NDArray[np.float64] = (busiest_LC.astype(np.float64) ** power).sum(axis=1)
+        return powers  # 100,000 rows to the fourth are more than an int64 holds
     sums: NDArray[np.int64] = busiest_LC.sum(axis=1)
     if peak:
         # A row of the peak is worth more than all that the sum can change.
@@ -189,6 +194,7 @@ def _homes(problem: PlanProblem, options: ReferenceOptions) -> list[NDArray[np.i
             patience=patience,
             seed=problem.seed,
             peak=problem.objective.is_peak,
+            power=problem.objective.power,
         )
         homes.append(home)
     return homes

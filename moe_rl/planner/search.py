@@ -126,6 +126,7 @@ class Searcher:
             by_rank=options.by_rank and not in_nodes,
             moving_is_free=weights.move_cost == 0 and turn == 0,
             peak=self.problem.objective.is_peak,
+            power=self.problem.objective.power,
             iterations=0 if in_nodes else options.reorder_iterations // (1 if turn == 0 else LATER_TURNS),
             iterations_inside=options.reorder_iterations // topology.num_nodes if in_nodes else 0,
             seed=self.problem.seed * 1024 + turn,
@@ -256,6 +257,8 @@ class Searcher:
             travel=travel,
             node_of_place=np.where(num_nodes == 1, first_node, -1).astype(np.int32),
             limit=limit,
+            power=problem.objective.power,
+            slowest_group=problem.objective.groups_wait,
             ranks=layout.num_dp_ranks if layout.most_sequences else 0,
             most=layout.most_on_a_rank or 0,
         )

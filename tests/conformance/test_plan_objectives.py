@@ -35,6 +35,16 @@ def test_a_dearer_cell_never_makes_a_plan_cheaper(name: str) -> None:
 
 
 @every_objective
+def test_the_total_orders_plans_as_the_searches_do(name: str) -> None:
+    """Of one EP group, where the slowest is the only one."""
+    objective, rng = OBJECTIVES[name], np.random.default_rng(2)
+    plans = rng.integers(1, 100, (40, 1, 3, 4)).astype(np.float64)
+    searched = [float(plan.max()) if objective.is_peak else float((plan**objective.power).sum()) for plan in plans]
+    totals = [objective.total(plan) for plan in plans]
+    assert all(totals[a] < totals[b] for a in range(40) for b in range(40) if searched[a] < searched[b])
+
+
+@every_objective
 def test_plans_are_valid_and_no_worse_than_doing_nothing(name: str) -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=4, num_ep_groups=2, ranks_per_node=2)
     load = load_of(random_pairs(np.random.default_rng(1), (2, 3, 2, 4, 8), most=200), 2)

@@ -14,6 +14,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.placement import ExpertPlacement
 from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
+from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.planner.predict import cell_seconds
 from moe_rl.planner.registry import make_planner
 
@@ -91,6 +92,7 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
         "by_rank": bool(rng.integers(2)),
         "moving_is_free": bool(rng.integers(2)),
         "peak": bool(rng.integers(2)),
+        "power": int(rng.integers(1, 5)),
         "iterations": int(rng.choice([0, 256])),
         "iterations_inside": int(rng.choice([0, 128])),
         "seed": seed,
@@ -124,6 +126,7 @@ def test_a_move_inside_a_node_is_charged_nvlinks_price(nodes: int, per_node: int
         by_rank=True,
         moving_is_free=False,
         peak=False,
+        power=1,
         iterations=4_000,
         iterations_inside=0,
         seed=1,
@@ -161,6 +164,7 @@ def test_where_moves_are_free_homes_never_get_worse(seed: int) -> None:
         by_rank=by_rank,
         moving_is_free=bool(rng.integers(2)),
         peak=False,
+        power=1,
         iterations=512,
         iterations_inside=0,
         seed=seed,
@@ -284,7 +288,7 @@ def test_the_whole_plan_is_the_same_for_any_number_of_threads(topology: ClusterT
     rng = np.random.default_rng(seed)
     shape = (topology.num_ep_groups, 3, 2, topology.ep_size, 2 * topology.ep_size)
     problem = problem_of(
-        load_of(random_pairs(rng, shape, most=200), 2), topology, objective=str(rng.choice(["time", "imbalance"]))
+        load_of(random_pairs(rng, shape, most=200), 2), topology, objective=str(rng.choice(OBJECTIVES.names))
     )
     short = {"reorder_iterations": 320, "search_steps": 20}
     one, many = (MoeRlPlanner(**short, num_threads=threads).plan(problem) for threads in (1, 2))
