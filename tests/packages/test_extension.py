@@ -1,4 +1,4 @@
-"""A package outside the repository adds a policy, a framework and a kernel backend; the command line has them."""
+"""A package outside the repository adds policy, objective, framework and kernel backend; the command line has them."""
 
 import json
 import os
@@ -49,6 +49,17 @@ def test_the_policy_plans_and_is_simulated(installed: Path, trace: Path, tmp_pat
     assert policies["dealt"]["imbalance"] < policies["static"]["imbalance"]
     moe_rl("plan", trace, *options, "--policy", "dealt", "-o", tmp_path / "plan.npz", package=installed)
     assert (tmp_path / "plan.npz").is_file()
+
+
+def test_the_objective_is_followed(installed: Path, trace: Path, tmp_path: Path) -> None:
+    options = ("--ep", 4, "--micro-batch-tokens", 60, "--policy", "static,moe-rl", "--objective")
+    out = tmp_path / "report.json"
+    moe_rl("simulate", trace, *options, "rms", "--json", out, package=installed)
+    policies = json.loads(out.read_text())["policies"]
+    assert policies["moe-rl"]["imbalance"] < policies["static"]["imbalance"]
+    unknown = run(["-c", "from moe_rl.cli import main; main()", "simulate", trace, *options, "rsm"], installed)
+    assert unknown.returncode == 2
+    assert "--objective 'rsm' is unknown. Did you mean 'rms'" in unknown.stderr
 
 
 def test_the_policy_is_swept(installed: Path, trace: Path, tmp_path: Path) -> None:
@@ -140,9 +151,10 @@ def conformance(package: Path, module: str, name: str) -> subprocess.CompletedPr
 
 
 def test_the_conformance_suite_runs_over_what_a_package_adds(installed: Path) -> None:
-    done = conformance(installed, "policies", "dealt")
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    for module, name in (("policies", "dealt"), ("plan_objectives", "rms")):
+        done = conformance(installed, module, name)
+        assert done.returncode == 0, done.stdout
+        assert " passed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -191,7 +203,7 @@ def test_the_page_shows_what_the_packages_hold() -> None:
     files = [*SOURCE.rglob("*.*"), *(SOURCE.parent / "tinyrl_package" / "tinyrl_moe_rl").glob("*.py")]
     texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()}
     sources = [name for snippet in shown for name, text in texts.items() if snippet in text]
-    parts = ["attach.py"] * 2 + ["contract.py", "dealt.py", "log_softmax.py", "pyproject.toml"]
+    parts = ["attach.py"] * 2 + ["contract.py", "dealt.py", "log_softmax.py", "pyproject.toml", "rms.py"]
     assert sorted(sources) == [*parts, "settings.py", "trace.py"]
     assert len(shown) == len(sources)
 
