@@ -12,7 +12,7 @@ were not planned on, in place of the step.
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 
@@ -47,6 +47,8 @@ class Setting:
     ep_size: int
     words: dict[str, object]
     long_tailed: bool = False
+    micro_batches: int = 16
+    """About; no fewer tokens than the longest sequence."""
 
     def __str__(self) -> str:
         """Return the name of its row."""
@@ -62,7 +64,7 @@ class Setting:
             asked |= {"micro_batch_tokens": 8192, "num_ep_groups": groups, "packing": "free", "batch": "recorded"}
         else:
             total, longest = int(trace.sequence_lengths.sum()), int(trace.sequence_lengths.max())
-            asked |= {"ep_group_tokens": max(longest, total // 16)}
+            asked |= {"ep_group_tokens": max(longest, total // self.micro_batches)}
         options = SimulationOptions(
             model=FROM_TRACE,
             cluster="h100",
@@ -142,9 +144,11 @@ def map_imbalance(setting: Setting, seed: int) -> float:
 
 LARGE = tuple(
     Setting(routes=routes, ep_size=ep_size, words=ON_SEVERAL_NODES | {"resident_slots": slots})
-    for routes, ep_size in ((RECORDED, 16), (RECORDED, 32), (BUNDLED, 16), (BUNDLED, 32))
+    for routes, ep_size in ((RECORDED, 16), (RECORDED, 32), (BUNDLED, 16))
     for slots in (0, 1)
 )
+MANY_BATCHES = tuple(replace(setting, micro_batches=128) for setting in LARGE[2:])
+"""With fewer, every cell has a pool of its own and `POOL_TOKENS` steers nothing."""
 SMALL = tuple(
     Setting(routes=routes, ep_size=ep_size, words=FEW_TOKENS | {"replica_slots": slots})
     for routes, ep_size in ((RECORDED, 8), (RECORDED, 16), (BUNDLED, 16))
@@ -159,7 +163,7 @@ MAPS = tuple(
     for routes, ep_size in ((RECORDED, 8), (RECORDED, 16), (BUNDLED, 8), (BUNDLED, 16))
 )
 CONSTANTS = (
-    Constant(module=search, name="POOL_TOKENS", measure=step_s, settings=LARGE),
+    Constant(module=search, name="POOL_TOKENS", measure=step_s, settings=MANY_BATCHES),
     Constant(module=search, name="LATER_TURNS", measure=step_s, settings=LARGE),
     Constant(module=layout_search, name="RESIDENT_TOKENS", measure=step_s, settings=LARGE[1::2]),
     Constant(module=weights, name="MIGRATION_SPREAD", measure=step_s, settings=SMALL),
@@ -193,9 +197,9 @@ def rows_of(constant: Constant, seeds: Sequence[int]) -> Iterator[str]:
             measured(constant, value, setting, seeds) for value in (constant.value, *constant.half_and_double())
         ]
         change = [other.mean(axis=0) / now.mean(axis=0) - 1.0 for other in others]
-        chance = float(np.ptp(now[:, 0]) / now[:, 0].mean())
+        chance = f"{np.ptp(now[:, 0]) / now[:, 0].mean():.2%}" if len(seeds) > 1 else ""
         changes.append(change)
-        yield row(f"{constant.name}, {setting}", now.mean(axis=0), change, f"{chance:.2%}")
+        yield row(f"{constant.name}, {setting}", now.mean(axis=0), change, chance)
     mean = np.mean(changes, axis=0)
     values = " and ".join(f"{value:g}" for value in constant.half_and_double())
     yield row(f"**{constant.name}, {constant.value:g} against {values}**", None, list(mean), "")

@@ -14,7 +14,9 @@ from moe_rl.planner.search import Searcher, SearchOptions, SearchState
 from moe_rl.planner.weights import SearchWeights
 
 RESIDENT_TOKENS = 1 << 15
-"""Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens."""
+"""Drawn tokens that the search for them looks at: copies are more than homes, and each is for one node's tokens. With
+half of them steps of the development trace are .2 % slower (EP16 and EP32), of the bundled one .1 % faster; with twice
+as many all stay within .1 %: `benchmarks/bench_search_constants.py --constant RESIDENT_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
