@@ -255,6 +255,30 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         trl.policy_loss_trainer("ppo")._compute_loss(trainer, None, inputs)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trls_clip_ratios_tell_losses_from_gains_and_neither(level: str) -> None:
+    """A sequence whose advantage is 0 is in the share of all that was clipped, and in neither of the others."""
+    advantages = torch.tensor([-1.5, 0.0, 2.0, -0.5])[:, None]
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    clipped = mask & torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    tokens: Any = SimpleNamespace(clipped=clipped, mask=mask, loss=torch.zeros(4, 4))
+    rule: Any = SimpleNamespace(name="ppo", widths="trainer", ratio_level=level)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums, gather=lambda values: values)
+    )
+    found = trl._clip_ratios(trainer, rule, tokens, advantages)
+    shares = {
+        "token": {"low_mean": 1 / 9, "high_mean": 2 / 9, "region_mean": 5 / 9},
+        "sequence": {"low_mean": 0.25 / 4, "high_mean": (2 / 3) / 4, "region_mean": (0.25 + 1 + 2 / 3) / 4},
+    }[level]
+    expected = shares | {"low_min": 0.0, "high_max": 2 / 3}
+    assert found == pytest.approx({f"clip_ratio/{name}": value for name, value in expected.items()})
+    rule.name = "cispo"
+    assert trl._clip_ratios(trainer, rule, tokens, advantages) == {"cispo_clip_ratio": found["clip_ratio/high_mean"]}
+    rule.widths = "none"
+    assert trl._clip_ratios(trainer, rule, tokens, advantages) == {}
+
+
 # AReaL
 
 

@@ -193,7 +193,7 @@ def swapped_operands(source: Source) -> Iterator[Edit]:
 def _may_be_swapped(call: ast.Call) -> bool:
     """Return whether a call with its two arguments in the other order is another program, and one that may run."""
     name = last_name(call.func)
-    if name in SYMMETRIC | OF_TWO_KINDS or name.startswith("same_"):
+    if name in SYMMETRIC | OF_TWO_KINDS or name.lstrip("_").startswith("same_"):
         return False
     return not any(isinstance(argument, ast.Starred | ast.Constant) for argument in call.args)
 
