@@ -215,13 +215,15 @@ def cluster_file(name: str) -> _Cluster:
     file = checked(_cluster_content(path), ClusterFile, where=str(path))
     require(file.num_nodes is None or file.num_nodes.value >= 1, f"{path}: num_nodes must be at least 1.")
     fabrics = [INFINIBAND, *file.fabrics]
-    require_known(file.fabric, fabrics, f"{path}: no constants of fabric {file.fabric!r} are known for these GPUs.")
+    require_known(
+        file.fabric, fabrics, f"{path}: the constants of the fabric {file.fabric!r} are not known for these GPUs."
+    )
     for fabric, constants in file.fabrics.items():
         for constant in constants:
             require_known(
                 constant,
                 (*FABRIC_CONSTANTS, LEFT_OPEN),
-                f"{path}: fabrics: {fabric}: {constant!r} is not a constant of a fabric.",
+                f"{path}: fabrics: {fabric}: the constant {constant!r} of a fabric is unknown.",
             )
     return file
 
@@ -239,7 +241,7 @@ def _cluster_content(path: Path) -> dict[str, Any]:
     base = CONFIGS / "clusters" / f"{str(like).lower()}.yaml"
     if base == path or not base.is_file():
         near = nearest_name(str(like).lower(), cluster_names())
-        raise InvalidInputError(f"{path}: the key 'like' must name another cluster, got {like!r}.{near}")
+        raise InvalidInputError(f"{path}: 'like' must be the name of another cluster, got {like!r}.{near}")
     repeated = _cluster_content(base)
     if content.keys() <= SAME_NODES:
         return {**repeated, **content}
@@ -339,7 +341,7 @@ def _software_content(path: Path) -> dict[str, Any]:
     if like is None:
         return content
     require_known(
-        str(like), software_names(), f"{path}: the key 'like' must name known training software, got {like!r}."
+        str(like), software_names(), f"{path}: 'like' must be the name of known training software, got {like!r}."
     )
     return {**_software_content(CONFIGS / "software" / f"{like}.yaml"), **content}
 
@@ -358,7 +360,9 @@ def load_model(name: str) -> LoadedModel:
     models = _models_by_name()
     if name.lower() not in models:
         near = nearest_name(name.lower(), models, listed_by="moe-rl models")
-        any_other = "Any other: the path of its Hugging Face config.json, or of a folder that holds one."
+        any_other = (
+            "For another model, give the path of its Hugging Face config.json, or of the folder that contains it."
+        )
         raise InvalidInputError(f"unknown model {name!r}.{near} {any_other}")
     file = models[name.lower()]
     return _loaded(file, file.source)
@@ -375,7 +379,7 @@ def listed_model(
     file = _models_by_name().get(name.lower())
     if file is None:
         return None
-    model = override_model(_loaded(file, f"{file.source}; the trace names it"), overrides)
+    model = override_model(_loaded(file, f"{file.source}; named in the trace"), overrides)
     spec = model.spec
     # A trace that numbers its layers 0, 1, ... may count MoE layers alone.
     same_layers = moe_layer_ids in (spec.moe_layer_ids, tuple(range(spec.num_moe_layers)))
@@ -397,7 +401,7 @@ def model_from_trace(
         assumed_fields=assumed,
         **shape,
     )
-    note = f"assumed (the trace does not say): {in_words(subset(shape, assumed))}"
+    note = f"assumed, because the trace does not give it: {in_words(subset(shape, assumed))}"
     loaded = LoadedModel(
         spec=spec, origin="layers, experts and top-k of the trace", assumptions=(note,) if assumed else ()
     )
@@ -418,7 +422,7 @@ def override_model(model: LoadedModel, overrides: Mapping[str, int]) -> LoadedMo
         first_layer = model.spec.moe_layer_ids[0]
         require(
             model.spec.moe_layer_ids == tuple(range(first_layer, model.spec.num_layers)),
-            f"--num-layers does not apply to model {model.spec.name!r}: its MoE layers are not consecutive.",
+            f"--num-layers cannot be used with model {model.spec.name!r}, because its MoE layers are not consecutive.",
         )
         values["moe_layer_ids"] = tuple(range(first_layer, changes["num_layers"]))
         # The same share of layers attends to a window; they alternate from the first.

@@ -34,16 +34,17 @@ ALWAYS_WINDOWED = ("mixtral", "phimoe")
 LINEAR_WINDOW = 64
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 LINEAR_NOTE = (
-    "sliding_window: assumed: linear attention (Gated DeltaNet) works in chunks of 64 tokens, priced as a window"
+    "sliding_window: assumed. Linear attention (Gated DeltaNet) works in chunks of 64 tokens, so its time is "
+    "predicted as that of a 64-token window"
 )
 HYBRID = "nemotron_h"
 HYBRID_NOTE = (
-    "sliding_window: assumed: Mamba layers are priced as attention to a window of 64 tokens; a layer is a mixer and "
-    "the experts or the MLP behind it, which the model counts as layers of their own"
+    "sliding_window: assumed. The time of a Mamba layer is predicted as that of attention with a 64-token window. "
+    "A layer here is a mixer and the experts or MLP after it, which the model counts as two layers"
 )
 SPARSE_NOTE = (
-    "sliding_window: assumed: sparse attention to index_topk tokens is priced as a window of as many, its indexer "
-    "not at all"
+    "sliding_window: assumed. The time of sparse attention to index_topk tokens is predicted as that of a window "
+    "of as many tokens. The time of its indexer is left out"
 )
 
 
@@ -101,8 +102,8 @@ def read_hugging_face_config(path: Path) -> tuple[MoeModelSpec, tuple[str, ...]]
     except FileNotFoundError:
         raise InvalidInputError(f"there is no file {path}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidInputError(f"{path} is not a readable config.json: {error}.") from error
-    require(isinstance(config, dict), f"{path} must hold a JSON object.")
+        raise InvalidInputError(f"{path} cannot be read as a config.json: {error}.") from error
+    require(isinstance(config, dict), f"{path} must contain a JSON object.")
     return model_of_config(config, where=path)
 
 
@@ -112,8 +113,9 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidInputError(
-            f"{where}: the MoE layers of model_type {family!r} are not known."
-            f"{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and --moe-ffn-hidden-size."
+            f"{where}: moe_rl does not know the MoE layers of model_type "
+            f"{family!r}.{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and "
+            "--moe-ffn-hidden-size."
         )
     path = Path(where)
 
@@ -139,7 +141,7 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     if family == HYBRID:
         pattern = str(config.get("hybrid_override_pattern", ""))
         has_experts = len(moe_layers) > 0
-        require(has_experts, f"{path}: hybrid_override_pattern {pattern!r} has no mixer followed by experts.")
+        require(has_experts, f"{path}: in hybrid_override_pattern {pattern!r}, no mixer is followed by experts.")
         # A block of the pattern is a mixer or an MLP: together they are what other families count as one layer.
         values["num_layers"], linear = pattern.count("M") + pattern.count("*"), pattern.count("M")
     sparse = 0
@@ -213,4 +215,4 @@ def _number(config: Config, keys: tuple[str, ...], path: Path) -> int:
             value = config[key]
             require(isinstance(value, int), f"{path}: {key} must be a whole number, got {value!r}.")
             return int(value)
-    raise InvalidInputError(f"{path} has none of the keys {', '.join(keys)}.")
+    raise InvalidInputError(f"{path} must have one of the keys {', '.join(keys)}.")

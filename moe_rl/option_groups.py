@@ -86,10 +86,12 @@ class OptionGroup(BaseModel):
             word = words.get(name)
             if word is not None and word.group is not None:
                 of_group = fields.setdefault(word.group, {})
-                require(isinstance(of_group, dict), f"{name} belongs to {word.group}: give only one of the two.")
+                require(isinstance(of_group, dict), f"{name} is part of {word.group}: set only one of the two.")
                 of_group[name] = value
             elif name in cls.model_fields:
-                require(name not in fields, f"{name} and its words are the same setting: give only one of the two.")
+                require(
+                    name not in fields, f"{name} and its single options set the same values: give only one of the two."
+                )
                 fields[name] = value
             else:
                 raise InvalidInputError(f"unknown key {name!r}.{nearest_name(str(name), words)}")
@@ -192,7 +194,7 @@ class SlotOptions(OptionGroup):
     def number_of(self, name: str, user: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `user` cannot do."""
         slots, flag = getattr(self, name), name.replace("_", "-")
-        require(slots != AUTO, f"--{flag} {AUTO} only works for a training step; {user} needs a number.")
+        require(slots != AUTO, f"--{flag} {AUTO} works only for a training step. For {user}, set a number.")
         return int(slots)
 
 

@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
-    require(isinstance(content, dict), f"{path} must hold a mapping of keys to values.")
+    require(isinstance(content, dict), f"{path} must contain a mapping of keys to values.")
     return dict(content)
 
 

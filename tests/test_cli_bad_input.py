@@ -293,7 +293,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(tmp_path: Path, trace: P
     [
         ("expert_model_parallel_sise: 4", "unknown key 'expert_model_parallel_sise'. Did you mean"),
         ("seed: one", "key 'seed' must be a whole number, got 'one'."),
-        ("[1, 2]", "must hold a mapping of keys to values"),
+        ("[1, 2]", "must contain a mapping of keys to values"),
         ("objective: balance", "--objective 'balance' is unknown"),
     ],
 )

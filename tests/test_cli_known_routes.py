@@ -171,7 +171,7 @@ def test_a_repacked_plan_is_simulated_under_its_own_layout(tmp_path: Path) -> No
     only_packing = "moe-rl.reorder=false,moe-rl.replicate=false"
     options = ("--policy", "moe-rl", "--objective", "imbalance", "--num-experts", 8, "--policy-option", only_packing)
     document = simulated(tmp_path, tmp_path / "m.npz", *BATCH, *options)
-    assert not any("not repacked" in note for note in document["notes"])
+    assert not any("not packed differently" in note for note in document["notes"])
     policies = document["policies"]
     assert policies["moe-rl"]["imbalance"] < policies["static"]["imbalance"]
     assert policies["moe-rl"]["replicas_per_plan"] == policies["moe-rl"]["moved_bytes"] == 0
@@ -180,4 +180,4 @@ def test_a_repacked_plan_is_simulated_under_its_own_layout(tmp_path: Path) -> No
 def test_a_recorded_layout_is_never_repacked(tmp_path: Path) -> None:
     path = stored_steps(tmp_path / "s.moetrace", steps=1)
     notes = simulated(tmp_path, path, "--ep", 4, "--policy", "moe-rl")["notes"]
-    assert "moe-rl: sequences were not repacked: the layout is fixed." in notes
+    assert "moe-rl: sequences were not packed differently: the batch layout is fixed." in notes

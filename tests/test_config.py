@@ -122,7 +122,7 @@ def test_a_cluster_repeats_only_what_differs_from_the_one_that_it_is_like(tmp_pa
     assert hardware.sources["rdma_gb_per_s"] == "two NICs per GPU"
     assert hardware.sources["hbm_gib"] == f"assumed: as on H200: {h200.sources['hbm_gib']}"
     for like in ("h1000", 3, ["h100"]):
-        with pytest.raises(InvalidInputError, match="the key 'like' must name another cluster"):
+        with pytest.raises(InvalidInputError, match="'like' must be the name of another cluster"):
             load_cluster(write_yaml(tmp_path / "mine.yaml", mine | {"like": like}))
 
 
@@ -344,7 +344,7 @@ def test_layers_of_linear_attention_are_priced_as_a_window_and_said_so(tmp_path:
     for said in ({"full_attention_interval": 4}, {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 12}):
         read = load_model(str(write_config(tmp_path, content | said)))
         assert replace(read.spec, name=named.name) == named
-        assert "linear attention" in read.assumptions[0]
+        assert "Linear attention" in read.assumptions[0]
 
 
 @pytest.mark.parametrize(
@@ -418,8 +418,8 @@ def test_a_named_model_equals_the_defaults_that_transformers_ships_for_its_famil
     ("content", "expected"),
     [
         ({"model_type": "qwen3moe"}, "Did you mean 'qwen3_moe'?"),
-        ({"model_type": "llama"}, "the MoE layers of model_type 'llama' are not known"),
-        ({"model_type": "mixtral", "num_hidden_layers": 4}, "none of the keys num_experts, num_local_experts"),
+        ({"model_type": "llama"}, "moe_rl does not know the MoE layers of model_type 'llama'"),
+        ({"model_type": "mixtral", "num_hidden_layers": 4}, "must have one of the keys num_experts, num_local_experts"),
         ({"model_type": "mixtral", "num_hidden_layers": "4"}, "num_hidden_layers must be a whole number, got '4'."),
     ],
 )
@@ -431,7 +431,7 @@ def test_a_config_json_that_cannot_be_used_is_explained(tmp_path: Path, content:
 
 def test_a_truncated_config_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mix')
-    with pytest.raises(InvalidInputError, match=r"not a readable config\.json"):
+    with pytest.raises(InvalidInputError, match=r"cannot be read as a config\.json"):
         load_model(str(tmp_path))
 
 
@@ -465,7 +465,7 @@ def test_a_hybrid_of_mamba_and_experts_is_read_mixer_by_mixer(tmp_path: Path) ->
     assert spec.num_expert_matrices == 2
     assert 28e9 < spec.num_moe_layers * spec.num_experts * spec.expert_params < 32e9
     assert "Mamba" in read.assumptions[0]
-    with pytest.raises(InvalidInputError, match="no mixer followed by experts"):
+    with pytest.raises(InvalidInputError, match="no mixer is followed by experts"):
         load_model(str(write_config(tmp_path, content | {"hybrid_override_pattern": "M-M*"})))
 
 
@@ -523,10 +523,10 @@ def test_a_cluster_file_pools_the_nics_of_its_nodes_and_is_not_asked_to(tmp_path
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"fabric": "eaf"}, "no constants of fabric 'eaf' are known for these GPUs. Did you mean 'efa'?"),
+        ({"fabric": "eaf"}, "the constants of the fabric 'eaf' are not known for these GPUs. Did you mean 'efa'?"),
         (
             {"fabrics": {"roce": {"hbm_gb_per_s": {"value": 1.0, "source": "x"}}}},
-            "'hbm_gb_per_s' is not a constant of a fabric",
+            "the constant 'hbm_gb_per_s' of a fabric is unknown",
         ),
     ],
 )

@@ -29,8 +29,8 @@ def require_in_common(config: BalancerConfig, other_facts: Mapping[str, Any] | N
     `other_facts` are further facts by name. The error names the first rank that differs from rank 0, the first fact in
     which it does, and both values; `whose` stands before it.
 
-    Example: with MOE_RL_NATIVE=0 on rank 3 alone, "ranks must have the C++ core in common: rank 3 has none
-    (MOE_RL_NATIVE=0), rank 0 has sources 1ef0cc2e9853."
+    Example: with MOE_RL_NATIVE=0 on rank 3 alone, "the C++ core must be the same on all ranks, but rank 3 has
+    none (MOE_RL_NATIVE=0) and rank 0 has sources 1ef0cc2e9853."
     """
     facts = agreed(lambda: {**_software(), **_settings(config), **_texts(other_facts or {})})
     if not dist.is_initialized():
@@ -43,7 +43,8 @@ def require_in_common(config: BalancerConfig, other_facts: Mapping[str, Any] | N
             value_here, value_there = of_first_rank.get(name, "nothing"), of_rank.get(name, "nothing")
             require(
                 value_here == value_there,
-                f"{whose}ranks must have {name} in common: rank {rank} has {value_there}, rank 0 has {value_here}.",
+                f"{whose}{name} must be the same on all ranks, but rank {rank} has {value_there} and rank 0 has "
+                f"{value_here}.",
             )
 
 

@@ -84,8 +84,8 @@ class RunHomes(HomeOptions):
     def _have_effect(self) -> Self:
         require(
             self.history_steps <= 1 or self.steps_served > 1,
-            f"history_steps={self.history_steps} has no effect: homes learn from earlier steps only if steps_served is "
-            "above 1.",
+            f"history_steps={self.history_steps} has no effect, because earlier steps influence the placement of "
+            "experts only if steps_served is above 1.",
         )
         for name in ("steps_served", "history_steps"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -131,19 +131,20 @@ class ExpertKernels(OptionGroup):
         require(self.experts in EXPERTS, f"experts must be one of {', '.join(EXPERTS)}, got {self.experts!r}.")
         require(
             self.are_ours or (self.recipe, self.backend) == ("bf16", "auto"),
-            f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', not {self.experts!r}.",
+            f"recipe {self.recipe!r} and backend {self.backend!r} need experts='grouped', got "
+            f"experts={self.experts!r}.",
         )
         require(
             not self.static_rows or self.are_ours,
-            f"static_rows needs experts='grouped', which reads counts on the device, not {self.experts!r}.",
+            f"static_rows needs experts='grouped', which reads token counts on the GPU, got experts={self.experts!r}.",
         )
         require(
             self.capacity_risk is None or (self.static_rows and 0.0 <= self.capacity_risk < 1.0),
-            f"capacity_risk {self.capacity_risk} must lie in [0, 1), and needs static_rows.",
+            f"capacity_risk ({self.capacity_risk}) must be at least 0 and less than 1, and needs static_rows.",
         )
         require(
             not self.transposed_codes or self.recipe != "bf16",
-            f"transposed_codes needs a recipe with codes, not {self.recipe!r}.",
+            f"transposed_codes needs an FP8 or FP4 recipe, got recipe={self.recipe!r}.",
         )
         return self
 
@@ -207,16 +208,18 @@ class BalancerConfig(OptionGroup):
         slots, kernels = self.slots, self.kernels
         for name in ("static_rows", "placement_bitwise"):
             require(
-                not (self.observe and getattr(kernels, name)), f"{name} has no effect: observe does not change the run."
+                not (self.observe and getattr(kernels, name)),
+                f"{name} has no effect with observe, which does not change the run.",
             )
         require(
             not (self.observe and kernels.are_ours),
-            f"experts={kernels.experts!r} has no effect: observe leaves the experts to the framework.",
+            f"experts={kernels.experts!r} has no effect with observe, which leaves the experts to the framework.",
         )
         require(
             engine_of(slots.domain_balance) is None or (slots.replica_slots, self.policy) == (0, "moe-rl"),
-            f"domain_balance {slots.domain_balance!r} copies experts inside a node by itself, and only policy 'moe-rl' "
-            f"plans with it: set replica_slots to 0, not {slots.replica_slots}, and leave the policy at 'moe-rl'.",
+            f"domain_balance {slots.domain_balance!r} makes its own replicas inside a node, and only the policy "
+            "'moe-rl' can plan with it. Keep policy='moe-rl', and set replica_slots to 0 (it is "
+            f"{slots.replica_slots}).",
         )
         return self
 

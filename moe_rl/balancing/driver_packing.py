@@ -67,7 +67,10 @@ class DriverPacking:
         """
         slices = shape.tensor_model_parallel_size * shape.context_parallel_size
         ranks = num_dp_ranks * slices
-        require(ranks % ep_size == 0, f"{ranks} ranks of a pipeline stage do not fill EP groups of {ep_size}.")
+        require(
+            ranks % ep_size == 0,
+            f"the {ranks} ranks of a pipeline stage cannot be divided into EP groups of {ep_size}.",
+        )
         return cls(
             framework=framework,
             model=model,

@@ -200,8 +200,8 @@ class HomeChoice(Generic[Tables]):
     def _warn_of_gradients(self) -> None:
         if not self._warned_of_gradients and dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: experts stay where they are, because gradients of an earlier call await the optimizer "
-                "step; they move at the start of the next pass without such gradients."
+                "moe_rl: experts cannot move to other ranks now, because gradients of an earlier call still wait "
+                "for the optimizer step. They move at the start of the next pass without such gradients."
             )
         self._warned_of_gradients = True
 

@@ -81,8 +81,9 @@ class ExpertHomes:
         current = self.placement
         require(
             placement.home_rank.shape == current.home_rank.shape and placement.ep_size == current.ep_size,
-            f"the placement is for [L, E] = {list(placement.home_rank.shape)} on {placement.ep_size} EP ranks, this "
-            f"run has {list(current.home_rank.shape)} on {current.ep_size}.",
+            "the placement does not match this run: its home_rank [MoE layers, experts] has shape "
+            f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, this run has "
+            f"{list(current.home_rank.shape)} for {current.ep_size}.",
         )
         home = placement.with_slots(resident_slots=current.resident_slots, spare_slots=current.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
@@ -117,11 +118,15 @@ class ExpertHomes:
         moves = not np.array_equal(old, new)
         waits = moves and wants_no_gradients and self._movable.gradients_wait()
         everyone = self.groups.gather_in_run(np.append(digest, [int(moves), int(waits)]))
-        require(bool((everyone[:, :-2] == digest).all()), "the ranks were given different placements.")
+        require(
+            bool((everyone[:, :-2] == digest).all()),
+            "all ranks must be given the same expert placement, but the placements differ.",
+        )
         if everyone[:, -1].any():
             raise GradientsWaitError(
-                "expert gradients are waiting for an optimizer step and would be lost: reorder after the step, or "
-                "after zeroing them (zero_grad_buffer() of the model, zero_grad() of the optimizer)."
+                "experts cannot move now, because their gradients still wait for an optimizer step and would be "
+                "lost. Call reorder() after the step, or zero the gradients first (zero_grad_buffer() of the "
+                "model, zero_grad() of the optimizer)."
             )
         received = 0
         if everyone[:, -2].any():

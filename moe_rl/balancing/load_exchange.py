@@ -92,7 +92,7 @@ def first_misfit(notices: Notices) -> Misfit | None:
                 return notice.misfit
     for group in notices:
         if len({notice.digest for notice in group}) > 1:
-            return Misfit(kind="ranks", sentence="the ranks hold different plans")
+            return Misfit(kind="ranks", sentence="the ranks have different plans")
     return None
 
 
@@ -110,7 +110,10 @@ def common_num_micro_batches(notices: Notices) -> int | None:
 def require_one_number(numbers: Sequence[int | None]) -> None:
     """Raise unless all numbers of micro-batches are the same."""
     listed = ", ".join(sorted(map(str, set(numbers))))
-    require(len(set(numbers)) == 1, f"the ranks disagree on the number of micro-batches with routes: {listed}.")
+    require(
+        len(set(numbers)) == 1,
+        f"all ranks must have the same number of micro-batches with routes, but they have {listed}.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from moe_rl.core.trace import route_dtype
 
 Source = Literal["plan", "routes", "log-probs", "history", "nothing"]
 SOURCES: dict[Source, str] = {
-    "plan": "plans that were made elsewhere",
-    "routes": "the routes that they were given",
-    "log-probs": "what routers chose for the same tokens in the log-prob pass",
-    "history": "the mean of the pass before",
-    "nothing": "nothing: no pass has run yet",
+    "plan": "plans that the user made before",
+    "routes": "the routes that were passed to moe_rl",
+    "log-probs": "the experts that routers chose for the same tokens in the log-prob pass",
+    "history": "the mean expert loads of the previous pass",
+    "nothing": "nothing yet, because no pass has run",
 }
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def count_routes(
         ids = as_array(routes_of_batch)
         require(
             ids.ndim == 3 and ids.shape[1] == num_layers and np.issubdtype(ids.dtype, np.integer),
-            f"the routes of micro-batch {micro_batch} must be integers [N, L, K] with L = {num_layers} MoE layers, "
-            f"got {ids.dtype} {list(ids.shape)}.",
+            f"the routes of micro-batch {micro_batch} must be integers of shape [tokens, {num_layers} MoE layers, "
+            f"top-k], got {ids.dtype} {list(ids.shape)}.",
         )
         ids = ids[:, _index(counted)]
         if not ids.size:
@@ -79,8 +79,8 @@ def count_routes(
         lowest, highest = int(ids.min()), int(ids.max())
         require(
             lowest >= -1 and highest < num_experts,
-            f"the routes of micro-batch {micro_batch} hold expert ids {lowest} .. {highest}, outside -1 .. "
-            f"{num_experts - 1}.",
+            f"the expert ids in the routes of micro-batch {micro_batch} must be -1 to {num_experts - 1}, but they "
+            f"range from {lowest} to {highest}.",
         )
         unknown = int(lowest < 0)
         # Where some are not known, -1 becomes expert 0 and the others move up by one: the core takes unsigned ids.

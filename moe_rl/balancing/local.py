@@ -40,15 +40,15 @@ def plan_from_local(
     pairs = np.asarray(counts)
     require(
         pairs.ndim == 3 and pairs.shape[1:] == (model.num_moe_layers, model.num_experts) and not (pairs < 0).any(),
-        f"counts must be [M, {model.num_moe_layers} MoE layers, {model.num_experts} experts] and not negative, got "
-        f"{list(pairs.shape)}.",
+        f"the counts must have shape [micro-batches, {model.num_moe_layers} MoE layers, {model.num_experts} "
+        f"experts] and not be negative, got {list(pairs.shape)}.",
     )
     # Each rank's counts say how they are narrowed: pickled, those of several types travel together.
     of_groups = [gathered(narrow(pairs, int(pairs.max(initial=0))), ep_group)]
     if expert_dp_group is not None:
         of_groups = gathered(of_groups[0], expert_dp_group)
     numbers = sorted({len(loads_of_rank) for of_group in of_groups for loads_of_rank in of_group})
-    require(len(numbers) == 1, f"the ranks disagree on the number of micro-batches: {numbers}.")
+    require(len(numbers) == 1, f"all ranks must have the same number of micro-batches, but they have {numbers}.")
     everyone = np.array(of_groups, np.int32).transpose(0, 2, 3, 1, 4)
     load = StepLoad(
         pairs=np.ascontiguousarray(everyone),

@@ -181,9 +181,9 @@ def migrate(
             transfers.append(_transfer(moves, groups, state, num_state_tensors))
         scratch = _scratch(transfers, device=groups.device)
     except Exception as error:  # whatever it is, the other ranks wait in the next line
-        failure = f" This rank: {error}"
+        failure = f" The error on this rank: {error}"
     if not groups.all_true_in_run(not failure):
-        raise ReorderError(f"a rank could not prepare the reorder; no expert was moved.{failure}")
+        raise ReorderError(f"no expert was moved, because a rank could not prepare the move.{failure}")
     for index, (arrangement, transfer) in enumerate(zip(arrangements, transfers, strict=True)):
         pieces = transfer.pieces_of(scratch)
         try:
@@ -194,8 +194,8 @@ def migrate(
             groups.all_true(True)
         except Exception as error:  # a lost connection, or a message that the group's backend refuses
             raise ReorderError(
-                f"round {index + 1} of {len(transfers)} of the reorder failed; experts are where the earlier rounds "
-                f"put them, each whole and in one place: {error}"
+                f"moving the experts failed in round {index + 1} of {len(transfers)}. Experts are where the earlier "
+                f"rounds put them, and each is complete: {error}"
             ) from error
         for number, ((_, target), received) in enumerate(zip(transfer.receives, pieces, strict=True)):
             for place in (target, *transfer.mirrors.get(number, ())):
@@ -268,14 +268,15 @@ def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid,
             if _held(state, parameter, groups.place[0])
         } or {-1}
     except Exception as error:  # whatever it is, the other ranks wait in the next line
-        problem = f" This rank: {error}"
+        problem = f" The error on this rank: {error}"
     everyone = groups.gather_in_run(np.array([min(counts), max(counts), int(not problem)], np.int64))
     numbers = sorted(set(everyone[:, :2][everyone[:, :2] >= 0].tolist()))
     if not everyone[:, 2].all():
-        raise ReorderError(f"a rank could not find its optimizer state; no expert was moved.{problem}")
+        raise ReorderError(f"no expert was moved, because a rank could not find its optimizer state.{problem}")
     if len(numbers) > 1:
         raise ReorderError(
-            f"the optimizer holds {numbers} state tensors for different expert parameters; no expert was moved."
+            "no expert was moved, because the optimizer has different numbers of state tensors for expert "
+            f"parameters: {numbers}."
         )
     return numbers[0] if numbers else 0
 

@@ -22,7 +22,7 @@ class Misfit:
 
 
 # The sentence of a pass that is observed: it runs without replicas on purpose.
-OBSERVED = Misfit(kind="observed", sentence="the run is only observed")
+OBSERVED = Misfit(kind="observed", sentence="moe_rl only observes this run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

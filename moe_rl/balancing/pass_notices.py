@@ -54,13 +54,13 @@ class PassNotices:
         if ran == announced or self._warned_of_micro_batches:
             return
         self._warned_of_micro_batches = True
-        consequence = "copies for the missing ones were not used"
+        consequence = "replicas planned for the missing ones were not used"
         if ran > announced:
-            consequence = "the additional ones ran without copies"
+            consequence = "the additional ones ran without replicas"
         if dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: a pass was planned for %d micro-batches, but ran %d: %s. Results are correct; metrics cover "
-                "the micro-batches that ran.",
+                "moe_rl: a pass was planned for %d micro-batches but ran %d, so %s. Results are correct. Metrics "
+                "include only the micro-batches that ran.",
                 announced,
                 ran,
                 consequence,

@@ -61,7 +61,7 @@ class PassRequest:
         self.plan.replicas.require_all_sources()
         for name in SIZES_OF_PLACEMENT:
             of_plan, of_run = getattr(self.plan.placement, name), getattr(self.placement, name)
-            require(of_plan == of_run, f"the plan has {name} {of_plan}, but this run has {of_run}.")
+            require(of_plan == of_run, f"the plan has {name} = {of_plan}, but this run has {of_run}.")
         groups = self.plan.replicas.num_ep_groups
         require(groups in (1, num_ep_groups), f"the plan is for {groups} EP groups, but this run has {num_ep_groups}.")
 
@@ -83,14 +83,14 @@ class PassRequest:
         if plan is None:
             return None
         if not same_places(plan.placement, self.placement):
-            sentence = "the plan is for another placement of the experts: call reorder() with it first"
+            sentence = "the plan was made for another expert placement: call reorder() with the plan first"
             return Misfit(kind="placement", sentence=sentence)
         count = plan.replicas.num_micro_batches
         if num_micro_batches not in (None, count):
-            sentence = f"the plan is for {count} micro-batches, but the routes are for {num_micro_batches}"
+            sentence = f"the plan is for {count} micro-batches, but there are routes for {num_micro_batches}"
             return Misfit(kind="micro-batches", sentence=sentence)
         if layout is not None and not _same_layout(plan.layout, layout):
-            return Misfit(kind="layout", sentence="the plan is for another batch layout")
+            return Misfit(kind="layout", sentence="the plan was made for another batch layout")
         return None
 
 
@@ -159,7 +159,7 @@ def moved_since(planned: PlannedPass, placement: ExpertPlacement, layers: Sequen
     """Return a misfit where experts of these layers are elsewhere than where the pass was planned for."""
     if same_places(planned.local_plan.placement.of_layers(layers), placement.of_layers(layers)):
         return None
-    return Misfit(kind="placement", sentence="experts have moved since the pass was prepared")
+    return Misfit(kind="placement", sentence="experts have moved to other ranks since the pass was prepared")
 
 
 def same_places(placement: ExpertPlacement, other: ExpertPlacement) -> bool:

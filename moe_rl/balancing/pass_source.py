@@ -121,7 +121,7 @@ def _of_every_micro_batch(
         return None
     require(
         len(sequences) == num_micro_batches,
-        f"there are routes for {num_micro_batches} micro-batches, but sequences for {len(sequences)}.",
+        f"there are routes for {num_micro_batches} micro-batches, but sequences for {len(sequences)} micro-batches.",
     )
     return tuple(sequences)
 

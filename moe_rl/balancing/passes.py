@@ -221,9 +221,15 @@ class PassCycle(RoutePlanner[Tables]):
         self._require_ready()
         self._settle_homes(source, forward_only=forward_only)
         if source is not None:
-            require(not self._queue.passes, "a prepared pass is waiting: call begin_pass() without a source first.")
+            require(
+                not self._queue.passes,
+                "the pass that prepare() prepared has not begun yet: call begin_pass() without a source first.",
+            )
             self.prepare(source, forward_only=forward_only)
-        require(bool(self._queue.passes), "begin_pass() needs a PassSource or an earlier prepare().")
+        require(
+            bool(self._queue.passes),
+            "there is nothing to begin: pass a PassSource to begin_pass(), or call prepare() first.",
+        )
         started = time.perf_counter()
         prepared = self._queue.passes.popleft()
         with ranges.range("plan"):
@@ -243,7 +249,7 @@ class PassCycle(RoutePlanner[Tables]):
     def end_pass(self) -> PassMetrics:
         """End the pass and return what it did; a collective of the EP group."""
         if self._running is None:
-            raise InvalidInputError("no pass is under way: call begin_pass() first.")
+            raise InvalidInputError("no pass has begun: call begin_pass() first.")
         try:
             metrics = self._metrics_of(self._running)
         except BaseException:
@@ -348,7 +354,7 @@ class PassCycle(RoutePlanner[Tables]):
 
     def _movable_homes(self, what: str) -> ExpertHomes:
         if self.run.homes is None:
-            raise InvalidInputError(f"experts cannot be moved here: {self.run.homes_stay}")
+            raise InvalidInputError(f"experts cannot move to other ranks in this run: {self.run.homes_stay}")
         self._require_no_pass(what)
         return self.run.homes
 
@@ -359,5 +365,6 @@ class PassCycle(RoutePlanner[Tables]):
     def _require_no_pass(self, what: str) -> None:
         require(
             self._running is None,
-            f"a pass is under way: call end_pass() before {what}, or give_up() if its code raised an error.",
+            f"the current pass has not ended. Before {what}, call end_pass(), or give_up() if the code of the pass "
+            "raised an error.",
         )

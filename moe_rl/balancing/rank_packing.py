@@ -43,7 +43,8 @@ class RankPacking(Generic[Tables]):
         for rank, budget in enumerate(budgets):
             require(
                 budget == budgets[0],
-                f"ranks must pack with the same token_budget: rank {rank} has {budget}, rank 0 has {budgets[0]}.",
+                f"all ranks must pack with the same token_budget, but rank {rank} has {budget} and rank 0 has "
+                f"{budgets[0]}.",
             )
         batch_of_sequence = packed_micro_batches(
             [of_rank for of_rank in sequences if of_rank is not None],

@@ -138,7 +138,8 @@ class RouteCounter:
             return sequence_of_row.new_zeros(num_rows)
         require(
             len(sequence_of_row) == num_rows,
-            f"micro-batch {micro_batch}: {len(sequence_of_row)} rows were announced, but the routers get {num_rows}.",
+            f"{len(sequence_of_row)} tokens were announced for micro-batch {micro_batch}, but the routers got "
+            f"{num_rows}.",
         )
         return sequence_of_row
 

@@ -105,7 +105,7 @@ def pack_schedule(
     """
     policy = POLICIES[config.policy]
     packing = ", ".join(policy.name for policy in POLICIES if policy.levers.pack)
-    require(policy.levers.pack, f"policy {config.policy!r} does not pack sequences: use one of {packing}.")
+    require(policy.levers.pack, f"policy {config.policy!r} does not pack sequences. Policies that do: {packing}.")
     trace = _as_trace(samples, model)
     counts = trace if isinstance(trace, SequenceCounts) else count_sequences(trace)
     layout = layout_of_schedule(schedule, trace.num_sequences)
@@ -113,7 +113,10 @@ def pack_schedule(
     most_tokens = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if most_tokens > token_budget:
         logger.warning(
-            "moe_rl: a micro-batch has %d tokens, more than %d, so it is not repacked.", most_tokens, token_budget
+            "moe_rl: a micro-batch has %d tokens, more than its budget of %d, so the sequences of this batch were not "
+            "packed differently.",
+            most_tokens,
+            token_budget,
         )
         return batches_of_ranks
     packed = plan_of_load(
@@ -132,7 +135,11 @@ def pack_schedule(
     pairs = (pair for ranks in zip(batches_of_ranks, cells, strict=True) for pair in zip(*ranks, strict=True))
     emptied = sum(bool(before) and not after for before, after in pairs)
     if emptied:
-        logger.warning("moe_rl: packing would leave %d micro-batches empty: not repacked.", emptied)
+        logger.warning(
+            "moe_rl: packing would leave %d micro-batches empty, so the sequences of this batch were not packed "
+            "differently.",
+            emptied,
+        )
         return batches_of_ranks
     return cells
 
@@ -141,7 +148,8 @@ def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequence
     """Return `schedule[dp_rank][micro_batch]` = sample indices as a layout; raise unless it holds each sample once."""
     counts = {len(micro_batches) for micro_batches in schedule}
     require(
-        len(counts) == 1, f"every data-parallel rank must run the same number of micro-batches, got {sorted(counts)}."
+        len(counts) == 1,
+        f"every data-parallel rank must run the same number of micro-batches, but they run {sorted(counts)}.",
     )
     places = [
         (sample, micro_batch, dp_rank, order)
@@ -153,7 +161,7 @@ def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequence
     named = np.sort(columns[:, 0])
     require(
         np.array_equal(named, np.arange(num_sequences)),
-        f"the schedule must name each of the {num_sequences} samples once, got {named.tolist()[:20]}.",
+        f"the schedule must contain each of the {num_sequences} samples once, got {named.tolist()[:20]}.",
     )
     by_sample = columns[np.argsort(columns[:, 0])].astype(np.int32)
     return BatchLayout(
@@ -297,12 +305,13 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     usable = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
-            f"policy {config.policy!r} copies any number of experts onto a rank, but a run has buffers for only "
-            f"{config.slots.spare}: use one of {usable}."
+            f"policy {config.policy!r} puts any number of replicas on a rank, but a run has buffers for only "
+            f"{config.slots.spare}. Use one of {usable}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
-            f"policy {config.policy!r} moves experts in every plan: inside Megatron use one of {usable}."
+            f"policy {config.policy!r} moves experts to other home ranks in every plan. Inside Megatron, use one of "
+            f"{usable}."
         )
     require_useful_slots(config)
 
@@ -312,14 +321,14 @@ def require_useful_slots(config: BalancerConfig) -> None:
     levers = POLICIES[config.policy].levers
     require(
         not config.homes.reorders or levers.move_homes or (levers.choose_residents and config.slots.resident_slots > 0),
-        f"reorders has no effect: policy {config.policy!r} never moves experts in a run.",
+        f"reorders has no effect, because the policy {config.policy!r} never moves experts to other home ranks.",
     )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
         filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]
         require(
             not config.value_of(slots) or config.policy in filling,
-            f"{slots} has no effect: policy {config.policy!r} leaves these slots empty. Set {slots} to 0, or "
-            f"choose a policy that fills them: {', '.join(filling)}.",
+            f"{slots} has no effect, because the policy {config.policy!r} leaves these slots empty. Set {slots} to "
+            f"0, or choose a policy that fills them: {', '.join(filling)}.",
         )
 
 
@@ -329,7 +338,7 @@ def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
     slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
     experts = slots[:, :, :per_rank].reshape(placement.num_layers, -1)
     complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
-    require(complete, f"the first {per_rank} slots of every rank must be the homes of its {per_rank} experts.")
+    require(complete, f"the first {per_rank} slots of every rank must contain its {per_rank} home experts.")
     return experts
 
 
@@ -353,8 +362,8 @@ def _as_trace(samples: Samples, model: MoeModelSpec) -> RoutingTrace | SequenceC
     for index, ids in enumerate(arrays):
         require(
             ids.ndim == 3 and ids.shape[1] == model.num_moe_layers and np.issubdtype(ids.dtype, np.integer),
-            f"sample {index} must be integers [tokens, L, K] with L = {model.num_moe_layers} MoE layers, got "
-            f"{ids.dtype} {list(ids.shape)}.",
+            f"the routes of sample {index} must be integers of shape [tokens, {model.num_moe_layers} MoE layers, "
+            f"top-k], got {ids.dtype} {list(ids.shape)}.",
         )
     return RoutingTrace.from_sequences(
         arrays,

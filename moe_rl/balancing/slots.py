@@ -103,7 +103,8 @@ class SlotTables:
         if len(wrong):
             micro_batch, layer = divmod(int(cell[wrong[0]]), num_layers)
             raise InvalidInputError(
-                f"plan: a replica of micro-batch {micro_batch}, layer {layer} is in the home slot of another expert."
+                f"the plan puts a replica of micro-batch {micro_batch}, layer {layer} into the home slot of another "
+                "expert."
             )
         cells, table = np.unique(cell, return_inverse=True)
         row = np.full(num_cells, -1, np.int64)

@@ -55,10 +55,10 @@ class AdviceRule:
                 # The median, since a jump in the first half would hide one of today.
                 start = _numbers(records[:half], metric)
                 if not start or median(start) == 0:
-                    return f"{metric} has no earlier steps to compare with"
+                    return f"{metric} is not logged in earlier steps, so it cannot be compared with them"
                 value /= median(start)
             return metric, abs(value) if self.magnitude else value
-        return f"none of {', '.join(self.metrics)} is logged as a finite number"
+        return f"none of the metrics {', '.join(self.metrics)} is logged as a finite number"
 
     def speaks(self, value: float) -> bool:
         """Return whether a value is beyond the bound."""
@@ -86,7 +86,7 @@ class Advice:
 
     def __str__(self) -> str:
         """Return the advice in sentences."""
-        return f"{self.advice} ({self.metric} is {self.value:.3g}, bound {self.bound:g}; {self.source})"
+        return f"{self.advice} ({self.metric} is {self.value:.3g}, the limit is {self.bound:g}; {self.source})"
 
 
 def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
@@ -94,7 +94,7 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
 
     A metric that is not logged is skipped (see `not_judged`). Raises if no record holds a metric of any rule.
     """
-    require(len(records) > 0, "there are no metrics to advise on.")
+    require(len(records) > 0, "the log contains no metrics, so no advice is possible.")
     read = _readings(records)
     advice = [
         Advice(rule=rule.name, metric=metric, value=value, bound=rule.bound, advice=rule.advice, source=rule.source)
@@ -104,7 +104,7 @@ def advise(records: Sequence[Mapping[str, object]]) -> list[Advice]:
     advice += _layers(records[len(records) // 2 :])
     if not read and not advice:
         metrics = ", ".join(metric for rule in RULES for metric in rule.metrics)
-        raise InvalidInputError(f"the log has none of the metrics that a rule reads: {metrics}.")
+        raise InvalidInputError(f"the log contains none of the metrics that the advice depends on: {metrics}.")
     return advice
 
 
@@ -136,21 +136,21 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
         speaks_by_kind[rule.danger] = rule.speaks(value) or speaks_by_kind.get(rule.danger, False)
     logged = [kind for kind in kinds if kind in speaks_by_kind]
     if len(records) < LEAST_STEPS:
-        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step says too little about a run.")
+        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step is too short for a verdict.")
     if len(logged) < 2:
         only = "none of them"
         if logged:
             only = f"only {logged[0]}"
         return DangerVerdict(
             in_danger=None,
-            reason=f"signs of two kinds must agree ({', '.join(kinds)}), but {only} can be read from the log.",
+            reason=f"signs of two kinds must agree ({', '.join(kinds)}), but the log contains {only}.",
         )
     agreeing = [kind for kind, speaks in speaks_by_kind.items() if kind and speaks]
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
         return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
     return DangerVerdict(
-        in_danger=False, reason=f"no two kinds of signs agree; the log has signs of {', '.join(logged)}."
+        in_danger=False, reason=f"no two kinds of signs agree. The log contains signs of {', '.join(logged)}."
     )
 
 
@@ -194,8 +194,10 @@ def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
             metric=worst,
             value=shifts[worst],
             bound=3.0 * average,
-            advice="One layer's router moves more than three times as far as the average one: freeze it or lower its "
-            "learning rate before correcting all tokens for it.",
+            advice=(
+                "The router of one layer changes more than three times as much as the average one. Freeze this router "
+                "or lower its learning rate before you correct the loss of all tokens for it."
+            ),
             source="a comparison within the run",
         )
     ]

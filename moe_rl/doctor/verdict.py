@@ -75,13 +75,13 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
     """Yield why `attach` would refuse the model itself, whatever its single options are."""
     ranks = settings.expert_model_parallel_size
     if ranks is not None and ranks.value == 1:
-        yield f"every rank holds all experts: {ranks}."
+        yield f"there is nothing to balance, because every rank holds all experts: {ranks}."
     # Adapters of single experts differ between ranks, and a copy of an expert would need its adapter, too.
     adapts = adapts_experts(settings) and settings.framework not in ONE_ADAPTER
     if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
-            f"{settings.lora} gives every expert of TEGroupedMLP its own adapter; attach balances such adapters only "
-            "in SequentialMLP (moe_grouped_gemm off)."
+            f"{settings.lora} gives every expert of TEGroupedMLP its own adapter. attach can balance such adapters "
+            "only in SequentialMLP (set moe_grouped_gemm off)."
         )
 
 
@@ -103,14 +103,14 @@ def _not_read(run: ReadRun) -> Iterator[str]:
     """Yield what must be known before a verdict is possible."""
     undecided = [option for rule in (*REFUSALS, *DDP_REFUSALS) for option in _open(rule, run)]
     for option in dict.fromkeys(undecided):
-        yield f"{run.undecided[option]}: its value decides whether attach accepts the run."
+        yield f"{run.undecided[option]}. This value decides whether attach accepts the run."
     grouped = run.settings.value_of("moe_grouped_gemm")
     if "lora" in run.undecided and grouped:
-        yield f"{run.undecided['lora']}: attach refuses separate adapters for the experts of TEGroupedMLP."
+        yield f"{run.undecided['lora']}. attach does not accept separate adapters for the experts of TEGroupedMLP."
     if adapts_experts(run.settings) and grouped is None:
-        yield f"{run.settings.lora} trains adapters: moe_grouped_gemm decides whether attach accepts them."
+        yield f"{run.settings.lora} trains adapters. The value of moe_grouped_gemm decides whether attach accepts them."
     if not Case(settings=run.settings).is_moe:
-        yield " ".join(("nothing in these files says that the model has experts.", *run.conditions))
+        yield " ".join(("nothing in these files shows that the model has experts.", *run.conditions))
 
 
 def _open(rule: Refusal, run: ReadRun) -> list[str]:
@@ -130,9 +130,15 @@ def _conditions(run: ReadRun) -> Iterator[str]:
     """Yield the conditions under which the run attaches."""
     yield from run.conditions
     if adapts_experts(run.settings) and run.settings.framework in ONE_ADAPTER:
-        yield f"{run.settings.lora}: attach accepts one adapter shared by TEGroupedMLP's experts, equal on all ranks."
+        yield (
+            f"{run.settings.lora}: attach accepts adapters on TEGroupedMLP's experts only if all experts share one "
+            "adapter that is equal on all ranks."
+        )
     for option, setting in run.settings.options.items():
         if setting.value and is_unknown(option):
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."
     if run.partial:
-        yield "these are arguments of a command that is not in the files: what the command adds was not checked."
+        yield (
+            "these are only arguments, and the command that uses them is in none of the files, so its own arguments "
+            "were not checked."
+        )

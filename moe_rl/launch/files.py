@@ -58,9 +58,12 @@ def read_run(paths: list[Path]) -> RawRun:
 
 def _text(path: Path) -> str:
     require(path.exists(), f"there is no file {path}.")
-    require(not path.is_dir(), f"{path} is a folder: name the files of the run.")
+    require(not path.is_dir(), f"{path} is a folder: name the files of the run instead.")
     if path.stat().st_size > MAX_BYTES:
-        raise InvalidInputError(f"{path} has {path.stat().st_size} bytes: give the script or the argument dump alone.")
+        raise InvalidInputError(
+            f"{path} is too large ({path.stat().st_size} bytes): give only the launch script or the dump of the "
+            "arguments."
+        )
     text = read_text(path)
     require(bool(text.strip()), f"{path} is empty.")
     return text
@@ -109,8 +112,8 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
     best = max(reversed(started), key=lambda launch: _num_settings(launch.words), default=Launch([], {}))
     if _num_settings(best.words) and loose:
         run.notes.append(
-            f"{loose[0].where}: these arguments form a command of their own (is a backslash missing at the end of "
-            "the line before?); they are read as arguments of the run."
+            f"{loose[0].where}: these arguments are not part of any command (a backslash may be missing at the end "
+            "of the previous line). They are read as arguments of the run."
         )
     # A model file of slime's sets arrays and starts nothing.
     partial = not _num_settings(best.words) and not loose
@@ -120,7 +123,7 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
         words = best.words + loose
     require(
         _num_settings(words) > 0,
-        f"{script} holds no arguments: neither a command with --flags or a.b=c, nor arrays of them.",
+        f"{script} contains no arguments of a run: no command with --flags or a.b=c, and no arrays of such words.",
     )
     run.variables.update({name: value for name, value in best.variables.items() if not value.missing})
     run.add_words(words)

@@ -107,7 +107,9 @@ class Reader:
         unneeded: list[str] = []
         for name, sentence in raw.absent.items():
             if self.knows(name):
-                unneeded.append(f"{name} does not exist, but its values are known.")
+                unneeded.append(
+                    f"{name} does not exist, but this changes nothing: its values are known from elsewhere."
+                )
             else:
                 unread.append(sentence)
         conditions = (*raw.notes, *unread, *self.remarks(raw))
@@ -132,7 +134,7 @@ class Reader:
 
 def hangs_on(entry: Entry) -> str:
     """Return the sentence on a setting whose value is not in the files."""
-    return f"{entry.written} ({entry.where}) hangs on {', '.join(dict.fromkeys(entry.missing))}"
+    return f"the value of {entry.written} ({entry.where}) depends on {', '.join(dict.fromkeys(entry.missing))}"
 
 
 def _as_it_is(option: str | None) -> Rule | None:

@@ -55,7 +55,9 @@ def model_words(path: Path, text: str, run: RawRun) -> list[Text]:
             text_of_target = read_text(target)
             run.files.append(str(target))
             return model_words(target, text_of_target, run) + _flag_words(_tree(target, text_of_target), target, run)
-    run.absent["model arguments"] = f"{path} takes the model's arguments from scripts/models: give that file too."
+    run.absent["model arguments"] = (
+        f"{path} takes the model's arguments from a file in scripts/models: give that file, too."
+    )
     return []
 
 
@@ -67,12 +69,12 @@ def _tree(path: Path, text: str) -> ast.Module:
             place = f"{path}:{error.lineno}"
         else:
             place = str(path)
-        raise InvalidInputError(f"{place} is not Python: {error.msg}.") from error
+        raise InvalidInputError(f"{place} is not valid Python: {error.msg}.") from error
 
 
 def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
     """Return the words of all strings that hold flags, in source order."""
-    run.notes.append(f"{path} is Python: values that it computes were not read.")
+    run.notes.append(f"{path} is a Python script: values that it computes at run time were not read.")
     words: list[Text] = []
     branches: list[int] = []
     for string, line, in_branch in _strings(tree, _defaults(tree), inside_branch=False):
@@ -91,7 +93,9 @@ def _flag_words(tree: ast.Module, path: Path, run: RawRun) -> list[Text]:
         ]
     if branches:
         lines = ", ".join(map(str, dict.fromkeys(branches[:8])))
-        run.notes.append(f"{path}: flags inside `if` or `match` count as if their branch ran (lines {lines}).")
+        run.notes.append(
+            f"{path}: flags inside `if` or `match` are read as if their branch were taken (lines {lines})."
+        )
     return words
 
 

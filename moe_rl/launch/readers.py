@@ -17,6 +17,6 @@ def interpret(raw: RawRun, framework: str | None = None) -> ReadRun:
         if reader.recognizes(raw):
             return reader.read(raw)
     raise InvalidInputError(
-        f"{', '.join(raw.files)}: no known framework has these settings; name one with --framework "
-        f"({', '.join(sorted(READERS.names))}) if the run uses it."
+        f"the framework of {', '.join(raw.files)} is not recognized from its settings. Name it with --framework "
+        f"({', '.join(sorted(READERS.names))})."
     )

@@ -23,12 +23,12 @@ def entries_of_yaml(path: Path, text: str) -> list[Entry]:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise InvalidInputError(f"{path} must hold a mapping of keys to values.")
+            raise InvalidInputError(f"{path} must contain a mapping of keys to values.")
         return list(_leaves(loader, root, "", str(path)))
     except yaml.YAMLError as error:
         raise InvalidInputError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
     except RecursionError:
-        raise InvalidInputError(f"{path} holds a mapping inside itself.") from None
+        raise InvalidInputError(f"{path} contains a mapping that contains itself.") from None
 
 
 def _leaves(loader: yaml.SafeLoader, node: yaml.Node, prefix: str, path: str) -> Iterator[Entry]:
@@ -47,7 +47,7 @@ def _constructed(loader: yaml.SafeLoader, node: yaml.Node, where: Where) -> obje
     try:
         return loader.construct_object(node, deep=True)
     except (ValueError, LookupError, AttributeError):  # what PyYAML's constructors let through
-        raise InvalidInputError(f"{where}: {node.value!r} is not a value of its YAML type {node.tag}.") from None
+        raise InvalidInputError(f"{where}: {node.value!r} is not a valid value of the YAML type {node.tag}.") from None
 
 
 def value_of_word(text: str) -> object:
@@ -61,13 +61,13 @@ def value_of_word(text: str) -> object:
 
 def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
     """Add a file's entries after those of the files that its `defaults:` names; one that is not there is noted."""
-    require(depth < MAX_DEFAULTS, f"{path}: files that name one another in `defaults` in a circle.")
+    require(depth < MAX_DEFAULTS, f"{path}: the files listed in `defaults` refer to each other in a circle.")
     run.files.append(str(path))
     entries = entries_of_yaml(path, text)
     named = [entry.value for entry in entries if entry.key == "defaults"]
     if named and isinstance(named[0], list) and any(isinstance(item, dict) for item in named[0]):
         run.notes.append(
-            f"{path} composes groups of files: give the composed configuration (Hydra leaves it in "
+            f"{path} is composed from several files by Hydra. Give the composed configuration (Hydra writes it to "
             ".hydra/config.yaml), or the launch script."
         )
     # A file overrides those that it names, wherever in it `defaults` stands.
@@ -78,7 +78,7 @@ def read_yaml_file(path: Path, text: str, run: RawRun, depth: int = 0) -> None:
             read_yaml_file(target, read_text(target), run, depth + 1)
         else:
             run.absent[name] = (
-                f"{path} starts from {name}, which does not exist: values that only it sets are not known."
+                f"{path} extends {name}, which does not exist, so values that are set only there are not known."
             )
     run.entries.extend(entry for entry in entries if entry.key != "defaults")
 

@@ -105,13 +105,14 @@ class PlanProblem:
         load, topology = self.load, self.topology
         require(
             load.num_experts == self.model.num_experts and load.num_layers == self.model.num_moe_layers,
-            f"the load has {load.num_layers} MoE layers with {load.num_experts} experts each, but model "
-            f"{self.model.name!r} has {self.model.num_moe_layers} with {self.model.num_experts} each.",
+            f"the expert loads and model {self.model.name!r} do not match: the loads have {load.num_layers} MoE "
+            f"layers with {load.num_experts} experts each, the model has {self.model.num_moe_layers} with "
+            f"{self.model.num_experts} each.",
         )
         require(
             load.ep_size == topology.ep_size and load.num_ep_groups == topology.num_ep_groups,
-            f"the load has {load.num_ep_groups} EP groups with {load.ep_size} ranks each, but the topology has "
-            f"{topology.num_ep_groups} with {topology.ep_size} each.",
+            f"the expert loads and the topology do not match: the loads have {load.num_ep_groups} EP groups of "
+            f"{load.ep_size} ranks, the topology has {topology.num_ep_groups} of {topology.ep_size}.",
         )
         topology.experts_per_rank(self.model.num_experts)
         self._check_sequences()
@@ -121,8 +122,8 @@ class PlanProblem:
         if self.sequence_load is not None:
             known, want = self.sequence_load, [num_sequences, self.load.num_layers, self.load.num_experts]
             got = [known.num_sequences, known.num_layers, known.num_experts]
-            require(got == want, f"sequence_load must be of [sequences, layers, experts] = {want}, got {got}.")
-            require(self.sequence_tokens is not None, "sequence_load requires sequence_tokens.")
+            require(got == want, f"sequence_load must have shape [sequences, layers, experts] = {want}, got {got}.")
+            require(self.sequence_tokens is not None, "sequence_load needs sequence_tokens: set both.")
         require(
             self.sequence_tokens is None or self.sequence_tokens.shape == (num_sequences,),
             f"sequence_tokens must have one entry per sequence ({num_sequences}).",
@@ -220,13 +221,14 @@ class Planner(ABC):
         """
         require(
             may.move_homes or self.keeps_homes,
-            f"policy {self.name!r} moves experts in every plan, which is not allowed here.",
+            f"policy {self.name!r} moves experts to other home ranks in every plan, which is not allowed here.",
         )
         current = problem.current_placement
         residents = current is not None and bool((current.resident_experts >= 0).any())
         require(
             may.choose_residents or not (may.move_homes and residents),
-            "homes cannot move while resident copies stay in place: let the plan choose the residents, too.",
+            "home ranks cannot change while the replicas that stay for the whole step keep their slots. Let the "
+            "plan choose these replicas, too.",
         )
         if not self.levers.choose_residents:
             problem = replace(problem, resident_slots=0)

@@ -220,7 +220,8 @@ def engine_of(domain_balance: str) -> DomainEngine | None:
     if domain_balance not in ENGINES:
         names = (OURS, *ENGINES)
         raise InvalidInputError(
-            f"domain_balance {domain_balance!r} is not one of {', '.join(names)}.{nearest_name(domain_balance, names)}"
+            f"domain_balance {domain_balance!r} is unknown. Known are "
+            f"{', '.join(names)}.{nearest_name(domain_balance, names)}"
         )
     return ENGINES[domain_balance]
 

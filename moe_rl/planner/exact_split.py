@@ -91,7 +91,9 @@ class _Chains:
         self.parts: list[dict[int, int]] = []
         for expert, ranks in enumerate(holders):
             if loads[expert] and not ranks:
-                raise InvalidInputError(f"expert {expert} has {loads[expert]} pairs, but no rank holds it.")
+                raise InvalidInputError(
+                    f"expert {expert} has {loads[expert]} token-expert pairs, but no rank holds this expert."
+                )
             self.parts.append(dict.fromkeys(ranks, 0))
             if len(ranks) == 1:
                 self._put(expert, ranks[0], loads[expert])

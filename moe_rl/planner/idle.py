@@ -21,28 +21,34 @@ def idle_levers(plan: Plan, problem: PlanProblem, may: Levers) -> tuple[str, ...
     sentences = []
     residents = plan.placement.resident_experts
     if problem.resident_slots and not (residents >= 0).any():
-        sentences.append(f"no resident copies: {_why_no_residents(problem, may)}.")
+        sentences.append(f"no replicas for the whole step: {_why_no_residents(problem, may)}.")
     if may.cross_node and problem.cross_node_slots and problem.topology.num_nodes == 1:
-        sentences.append("no copies across nodes: all ranks are in one node.")
+        sentences.append("no replicas across nodes: all EP ranks are in one node.")
     may_copy = may.replicate or may.cross_node
     if may_copy and not plan.replicas.copies:
         rows = rank_load(plan, problem.load)
         unequal = imbalance(rows)
         if unequal > WORTH_A_WORD:
-            sentences.append(f"no replicas: at imbalance {unequal:.2f} {_why_no_replicas(rows, problem, may)}.")
+            sentences.append(
+                f"no replicas: the rank loads have an imbalance of {unequal:.2f}, but "
+                f"{_why_no_replicas(rows, problem, may)}."
+            )
     return tuple(sentences)
 
 
 def _why_no_residents(problem: PlanProblem, may: Levers) -> str:
     if problem.topology.num_nodes == 1:
-        return "all ranks are in one node, so no transfer can be saved"
+        return "all EP ranks are in one node, so such replicas would save no traffic between nodes"
     if not may.choose_residents:
-        return "there are none yet, and this plan does not change residents; the next reorder chooses them"
+        return "none have been chosen yet, and this plan must not choose any. The next plan that moves experts will"
     if problem.load.routes is None:
-        return "the routes of single tokens are unknown, and counts do not show which copies save a transfer"
+        return (
+            "only expert counts are known, and the routes of single tokens are needed to see which replicas save "
+            "traffic"
+        )
     if not problem.objective.in_seconds:
-        return f"they save time, which objective {problem.objective.name!r} does not count"
-    return "none saves more time than its transfer takes"
+        return f"they would save time, but the objective {problem.objective.name!r} does not count time"
+    return "none would save more time than its transfer takes"
 
 
 def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers) -> str:
@@ -50,18 +56,22 @@ def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers)
     in_node = may.replicate and problem.replica_slots > 0 and problem.topology.ranks_per_domain > 1
     may_cross = may.cross_node and problem.cross_node_slots > 0 and problem.topology.num_nodes > 1
     if problem.spare_slots == 0:
-        return "replica_slots and cross_node_slots are 0"
+        return "replica_slots and cross_node_slots are both 0"
     if not (in_node or may_cross):
-        return "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0, or the plan may make none"
+        return (
+            "no rank may hold a replica (ranks_per_node is 1 and cross_node_slots is 0, or this plan must not add "
+            "replicas)"
+        )
     if not problem.objective.in_seconds:
-        return "no copy lowers the busiest rank"
+        return "no replica would lower the load of the busiest rank"
     if in_node:
         seconds_of_copy = replicate_time(problem.cost, ONE)
     else:
         seconds_of_copy = prefetch_time(problem.cost, ONE)
     return (
-        f"a copy costs {1e6 * float(seconds_of_copy[0]):.0f} us and all together save at most "
-        f"{1e6 * _largest_excess_s(rows, problem):.0f} us of a layer; objective='imbalance' ignores cost"
+        f"a replica costs {1e6 * float(seconds_of_copy[0]):.0f} us of transfer, and all replicas of a layer "
+        f"together would save at most {1e6 * _largest_excess_s(rows, problem):.0f} us. To ignore the cost, set "
+        "objective='imbalance'"
     )
 
 

@@ -99,7 +99,11 @@ class MoeRlPlanner(Planner):
         )
         core, engine = native_core(), engine_of(problem.domain_balance) if self.replicate else None
         if core is None:
-            require(engine is None, f"moe-rl with {problem.domain_balance} needs the C++ core; {why_not_native()}.")
+            require(
+                engine is None,
+                f"the policy moe-rl with domain_balance {problem.domain_balance} needs the C++ core, but "
+                f"{why_not_native()}.",
+            )
             return self._plan_by_reference(problem, may)
         workers_deal = False
         if problem.layout.lengths_alone and may.pack and self._why_not_packed(problem) is None:
@@ -207,7 +211,7 @@ class MoeRlPlanner(Planner):
         current = problem.current_placement
         require(
             current is None or current.resident_slots == 0,
-            f"moe-rl: copies that stay for a whole step need the C++ core; {why_not_native()}.",
+            f"the policy moe-rl needs the C++ core for replicas that stay for the whole step, but {why_not_native()}.",
         )
         options = ReferenceOptions(
             reorder=may.move_homes,
@@ -235,9 +239,9 @@ class MoeRlPlanner(Planner):
 
     def _why_not_packed(self, problem: PlanProblem) -> str | None:
         if problem.layout.fixed:
-            return "the layout is fixed"
+            return "the batch layout is fixed"
         if problem.sequence_load is None or problem.layout.num_sequences == 0:
-            return "the loads of single sequences are not known"
+            return "the expert loads of single sequences are not known"
         if problem.topology.ep_size % problem.topology.slices_per_dp_rank:
             return "a data-parallel rank spans several EP groups"
         return None
@@ -245,11 +249,11 @@ class MoeRlPlanner(Planner):
     def _notes(self, problem: PlanProblem, may: Levers, best: Candidate) -> tuple[str, ...]:
         reason, notes = self._why_not_packed(problem), []
         if may.pack and reason:
-            notes.append(f"sequences were not repacked: {reason}.")
+            notes.append(f"sequences were not packed differently: {reason}.")
         if best.across_save < WORTH_A_SLOT:
             notes.append(
-                f"copies across nodes save {best.across_save:.1%} of what was planned: without cross-node slots "
-                "no rank needs buffers for them."
+                f"replicas across nodes save only {best.across_save:.1%} of the planned time. Without cross-node "
+                "slots, no rank needs buffers for them."
             )
         return tuple(notes)
 
@@ -272,6 +276,7 @@ def _over_engine(problem: PlanProblem, at_start: Candidate, best: Candidate) -> 
         return ()
     saved = 1.0 - best.price / at_start.price if at_start.price else 0.0
     return (
-        f"{problem.domain_balance} on one NVLink domain: homes bring nothing, packing {saved:.1%} of what was priced; "
-        "what is left to know before a step is how many rows a rank can get (plan.capacity).",
+        f"{problem.domain_balance} balances the ranks of the only NVLink domain. Moving experts therefore saves "
+        f"nothing, and packing sequences saves {saved:.1%} of the planned time. The remaining use of a plan is to "
+        "bound how many token-expert pairs a rank can receive (plan.capacity).",
     )

@@ -96,7 +96,9 @@ def plan_by_reference(problem: PlanProblem, planner: Planner, options: Reference
     if len(set(cheapest.tolist())) > 1:
         tried.append(_priced_plan(problem, planner, options, mixed))
     best = min(tried, key=lambda candidate: candidate.cost).plan
-    note = f"planned by the reference planner, without packing and without replicas across nodes: {why}."
+    note = (
+        f"this plan comes from the reference planner, without packing and without replicas across nodes, because {why}."
+    )
     return replace(best, notes=(note,))
 
 

@@ -28,7 +28,7 @@ def _check(policy: type[Planner]) -> None:
     require(is_planner, f"policy {policy.name!r} must be a subclass of moe_rl.planner.Planner that defines plan().")
     parameters = inspect.signature(policy).parameters
     lacking = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    require(not lacking, f"policy {policy.name!r}: {', '.join(lacking)} must have a default.")
+    require(not lacking, f"policy {policy.name!r}: all fields must have a default, but {', '.join(lacking)} have none.")
 
 
 POLICIES: Registry[type[Planner]] = Registry(
@@ -66,7 +66,7 @@ def make_planner(name: str, **parameters: int | float | str | bool) -> Planner:
     parameters_of_policy = policy_parameters(name)
     for parameter in parameters:
         if not parameters_of_policy:
-            raise InvalidInputError(f"policy {name!r} takes no parameters, got {parameter!r}.")
+            raise InvalidInputError(f"policy {name!r} has no parameters, so {parameter!r} cannot be set.")
         if parameter not in parameters_of_policy:
             raise InvalidInputError(
                 f"policy {name!r} has no parameter {parameter!r}.{nearest_name(parameter, parameters_of_policy)}"

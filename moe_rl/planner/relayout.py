@@ -34,7 +34,8 @@ def load_for_layout(
     layout.check(lengths)
     require(
         layout.num_dp_ranks == topology.num_dp_ranks,
-        f"the layout is for {layout.num_dp_ranks} data-parallel ranks, but the topology has {topology.num_dp_ranks}.",
+        f"the batch layout has {layout.num_dp_ranks} data-parallel ranks, but the topology has "
+        f"{topology.num_dp_ranks}.",
     )
     num_layers, num_experts = sequence_load.num_layers, sequence_load.num_experts
     shape = (topology.num_ep_groups, layout.num_micro_batches, topology.ep_size)
@@ -77,7 +78,8 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
         return problem.load_of_layout(layout)
     require(
         problem.sequence_load is not None and problem.sequence_tokens is not None,
-        "the layout differs from that of the problem, and the loads of its sequences are unknown.",
+        "the plan cannot use another batch layout than the problem, because the expert loads of single sequences "
+        "are not known.",
     )
     assert problem.sequence_load is not None
     assert problem.sequence_tokens is not None

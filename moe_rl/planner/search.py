@@ -85,7 +85,10 @@ class Searcher:
         self.outlook = outlook
         self.current = problem.starting_placement().home_rank
         largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
-        require(largest < 2**31, f"a micro-batch of {largest} token-expert pairs exceeds the planner's limit of 2^31.")
+        require(
+            largest < 2**31,
+            f"the planner can handle up to 2^31 token-expert pairs per micro-batch, but one has {largest}.",
+        )
         self.places = SequencePlaces(problem)
         self.routes = problem.load.routes if weights.copy_cost > 0 else None
 

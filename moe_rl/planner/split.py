@@ -53,7 +53,7 @@ def proportional_source_quotas(
     remaining = pairs[group_cell, :, group_expert].astype(np.int64)
     exported = np.bincount(member, weights=quota, minlength=len(group)).astype(np.int64)
     home_rows = remaining.sum(axis=1) - exported
-    require(int(home_rows.min()) >= 0, "the quotas of an expert's replicas exceed its load.")
+    require(int(home_rows.min()) >= 0, "the replicas of an expert take more token-expert pairs than the expert has.")
     quota_of_sources = np.zeros((len(cell), pairs.shape[1]), np.int64)
     if local_first:
         # Homes keep their own pairs out of the replicas' reach, up to what homes take in all.

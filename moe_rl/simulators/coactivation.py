@@ -52,8 +52,8 @@ def like(model: SequenceModel, trace: RoutingTrace) -> SequenceModel:
 
     require(
         wanted <= reached(high),
-        f"experts of the trace co-occur more than {model.num_topics} topics allow (mean-square contingency "
-        f"{wanted:.2f}): give fewer topics (num_topics).",
+        f"some experts of the trace are chosen together more often than {model.num_topics} topics can produce "
+        f"(mean-square contingency {wanted:.2f}). Set num_topics to a lower number.",
     )
     # Eight halvings of 0 .. 8 leave 0.03, finer than draws of one sigma are alike.
     for _ in range(HALVINGS):

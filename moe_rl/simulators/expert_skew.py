@@ -18,10 +18,12 @@ def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats
     Lognormal shares of one fixed draw, in contiguous runs of E / P experts per rank. Raises `InvalidInputError` where
     no spread gives that imbalance: at most P.
     """
-    require(num_experts % ep_size == 0, f"engine_size {ep_size} does not divide the {num_experts} experts.")
+    require(
+        num_experts % ep_size == 0, f"engine_size ({ep_size}) does not divide the number of experts ({num_experts})."
+    )
     require(
         imbalance < ep_size,
-        f"an imbalance of {imbalance} is impossible on {ep_size} ranks: it must be below {ep_size}.",
+        f"an imbalance of {imbalance} is impossible with {ep_size} ranks: it must be less than {ep_size}.",
     )
     drawn = np.random.default_rng(1).standard_normal(num_experts)
     low, high = 0.0, 16.0

@@ -69,12 +69,12 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         """Return the sentence about a pass that is printed before it runs."""
-        sentence = f"rank {self.fullest_rank} has the highest forecast peak, {self.peak_bytes / GIB:.1f} GiB"
+        sentence = f"rank {self.fullest_rank} has the highest predicted peak memory, {self.peak_bytes / GIB:.1f} GiB"
         if self.fits:
-            most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank fit"
-            return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB; {most}"
-        gpu = f"the GPU {self.hbm_bytes / GIB:.1f} GiB"
-        return f"out of memory: {sentence}, {gpu}; any of these would fit: {'; '.join(self.remedies)}"
+            most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank would fit"
+            return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB. {most}"
+        gpu = f"but the GPU has only {self.hbm_bytes / GIB:.1f} GiB"
+        return f"predicted out of memory: {sentence}, {gpu}. Any of these would fit: {'; '.join(self.remedies)}"
 
     @property
     def fits(self) -> bool:
@@ -187,14 +187,16 @@ def forecast_memory(
     if stated_forecast.fits or not with_remedies:
         return stated_forecast
     alternatives = {
-        "recomputation (--recompute-granularity full)": forecast(recompute=Recompute.FULL),
-        "replicas that level the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
+        "full recomputation (--recompute-granularity full)": forecast(recompute=Recompute.FULL),
+        "replicas that balance the ranks of each node": forecast(width=domain, slots=max(buffers, 1.0)),
     }
     if ranks > domain:
-        alternatives["resident copies that level all ranks"] = forecast(width=ranks, resident=max(num_resident, 1))
+        alternatives["replicas for the whole step that balance all ranks"] = forecast(
+            width=ranks, resident=max(num_resident, 1)
+        )
     fitting = [name for name, other in alternatives.items() if other.fits]
     return replace(
-        stated_forecast, remedies=(f"micro-batches of {stated_forecast.tokens_that_fit:.0%} of the tokens", *fitting)
+        stated_forecast, remedies=(f"micro-batches with {stated_forecast.tokens_that_fit:.0%} of the tokens", *fitting)
     )
 
 

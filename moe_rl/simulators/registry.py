@@ -49,7 +49,11 @@ SYNTHETIC = Registry(
         NamedTrace(
             name="preset_b", summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B
         ),
-        NamedTrace(name="preset_c", summary="preset_b, and experts meet as in GPT-OSS-20B", config=PRESET_C),
+        NamedTrace(
+            name="preset_c",
+            summary="preset_b, with experts chosen together as often as in GPT-OSS-20B",
+            config=PRESET_C,
+        ),
         NamedTrace(
             name="grpo",
             summary="preset_b in groups of 8 samples per prompt over 4 steps of a drifting policy",

@@ -133,40 +133,46 @@ class RlStepSetting:
         require_positive(self, "rollout_tokens_per_s", "weight_sync_s", "offload_s")
         require(
             1 <= self.accepted_tokens <= self.draft_tokens + 1,
-            f"accepted_tokens must lie in 1 .. {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
+            f"accepted_tokens must be 1 to {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
         )
         require_words(self, rollout_precision=PRECISIONS)
         require(
             not self.weight_sync_control_s or bool(self.weight_sync_transport),
-            f"weight_sync_control_s {self.weight_sync_control_s:g} adds to the time of a transport: also set "
-            "weight_sync_transport.",
+            f"weight_sync_control_s ({self.weight_sync_control_s:g}) is added to the time of a transport, but none "
+            "is set: set weight_sync_transport.",
         )
         if self.weight_sync_transport:
             require_words(self, weight_sync_transport=TRANSPORTS.names)
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map needs rollout_imbalance, the imbalance that the map removes.",
+            "rollout_map needs rollout_imbalance (above 1), the imbalance that the map removes.",
         )
-        require(0 < self.finished_share <= 1, f"finished_share must lie in (0, 1], got {self.finished_share}.")
+        require(
+            0 < self.finished_share <= 1,
+            f"finished_share must be greater than 0 and at most 1, got {self.finished_share}.",
+        )
         require(
             self.staleness == 0 or not self.colocated,
-            f"staleness {self.staleness} lets rollouts run during training: give them their own rollout_gpus.",
+            f"with staleness {self.staleness}, rollouts run during training, which needs GPUs of their own: set "
+            "rollout_gpus.",
         )
         require(
             self.decoding_gpus % self.engine_size == 0,
-            f"engine_size {self.engine_size} does not divide the {self.decoding_gpus} rollout GPUs.",
+            f"engine_size ({self.engine_size}) does not divide the number of rollout GPUs ({self.decoding_gpus}).",
         )
 
     def _require_same_gpus(self, transport: SyncTransport) -> None:
         """Raise for a transport between GPUs of another kind than the setting's."""
         require(
             transport.colocated or not self.colocated,
-            f"weight_sync_transport {transport.name} connects different GPUs: set rollout_gpus.",
+            f"the weight_sync_transport {transport.name} sends weights to other GPUs than those of training: set "
+            "rollout_gpus.",
         )
         require(
             self.colocated or not transport.colocated,
-            f"weight_sync_transport {transport.name} connects processes on the same GPUs: leave rollout_gpus out.",
+            f"the weight_sync_transport {transport.name} works only if training and rollout share the same GPUs: do "
+            "not set rollout_gpus.",
         )
 
     @property
@@ -424,7 +430,7 @@ class _Engine:
         self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - weight_bytes
         require(
             self.room_bytes > 0,
-            f"{size} GPUs of {hardware.name} cannot hold the weights of {model.name}: raise engine_size.",
+            f"the weights of {model.name} do not fit into {size} GPUs of {hardware.name}: set a larger engine_size.",
         )
         self.cache_bytes = BF16_BYTES * _cached_layers(model) * _cache_width(model, self.attending)  # per token
         # Probability that a token does not choose a given expert.

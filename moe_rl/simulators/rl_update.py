@@ -41,7 +41,7 @@ def trainer_seconds(
     stages = setting.pipeline_model_parallel_size
     slices = setting.tensor_model_parallel_size * setting.context_parallel_size
     for name, size in (("TP x CP x PP", slices * stages), ("EP x PP", ep_size * stages)):
-        require(train_gpus % size == 0, f"{name} = {size} does not divide the {train_gpus} training GPUs.")
+        require(train_gpus % size == 0, f"{name} = {size} does not divide the number of training GPUs ({train_gpus}).")
     ranks = train_gpus // (slices * stages)
     batches = np.array_split(np.asarray(lengths, np.int64), mini_batches)
     packed = packing or first_fit

@@ -112,7 +112,8 @@ class StepSetting:
         )  # fmt: skip
         require(
             not self.cuda_graph.spares_all_launches or self.dispatcher.can_be_captured,
-            "cuda_graph 'full_iteration' cannot capture the alltoall dispatcher: its host reads counts in every layer.",
+            "cuda_graph 'full_iteration' does not work with the alltoall dispatcher, which reads token counts on "
+            "the host in every layer.",
         )
         require(
             not self.fused_grouped_mlp or self.precision == "fp8",
@@ -120,11 +121,12 @@ class StepSetting:
         )
         require(
             self.num_virtual_stages == 1 or self.pipeline_model_parallel_size > 1,
-            f"num_virtual_stages ({self.num_virtual_stages}) needs pipeline_model_parallel_size above 1.",
+            f"num_virtual_stages ({self.num_virtual_stages}) needs a pipeline_model_parallel_size above 1.",
         )
         require(
             not (self.forward_only and self.log_prob_passes),
-            f"log_prob_passes ({self.log_prob_passes}) counts passes beyond the update, but forward_only has none.",
+            f"log_prob_passes ({self.log_prob_passes}) are passes in addition to the update, but forward_only means "
+            "that there is no update.",
         )
 
     @property
@@ -140,7 +142,7 @@ class StepSetting:
             return topology
         names = topology.hardware.__slots__
         for name in self.perturbation:
-            require_known(name, names, f"perturbation: the hardware has no constant {name!r}.")
+            require_known(name, names, f"perturbation: {name!r} is not a constant of the hardware.")
         return replace(topology, hardware=topology.hardware.perturbed(**self.perturbation))
 
     def layer_cost_params(self, model: MoeModelSpec, topology: ClusterTopology) -> LayerCostParams:

@@ -277,11 +277,11 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     same_shape = (load.num_layers, load.num_experts) == (model.num_moe_layers, model.num_experts)
     require(
         same_shape,
-        f"the load has {load.num_layers} MoE layers with {load.num_experts} experts each, but model {model.name!r} has "
-        f"{model.num_moe_layers} with {model.num_experts} each.",
+        f"the expert loads and model {model.name!r} do not match: the loads have {load.num_layers} MoE layers with "
+        f"{load.num_experts} experts each, the model has {model.num_moe_layers} with {model.num_experts} each.",
     )
     for name, plan in plans.items():
         require(
             name in own_loads or plan.layout.same_cells(step.layout),
-            f"policy {name!r} repacks the sequences: give the load under its layout in `loads`.",
+            f"policy {name!r} packs sequences differently: pass the expert loads under its batch layout in `loads`.",
         )

@@ -86,10 +86,14 @@ class SequenceModel:
         require_shares(self, "group_share")
         check_groups("generator", self.num_experts, self.top_k, self.num_expert_groups, self.expert_group_top_k)
         require(self.top_k <= self.num_experts, f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts}).")
-        require(0 <= self.token_persistence < 1, f"token_persistence must lie in [0, 1), got {self.token_persistence}.")
+        require(
+            0 <= self.token_persistence < 1,
+            f"token_persistence must be at least 0 and less than 1, got {self.token_persistence}.",
+        )
         require(
             self.step_logit_change <= math.sqrt(2) * self.policy_sigma or self.step_drift == 0,
-            f"step_drift ({self.step_drift}) exceeds the difference between unrelated policies of this model.",
+            f"step_drift ({self.step_drift}) is too large: one step would change the router more than the "
+            "difference between two unrelated policies.",
         )
 
     @property

@@ -46,9 +46,12 @@ def step_timeline(
     for micro_batch in shown_batches:
         require(
             0 <= micro_batch < load.num_micro_batches,
-            f"micro-batch {micro_batch} is outside 0 .. {load.num_micro_batches - 1}.",
+            f"micro-batch {micro_batch} does not exist: micro-batches are numbered 0 to {load.num_micro_batches - 1}.",
         )
-    require(0 <= group < load.num_ep_groups, f"EP group {group} is outside 0 .. {load.num_ep_groups - 1}.")
+    require(
+        0 <= group < load.num_ep_groups,
+        f"EP group {group} does not exist: EP groups are numbered 0 to {load.num_ep_groups - 1}.",
+    )
     pricing = StepPricing.of(step)
     rows = pricing.destinations(plan, load).rows
     drawing = _Drawing(pricing, rows, SourceWork.of(step), group)

@@ -91,7 +91,7 @@ class SyncSetting:
         )  # fmt: skip
         require(
             self.engine_gpus % self.engine_size == 0,
-            f"engine_size {self.engine_size} does not divide the {self.engine_gpus} engine GPUs.",
+            f"engine_size ({self.engine_size}) does not divide the number of rollout GPUs ({self.engine_gpus}).",
         )
 
     @classmethod

@@ -64,7 +64,9 @@ class WholeRun:
                 facts=repr([row[name] for name in DECIDING] + [setting]),
             )
         except KeyError as missing:
-            raise InvalidInputError(f"a published run has no {missing.args[0]!r}: {row.get('name', row)}.") from missing
+            raise InvalidInputError(
+                f"the entry of a published run lacks {missing.args[0]!r}: {row.get('name', row)}."
+            ) from missing
 
     def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
         """Return the step as predicted, with other constants where they are given."""
@@ -88,5 +90,5 @@ def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
         facts.setdefault("cuda_graph", graph)
         facts.setdefault("fused_grouped_mlp", bool(fused))
     facts["recompute_modules"] = tuple(facts.get("recompute_modules", ()))
-    require(row["gpus"] >= row["ep_size"], f"{row['name']}: {row['gpus']} GPUs are fewer than ep_size.")
+    require(row["gpus"] >= row["ep_size"], f"{row['name']} has only {row['gpus']} GPUs, fewer than its ep_size.")
     return facts

@@ -110,7 +110,7 @@ def reordered(exchange: InMemory, resident_by_rank: tuple[int, int]) -> str:
 def test_ranks_follow_one_choice_of_residents_or_none() -> None:
     assert on_all_ranks(2, lambda exchange: reordered(exchange, (2, 2))) == ["", ""]
     for said in on_all_ranks(2, lambda exchange: reordered(exchange, (2, 3))):
-        assert said == "the ranks were given different placements."
+        assert said == "all ranks must be given the same expert placement, but the placements differ."
 
 
 def test_the_report_of_layers_that_several_ranks_planned_is_one_of_all_layers() -> None:

@@ -163,7 +163,9 @@ def test_homes_wait_while_gradients_do_and_it_is_said_once(caplog: pytest.LogCap
         for _ in range(2):
             assert not choice.move()
             assert choice.proposed == ProposedHomes(postponed=proposed)
-    assert [record.message.partition(",")[0] for record in caplog.records] == ["moe_rl: experts stay where they are"]
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "moe_rl: experts cannot move to other ranks now"
+    ]
     run.homes.gradients_wait = False
     assert choice.move()
     assert run.homes.went == [("of all stages", 1)]

@@ -14,7 +14,7 @@ from moe_rl.core.placement import ExpertPlacement
 MODEL = model_spec(num_experts=8, num_layers=2, top_k=2)
 CONFIG = BalancerConfig(policy="moe-rl", ranks_per_node=4)
 FIGURES = re.compile(
-    r"a copy costs (\d+) us and all together save at most (\d+) us of a layer; objective='imbalance' ignores"
+    r"a replica costs (\d+) us of transfer, .* would save at most (\d+) us\. To ignore the cost, set objective="
 )
 
 
@@ -39,7 +39,7 @@ def test_small_passes_say_what_copies_cost_and_save() -> None:
     assert found, said
     cost, saved = map(int, found.groups())
     assert cost > saved >= 0
-    assert said.startswith("no replicas: at imbalance 1.97 ")
+    assert said.startswith("no replicas: the rank loads have an imbalance of 1.97, but ")
 
 
 def test_where_copies_pay_the_policy_makes_them_and_nothing_is_said() -> None:
@@ -54,8 +54,8 @@ def test_equal_ranks_need_no_word() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"replica_slots": 0}, "replica_slots and cross_node_slots are 0"),
-        ({"ranks_per_node": 1}, "no rank may hold a copy: ranks_per_node is 1 and cross_node_slots is 0"),
+        ({"replica_slots": 0}, "replica_slots and cross_node_slots are both 0"),
+        ({"ranks_per_node": 1}, "no rank may hold a replica (ranks_per_node is 1 and cross_node_slots is 0"),
     ],
 )
 def test_settings_that_leave_no_replica_are_named(change: dict[str, object], sentence: str) -> None:

@@ -112,7 +112,7 @@ def test_another_number_of_micro_batches_on_one_rank_is_refused_where_it_is_hear
 
     for error in on_grid(step):
         assert isinstance(error, InvalidInputError)
-        assert str(error) == "the ranks disagree on the number of micro-batches: [1, 2]."
+        assert str(error) == "all ranks must have the same number of micro-batches, but they have [1, 2]."
 
 
 def in_common(facts: Any) -> list[Any]:
@@ -124,7 +124,7 @@ def in_common(facts: Any) -> list[Any]:
 
     def step(rank: int) -> None:
         config, other, _ = facts(rank)
-        require_in_common(config, other, whose="the test's ")
+        require_in_common(config, other, whose="test: ")
 
     with (
         patch.object(dist, "is_initialized", lambda: True),
@@ -145,19 +145,19 @@ def test_ranks_with_everything_in_common_go_on() -> None:
     [
         (
             lambda rank: (CONFIG, {"rows": 3 + (rank == 2)}, {}),
-            "the test's ranks must have rows in common: rank 2 has 4, rank 0 has 3.",
+            "test: rows must be the same on all ranks, but rank 2 has 4 and rank 0 has 3.",
         ),
         (
             lambda rank: (CONFIG, None, {"the C++ core": "none" if rank == 1 else "sources 12"}),
-            "the test's ranks must have the C++ core in common: rank 1 has none, rank 0 has sources 12.",
+            "test: the C++ core must be the same on all ranks, but rank 1 has none and rank 0 has sources 12.",
         ),
         (
             lambda rank: (BalancerConfig(replica_slots=1 + (rank == 1)), None, {}),
-            "the test's ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
+            "test: replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
         ),
         (
             lambda rank: (CONFIG, {"a name of a later version": 1} if rank == 1 else {}, {}),
-            "the test's ranks must have a name of a later version in common: rank 1 has 1, rank 0 has nothing.",
+            "test: a name of a later version must be the same on all ranks, but rank 1 has 1 and rank 0 has nothing.",
         ),
     ],
 )

@@ -301,7 +301,7 @@ def test_a_rank_without_memory_stops_all_before_anything_moves() -> None:
 
     def step(rank: int) -> list[list[int]]:
         layers = layers_of(rank)
-        with pytest.raises(ReorderError, match="could not prepare the reorder; no expert was moved"):
+        with pytest.raises(ReorderError, match="no expert was moved, because a rank could not prepare the move"):
             migrate.migrate(
                 START, target, layers, groups=grid(), state=None, max_scratch_bytes=0, on_commit=pytest.fail
             )
@@ -321,7 +321,7 @@ def test_a_connection_that_breaks_names_the_round_and_commits_nothing() -> None:
 
     def step(rank: int) -> None:
         layers = layers_of(rank)
-        with pytest.raises(ReorderError, match=r"round 1 of \d+ of the reorder failed.*connection reset"):
+        with pytest.raises(ReorderError, match=r"moving the experts failed in round 1 of \d+.*connection reset"):
             migrate.migrate(
                 START, target, layers, groups=grid(), state=None, max_scratch_bytes=0, on_commit=pytest.fail
             )
@@ -469,10 +469,10 @@ def test_ranks_with_different_targets_or_targets_of_another_size_stay() -> None:
     other_ranks = ExpertPlacement.contiguous(num_layers=LAYERS, num_experts=EXPERTS, ep_size=2 * EP_SIZE)
 
     def step(rank: int, homes: ExpertHomes, movable: Movable) -> None:
-        with pytest.raises(InvalidInputError, match="the ranks were given different placements"):
+        with pytest.raises(InvalidInputError, match="all ranks must be given the same expert placement"):
             homes.reorder(placement_of(5 + (rank == 3)))
         for placement in (wrong, other_ranks):
-            with pytest.raises(InvalidInputError, match="the placement is for"):
+            with pytest.raises(InvalidInputError, match="the placement does not match this run"):
                 homes.reorder(placement)
         movable.are_at(homes.own_placement, homes.own_placement)
 

@@ -324,13 +324,13 @@ def test_prepared_passes_run_in_their_order_and_can_be_dropped() -> None:
         passes = [routes_of(rank.rank, count, seed=count) for count in (1, 2, 3)]
         for routes in passes:
             rank.cycle.prepare(PassSource.replayed(routes))
-        with pytest.raises(InvalidInputError, match="a prepared pass is waiting"):
+        with pytest.raises(InvalidInputError, match=r"the pass that prepare.. prepared has not begun yet"):
             rank.cycle.begin_pass(PassSource.unknown(1))
         for routes in passes[:2]:
             metrics = rank.ran(routes)
             np.testing.assert_array_equal(metrics.actual_rows, metrics.predicted_rows)
         rank.cycle.drop_prepared()
-        with pytest.raises(InvalidInputError, match="needs a PassSource or an earlier prepare"):
+        with pytest.raises(InvalidInputError, match="pass a PassSource to begin_pass"):
             rank.cycle.begin_pass()
         assert len(rank.ran(passes[1], PassSource.replayed(passes[1])).actual_rows) == 2
 
@@ -340,7 +340,7 @@ def test_prepared_passes_run_in_their_order_and_can_be_dropped() -> None:
 def test_what_cannot_be_done_inside_a_pass_or_without_one_is_refused() -> None:
     def step(rank: Rank) -> None:
         cycle, routes = rank.cycle, routes_of(rank.rank, 1)
-        with pytest.raises(InvalidInputError, match="no pass is under way"):
+        with pytest.raises(InvalidInputError, match="no pass has begun"):
             cycle.end_pass()
         cycle.give_up()
         cycle.begin_pass(PassSource.replayed(routes))
@@ -350,7 +350,7 @@ def test_what_cannot_be_done_inside_a_pass_or_without_one_is_refused() -> None:
             lambda: cycle.reorder(cycle.own_placement),
             cycle.canonical,
         ):
-            with pytest.raises(InvalidInputError, match="a pass is under way"):
+            with pytest.raises(InvalidInputError, match="the current pass has not ended"):
                 call()
         rank.end(routes)
         with cycle.canonical():
@@ -363,7 +363,9 @@ def test_what_cannot_be_done_inside_a_pass_or_without_one_is_refused() -> None:
 def test_experts_that_cannot_move_say_why() -> None:
     def step(rank: Rank) -> None:
         for call in (rank.cycle.canonical, lambda: rank.cycle.reorder(rank.cycle.own_placement)):
-            with pytest.raises(InvalidInputError, match="experts cannot be moved here: nothing moves here"):
+            with pytest.raises(
+                InvalidInputError, match="experts cannot move to other ranks in this run: nothing moves here"
+            ):
                 call()
 
     on_run(step)

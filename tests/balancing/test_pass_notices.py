@@ -39,7 +39,10 @@ def test_a_source_is_said_when_it_is_another(speaks: bool, said: Any) -> None:
     assert heard == ([1, 0, 1, 0, 1] if speaks else [0] * 5)
     if speaks:
         [(level, words)] = said(notices.say_source, "routes")
-        assert (level, words) == (logging.INFO, "moe_rl: updates are planned from the routes that they were given.")
+        assert (level, words) == (
+            logging.INFO,
+            "moe_rl: updates are planned from the routes that were passed to moe_rl.",
+        )
 
 
 def test_a_memory_peak_is_said_when_it_fits_no_longer_or_is_another_ranks(said: Any) -> None:

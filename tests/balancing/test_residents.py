@@ -44,9 +44,9 @@ def test_plans_beside_residents_hold_and_lose_no_pair(data: st.DataObject, resid
     [
         (
             {"resident_slots": 1},
-            "resident_slots has no effect: policy 'ultraep' leaves these slots empty. Set resident_slots to 0",
+            "resident_slots has no effect, because the policy 'ultraep' leaves these slots empty. Set",
         ),
-        ({"cross_node_slots": 1}, "cross_node_slots has no effect: policy 'ultraep' leaves"),
+        ({"cross_node_slots": 1}, "cross_node_slots has no effect, because the policy 'ultraep' leaves"),
     ],
 )
 def test_slots_that_the_policy_cannot_fill_are_refused(change: dict[str, int], sentence: str) -> None:
@@ -69,8 +69,8 @@ def test_empty_resident_slots_say_why() -> None:
         plan = plan_of_load(load, config=config, model=problem_of(load, topology).model, topology=topology, may=may)
         assert plan.placement.slots_of_kinds == (2, 2, 1)
         assert (plan.placement.resident_experts == -1).all()
-        return next(each for each in plan.notes if each.startswith("no resident copies: "))
+        return next(each for each in plan.notes if each.startswith("no replicas for the whole step: "))
 
-    assert "the routes of single tokens are unknown" in note(PLACEMENT)
-    assert "the next reorder chooses them" in note(COPIES)
-    assert "all ranks are in one node" in note(PLACEMENT, ranks_per_node=4)
+    assert "only expert counts are known" in note(PLACEMENT)
+    assert "The next plan that moves experts will" in note(COPIES)
+    assert "all EP ranks are in one node" in note(PLACEMENT, ranks_per_node=4)

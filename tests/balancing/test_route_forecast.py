@@ -217,5 +217,5 @@ def test_no_rows_and_empty_sequences(rng: np.random.Generator, lengths: list[int
 
 
 def test_rows_that_do_not_match_what_was_announced_are_an_error(rng: np.random.Generator) -> None:
-    with pytest.raises(InvalidInputError, match="micro-batch 0: 4 rows were announced, but the routers get 5"):
+    with pytest.raises(InvalidInputError, match="4 tokens were announced for micro-batch 0, but the routers got 5"):
         heard([samples(rng, [5])], as_map=True, held=[held_of(samples(rng, [4]))])

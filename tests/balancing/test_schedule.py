@@ -72,7 +72,7 @@ def test_the_plan_is_of_the_cells_that_the_schedule_names(rng: np.random.Generat
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "the same number of micro-batches, got [1, 2]"),
+        ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "the same number of micro-batches, but they run [1, 2]"),
         ([[[0, 1, 2, 3, 4, 5]], [[5]]], "each of the 7 samples once"),
         ([[[0, 1, 2, 3, 4, 5]], [[]]], "each of the 7 samples once"),
         ([[[0, 1, 2, 3, 4, 5, 6]]], "1 data-parallel ranks, but the topology has 2"),
@@ -117,7 +117,7 @@ def test_experts_stay_unless_reorder_says_so(policy: str, rng: np.random.Generat
 
 def test_a_policy_that_cannot_leave_experts_is_refused_inside_megatron(rng: np.random.Generator) -> None:
     topology = cluster_topology(config("static"), ep_size=4)
-    with pytest.raises(InvalidInputError, match="'eplb-oracle' moves experts in every plan"):
+    with pytest.raises(InvalidInputError, match="'eplb-oracle' moves experts to other home ranks in every plan"):
         plan_of_load(load(rng), config=config("eplb-oracle"), model=MODEL, topology=topology)
 
 

@@ -104,8 +104,11 @@ def test_a_run_whose_log_has_names_of_one_kind_is_not_called_healthy(record: dic
 
 def test_what_could_not_be_judged_is_said_with_its_reason() -> None:
     reasons = not_judged([{"actor/grad_norm": 1.0}])
-    assert reasons["gradient-jumps"] == "actor/grad_norm has no earlier steps to compare with"
-    assert reasons["policy-moved"].startswith("none of actor/ppo_kl")
+    assert (
+        reasons["gradient-jumps"]
+        == "actor/grad_norm is not logged in earlier steps, so it cannot be compared with them"
+    )
+    assert reasons["policy-moved"].startswith("none of the metrics actor/ppo_kl")
     assert set(not_judged([{"staleness/max": 0.0}])) == set(RULES.names) - {"stale-rollouts"}
 
 
@@ -147,13 +150,13 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     assert told["in_danger"] is None, "two steps of one name"
     assert "Not judged whether the run is in danger: signs of two kinds must agree" in result.out
     assert "actor/ppo_kl" in told["not_judged"]["policy-moved"]
-    assert "not judged: policy-moved: none of actor/ppo_kl, train/ppo_kl" in result.out
+    assert "not judged: policy-moved: none of the metrics actor/ppo_kl, train/ppo_kl" in result.out
     log.write_text('{"loss": 1.0}\n')
-    with pytest.raises(InvalidInputError, match=r"none of the metrics that a rule reads: mismatch/k3_kl"):
+    with pytest.raises(InvalidInputError, match=r"none of the metrics that the advice depends on: mismatch/k3_kl"):
         advise(read_metrics(log))
     log.write_text("loss 1.0\n")
     result = moe_rl("advise", str(log))
     assert result.code == 2
     assert "line 1, is not JSON" in result.err
-    with pytest.raises(InvalidInputError, match=r"there are no metrics to advise on"):
+    with pytest.raises(InvalidInputError, match=r"the log contains no metrics"):
         advise([])

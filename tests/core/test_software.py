@@ -31,7 +31,7 @@ def test_a_file_repeats_only_what_differs(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"unknown software 'tunde'\. Did you mean 'tuned'"):
         load_software("tunde")
     path.write_text("name: ours\nlike: fast\n")
-    with pytest.raises(InvalidInputError, match="the key 'like' must name known training software, got 'fast'"):
+    with pytest.raises(InvalidInputError, match="'like' must be the name of known training software, got 'fast'"):
         load_software(str(path))
 
 

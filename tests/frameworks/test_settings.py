@@ -135,7 +135,7 @@ def test_nothing_set_is_off() -> None:
     ("variables", "sentence"),
     [
         ({"MOE_RL": "ultrapp"}, "unknown policy 'ultrapp'. Did you mean 'ultraep'?"),
-        ({"MOE_RL": "eplb"}, "moves experts in every plan"),
+        ({"MOE_RL": "eplb"}, "moves experts to other home ranks in every plan"),
         ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOT": "1"}, "Did you mean 'MOE_RL_REPLICA_SLOTS'?"),
         ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "two"}, "replica_slots must be a whole number, got 'two'"),
         ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOTS": "-1"}, "replica_slots must be at least 0, got -1"),

@@ -167,15 +167,15 @@ def test_every_word_keeps_its_line() -> None:
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        ("run 'open", "run.sh:1: a single quote is not closed."),
-        ('\nrun "open', "a double quote is not closed."),
+        ("run 'open", "run.sh:1: a single quote has no closing quote."),
+        ('\nrun "open', "a double quote has no closing quote."),
         ("run ${X", "'}' is missing."),
         ("if true; then\nrun\n", "'fi' is missing."),
         ("for i in 1 2; run; done", "'do' is missing."),
         ("case x in\n a) run", "'esac' is missing."),
-        ("run )", "is not understood."),
-        ("for ((;;)); do :; done", "loop forever"),
-        ("f() { f; }\nf", "calls itself forever"),
+        ("run )", "cannot be parsed."),
+        ("for ((;;)); do :; done", "loops forever"),
+        ("f() { f; }\nf", "calls itself without end"),
         ("A=(1 2", "')' is missing."),
     ],
 )
@@ -225,7 +225,7 @@ def test_arguments_cut_off_by_a_missing_backslash_are_named_and_taken(tmp_path: 
     run.write_text(f"python train.py --num-layers 4 --colocate\n  ${{MODEL[@]}} \\\n  {FLAGS} --moe-router-topk 2\n")
     raw = read_run([run])
     assert {entry.key for entry in raw.entries} >= {"colocate", "num_layers", "moe_router_topk"}
-    assert any("run.sh:2: these arguments form a command of their own" in note for note in raw.notes)
+    assert any("run.sh:2: these arguments are not part of any command" in note for note in raw.notes)
 
 
 def test_variables_that_a_script_exports_or_hands_to_ray_are_kept(tmp_path: Path) -> None:

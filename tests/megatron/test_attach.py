@@ -17,14 +17,14 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "no_moe": "no MoELayer",
         "one_rank_without": "no MoELayer",
         "twice": "already attached to this model",
-        "end_first": "no pass is under way",
-        "nothing": "needs a PassSource",
-        "ids": "expert ids 100 .. 107",
-        "layers": "L = 2 MoE layers",
-        "uneven": "disagree on the number of micro-batches with routes: 2, 3",
-        "nested": "call end_pass() before the next begin_pass()",
-        "detach": "call end_pass() before detach()",
-        "slots": "the plan has slots_per_rank 5, but this run has 6",
+        "end_first": "no pass has begun",
+        "nothing": "pass a PassSource to begin_pass()",
+        "ids": "range from 100 to 107",
+        "layers": "2 MoE layers",
+        "uneven": "must have the same number of micro-batches with routes, but they have 2, 3",
+        "nested": "Before the next begin_pass(), call end_pass()",
+        "detach": "Before detach(), call end_pass()",
+        "slots": "the plan has slots_per_rank = 5, but this run has 6",
         "no_groups": "call initialize_model_parallel before attach",
         "world_size": "built for expert_model_parallel_size 2, but Megatron's groups have 1",
     }
@@ -47,14 +47,14 @@ def test_a_plan_that_does_not_hold_on_every_rank_is_not_followed_by_any(outcome:
             assert (replicas > 0) == followed
             assert returned == 0, "a forward-only pass has no gradients"
             assert followed or pushed == 0
-    assert "hold different plans" in outcome[0]["ranks_differ"][1]
+    assert "have different plans" in outcome[0]["ranks_differ"][1]
 
 
 @attach_case("without_replicas")
 def test_a_pass_without_replicas_says_why_once_until_there_are_some(outcome: list[Any]) -> None:
     for rank in outcome:
         first, again, with_replicas, later = rank["why"]
-        assert "objective='imbalance' ignores cost" in first[0]
+        assert "To ignore the cost, set objective='imbalance'" in first[0]
         assert first == again == later
         assert with_replicas == []
     assert outcome[0]["said"] == [f"moe_rl: {outcome[0]['why'][0][0]}"] * 2
@@ -113,16 +113,20 @@ def test_what_ranks_lack_in_common_is_named_with_the_rank_and_both_values(outcom
     for found in outcome:
         assert found.pop("nothing") == ""
         assert found.pop("core").startswith(
-            "ranks must have the C++ core in common: rank 1 has none (MOE_RL_NATIVE=0), rank 0 has "
+            "the C++ core must be the same on all ranks, but rank 1 has none (MOE_RL_NATIVE=0) and rank 0 has "
         )
         assert found == {
-            "slots": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
-            "policy": "ranks must have policy in common: rank 1 has 'moe-rl', rank 0 has 'ultraep'.",
-            "objective": "ranks must have objective in common: rank 1 has 'time', rank 0 has 'imbalance'.",
-            "reorders": "ranks must have reorders in common: rank 1 has True, rank 0 has False.",
-            "version": "ranks must have the version of moe_rl in common: rank 1 has 0.0, rank 0 has 0.1.",
-            "package": "ranks must have the version of numpy in common: rank 1 has numpy 2, rank 0 has numpy 1.",
-            "cluster": "ranks must have the cluster's rdma_gb_per_s in common: rank 1 has 25.0, rank 0 has 40.0.",
+            "slots": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
+            "policy": "policy must be the same on all ranks, but rank 1 has 'moe-rl' and rank 0 has 'ultraep'.",
+            "objective": "objective must be the same on all ranks, but rank 1 has 'time' and rank 0 has 'imbalance'.",
+            "reorders": "reorders must be the same on all ranks, but rank 1 has True and rank 0 has False.",
+            "version": "the version of moe_rl must be the same on all ranks, but rank 1 has 0.0 and rank 0 has 0.1.",
+            "package": (
+                "the version of numpy must be the same on all ranks, but rank 1 has numpy 2 and rank 0 has numpy 1."
+            ),
+            "cluster": (
+                "the cluster's rdma_gb_per_s must be the same on all ranks, but rank 1 has 25.0 and rank 0 has 40.0."
+            ),
         }
 
 

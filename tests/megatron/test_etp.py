@@ -44,9 +44,9 @@ def test_checkpoints_see_megatrons_experts_and_plain_megatron_goes_on_with_them(
 @etp_case("disagreeing")
 def test_ranks_with_other_parts_that_ask_for_something_else_are_an_error_on_all(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert "the ranks disagree on the number of micro-batches with routes: 2, 3" in rank["number"]
-        assert "outside -1 .. 7" in rank["ids"]
-        assert "requested different plans" in rank["asked"]
-        assert "the ranks were given different placements" in rank["placement"]
+        assert "must have the same number of micro-batches with routes, but they have 2, 3" in rank["number"]
+        assert "must be -1 to 7" in rank["ids"]
+        assert "their requests differ" in rank["asked"]
+        assert "all ranks must be given the same expert placement" in rank["placement"]
         assert "sides are multiples of 16" in rank["grouped"]
         assert rank["homes"] == "True"

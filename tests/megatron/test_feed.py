@@ -55,7 +55,7 @@ def test_balancer_worker_and_driver_make_the_same_plan(outcome: list[Any]) -> No
         assert all(rank["driver"])
         assert rank["same_rows"]
         assert rank["metrics"]["moe_rl/misplaced_share"] == 0
-        assert rank["shorter"] == ["the plan is for 3 micro-batches, but the routes are for 2", 0, 0]
+        assert rank["shorter"] == ["the plan is for 3 micro-batches, but there are routes for 2", 0, 0]
         assert rank["unknown"] == [
             "moe_rl/forecast_peak_bytes",
             "moe_rl/largest_micro_batch_tokens",

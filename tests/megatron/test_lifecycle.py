@@ -44,6 +44,6 @@ def test_every_group_is_connected_by_all_its_ranks_and_given_back(outcome: list[
 @lifecycle_case("refusals")
 def test_nothing_is_given_away_in_a_pass_and_no_pass_begins_without_it(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert "call end_pass() before offload()" in rank["offload"]
-        assert "call end_pass() before rebuild_groups()" in rank["rebuild_groups"]
+        assert "Before offload(), call end_pass()" in rank["offload"]
+        assert "Before rebuild_groups(), call end_pass()" in rank["rebuild_groups"]
         assert "call onload()" in rank["begin_pass"]

@@ -31,7 +31,9 @@ def test_metrics_are_of_the_micro_batches_that_ran(outcome: list[Any]) -> None:
         assert rank["imbalance"][1] < 1.05
         assert rank["imbalance"][2] > 1.1, "two of four ran without copies"
         assert rank["mean"] == [32, 32, 32]
-        said = "a pass was planned for 4 micro-batches, but ran 2: copies for the missing ones were not used"
+        said = (
+            "a pass was planned for 4 micro-batches but ran 2, so replicas planned for the missing ones were not used"
+        )
         assert len(rank["warnings"]) == (index == 0)
         assert all(said in sentence for sentence in rank["warnings"])
 

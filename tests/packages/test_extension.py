@@ -96,7 +96,7 @@ def test_the_policy_reorders_experts_in_megatron_and_is_refused_where_they_must_
     done = run(["-c", INSIDE_MEGATRON], installed)
     assert done.returncode == 0, done.stderr
     refused, home_rank = json.loads(done.stdout)
-    assert refused.startswith("policy 'dealt' moves experts in every plan")
+    assert refused.startswith("policy 'dealt' moves experts to other home ranks in every plan")
     assert home_rank == [0, 1, 2, 3, 3, 2, 1, 0]
 
 

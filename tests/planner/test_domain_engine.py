@@ -69,7 +69,7 @@ def test_too_few_slots_are_said_with_the_worst_cell() -> None:
     pairs[:, 1, :, :, :4] = 10, 3, 3, 3  # 76 rows, all on rank 0: the last to take 19 needs two of its experts
     problem = problem_of(load_of(pairs, 4), topology, replica_slots=1)
     notes = " ".join(make_planner("moonep", slots=1).plan(problem).notes)
-    assert "1 of 2 loads (micro-batch, layer, EP group) cannot be made equal with 1 slots" in notes
+    assert "with 1 replica slots, ranks cannot be loaded equally in 1 of 2 cases" in notes
     assert "micro-batch 1" in notes
     assert imbalance(rank_load(make_planner("moonep").plan(problem), problem.load)) == pytest.approx(1.0, abs=0.02)
 

@@ -93,7 +93,7 @@ def test_a_chain_of_three_ranks_is_found() -> None:
 
 
 def test_an_expert_without_holder_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="expert 1 has 3 pairs, but no rank holds it"):
+    with pytest.raises(InvalidInputError, match="expert 1 has 3 token-expert pairs, but no rank holds this expert"):
         exact_split(np.array([1, 3]), [[0], []], 1)
     assert exact_split(np.array([1, 0]), [[0], []], 1).max_rank_load == 1
 

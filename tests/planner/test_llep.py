@@ -43,7 +43,7 @@ def test_more_foreign_experts_than_slots_are_said() -> None:
     problem = cell_problem([60, 60, 60, 60, 0, 0, 0, 0], ranks=2, ranks_per_node=2)
     plan = make_planner("llep").plan(problem)
     assert rank_load(plan, problem.load).ravel().tolist() == [120, 120]
-    assert plan.notes == ("a rank holds up to 2 foreign experts, other policies only 1.",)
+    assert plan.notes == ("a rank holds up to 2 replicas with this policy, but only 1 with other policies.",)
     assert validate_plan(problem, plan) != []
 
 
@@ -64,7 +64,7 @@ def test_a_piece_below_the_least_tokens_is_an_experts_last() -> None:
 
 def test_megatron_refuses_it() -> None:
     load = cell_problem([60, 60, 60, 60], ranks=2, ranks_per_node=2).load
-    with pytest.raises(InvalidInputError, match="'llep' copies any number of experts onto a rank"):
+    with pytest.raises(InvalidInputError, match="'llep' puts any number of replicas on a rank"):
         plan_of_load(
             load,
             config=BalancerConfig(policy="llep"),

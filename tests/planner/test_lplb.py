@@ -66,7 +66,7 @@ def test_an_expert_has_one_copy_at_most_and_homes_are_those_of_eplb(
     homes = make_planner("eplb-oracle").plan(replace(problem, replica_slots=0)).placement
     assert np.array_equal(plan.placement.home_rank, homes.home_rank)
     assert plan.replicas.copies == 0
-    assert any("topology of the copies" in note for note in plan.notes)
+    assert any("the replicas follow the topology" in note for note in plan.notes)
 
 
 def test_a_ring_evens_out_two_neighbors_exactly() -> None:

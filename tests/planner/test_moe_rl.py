@@ -223,7 +223,10 @@ def test_a_fixed_layout_or_unknown_sequences_are_not_repacked_and_the_plan_says_
     problem = small_problem()
     fixed = replace(problem, layout=replace(problem.layout, fixed=True))
     unknown = replace(problem, sequence_load=None, sequence_tokens=None)
-    for case, reason in ((fixed, "the layout is fixed"), (unknown, "the loads of single sequences are not known")):
+    for case, reason in (
+        (fixed, "the batch layout is fixed"),
+        (unknown, "the expert loads of single sequences are not known"),
+    ):
         plan = MoeRlPlanner(**QUICK).plan(case)
         assert plan.layout is case.layout
         assert any(reason in note for note in plan.notes)

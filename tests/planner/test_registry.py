@@ -47,7 +47,7 @@ class Abstract(Planner):
 @pytest.mark.parametrize(
     ("policy", "wanted"),
     [
-        (NeedsTwo, "two must have a default"),
+        (NeedsTwo, "all fields must have a default, but two have none"),
         (Abstract, "must be a subclass of moe_rl.planner.Planner"),
         (SimpleNamespace(name="object"), "must be a subclass of moe_rl.planner.Planner"),
     ],

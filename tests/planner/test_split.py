@@ -82,7 +82,9 @@ def test_local_pairs_stay_on_their_rank() -> None:
 
 
 def test_more_than_an_expert_has_cannot_be_taken() -> None:
-    with pytest.raises(InvalidInputError, match="quotas of an expert's replicas exceed its load"):
+    with pytest.raises(
+        InvalidInputError, match="replicas of an expert take more token-expert pairs than the expert has"
+    ):
         proportional_source_quotas(
             np.ones((1, 2, 1), np.int32),
             cell=np.array([0]),

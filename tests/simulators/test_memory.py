@@ -167,17 +167,17 @@ def test_each_remedy_of_a_forecast_that_does_not_fit_would_do_alone() -> None:
     lacking = forecast_memory(rows, tokens, None, run=run, hbm_bytes=whole.peak_bytes - 1)
     assert (lacking.fits, lacking.fullest_rank, lacking.tokens) == (False, 0, 2_500)
     assert lacking.remedies == (
-        "micro-batches of 100% of the tokens",
-        "recomputation (--recompute-granularity full)",
-        "replicas that level the ranks of each node",
-        "resident copies that level all ranks",
+        "micro-batches with 100% of the tokens",
+        "full recomputation (--recompute-granularity full)",
+        "replicas that balance the ranks of each node",
+        "replicas for the whole step that balance all ranks",
     )
     assert lacking.largest_micro_batch == 2_499
     fewer = forecast_memory(rows * 0.9996, tokens * 0.9996, None, run=run, hbm_bytes=whole.peak_bytes - 1)
     assert fewer.fits
     assert fewer.remedies == ()
     nothing = forecast_memory(rows, tokens, None, run=run, hbm_bytes=fixed - 1)
-    assert nothing.remedies == ("micro-batches of 0% of the tokens",)
+    assert nothing.remedies == ("micro-batches with 0% of the tokens",)
     assert f"the GPU {nothing.hbm_bytes / GIB:.1f} GiB" in str(nothing)
 
 

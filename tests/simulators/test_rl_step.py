@@ -208,9 +208,9 @@ def test_published_steps_of_nemo_rl_are_met() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"staleness": 1}, "give them their own rollout_gpus"),
-        ({"engine_size": 5}, "engine_size 5 does not divide the 32 rollout GPUs"),
-        ({"finished_share": 0.0}, "finished_share must lie in"),
+        ({"staleness": 1}, "set rollout_gpus"),
+        ({"engine_size": 5}, r"engine_size \(5\) does not divide the number of rollout GPUs \(32\)"),
+        ({"finished_share": 0.0}, "finished_share must be greater than 0"),
         ({"reward_s": -1.0}, "reward_s must be at least 0"),
         ({"rollout_tokens_per_s": 0.0}, "rollout_tokens_per_s must be positive"),
     ],
@@ -221,7 +221,7 @@ def test_contradictory_facts_are_refused(changes: dict[str, float], message: str
 
 
 def test_weights_that_fit_no_engine_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="cannot hold the weights"):
+    with pytest.raises(InvalidInputError, match="do not fit into"):
         rollout_of(load_model("deepseek-v3").spec, H100, COLOCATED, LENGTHS, 0.0)
 
 

@@ -116,7 +116,7 @@ def test_a_fused_grouped_mlp_is_faster_and_needs_fp8() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"cuda_graph": "full_iteration", "dispatcher": "alltoall"}, "cannot capture the alltoall dispatcher"),
+        ({"cuda_graph": "full_iteration", "dispatcher": "alltoall"}, "does not work with the alltoall dispatcher"),
         ({"cuda_graph": "full"}, "cuda_graph 'full' is unknown. Known: full_iteration, none, partial"),
         ({"recompute_modules": ("mla_up",)}, "recompute_modules 'mla_up' is unknown. Did you mean 'mla_up_proj'"),
         ({"offload_modules": ("expert_fc2",)}, "offload_modules 'expert_fc2' is unknown. Did you mean 'expert_fc1'"),

@@ -48,7 +48,7 @@ def test_a_report_says_capacity_and_what_an_engine_leaves_to_foresight(tmp_path:
     )  # fmt: skip
     notes = "\n".join(report.notes)
     assert "moe-rl, capacity: no rank receives more than" in notes
-    assert "homes bring nothing" in notes
+    assert "Moving experts therefore saves nothing" in notes
     assert "moonep: copies save more time than they cost" in notes
 
 

@@ -290,4 +290,4 @@ def test_a_script_that_contradicts_itself_is_refused(script: Path, tmp_path: Pat
     )
     ran = moe_rl("simulate", write_npz(tmp_path / "t.npz"), "--launch", script, "--ep-group-tokens", 200)
     assert (ran.code, ran.out) == (2, "")
-    assert "cannot capture the alltoall dispatcher" in ran.err
+    assert "does not work with the alltoall dispatcher" in ran.err

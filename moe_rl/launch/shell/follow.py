@@ -76,7 +76,10 @@ class Shell(Expansion):
         for command in body:
             self.steps += 1
             if self.steps > MAX_STEPS:
-                raise InvalidInputError(f"{self.path} runs more than {MAX_STEPS} commands: it seems to loop forever.")
+                raise InvalidInputError(
+                    f"{self.path} was not read to the end: it runs more than {MAX_STEPS} commands, so it probably "
+                    "loops forever."
+                )
             result = self._run_one(command)
         return result
 
@@ -271,17 +274,17 @@ class Shell(Expansion):
             return True
         if target.missing:
             self.run.absent[target.text] = (
-                f"{sentence}, but {', '.join(target.missing)} is not known: give that file, too."
+                f"{sentence}, but the value of {', '.join(target.missing)} is not known: give the sourced file, too."
             )
             return None
         # From where the doctor runs, as the script itself would look; else beside the script.
         candidates = [Path(target.text), self.path.parent / target.text]
         sourced = next((path for path in candidates if path.is_file()), None)
         if sourced is None:
-            self.run.absent[target.text] = f"{sentence}, which does not exist: give that file, too."
+            self.run.absent[target.text] = f"{sentence}, which does not exist: give the sourced file, too."
             return None
         if self.depth > MAX_DEPTH:
-            raise InvalidInputError(f"{sentence}: files that source one another in a circle.")
+            raise InvalidInputError(f"{sentence}, but these files source each other in a circle.")
         self.depth += 1
         self.follow_file(sourced, read_text(sourced))
         self.depth -= 1
@@ -289,7 +292,7 @@ class Shell(Expansion):
 
     def _call(self, name: str, arguments: list[Text]) -> bool | None:
         if self.depth > MAX_DEPTH:
-            raise InvalidInputError(f"{self.path}: the function {name} calls itself forever.")
+            raise InvalidInputError(f"{self.path}: the function {name} calls itself without end.")
         # $1, $2 and $@ are the function's own and come back behind it; all other variables are global.
         before, self.variables["@"] = self.variables.get("@"), arguments
         self.depth += 1

@@ -96,7 +96,7 @@ def parse(text: str, *, line: int = 1, where: str = "") -> Body:
     parser = Parser(text, line=line, where=where)
     body = parser.body()
     if not parser.at_end:
-        raise parser.fail("this part of the script is not understood")
+        raise parser.fail("this part of the script cannot be parsed")
     return body
 
 
@@ -230,7 +230,7 @@ class Parser:
             if len(words) == 1 and not assignments and self.text.startswith("(", self.position):
                 return self.function(words[0])
         if not words and not assignments:
-            raise self.fail("this part of the script is not understood")
+            raise self.fail("this part of the script cannot be parsed")
         return Command("simple", tuple(words), assignments=tuple(assignments))
 
     def assignment(self) -> Assignment | None:
@@ -312,7 +312,7 @@ class Parser:
         if self.take(r"\(\("):
             head = self.closed("(", ")", depth=2)
             if head.count(";") != 2:
-                raise self.fail(f"'(({head}))' is not a loop")
+                raise self.fail(f"'(({head}))' is not a valid loop header")
             return Command("for ((", bodies=(self.loop_body(),), text=head)
         name = self.word().bare() or ""
         self.separators()
@@ -356,7 +356,7 @@ class Parser:
         """Return the text up to the closing quote."""
         end = self.text.find("'", self.position)
         if end < 0:
-            raise self.fail("a single quote is not closed")
+            raise self.fail("a single quote has no closing quote")
         return self.advance(end + 1 - self.position)[:-1]
 
     def quoted(self, *, end: str) -> list[Part]:
@@ -374,7 +374,7 @@ class Parser:
             else:
                 parts.append(Part("text", self.take(rf"[^\\$`{end}]+") or self.advance(1), True))
         if end:
-            raise self.fail("a double quote is not closed")
+            raise self.fail("a double quote has no closing quote")
         return parts
 
     def expansion(self, *, quoted: bool) -> Part:

@@ -41,8 +41,8 @@ class EplbPlanner(Planner):
         """Return the loads that the placement is made for; raise where they are not known."""
         if problem.history is None:
             raise InvalidInputError(
-                f"policy {self.name!r} plans from the loads of an earlier step, but none were given: "
-                "give a history or use 'eplb-oracle'."
+                f"policy {self.name!r} plans from the expert loads of an earlier step, but there are none. Give a "
+                "history, or use the policy 'eplb-oracle'."
             )
         return problem.history
 
@@ -81,8 +81,8 @@ def eplb_placement(problem: PlanProblem, known_load: StepLoad, *, hierarchical: 
     load, topology = problem.load, problem.topology
     require(
         known_load.num_layers == load.num_layers and known_load.num_experts == load.num_experts,
-        f"the history has {known_load.num_layers} MoE layers with {known_load.num_experts} experts each, but the step "
-        f"has {load.num_layers} with {load.num_experts} each.",
+        f"the history and the step do not match: the history has {known_load.num_layers} MoE layers with "
+        f"{known_load.num_experts} experts each, the step has {load.num_layers} with {load.num_experts} each.",
     )
     per_rank = topology.experts_per_rank(load.num_experts) + problem.replica_slots
     expert = rebalance_experts(
@@ -173,7 +173,10 @@ def _check_divisions(num_experts: int, num_physical: int, num_groups: int, num_n
             divisor >= 1 and number % divisor == 0,
             f"EPLB: {number} {what} cannot be split evenly across {divisor} {divisor_name}.",
         )
-    require(num_physical >= num_experts, f"EPLB: {num_physical} physical experts cannot hold {num_experts} experts.")
+    require(
+        num_physical >= num_experts,
+        f"EPLB: {num_physical} slots (physical experts) are too few for {num_experts} experts.",
+    )
 
 
 def _pack(weight: NDArray[np.float64], num_packs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -30,8 +30,10 @@ class LlepPlanner(Planner):
     keeps_homes: ClassVar[bool] = True
     slot_limits: ClassVar[bool] = False
     unmet_dispatchers: ClassVar[Mapping[str, str]] = {
-        "alltoall": "its published gains, with a row sent for every expert, are forecast 18 to 68 % too "
-        "high; with flex, which sends a token once to a rank, they are met within 14 %"
+        "alltoall": (
+            "the gains published for LLEP, which sends a token once for every expert, are predicted 18 to 68 % too "
+            "high; with flex, which sends a token once to a rank, the error is at most 14 %"
+        )
     }
 
     max_tokens_factor: float = 1.0
@@ -59,7 +61,10 @@ class LlepPlanner(Planner):
             home, ep_size=load.ep_size, spare_slots=max(problem.spare_slots, int(most_copies))
         )
         replicas = copies_in_slots(problem, placement, cell=cell, expert=expert, rank=rank, quota=quota)
-        note = f"a rank holds up to {most_copies} foreign experts, other policies only {problem.spare_slots}."
+        note = (
+            f"a rank holds up to {most_copies} replicas with this policy, but only {problem.spare_slots} with other "
+            "policies."
+        )
         notes = (note,) if most_copies > problem.spare_slots else ()
         return finish_plan(problem, self, placement=placement, replicas=replicas, may=may, notes=notes)
 

@@ -48,7 +48,7 @@ class LplbOraclePlanner(Planner):
                 self,
                 placement=placement,
                 replicas=exactly_split(problem, placement),
-                notes=(f"topology of the copies: {topology}.",),
+                notes=(f"the replicas follow the topology {topology}.",),
             )
             if best is None or _highest(plan, problem) < _highest(best, problem):
                 best = plan

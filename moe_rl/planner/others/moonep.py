@@ -67,7 +67,10 @@ class MoonEpPlanner(Planner):
         )
 
     def _notes(self, problem: PlanProblem, unplaced: np.ndarray, slots: int) -> tuple[str, ...]:
-        slots_taken = f"a rank holds up to {slots} foreign experts, other policies only {problem.replica_slots}."
+        slots_taken = (
+            f"a rank holds up to {slots} replicas with this policy, but only {problem.replica_slots} with other "
+            "policies."
+        )
         notes = (slots_taken,) if slots > problem.replica_slots else ()
         unfit = np.flatnonzero(unplaced)
         if not len(unfit):
@@ -77,7 +80,7 @@ class MoonEpPlanner(Planner):
         )
         return (
             *notes,
-            f"{len(unfit)} of {len(unplaced)} loads (micro-batch, layer, EP group) cannot be made equal with {slots} "
-            f"slots; the worst has {int(unplaced.max())} rows left: micro-batch {micro_batch}, layer {layer}, group "
-            f"{group}.",
+            f"with {slots} replica slots, ranks cannot be loaded equally in {len(unfit)} of {len(unplaced)} cases "
+            f"(micro-batch, MoE layer, EP group). The worst case leaves {int(unplaced.max())} token-expert pairs "
+            f"unplaced: micro-batch {micro_batch}, layer {layer}, EP group {group}.",
         )

@@ -152,7 +152,7 @@ def test_ranks_of_a_stage_fill_ep_groups() -> None:
         )
 
     assert packing(8, 4).topology.num_ranks == 8
-    with pytest.raises(InvalidInputError, match="4 ranks of a pipeline stage do not fill EP groups of 8"):
+    with pytest.raises(InvalidInputError, match="4 ranks of a pipeline stage cannot be divided into EP groups of 8"):
         packing(4, 8)
 
 

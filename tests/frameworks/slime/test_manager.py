@@ -120,7 +120,7 @@ def test_a_packing_that_travels_with_the_trainers_ranks_reaches_who_holds_the_fu
     [
         ({"use_dynamic_batch_size": False}, "micro-batches hold a fixed number of samples"),
         ({"indep_dp": True}, "independent data-parallel cells"),
-        ({"expert_model_parallel_size": 3}, "4 ranks of a pipeline stage do not fill EP groups of 3"),
+        ({"expert_model_parallel_size": 3}, "4 ranks of a pipeline stage cannot be divided into EP groups of 3"),
     ],
 )
 def test_settings_that_leave_nothing_to_pack_are_named_and_change_nothing(

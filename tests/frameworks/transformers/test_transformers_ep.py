@@ -104,12 +104,12 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
         "megatron": "placement_bitwise, experimental: only supported inside Megatron",
-        "ranks": "ranks must have replica_slots in common: rank 1 has 2, rank 0 has 1.",
+        "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
         "twice": "a balancer is already attached to this model",
         "model": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
-        "nothing": "begin_pass() needs a PassSource or an earlier prepare()",
-        "reorder": "experts cannot be moved here",
-        "canonical": "experts cannot be moved here",
+        "nothing": "pass a PassSource to begin_pass(), or call prepare() first",
+        "reorder": "experts cannot move to other ranks in this run",
+        "canonical": "experts cannot move to other ranks in this run",
         "rows": "micro-batch 0: the routes have 16 rows, but the router gets 32.",
     }
     for rank in outcome:

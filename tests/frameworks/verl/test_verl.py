@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
         "ep_size": "expert_model_parallel_size is 1: every rank holds all experts.",
         "dense": "the model has no MoE layer: there is nothing to balance.",
         "packing": "use_remove_padding is False: verl packs the routes that it replays, not the tokens.",
-        "versions": "verl: ranks must have the version of moe_rl in common: rank 1 has 0.1, rank 0 has 0.0.",
+        "versions": "verl: the version of moe_rl must be the same on all ranks, but rank 1 has 0.1 and rank 0 has 0.0.",
         "routes": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
     }
     for index, rank in enumerate(outcome):
