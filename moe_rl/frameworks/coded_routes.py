@@ -65,7 +65,7 @@ def from_text(text: str, dtype: DTypeLike) -> NDArray[Any]:
     try:
         return plain(base64.b64decode(text, validate=True), dtype)
     except ValueError as error:
-        raise InvalidInputError(f"the routes are not base64 of coded routes: {error}") from error
+        raise InvalidInputError(f"the routes cannot be decoded: {error}") from error
 
 
 def is_coded(value: object) -> TypeGuard[str]:

@@ -53,7 +53,10 @@ class Symbol:
         # Parameters that a release adds at the end change nothing for a caller by name or by position.
         if has[: len(self.parameters)] == self.parameters:
             return ""
-        return f"{self.name} takes ({', '.join(has)}), and not ({', '.join(self.parameters)}, ...)."
+        return (
+            f"{self.name} takes the parameters ({', '.join(has)}), but the adapter expects "
+            f"({', '.join(self.parameters)}, ...)."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class Framework:
         try:
             return version(self.distribution)
         except PackageNotFoundError:
-            raise InvalidInputError(f"{self.name} is not installed here (package {self.distribution}).") from None
+            raise InvalidInputError(f"{self.name} (package {self.distribution}) is not installed.") from None
 
     def report(self) -> list[tuple[str, bool]]:
         """Return what of it is as the adapter wants it: (sentence, whether it is)."""
@@ -112,13 +115,13 @@ class Framework:
         if self.tested and version not in self.tested and (self.name, version) not in _warned:
             _warned.add((self.name, version))
             logger.warning(
-                "moe_rl: %s %s is installed; this adapter was tested with %s.",
+                "moe_rl: %s %s is installed, but this adapter was tested with %s.",
                 self.name,
                 version,
                 ", ".join(self.tested),
             )
         problems = self.problems()
-        require(not problems, f"{self.name} {version} does not match what the adapter expects: {' '.join(problems)}")
+        require(not problems, f"{self.name} {version} differs from what the adapter expects: {' '.join(problems)}")
         return version
 
 

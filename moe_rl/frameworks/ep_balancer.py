@@ -295,7 +295,10 @@ class EpBalancer(PassCycle[EpTables]):
     def detach(self) -> None:
         """Give the layers back to the framework, and close the recording."""
         self._require_no_pass("detach()")
-        require(self.at_home, "the experts are reordered: call reorder(balancer.own_placement) before detach().")
+        require(
+            self.at_home,
+            "experts are on other ranks than at attach: call reorder(balancer.own_placement) before detach().",
+        )
         if self._run_layers.recording is not None:
             self._run_layers.recording.close()
             self._run_layers.recording = None
@@ -308,7 +311,11 @@ class EpBalancer(PassCycle[EpTables]):
 def rows_of(routes: Any, model: MoeModelSpec) -> NDArray[np.int64]:
     """Return [N, L, K] from [B, S, L, K] or [N, L, K], of the MoE layers or of all."""
     ids = of_moe_layers(routes, model)
-    require(ids.ndim in (3, 4), f"routes must be [B, S, L, K] or [N, L, K], got {list(ids.shape)}.")
+    require(
+        ids.ndim in (3, 4),
+        "the routes must have shape [batch, sequence, layers, top-k] or [tokens, layers, top-k], got "
+        f"{list(ids.shape)}.",
+    )
     return ids.reshape(-1, *ids.shape[-2:])
 
 
@@ -319,4 +326,4 @@ def require_supported(config: BalancerConfig, *also: str) -> None:
     for word, value in config.words().items():
         if value != default.value_of(word) and word not in supported:
             unsupported.append(word)
-    require(not unsupported, f"{', '.join(unsupported)}: only supported inside Megatron (moe_rl.megatron).")
+    require(not unsupported, f"{', '.join(unsupported)}: supported only with Megatron (moe_rl.megatron).")

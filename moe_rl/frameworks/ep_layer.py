@@ -72,11 +72,14 @@ class LayerRun:
         num_tokens = hidden_states.numel() // hidden_states.shape[-1]
         require(
             len(targets) == num_tokens,
-            f"micro-batch {self.micro_batch}: the routes have {len(targets)} rows, but the router gets {num_tokens}.",
+            f"there are routes for {len(targets)} tokens of micro-batch {self.micro_batch}, but the router gets "
+            f"{num_tokens}.",
         )
         with ReplayedTopK(targets, (num_tokens, router.num_experts), router.top_k) as mode:
             output = forward(hidden_states, *args)
-        require(mode.replayed, f"{type(router).__name__} does not choose experts with topk, so it cannot replay.")
+        require(
+            mode.replayed, f"{type(router).__name__} does not choose experts with topk, so it cannot replay routes."
+        )
         return output
 
     @property

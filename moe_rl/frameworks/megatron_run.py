@@ -48,13 +48,15 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     levers = POLICIES[config.policy].levers
     require(
         "pack" not in stated or not config.micro_batches.pack or levers.pack,
-        f"pack has no effect: policy {config.policy!r} does not pack sequences.",
+        f"pack has no effect, because the policy {config.policy!r} does not pack sequences.",
     )
     if "reorders" not in stated:
         config = config.with_words(reorders=levers.move_homes)
     if parallel_state.get_expert_model_parallel_world_size() <= config.slots.ranks_per_node:
         for name in ("cross_node_slots", "resident_slots"):
-            require(not config.value_of(name), f"{name} has no effect: all ranks of an EP group are in one node.")
+            require(
+                not config.value_of(name), f"{name} has no effect, because all ranks of an EP group are in one node."
+            )
         return config
     if "cross_node_slots" not in stated and levers.cross_node:
         config = config.with_words(cross_node_slots=1)
@@ -80,9 +82,12 @@ def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay
     """
     packs = config.moves_sequences and POLICIES[config.policy].levers.pack
     if packs and native_core() is None:
-        yield f"pack is on but does nothing, because {why_not_native()}: sequences stay in their micro-batches."
+        yield f"pack is on but has no effect, because {why_not_native()}. Sequences stay in their micro-batches."
     if config.homes.reorders and "reorders" in stated and why_homes_stay is not None:
-        yield f"reorders is on but does nothing, because {why_homes_stay}: experts stay where Megatron puts them."
+        yield (
+            f"reorders is on but has no effect, because {why_homes_stay}. Experts stay on the ranks where Megatron "
+            "puts them."
+        )
 
 
 def say_once(sentence: str) -> None:
@@ -120,7 +125,8 @@ class MicroBatchLimit:
         # Said when the limit first falls, not at every update of a run that stays below it.
         if tokens < limit and self.tokens in (None, limit):
             logger.warning(
-                "moe_rl: micro-batches have at most %d tokens per GPU: by the forecast, %s's limit, %d, does not fit.",
+                "moe_rl: micro-batches get at most %d tokens per GPU, because %s's limit of %d is predicted to run "
+                "out of memory.",
                 tokens,
                 self._framework_name,
                 limit,
@@ -190,10 +196,13 @@ class MegatronRun:
             version = framework.check()
             require(
                 bool(get_model_config(models[0]).num_moe_experts),
-                "the model has no MoE layer: there is nothing to balance.",
+                "there is nothing to balance, because the model has no MoE layer.",
             )
             ep_size = parallel_state.get_expert_model_parallel_world_size()
-            require(ep_size > 1, "expert_model_parallel_size is 1: every rank holds all experts.")
+            require(
+                ep_size > 1,
+                "there is nothing to balance with expert_model_parallel_size 1, because every rank holds all experts.",
+            )
             require(not refusal, refusal)
             return version
 
@@ -209,7 +218,10 @@ class MegatronRun:
             config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
             if not guarded:
-                balancer.run.homes_stay = f"{framework.name} reads and writes weights without moving experts back first"
+                balancer.run.homes_stay = (
+                    f"{framework.name} reads and writes weights without first moving experts back to their Megatron "
+                    "ranks"
+                )
             for sentence in idle_levers(config, settings.given, balancer.run.why_homes_stay):
                 say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
@@ -312,9 +324,10 @@ class MegatronRun:
         self.balancer = None
         if dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: switched off after %d updates (until): every expert is where Megatron puts it, and the run "
-                "continues unbalanced.", self._updates,
-            )  # fmt: skip
+                "moe_rl: balancing ended after %d updates, as set with until. All experts are on the ranks where "
+                "Megatron puts them, and the run continues.",
+                self._updates,
+            )
 
     def _around(
         self,

@@ -41,7 +41,7 @@ class PlannerActor:
         """
         ids = of_moe_layers(routes, self.model)
         outside = ids.size and (int(ids.min()) < -1 or int(ids.max()) >= self.model.num_experts)
-        require(not outside, f"the routes name experts outside 0 .. {self.model.num_experts - 1}.")
+        require(not outside, f"the routes have expert ids outside 0 to {self.model.num_experts - 1}.")
         return with_missing_last_rows(ids, len(ids) if num_tokens is None else num_tokens).astype(np.int16)
 
     def plan(self, references: Sequence[Any], schedule: Any, **how: Any) -> Plan:
@@ -63,7 +63,7 @@ def start_planner(config: BalancerConfig, *, model: MoeModelSpec, topology: Clus
     try:
         import ray
     except ImportError:
-        raise InvalidInputError(f"a planner actor needs the extra ray: {install_line('ray')}.") from None
+        raise InvalidInputError(f"a planner actor needs Ray: {install_line('ray')}.") from None
     require(ray.is_initialized(), "Ray is not initialized in this process: call ray.init() first.")
     actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS)(PlannerActor)
     return actor.options(**options).remote(config, model, topology)

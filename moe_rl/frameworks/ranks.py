@@ -16,8 +16,8 @@ def require_distributed(what: str) -> None:
     """Raise unless torch's process group is there."""
     require(
         dist.is_available() and dist.is_initialized(),
-        f"{what} needs torch.distributed, which is not initialized: start the run with torchrun or the framework's "
-        "own launcher.",
+        f"{what} needs torch.distributed, which is not initialized. Start the run with torchrun or the framework's "
+        "launcher.",
     )
 
 
@@ -48,4 +48,6 @@ def unbalanced(framework: str, error: InvalidInputError, *, strict: bool) -> Non
     """Raise `error` where that was asked for, else say that the run goes on without balance."""
     if strict:
         raise error
-    logger.warning("moe_rl: this %s run continues unbalanced (MOE_RL_STRICT=1 stops it): %s", framework, error)
+    logger.warning(
+        "moe_rl: this %s run continues without balancing (set MOE_RL_STRICT=1 to stop instead): %s", framework, error
+    )

@@ -85,8 +85,9 @@ class RouterShiftRun:
                     self._num_tokens += len(tokens)
             elif start is None:
                 raise InvalidInputError(
-                    "the router shift compares an update with the pass of its old log-probabilities, but one sequence "
-                    "was in no such pass: compute them with the trained model, on the training ranks (no bypass mode)."
+                    "the router shift compares an update with the pass that computed old log-probabilities, but "
+                    "one sequence was not in that pass. Compute old log-probabilities with the trained model on "
+                    "the training ranks (no bypass mode)."
                 )
             keys.append(torch.full((len(tokens),), -1) if start is None else start + torch.arange(len(tokens)))
         return keys
@@ -100,7 +101,9 @@ class RouterShiftRun:
 
     def of(self, keys: Tensor) -> RouterShift:
         """Return the router shift at these tokens, whose forward has run on the last stage; a collective."""
-        require(self._update is not None, "gamma can only be read in the loss function of an update.")
+        require(
+            self._update is not None, "gamma of the router shift can be read only in the loss function of an update."
+        )
         assert self._update is not None
         self._asked.append(keys.reshape(-1))
         return self._update.finish(keys, floor=self._floor, sum_over_ranks=all_reduce_sum(self._split))
@@ -136,7 +139,10 @@ class RouterShiftRun:
                 return call()
             with self.tap.old_pass(self._num_tokens, self._store) as self._store, self.tap.told(rows):
                 return call()
-        require(self._store is not None, "the router shift needs an old-log-prob pass before the update; none has run.")
+        require(
+            self._store is not None,
+            "the router shift needs a pass for old log-probabilities before the update, but none has run.",
+        )
         assert self._store is not None
         self._updated, self._asked, self._coming = True, [], iter(micro_batches)
         token = READING.set(self)

@@ -20,12 +20,12 @@ def of_moe_layers(routes: Any, model: MoeModelSpec) -> NDArray[np.signedinteger]
     `InvalidInputError` where the routes are of another model.
     """
     ids = as_array(routes)
-    require(ids.ndim >= 2, f"routes must be [..., layers, choices], got {list(ids.shape)}.")
+    require(ids.ndim >= 2, f"the routes must have shape [..., layers, top-k], got {list(ids.shape)}.")
     layers, choices = ids.shape[-2:]
     require(
         layers in (model.num_moe_layers, model.num_layers) and choices == model.top_k,
-        f"the routes are from another model: {layers} layers of {choices} choices, not {model.num_moe_layers} MoE "
-        f"layers (or all {model.num_layers} layers) of {model.top_k}.",
+        f"the routes come from another model: they have {layers} layers and top-{choices}, but this model has "
+        f"{model.num_moe_layers} MoE layers ({model.num_layers} layers in all) and top-{model.top_k}.",
     )
     # Rows of dense layers hold zeros or what memory held before: counted, they would be a hot expert 0.
     ids = signed(ids)
@@ -47,7 +47,7 @@ def signed(ids: NDArray[Any]) -> NDArray[np.signedinteger]:
 def with_missing_last_rows(routes: Any, num_rows: int) -> NDArray[np.signedinteger]:
     """Return [T, L, K] of `num_rows` rows: engines return no route for the last token, which they never feed."""
     ids = signed(as_array(routes))
-    require(len(ids) <= num_rows, f"there are {len(ids)} rows of routes for {num_rows} tokens.")
+    require(len(ids) <= num_rows, f"there are routes for {len(ids)} tokens, but only {num_rows} tokens.")
     if len(ids) == num_rows:
         return ids
     rows = np.full((num_rows, *ids.shape[1:]), -1, ids.dtype)

@@ -59,10 +59,10 @@ class Until:
         40
         """
         if isinstance(value, int) and not isinstance(value, bool):
-            require(value >= 0, f"until is a number of updates, 0 or more, or a file, got {value}.")
+            require(value >= 0, f"until must be a number of updates, 0 or more, or a file, got {value}.")
             return cls(updates=value)
         if not isinstance(value, str) or not value:
-            raise InvalidInputError(f"until is a number of updates or a file, got {value!r}.")
+            raise InvalidInputError(f"until must be a number of updates or a file, got {value!r}.")
         return cls(file=Path(value))
 
 
@@ -123,7 +123,7 @@ def balancer_config(values: Mapping[str, Any]) -> BalancerConfig:
         if get_origin(kind) is None:
             require_kind(name, value, kind)
         elif get_origin(kind) is Mapping:
-            require(isinstance(value, Mapping), f"{name} must be a mapping of names to values, got {value!r}.")
+            require(isinstance(value, Mapping), f"{name} must be a mapping from names to values, got {value!r}.")
     config = BalancerConfig(**values)
     require_usable_policy(config)
     load_cluster(config.pricing.cluster)
@@ -137,7 +137,7 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     for name, value in run_fields.items():
         require_kind(name, value, RUN_FIELDS[name])
     floor = run_fields.get("router_shift", 0.0)
-    require(0.0 <= floor < 1.0, f"router_shift is the floor of gamma, from 0 (off) to below 1, got {floor}.")
+    require(0.0 <= floor < 1.0, f"router_shift must be 0 (off) or a lower bound of gamma below 1, got {floor}.")
     run: dict[str, Any] = {
         name: Path(value) if isinstance(value, str) else value for name, value in run_fields.items() if value != ""
     }
@@ -167,14 +167,14 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
         # A name with a typing error would run with the default for days: it stops the start.
         if name not in names:
             nearest = nearest_name(variable, [PREFIX + name.upper() for name in names])
-            raise InvalidInputError(f"moe_rl reads no variable {variable}.{nearest}")
+            raise InvalidInputError(f"moe_rl does not know the environment variable {variable}.{nearest}")
         with located(variable):
             # YAML reads 1 as a number, and in a shell it means yes.
             block[name] = _flag(text) if name in FLAGS else _value(text)
     if variables_of_process.get(SWITCH):
         require(
             "policy" not in block or variables_of_process.get(f"{PREFIX}POLICY") is None,
-            "MOE_RL and MOE_RL_POLICY are the same setting: give only one.",
+            "MOE_RL and MOE_RL_POLICY set the same thing: set only one of them.",
         )
         if variables_of_process[SWITCH] == OBSERVE:
             block["observe"] = True
@@ -196,7 +196,7 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def _block_of_file(path: Path) -> dict[str, Any]:
     with located("MOE_RL_CONFIG"):
         block = read_yaml(path).get("moe_rl")
-        require(isinstance(block, dict), f"{path} has no block `moe_rl:`.")
+        require(isinstance(block, dict), f"{path} has no section `moe_rl:`.")
     return dict(block)  # type: ignore[arg-type]
 
 
@@ -204,7 +204,7 @@ def _value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidInputError(f"{text!r} is not a value: {error}.") from error
+        raise InvalidInputError(f"{text!r} cannot be parsed as a value: {error}.") from error
 
 
 def _flag(text: str) -> bool:

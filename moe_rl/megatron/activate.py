@@ -74,7 +74,9 @@ class PassParts:
             if micro_batch < part.cells.num_micro_batches:
                 return part, micro_batch
             micro_batch -= part.cells.num_micro_batches
-        raise IndexError(f"the pass has only {self.num_micro_batches} micro-batches.")
+        raise IndexError(
+            f"this pass was planned for only {self.num_micro_batches} micro-batches, but more are running."
+        )
 
 
 def activate(

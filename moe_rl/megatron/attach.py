@@ -65,7 +65,12 @@ def attach(
     require_in_common(config)
     chunks_and_layers, experts = agreed(lambda: _looked_at(chunks, config))
     shared = gathered(_digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group())
-    agreed(lambda: require(len(set(shared)) == 1, "adapters that all experts share differ inside an EP group."))
+    agreed(
+        lambda: require(
+            len(set(shared)) == 1,
+            "an adapter that all experts share must be equal on all ranks of an EP group, but it differs.",
+        )
+    )
     owners, layers = zip(*chunks_and_layers, strict=True)
     layer_ids = _of_all_stages([layer.layer_number - 1 for layer in layers])
     # Groups are made on all ranks or on none: what may fail on one rank comes before or after, and is voted on.
@@ -118,7 +123,7 @@ def _looked_at(
 ) -> tuple[list[tuple[torch.nn.Module, MoELayer]], list[Experts]]:
     """Return the MoE layers with their chunks, and views of their experts; raise where they cannot be balanced."""
     chunks_and_layers = [(chunk, layer) for chunk in chunks for layer in moe_layers(chunk)]
-    require(bool(chunks_and_layers), "the model has no MoELayer: there is nothing to balance.")
+    require(bool(chunks_and_layers), "there is nothing to balance, because the model has no MoELayer.")
     for chunk in chunks:
         _refuse(getattr(chunk, "ddp_config", None), table=DDP_REFUSALS)
     for _, layer in chunks_and_layers:
@@ -217,9 +222,11 @@ def moe_layers(chunk: torch.nn.Module) -> Iterator[MoELayer]:
 
 def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     if type(layer) not in (MoELayer, ElasticMoELayer):
-        raise InvalidInputError(f"layer {layer.layer_number} is a {type(layer).__name__}, not Megatron's MoELayer.")
+        raise InvalidInputError(
+            f"layer {layer.layer_number} must be Megatron's MoELayer, but it is a {type(layer).__name__}."
+        )
     if isinstance(layer, ElasticMoELayer) and layer._elastic is not None:
-        raise InvalidInputError("a balancer is already attached to this model: call its detach() first.")
+        raise InvalidInputError("this model already has a balancer: call its detach() first.")
     copies = config.slots.foreign > 0 or config.kernels.are_ours
     facts = {"experts": config.kernels.experts, "static_rows": config.kernels.static_rows}
     _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
@@ -228,32 +235,33 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     captured = {str(getattr(scope, "name", scope)) for scope in scopes}
     require(
         layer.config.cuda_graph_impl == "none" or captured <= CAPTURED,
-        f"cuda_graph_scope captures {', '.join(sorted(captured - CAPTURED))}: a plan changes what an MoE layer does "
-        f"from one micro-batch to the next; capture only {' or '.join(sorted(CAPTURED))}.",
+        f"cuda_graph_scope captures {', '.join(sorted(captured - CAPTURED))}, but a plan changes what an MoE layer "
+        f"does from one micro-batch to the next. Capture only {' or '.join(sorted(CAPTURED))}.",
     )
     require(
         layer.config.cuda_graph_impl == "none" or "moe_router" not in captured or layer.router.router_replay is None,
-        "cuda_graph_scope captures moe_router: its graph would replay the routes of the capture; leave it "
-        "out, or moe_enable_routing_replay.",
+        "cuda_graph_scope captures moe_router, so its graph would replay the routes of the capture. Remove "
+        "moe_router from the scope, or turn moe_enable_routing_replay off.",
     )
     require(
         not (_overlaps(layer) and config.slots.cross_node_slots),
-        "cross_node_slots do not work with overlap_moe_expert_parallel_comm: they are filled a layer ahead, while "
-        "another micro-batch uses them.",
+        "cross_node_slots do not work with overlap_moe_expert_parallel_comm, because the slots are filled one "
+        "layer ahead, while another micro-batch still uses them.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(
         not (config.kernels.placement_bitwise and layer.config.moe_permute_fusion),
-        "placement_bitwise does not work with moe_permute_fusion, with which TransformerEngine makes the row map.",
+        "placement_bitwise does not work with moe_permute_fusion, because TransformerEngine then makes the row map.",
     )
     require(
         not config.kernels.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
-        "placement_bitwise needs moe_token_dispatcher_type alltoall: the others sum in the order of their ranks.",
+        "placement_bitwise needs moe_token_dispatcher_type alltoall, because other dispatchers add expert outputs "
+        "in the order of their ranks.",
     )
     require(
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),
-        f"dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall, allgather or "
-        "flex.",
+        f"the token dispatcher {dispatcher.__name__} is not supported: set moe_token_dispatcher_type to alltoall, "
+        "allgather or flex.",
     )
 
 

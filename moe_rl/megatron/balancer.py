@@ -213,7 +213,11 @@ class Balancer(PassCycle[PassTables]):
         Experts must be where Megatron expects them.
         """
         at_home = all(state.home_table is None for state in self._states)
-        require(at_home, "the experts are reordered: call reorder(balancer.megatron_placement) before detach().")
+        require(
+            at_home,
+            "experts are not on the ranks where Megatron puts them: call reorder(balancer.megatron_placement) before "
+            "detach().",
+        )
         self._require_no_pass("detach()")
         self.offload()
         self._experts.release()
@@ -233,4 +237,4 @@ class Balancer(PassCycle[PassTables]):
 
     def _require_ready(self) -> None:
         super()._require_ready()
-        require(not self._offloaded, "the buffers are offloaded: call onload() before begin_pass().")
+        require(not self._offloaded, "the replica buffers are offloaded: call onload() before begin_pass().")

@@ -61,22 +61,27 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
     saved, problem = broadcast
     require(not problem, problem)
     if saved is None:
-        logger.warning("moe_rl: there is no %s: the experts stay where Megatron puts them.", path)
+        logger.warning(
+            "moe_rl: the file %s does not exist, so experts stay on the ranks where Megatron puts them.", path
+        )
         return False
     own_placement = balancer.placement
     require(
         saved.home_rank.shape == own_placement.home_rank.shape,
-        f"{path} is for [MoE layers, experts] = {list(saved.home_rank.shape)}, but this model has "
-        f"{list(own_placement.home_rank.shape)}.",
+        f"{path} does not match this model: it has [MoE layers, experts] = {list(saved.home_rank.shape)}, the model "
+        f"has {list(own_placement.home_rank.shape)}.",
     )
     if saved.resident_slots > own_placement.resident_slots or (
         saved.resident_slots and saved.ep_size != own_placement.ep_size
     ):
-        logger.warning("moe_rl: the resident copies of %s do not fit this run: it starts without them.", path)
+        logger.warning(
+            "moe_rl: the replicas for the whole step in %s do not fit this run, so the run starts without them.", path
+        )
         saved = ExpertPlacement.from_home_rank(saved.home_rank, ep_size=saved.ep_size)
     if saved.ep_size != own_placement.ep_size:
         logger.warning(
-            "moe_rl: %s was saved at EP size %d; at EP size %d the experts of a rank stay together as far as possible.",
+            "moe_rl: %s was saved with EP size %d. With EP size %d, experts that shared a rank stay together as "
+            "far as possible.",
             path,
             saved.ep_size,
             own_placement.ep_size,
@@ -93,7 +98,7 @@ def resized(placement: ExpertPlacement, *, ep_size: int) -> ExpertPlacement:
     """
     order = np.argsort(placement.home_rank, axis=1, kind="stable")
     num_experts = placement.num_experts
-    require(num_experts % ep_size == 0, f"EP size {ep_size} does not divide the {num_experts} experts.")
+    require(num_experts % ep_size == 0, f"the EP size {ep_size} does not divide the number of experts ({num_experts}).")
     home = np.empty_like(placement.home_rank)
     np.put_along_axis(home, order, np.arange(num_experts, dtype=home.dtype)[None] // (num_experts // ep_size), axis=1)
     return ExpertPlacement.from_home_rank(home, ep_size=ep_size)

@@ -154,7 +154,8 @@ class ReplicatedExperts:
         for parameter, trained_at_attach in zip(slots[0], self.transport.buffers.trained, strict=True):
             require(
                 trained_at_attach or not parameter.requires_grad,
-                "expert parameters that were frozen at attach are trained now: detach() and attach again.",
+                "some expert parameters were frozen when you called attach, but are trained now: call detach() and "
+                "attach again.",
             )
         return [parameter for parameters in slots for parameter in parameters if parameter.requires_grad]
 

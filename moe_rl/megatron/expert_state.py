@@ -37,18 +37,18 @@ class ExpertOptimizerState:
         for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
             if not isinstance(chained, DistributedOptimizer):
                 raise InvalidInputError(
-                    f"reorder() needs Megatron's DistributedOptimizer (use_distributed_optimizer=True), got a "
-                    f"{type(chained).__name__}."
+                    "reorder() needs Megatron's DistributedOptimizer (use_distributed_optimizer=True), but the "
+                    f"optimizer is a {type(chained).__name__}."
                 )
             for option in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
                 dtype = getattr(chained.config, option, torch.float32)
                 require(
                     not chained.config.use_precision_aware_optimizer or dtype in MOVABLE_DTYPES,
-                    f"reorder() does not support {option} {dtype}: the optimizer scales every tensor as a whole, but a "
-                    "moved expert may be in two tensors.",
+                    f"reorder() does not support {option} {dtype}: the optimizer then has one scale per tensor, but "
+                    "the state of a moved expert may be in two tensors.",
                 )
             instances = getattr(chained.ddp_config, "num_distributed_optimizer_instances", 1)
-            require(instances == 1, f"reorder() needs one distributed-optimizer instance, got {instances}.")
+            require(instances == 1, f"reorder() needs exactly one distributed-optimizer instance, got {instances}.")
             if not getattr(
                 chained, "is_stub_optimizer", False
             ):  # it has no parameter: with LoRA only experts may train
@@ -107,7 +107,7 @@ class ExpertOptimizerState:
             for buffer in optimizer.buffers:
                 if parameter in buffer.param_index_map:
                     return optimizer, buffer
-        raise InvalidInputError("an expert's parameters are not in the optimizer that attach received.")
+        raise InvalidInputError("the optimizer that attach received does not have the parameters of an expert.")
 
 
 class MegatronExperts:
@@ -148,7 +148,11 @@ class MegatronExperts:
 
     def ready(self) -> tuple[list[Experts], ExpertOptimizerState]:
         """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
-        require(self._optimizer is not None, "attach received no optimizer: a reorder would leave its state behind.")
+        require(
+            self._optimizer is not None,
+            "experts cannot move to other ranks, because attach received no optimizer whose state could move with "
+            "them.",
+        )
         state = ExpertOptimizerState(self._optimizer)
         self.complete_gathers()
         return [layer_state.experts for layer_state in self._states], state

@@ -119,5 +119,5 @@ def filled_slots(rows_per_slot: Sequence[int], weights: Sequence[Weights | None]
         if slot < num_local_experts or weight is not None:
             filled.append(slot)
         elif rows:
-            raise RuntimeError(f"{rows} tokens arrived in the empty replica slot {slot}.")
+            raise RuntimeError(f"{rows} token-expert pairs arrived in slot {slot}, which has no replica.")
     return filled

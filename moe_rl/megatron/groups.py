@@ -104,7 +104,7 @@ def check_groups(ep_size: int) -> None:
     have = parallel_state.get_expert_model_parallel_world_size()
     require(
         have == ep_size,
-        f"the model was built for expert_model_parallel_size {ep_size}, but Megatron's groups have {have} EP ranks.",
+        f"the model was built with expert_model_parallel_size {ep_size}, but Megatron's groups have {have} EP ranks.",
     )
 
 

@@ -150,7 +150,8 @@ def _asking(state_is_home: Callable[[], bool], does: str) -> Callable[..., Any]:
     def asking(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         require(
             state_is_home(),
-            f"the optimizer state of the experts is not where Megatron puts it, so nothing can be {does}: {HINT}",
+            f"nothing can be {does} now, because the optimizer state of the experts is not on the ranks where "
+            f"Megatron puts it: {HINT}",
         )
         return function(*args, **kwargs)
 

@@ -266,8 +266,8 @@ class ElasticMoELayer(MoELayer):
         moved = self._elastic is not None and self._elastic.home_table is not None
         require(
             not moved,
-            f"the experts of layer {self.layer_number} are not where Megatron puts them, so nothing can be {what}: do "
-            "it inside `with balancer.canonical():`.",
+            f"nothing can be {what} now, because the experts of layer {self.layer_number} are not on the ranks "
+            "where Megatron puts them: do it inside `with balancer.canonical():`.",
         )
 
     def _begin(self, state: LayerState) -> None:
@@ -323,7 +323,7 @@ def elastic_spec(spec: ModuleSpec) -> ModuleSpec:
     moe = getattr(changed.submodules, "mlp", None)
     changed.submodules.mlp = built_as(moe, MoELayer, ElasticMoELayer)
     if changed.submodules.mlp is None:
-        raise ValueError(f"the layer spec has no MoELayer at submodules.mlp, but {moe!r}.")
+        raise ValueError(f"the layer spec must have MoELayer at submodules.mlp, but has {moe!r}.")
     return changed
 
 

@@ -72,14 +72,14 @@ class RoutingRecorder:
         """
         chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
-        require(bool(layers), "the model has no MoELayer: there is nothing to record.")
+        require(bool(layers), "there is nothing to record, because the model has no MoELayer.")
         spec = model_spec(layers[0].config)
         self._num_experts, self._top_k, self._layer_ids = spec.num_experts, spec.top_k, spec.moe_layer_ids
         self._model, self._provenance = model, provenance
         self._where = RowSlice.current()
         require(
             self._where.tp_size == 1 or layers[0].config.sequence_parallel,
-            "recording needs sequence parallelism: without it, every tensor-parallel rank holds all rows.",
+            "recording needs sequence parallelism, because without it every tensor-parallel rank has all tokens.",
         )
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_size = parallel_state.get_data_parallel_world_size()
@@ -109,7 +109,7 @@ class RoutingRecorder:
         `columns` are any of sample_id and group_id, one entry per sequence of this data-parallel rank, in the order of
         the micro-batches. Recomputation is not recorded. Where the step fails, nothing of it is kept.
         """
-        require(not self._recording, "a step is already being recorded.")
+        require(not self._recording, "a step is already being recorded: end it first.")
         self._recording = True
         try:
             yield
@@ -191,7 +191,7 @@ class RoutingRecorder:
         chunk_of_ids = self._chunks[0]
         require(
             bool(chunk_of_ids.boundaries),
-            "the step ran no forward pass of the recorded model: there is nothing to append.",
+            "nothing was recorded in this step, because the recorded model ran no forward pass.",
         )
         sequences, valid, micro_batch = [], [], []
         for index, (ends, side_by_side) in enumerate(

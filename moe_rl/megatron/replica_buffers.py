@@ -33,14 +33,21 @@ class ReplicaBuffers:
         for experts in layers:
             for parameter in experts.parameters_of(0):
                 dtypes.add(parameter.dtype)
-        require(len(dtypes) == 1, f"the experts hold parameters of several dtypes ({dtypes}): replicas need one.")
+        require(
+            len(dtypes) == 1,
+            f"all parameters of the experts must have the same dtype to have replicas, but they have {dtypes}.",
+        )
         for experts in layers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
-            require(shapes == self.shapes, f"experts differ in shape between layers: {shapes} and {self.shapes}.")
+            require(
+                shapes == self.shapes,
+                f"experts must have the same shapes in all layers to have replicas, but they have {shapes} and "
+                f"{self.shapes}.",
+            )
             for parameters in home_parameters(experts):
                 require(
                     _trained(parameters) == self.trained,
-                    "the experts have different frozen parameters: replicas need the same ones frozen in every expert.",
+                    "the same parameters must be frozen in every expert to have replicas, but they differ.",
                 )
         self._sizes = [shape.numel() for shape in self.shapes]
         self._trained_sizes = list(itertools.compress(self._sizes, self.trained))

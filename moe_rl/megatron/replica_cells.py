@@ -68,7 +68,9 @@ class ReplicaCells:
         num_layers = replicas.num_layers
         cell, expert, physical_id = replicas.index_of_replica(), replicas.expert, replicas.physical_id
         used = np.stack([cell, physical_id], axis=1)
-        require(len(np.unique(used, axis=0)) == len(used), "plan: two replicas of one layer are in the same slot.")
+        require(
+            len(np.unique(used, axis=0)) == len(used), "the plan puts two replicas of one layer into the same slot."
+        )
         first_slot = placement.slots_per_rank - placement.spare_slots
         stays = placement.physical_to_logical_map[cell % num_layers, physical_id] == expert
         stays &= physical_id % placement.slots_per_rank < first_slot  # these are pushed once, and not by the cell
@@ -131,8 +133,9 @@ class ReplicaCells:
         if len(wrong):
             at = int(wrong[0])
             raise InvalidInputError(
-                f"plan: the replica of expert {expert[at]} in slot {physical_id[at]} (micro-batch "
-                f"{cell[at] // num_layers}, layer {cell[at] % num_layers}) is not in a replica slot of another rank."
+                f"the plan puts the replica of expert {expert[at]} (micro-batch {cell[at] // num_layers}, layer "
+                f"{cell[at] % num_layers}) into slot {physical_id[at]}, which is not a replica slot of another "
+                "rank."
             )
         # By home first, so that the ordinal of a copy among those of its home is its place after the first of them.
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))

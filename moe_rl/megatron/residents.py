@@ -127,8 +127,9 @@ class ResidentCopies:
         owing = sum(layer.owed for layer in self.layers.values())
         require(
             not owing,
-            f"the pass ended before its last micro-batch, which returns the gradients of resident copies: those of "
-            f"{owing} layers are lost. Give begin_pass() every micro-batch that runs.",
+            f"gradients of {owing} layers are lost, because the pass ended before its last micro-batch, in which "
+            "replicas for the whole step return their gradients. Tell begin_pass() the number of micro-batches "
+            "that really run.",
         )
         self._pushed = self._checksums()
 

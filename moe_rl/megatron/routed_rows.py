@@ -36,7 +36,7 @@ class RowSlice:
     def __post_init__(self) -> None:
         for name in ("tp", "cp"):
             size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
-            require(0 <= rank < size, f"{name}_rank must lie in 0 .. {name}_size - 1 = {size - 1}, got {rank}.")
+            require(0 <= rank < size, f"{name}_rank must be 0 to {name}_size - 1 = {size - 1}, got {rank}.")
 
     @classmethod
     def current(cls) -> Self:
@@ -60,7 +60,10 @@ def padded_rows(routed_experts: Routes, *, row_slice: RowSlice, attention_mask: 
     batch, length = ids.shape[:2]
     if attention_mask is not None:
         mask = _array(attention_mask).astype(np.bool_)
-        require(mask.shape == (batch, length), f"attention_mask must be [{batch}, {length}], got {list(mask.shape)}.")
+        require(
+            mask.shape == (batch, length),
+            f"attention_mask must have shape [{batch}, {length}], got {list(mask.shape)}.",
+        )
         ids = np.where(mask[:, :, None, None], ids, -1)
     boundaries = np.arange(batch + 1) * length
     return ids.reshape(-1, *ids.shape[2:])[held_positions(boundaries, row_slice, side_by_side=True)]
@@ -75,7 +78,7 @@ def padded_sequences(tokens: Any, *, row_slice: RowSlice, attention_mask: Any = 
     Example: [[5, 6, 7], [8, 9, 0]] with the last token masked has rows of sequences 0 1 0 1 0 and padding.
     """
     ids = _array(tokens)
-    require(ids.ndim == 2, f"tokens must be [B, S], got {list(ids.shape)}.")
+    require(ids.ndim == 2, f"the tokens must have shape [batch, sequence], got {list(ids.shape)}.")
     sequence_by_sequence = SequenceRows.of_padded(ids, attention_mask)
     boundaries = np.arange(len(ids) + 1) * ids.shape[1]
     positions = held_positions(boundaries, row_slice, side_by_side=True)
@@ -100,12 +103,12 @@ def packed_rows(routed_experts: Sequence[Routes], *, cu_seqlens_padded: Any, row
         ids = _ids(sequence_routes, dimensions=3)
         require(
             len(ids) <= length,
-            f"sequence {index} has {len(ids)} rows of routes, but its padded length is {length} tokens.",
+            f"sequence {index} has routes for {len(ids)} tokens, but its padded length is {length} tokens.",
         )
         all_rows = np.full((length, *ids.shape[1:]), -1, np.int64)
         all_rows[: len(ids)] = ids
         pieces.append(all_rows)
-    require(bool(pieces), "the micro-batch holds no sequence.")
+    require(bool(pieces), "the micro-batch has no sequences.")
     return np.concatenate(pieces)[held_positions(ends, row_slice, side_by_side=False)]
 
 
@@ -141,12 +144,16 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     for layer in layers:
         replay = getattr(layer.router, "router_replay", None)
         if replay is None:
-            raise InvalidInputError("the model was built without moe_enable_routing_replay: its routers cannot replay.")
+            raise InvalidInputError(
+                "the routers of this model cannot replay routes, because the model was built without "
+                "moe_enable_routing_replay."
+            )
         lists.append(list(replay.replay_backward_list))
     counts = {len(recorded) for recorded in lists}
     require(
         len(counts) == 1 and counts != {0},
-        f"the routers hold targets of {sorted(counts)} micro-batches: set every layer's once per micro-batch.",
+        "the replay targets of every layer must be set once per micro-batch, but the routers have targets for "
+        f"{sorted(counts)} micro-batches.",
     )
     routes = []
     for of_layers in zip(*lists, strict=True):
@@ -165,7 +172,8 @@ def zigzag(positions: Ints, row_slice: RowSlice) -> Ints:
     chunks = 2 * row_slice.cp_size
     require(
         len(positions) % chunks == 0,
-        f"context parallelism cuts every sequence into {chunks} equal chunks, but one has {len(positions)} tokens.",
+        f"context parallelism divides every sequence into {chunks} equal chunks, but {len(positions)} tokens cannot "
+        "be divided so.",
     )
     by_chunk = positions.reshape(chunks, -1)
     return np.concatenate([by_chunk[row_slice.cp_rank], by_chunk[chunks - 1 - row_slice.cp_rank]])
@@ -175,7 +183,7 @@ def _ids(routes: Routes, *, dimensions: int) -> Ints:
     ids = _array(routes)
     require(
         ids.ndim == dimensions and np.issubdtype(ids.dtype, np.integer),
-        f"routed experts must be integers with {dimensions} dimensions, got {ids.dtype} {list(ids.shape)}.",
+        f"the routed experts must be integers with {dimensions} dimensions, got {ids.dtype} {list(ids.shape)}.",
     )
     return ids.astype(np.int64)
 

@@ -36,7 +36,11 @@ class RouterWatch:
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             has_margin = router.score_function in ("softmax", "sigmoid")
-            require(has_margin, f"the watch supports softmax and sigmoid routers, not {router.score_function}.")
+            require(
+                has_margin,
+                "the router watch supports softmax and sigmoid routers, but the score function is "
+                f"{router.score_function}.",
+            )
         self._check, self._telemetry, self._ranks_per_node = check, telemetry, ranks_per_node
         self._samples: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._counts: dict[int, torch.Tensor] = {}
@@ -136,8 +140,8 @@ def _routing_map(output: Any, num_experts: int) -> torch.Tensor:
         return routing_map
     kinds = [f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part) for part in parts]
     raise InvalidInputError(
-        f"the watch reads routers that return (probabilities, routing map of bool [tokens, {num_experts}]); this one "
-        f"returned ({', '.join(kinds)})."
+        f"the router watch needs routers that return (probabilities, routing map of bool [tokens, {num_experts}]), "
+        f"but this one returned ({', '.join(kinds)})."
     )
 
 

@@ -219,9 +219,9 @@ class StaticRows:
         rows = None if planned.misfit else planned.most_rows
         most_tokens = 0 if planned.tokens is None else int(planned.tokens.max(initial=0))
         if rows is None and self._says_dynamic:
-            why = "its routes are not replayed, or some are unknown and capacity_risk is not set"
+            why = "its routes are not replayed, or some routes are not known and capacity_risk is not set"
             logger.warning(
-                "moe_rl: static_rows: this pass has no bound (%s), so its buffers are sized dynamically.", why
+                "moe_rl: static_rows cannot bound the buffers of this pass (%s), so they are sized dynamically.", why
             )
         self._says_dynamic &= rows is not None
         most = None if rows is None else int(rows.max(initial=0))
@@ -262,8 +262,11 @@ class StaticRows:
             rows=rows[None], worst_rows=rows[None], tokens=tokens[None],
             top_k=self._model.top_k, risk=0.0, unknown_share=0.0,
         )  # fmt: skip
-        sentence = f"this pass needs moe_expert_rank_capacity_factor {most.static_factor:.4f} on EP group"
-        sentence += f" {self.groups.expert_dp.rank()}, but {allowed} is set: raise it or let ranks hold more copies."
+        sentence = f"this pass needs a moe_expert_rank_capacity_factor of at least {most.static_factor:.4f} on EP group"
+        sentence += (
+            f" {self.groups.expert_dp.rank()}, but it is set to {allowed}. Raise it, or allow more replica slots per "
+            "rank."
+        )
         require(most.static_factor <= allowed, sentence)
 
     def _require_fits(self, rows: NDArray[np.int64], most: int) -> None:

@@ -70,7 +70,9 @@ class MegatronExpertReader:
     def shape(self, parts_per_expert: int) -> ExpertShape:
         """Return the sizes of a whole expert, cut into so many parts. Raises `InvalidInputError` for other experts."""
         parameters = next(iter(self._experts.values()), None)
-        require(parameters is not None, "this trainer has no MoE layer to send: its pipeline stage has none.")
+        require(
+            parameters is not None, "this trainer rank has no MoE layer to send, because its pipeline stage has none."
+        )
         assert parameters is not None
         fc1, fc2 = self._two_weights(parameters, 0)
         etp_size = parallel_state.get_expert_tensor_parallel_world_size()
@@ -99,7 +101,10 @@ class MegatronExpertReader:
             for layer, home in layers_of_rank.homes.items():
                 homes[layer], stages[layer] = home, layers_of_rank.position.stage
         layers = sorted(homes)
-        require(layers == list(range(len(layers))), f"some MoE layers are on no trainer: the trainers hold {layers}.")
+        require(
+            layers == list(range(len(layers))),
+            f"no trainer rank has some of the MoE layers. Those that have a rank are {layers}.",
+        )
         return TrainerLayout(
             home_rank=np.array([homes[layer] for layer in layers], np.int32),
             stage_of_layer=tuple(stages[layer] for layer in layers),
@@ -133,7 +138,7 @@ class MegatronExpertReader:
         weights: list[Any] = experts.parameters_of(slot)
         require(
             len(weights) == 2 and weights[0].ndim == 2 and weights[0].shape[0] == 2 * weights[1].shape[1],
-            "a planned weight sync takes gated experts of two matrices, without biases or adapters, but these have "
-            f"{[list(weight.shape) for weight in weights]}.",
+            "a planned weight sync needs gated experts of two matrices without biases or adapters, but the weights "
+            f"of these have the shapes {[list(weight.shape) for weight in weights]}.",
         )
         return weights[0], weights[1]

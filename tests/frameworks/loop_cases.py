@@ -553,7 +553,7 @@ def levers_that_cannot_act() -> dict[str, list[str]]:
             before = len(warnings.sentences)
             with changes:
                 MegatronRun.attach(FRAMEWORK, run.models, run.optimizer, given, guarded=guarded).detach()
-            said[name] = [line for line in warnings.sentences[before:] if "does nothing" in line]
+            said[name] = [line for line in warnings.sentences[before:] if "has no effect" in line]
     log.removeHandler(warnings)
     return said
 

@@ -82,7 +82,8 @@ def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="moe_rl.frameworks"):
         unbalanced("verl", error, strict=False)
     assert caplog.messages == [
-        "moe_rl: this verl run continues unbalanced (MOE_RL_STRICT=1 stops it): the model has no MoELayer."
+        "moe_rl: this verl run continues without balancing (set MOE_RL_STRICT=1 to stop instead): "
+        "the model has no MoELayer."
     ]
     with pytest.raises(InvalidInputError, match="no MoELayer"):
         unbalanced("verl", error, strict=True)

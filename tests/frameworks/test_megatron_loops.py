@@ -80,7 +80,7 @@ def test_a_loop_reads_the_router_shift_in_its_own_passes(outcome: list[Any]) -> 
         assert rank["keys"] == [4 * 2 * 16, -1]
         # One of two layers; 17 tokens of a sequence have places, and one row takes padding; top-2, in 32-bit words.
         assert rank["bytes"] == (4 * 2 * 17 + 1) * 2 * 4
-        assert "one sequence was in no such pass" in rank["said"]
+        assert "one sequence was not in that pass" in rank["said"]
     assert [rank["last"] for rank in outcome] == [False, True]
 
 
@@ -183,8 +183,8 @@ def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: lis
 @loop_case("levers_that_cannot_act")
 def test_a_lever_that_was_asked_for_and_cannot_act_says_so_once(outcome: list[Any]) -> None:
     expected = {
-        "without the core": "pack is on but does nothing, because the core was not built: sequences stay in their",
-        "not guarded": "reorders is on but does nothing, because megatron reads and writes weights without moving",
+        "without the core": "pack is on but has no effect, because the core was not built. Sequences stay in their",
+        "not guarded": "reorders is on but has no effect, because megatron reads and writes weights without first",
     }
     for index, said in enumerate(outcome):
         for name, sentences in said.items():

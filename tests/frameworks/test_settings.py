@@ -62,7 +62,7 @@ def test_a_run_ends_after_a_number_of_updates_or_with_a_file() -> None:
     assert by_number.in_common() != by_file.in_common()
     assert settings_from_mapping({"until": 40}).until == by_number.until
     for wrong in (-1, True, ""):
-        with pytest.raises(InvalidInputError, match="until is a number of updates"):
+        with pytest.raises(InvalidInputError, match="until must be a number of updates"):
             settings_from_mapping({"until": wrong})
 
 
@@ -119,7 +119,7 @@ def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout()
         ({}, "needs a loss of moe_rl.frameworks.slime.losses"),
         (
             {"custom_loss_function_path": "moe_rl.frameworks.slime.losses.policy_loss_function"},
-            "needs the pass that --use-rollout-logprobs skips",
+            "but --use-rollout-logprobs skips it",
         ),
     ):
         with patch.dict(os.environ, {"MOE_RL_ROUTER_SHIFT": "0.8"}), pytest.raises(InvalidInputError, match=sentence):
@@ -144,8 +144,8 @@ def test_nothing_set_is_off() -> None:
         ({"MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "{"}, "MOE_RL_PARAMETERS"),
         ({"MOE_RL": "ultraep", "MOE_RL_STRICT": "yes please"}, "MOE_RL_STRICT: must be 0 or 1, got 'yes please'"),
         ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
-        ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY are the same"),
-        ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "router_shift is the floor of gamma, from 0 (off) to below 1, got 1.5"),
+        ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY set the same"),
+        ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "router_shift must be 0 (off) or a lower bound of gamma below 1, got 1.5"),
         ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "MOE_RL_CONFIG: there is no file /nowhere.yaml"),
     ],
 )
@@ -165,5 +165,5 @@ def test_a_block_names_its_own_mistakes() -> None:
 def test_a_file_without_the_block_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("policy: ultraep\n")
-    with pytest.raises(InvalidInputError, match="has no block `moe_rl:`"):
+    with pytest.raises(InvalidInputError, match="has no section `moe_rl:`"):
         settings_from_environment({"MOE_RL_CONFIG": str(path)})

@@ -16,7 +16,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
     expected = {
         "no_moe": "no MoELayer",
         "one_rank_without": "no MoELayer",
-        "twice": "already attached to this model",
+        "twice": "this model already has a balancer",
         "end_first": "no pass has begun",
         "nothing": "pass a PassSource to begin_pass()",
         "ids": "range from 100 to 107",

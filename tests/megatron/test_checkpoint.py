@@ -81,7 +81,7 @@ def test_a_placement_that_cannot_be_used_changes_nothing_and_every_rank_says_why
         assert rank["own"] is True
         assert "cannot be written" in rank["unwritable"]
         assert "does not match its hash" in rank["damaged"]
-        assert "this model has [2, 8]" in rank["other_model"]
+        assert "the model has [2, 8]" in rank["other_model"]
         assert rank["untouched"]
 
 

@@ -137,13 +137,13 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         "experts": "experts must be one of megatron, grouped, got 'ours'",
         "recipe": "unknown recipe 'fp9'",
         "recipe_alone": "recipe 'fp8-block' and backend 'auto' need experts='grouped'",
-        "rowwise": "its backward needs a second, transposed copy",
+        "rowwise": "its backward pass needs a second, transposed copy",
         "backend": "it needs the weights of all experts in one tensor",
-        "activation": "needs a gated activation of silu or quick_gelu",
+        "activation": "needs gated experts (gated_linear_unit=True) with silu or quick_gelu",
         "bf16_gradients": "set grad_reduce_in_fp32=True",
         "bf16_gradients_by_spec": "set grad_reduce_in_fp32=True",
-        "spec": "the layer spec has no SequentialMLP",
-        "unknown": "experts of type OtherExperts are not supported; supported are SequentialMLP",
+        "spec": "the layer spec must have SequentialMLP",
+        "unknown": "experts of type OtherExperts are not supported. Supported are SequentialMLP",
     }
     for rank in outcome:
         assert rank.keys() == expected.keys()

@@ -104,7 +104,7 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
         (lambda: padded_rows(np.zeros((1, 2, 3)), row_slice=RowSlice()), "integers with 4 dimensions"),
         (lambda: padded_rows(named(2, 2), row_slice=RowSlice(), attention_mask=np.ones((1, 2))), "must be [2, 2]"),
         (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], row_slice=RowSlice()), "3 rows"),
-        (lambda: packed_rows([], cu_seqlens_padded=[0], row_slice=RowSlice()), "holds no sequence"),
+        (lambda: packed_rows([], cu_seqlens_padded=[0], row_slice=RowSlice()), "has no sequences"),
         (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must lie in 0 .. tp_size - 1 = 1"),
     ],
 )

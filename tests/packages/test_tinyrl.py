@@ -72,7 +72,7 @@ def test_a_run_whose_loss_raises_once_is_the_plain_one_after_that_too(launch: La
 
 def test_routes_that_are_wrong_on_one_rank_are_refused_on_all(launch: Launch) -> None:
     for rank in launch.of("tinyrl_cases.one_rank_has_routes_of_another_model"):
-        assert "the routes are from another model" in rank["message"]
+        assert "the routes come from another model" in rank["message"]
         assert rank["loss"] == pytest.approx(rank["plain"], rel=LIMIT)
 
 

@@ -192,7 +192,7 @@ def test_sglang_rows_start_where_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({}, "give --num-layers"), ({"top_k": 5}, "wrong --num-layers or --moe-router-topk")]
+    ("options", "message"), [({}, "set --num-layers"), ({"top_k": 5}, "--num-layers or --moe-router-topk is wrong")]
 )
 def test_sglang_needs_the_shape(tmp_path: Path, options: dict[str, int], message: str) -> None:
     body = producers.sglang_response(make_rollout(lengths=(6,)).sequences[0], 4)
@@ -273,7 +273,7 @@ def test_nemo_rl_broken_envelopes_are_refused(tmp_path: Path, envelope: str) -> 
 def test_verl_needs_the_mask_to_know_the_padding(tmp_path: Path) -> None:
     batch = producers.verl_batch(make_rollout().sequences, [2, 1, 3])
     torch.save({"routed_experts": torch.from_numpy(batch["routed_experts"])}, tmp_path / "t.pt")
-    with pytest.raises(InvalidInputError, match="attention_mask must be"):
+    with pytest.raises(InvalidInputError, match="attention_mask must have"):
         open_source(tmp_path / "t.pt")
 
 
@@ -302,14 +302,14 @@ def test_verl_holes_in_the_mask_are_refused(tmp_path: Path) -> None:
     batch = producers.verl_batch(make_rollout().sequences, [2, 1, 3])
     batch["attention_mask"][2, 4] = 0
     torch.save(batch, tmp_path / "t.pt")
-    with pytest.raises(InvalidInputError, match="has a hole inside a sequence"):
+    with pytest.raises(InvalidInputError, match="has a gap inside a sequence"):
         open_source(tmp_path / "t.pt")
 
 
 def test_verl_nested_tensors_say_how_to_save_them(tmp_path: Path) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2, 1, 2), torch.zeros(3, 1, 2)], layout=torch.jagged)
     torch.save({"routed_experts": nested}, tmp_path / "t.pt")
-    with pytest.raises(InvalidInputError, match="save its parts"):
+    with pytest.raises(InvalidInputError, match="Save the list of its parts"):
         open_source(tmp_path / "t.pt")
 
 
@@ -350,7 +350,7 @@ def test_slime_optimizer_steps_become_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(rollout_id=4), "is of rollout 4, but the samples are of rollout 3"),
+        (lambda d: d.update(rollout_id=4), "belongs to rollout 4, but the samples belong to rollout 3"),
         (lambda d: d.pop("dp_shards"), "it has no dp_shards"),
         (lambda d: d["dp_shards"][0].update(partition=[0, 0]), "sample 0 appears in two micro-batches"),
         (lambda d: d["dp_shards"][0].update(partition=[0, 9]), "not in the rollout dump"),
@@ -489,7 +489,7 @@ def test_megatron_micro_batches_follow_from_the_order(
     write_megatron(tmp_path, rollout, 2, recompute=lambda records: records * (1 + twice))
     with caplog.at_level(logging.WARNING):
         source = open_source(tmp_path, options=ImportOptions(num_experts=32))
-    assert ("dropped the records of activation recompute" in caplog.text) == twice
+    assert ("made by activation recomputation, were left out" in caplog.text) == twice
     assert source.provenance == "live"
     assert source.moe_layer_ids == (1, 2, 3)
     assert source.steps == (0, 1)
@@ -517,7 +517,7 @@ def test_megatron_recompute_that_cannot_be_told_is_refused(tmp_path: Path) -> No
         return records * 2 if first["left"] == 0 else records
 
     write_megatron(tmp_path, rollout, 1, recompute=only_once)
-    with pytest.raises(InvalidInputError, match="Record without activation recompute"):
+    with pytest.raises(InvalidInputError, match="Record without activation recomputation"):
         open_source(tmp_path)
 
 
@@ -549,7 +549,7 @@ def test_megatron_files_cut_short_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "router_trace_rank1.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[: len(lines) // 2]))
-    with pytest.raises(InvalidInputError, match="the ranks do not hold the same steps"):
+    with pytest.raises(InvalidInputError, match="its files have different steps"):
         open_source(tmp_path)
     file.write_text("\n".join(lines[:-3]) + '\n{"step": 1, "blo')
     with pytest.raises(InvalidInputError, match="is not JSON"):

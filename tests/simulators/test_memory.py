@@ -178,7 +178,7 @@ def test_each_remedy_of_a_forecast_that_does_not_fit_would_do_alone() -> None:
     assert fewer.remedies == ()
     nothing = forecast_memory(rows, tokens, None, run=run, hbm_bytes=fixed - 1)
     assert nothing.remedies == ("micro-batches with 0% of the tokens",)
-    assert f"the GPU {nothing.hbm_bytes / GIB:.1f} GiB" in str(nothing)
+    assert f"the GPU has only {nothing.hbm_bytes / GIB:.1f} GiB" in str(nothing)
 
 
 def test_a_run_forecasts_what_a_simulation_of_its_plan_does() -> None:

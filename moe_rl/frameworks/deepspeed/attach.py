@@ -61,14 +61,15 @@ def attach(engine: Any, config: BalancerConfig, *, replay: bool = True) -> EpBal
     require_supported(config, "reorder_scratch_bytes", "steps_served", "history_steps", "reorders")
     require(
         isinstance(engine, deepspeed.DeepSpeedEngine),
-        f"attach needs the engine that deepspeed.initialize returns, got a {type(engine).__name__}.",
+        f"attach needs the engine that deepspeed.initialize returns, but got a {type(engine).__name__}.",
     )
     modules = [module for module in engine.module.modules() if isinstance(module, AutoEPMoELayer)]
     _require_supported_engine(engine, modules)
     spec, _ = model_of_config(engine.module.config.to_dict(), where=type(engine.module).__name__)
     require(
         len(modules) == spec.num_moe_layers,
-        f"the engine has {len(modules)} AutoEP layers, but the model's configuration names {spec.num_moe_layers}.",
+        f"the engine has {len(modules)} AutoEP layers, but the model's configuration has {spec.num_moe_layers} MoE "
+        "layers.",
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
     clock = MicroBatchClock(engine.module)
@@ -172,38 +173,37 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
     """Raise where AutoEP runs in a way that plans do not know."""
     require(
         len(modules) > 0,
-        "the engine has no AutoEP layer: it needs a model with MoE layers, and expert_parallel.enabled and autoep_size "
-        "in DeepSpeed's configuration.",
+        "the engine has no AutoEP layer. Use a model with MoE layers, and set expert_parallel.enabled and "
+        "autoep_size in DeepSpeed's configuration.",
     )
     module = modules[0]
+    require("forward" not in vars(module.router), "this engine already has a balancer: call its detach() first.")
     require(
-        "forward" not in vars(module.router), "a balancer is already attached to this engine: call its detach() first."
-    )
-    require(
-        hasattr(engine.module, "config"), f"{type(engine.module).__name__} has no config that names its MoE layers."
+        hasattr(engine.module, "config"),
+        f"{type(engine.module).__name__} has no config from which moe_rl could read its MoE layers.",
     )
     stage = engine.zero_optimization_stage()
     handles = module.folding_group_handles
     folded = 1 if handles is None else handles.spec.tp_size
-    require(module.ep_size > 1, "autoep_size is 1: every rank holds all experts.")
-    require(stage < 3, f"zero_optimization.stage is {stage}: it shards every expert over ranks; use stage 0, 1 or 2.")
+    require(module.ep_size > 1, "there is nothing to balance with autoep_size 1, because every rank holds all experts.")
+    require(stage < 3, f"zero_optimization.stage {stage} splits every expert across ranks: use stage 0, 1 or 2.")
     require(
         folded == 1,
-        f"tensor_parallel.autotp_size is {folded}: ranks that share a batch send parts of it, which plans do not "
-        "support.",
+        f"tensor_parallel.autotp_size {folded} is not supported, because ranks that share a batch would each send a "
+        "part of it.",
     )
     require(
         module.comm_backend == "comm",
-        f"expert_parallel.comm_backend is {module.comm_backend!r}: its buffers have room for experts, not for slots; "
-        "use 'comm'.",
+        f"expert_parallel.comm_backend {module.comm_backend!r} has no room for replica slots in its buffers: use "
+        "'comm'.",
     )
     require(
         not module.async_split_plan,
-        "expert_parallel.async_split_plan is on: it sizes the exchange before slots are known; turn it off.",
+        "expert_parallel.async_split_plan sets the sizes of the exchange before replica slots are known: turn it off.",
     )
     require(
         module.combine_impl != "fused_weighted_sum",
-        "expert_parallel.combine_impl is 'fused_weighted_sum', which has never been run with replicas; use 'auto'.",
+        "expert_parallel.combine_impl 'fused_weighted_sum' has never been run with replicas: use 'auto'.",
     )
 
 
@@ -220,6 +220,6 @@ def _at_home(engine: Any, balancer: EpBalancer, name: str) -> Callable[[], None]
 def _require_home(balancer: EpBalancer, *_: Any) -> None:
     require(
         balancer.at_home,
-        "experts are reordered: take the state dict inside balancer.canonical(weights_only=True), which moves them "
-        "back.",
+        "experts have moved to other ranks. Call state_dict inside balancer.canonical(weights_only=True), which "
+        "moves them back.",
     )

@@ -25,9 +25,12 @@ def why_fixed(engine: Any) -> str:
     """Return why the experts of this engine cannot move; empty where they can."""
     stage, optimizer = engine.zero_optimization_stage(), type(engine.optimizer).__name__
     if stage not in (1, 2) or optimizer != "DeepSpeedZeroOptimizer":
-        return f"that needs DeepSpeedZeroOptimizer of ZeRO 1 or 2, but this engine has {optimizer} at stage {stage}."
+        return (
+            f"moving experts needs DeepSpeedZeroOptimizer of ZeRO 1 or 2, but this engine has {optimizer} at stage "
+            f"{stage}."
+        )
     if engine.optimizer.cpu_offload:
-        return "zero_optimization.offload_optimizer is on, with which a move has never been run."
+        return "zero_optimization.offload_optimizer is on, and moving experts has never been run with it."
     return ""
 
 
@@ -121,7 +124,7 @@ class AutoEpExperts:
         everyone = self._groups.gather_in_run(own_cuts)[self._groups.grid]
         require(
             bool((everyone == everyone[:, :1]).all()),
-            "ZeRO cuts the experts of different EP ranks at different offsets.",
+            "ZeRO splits the experts of different EP ranks at different offsets.",
         )
         cuts: NDArray[np.int64] = everyone[:, 0]
         return cuts

@@ -32,11 +32,14 @@ def found() -> list[tuple[str, bool]]:
     """Return (sentence, whether it is well) for every trap."""
     registry = _registry()
     fails = registry is not None and not _takes_default(registry)
-    why = "deepspeed.initialize fails with this transformers, unless the adapter is imported before it"
+    why = "deepspeed.initialize fails with this version of transformers, unless you import the adapter first"
     sentences = [(why if fails else "AutoEP can register with transformers", True)]
-    waits = "is there: an extension is being built, or its build was killed and every run waits: remove it"
+    waits = (
+        "exists. Either an extension is being built now, or a build was killed and every run waits for it: then remove "
+        "the file"
+    )
     locks = [(f"{lock} {waits}", False) for lock in build_locks()]
-    return sentences + (locks or [("no build of an extension was left unfinished", True)])
+    return sentences + (locks or [("no build of an extension was interrupted", True)])
 
 
 def build_locks() -> list[Path]:

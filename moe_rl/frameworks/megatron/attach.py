@@ -100,7 +100,7 @@ def _read_one_by_one(
         routed += part or ()
         if tokens is not None:
             sequences += tokens([micro_batch]) or ()
-    require(num_read == count, f"`again` yields {num_read} micro-batches, but the call needs {count}.")
+    require(num_read == count, f"`again` returned {num_read} micro-batches, but the call needs {count}.")
     return routed if all_routed else None, None if tokens is None else sequences
 
 
@@ -110,7 +110,10 @@ def _source_of(
     """Return what the providers said of a call."""
     if routes is not None:
         num_layers = {layers for ids in routes if (layers := as_array(ids).shape[1])}
-        require(len(num_layers) <= 1, f"the routes have {sorted(num_layers)} layers: all micro-batches must agree.")
+        require(
+            len(num_layers) <= 1,
+            f"all micro-batches must have routes for the same number of layers, but these have {sorted(num_layers)}.",
+        )
         return PassSource.replayed([of_moe_layers(ids, model) for ids in routes], sequences)
     if sequences is None:
         return PassSource.unknown(num_micro_batches)
@@ -195,11 +198,11 @@ def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
         return micro_batches[0], list(iterators)
     if not isinstance(data, Iterator):
         raise InvalidInputError(
-            f"data_iterator is a {type(data).__name__}: routes can be read from an iterator over micro-batches, or "
-            "from a list of iterators, one per model chunk."
+            f"moe_rl cannot read routes from a data_iterator of type {type(data).__name__}. Pass an iterator over "
+            "micro-batches, or a list of iterators, one per model chunk."
         )
     coming = list(islice(data, count))
-    require(len(coming) == count, f"the data iterator holds {len(coming)} micro-batches, but the call needs {count}.")
+    require(len(coming) == count, f"the data iterator has {len(coming)} micro-batches, but the call needs {count}.")
     return coming, _Replayed(coming, data)
 
 

@@ -93,7 +93,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
-    recipe = "what the recipe of Megatron-Bridge that the run starts from sets besides was not looked at."
+    recipe = "this run starts from a recipe of Megatron-Bridge, and the other settings of that recipe were not checked."
     return (recipe,) * is_bridge(raw)
 
 

@@ -55,9 +55,12 @@ def _rank(file: Path) -> int:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     files = _files(path)
-    require(bool(files), f"{path} holds no router_trace_rank<r>.jsonl.")
+    require(bool(files), f"{path} does not contain any file router_trace_rank<r>.jsonl.")
     stages = options.pipeline_size
-    require(len(files) % stages == 0, f"{path}: {len(files)} ranks are not a multiple of {stages} pipeline stages.")
+    require(
+        len(files) % stages == 0,
+        f"{path} has files of {len(files)} ranks, which is not a multiple of {stages} pipeline stages.",
+    )
     per_stage = len(files) // stages
     readers = [_steps(file) for file in files]
     # All ranks in step: one step of every rank in memory, whatever the length of the run.
@@ -72,7 +75,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
             return
         require(
             len(tables) == len(readers) and len(steps) == 1,
-            f"{path}: the ranks do not hold the same steps (near step {min(steps)}): a file is truncated.",
+            f"{path} is truncated: its files have different steps (near step {min(steps)}).",
         )
         for dp_rank in range(per_stage):
             yield from _sequences(tables[dp_rank::per_stage], min(steps), dp_rank, path)
@@ -82,7 +85,7 @@ def _steps(file: Path) -> Iterator[tuple[int, Tables]]:
     """Yield (step, tables) of one rank; one step in memory at a time."""
     last_step = -1
     for step, group in groupby(_decoder_records(file), key=lambda record: integer(record["step"], "step")):
-        require(step > last_step, f"{file}: step {step} comes after step {last_step}.")
+        require(step > last_step, f"{file} has step {step} after step {last_step}, but steps must ascend.")
         last_step = step
         tables: Tables = defaultdict(list)
         for record in group:
@@ -103,13 +106,13 @@ def _checked(record: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         ids = np.asarray(record["top_indices"])
     except ValueError as error:
-        raise InvalidInputError(f"{where}: top_indices is not rectangular.") from error
+        raise InvalidInputError(f"{where}: the lists in top_indices have unequal lengths.") from error
     shape = (integer(record["num_tokens"], "num_tokens"), integer(record["topk"], "topk"))
     if shape[0] == 0 and ids.size == 0 and 0 < shape[1] < 1 << 16:
         ids = np.zeros(shape, np.int64)
     require(
         ids.shape == shape and ids.dtype.kind in "iu",
-        f"{where}: top_indices must be {list(shape)} integers, got {ids.dtype} {list(ids.shape)}.",
+        f"{where}: top_indices must be integers of shape {list(shape)}, got {ids.dtype} {list(ids.shape)}.",
     )
     return record | {"top_indices": ids.astype(np.int32)}
 
@@ -124,8 +127,8 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
         times = set(Counter(digest for digest in digests if digest).values())
         require(
             times <= {1} or times == {2},
-            f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others were not, so "
-            "records of recomputation cannot be told apart from the others. Record without activation recompute.",
+            f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others once, so the "
+            "records of recomputation cannot be found. Record without activation recomputation.",
         )
         seen: Counter[bytes] = Counter()
         tables_kept[layer] = []
@@ -141,7 +144,11 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
         f"{file}, step {step}: layers have different numbers of micro-batches ({counts_by_layer}).",
     )
     if repeated:
-        logger.warning("%s, step %d: dropped the records of activation recompute.", file, step)
+        logger.warning(
+            "%s, step %d: the second records of micro-batches, made by activation recomputation, were left out.",
+            file,
+            step,
+        )
     return tables_kept
 
 
@@ -158,12 +165,12 @@ def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Ite
         offset += layers[-1] + 1 if layers else 0
     require(
         len({len(calls) for calls in columns}) == 1,
-        f"{path}, step {step}: pipeline stages have different numbers of micro-batches.",
+        f"{path}, step {step}: the pipeline stages recorded different numbers of micro-batches.",
     )
     for number, tables_of_layers in enumerate(zip(*columns, strict=True)):
         require(
             len({table.shape for table in tables_of_layers}) == 1,
-            f"{path}, step {step}, micro-batch {number}: layers differ in tokens or top-k.",
+            f"{path}, step {step}, micro-batch {number}: the layers differ in tokens or top-k.",
         )
         yield RecordedSequence(
             routes=np.stack(tables_of_layers, axis=1),

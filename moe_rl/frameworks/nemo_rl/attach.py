@@ -40,7 +40,7 @@ def refuse_on_policy(losses: ModuleType) -> None:
     def checked(self: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
         require(
             not cfg.force_on_policy_ratio,
-            "MOE_RL_ROUTER_SHIFT needs the pass of old log-probabilities, which force_on_policy_ratio skips.",
+            "MOE_RL_ROUTER_SHIFT needs a pass for old log-probabilities, but force_on_policy_ratio skips it.",
         )
         original_init(self, cfg, *args, **kwargs)
 
@@ -95,7 +95,10 @@ def _keys_of(run: Any, micro_batches: list[Any], forward_only: bool) -> list[tup
     keys_of_batches = []
     for batch_data in micro_batches:
         batch, packed = batch_data.data_dict, batch_data.packed_seq_params
-        require(packed is None or batch_data.attention_mask is None, "a model that packs by itself is not supported.")
+        require(
+            packed is None or batch_data.attention_mask is None,
+            "moe_rl does not support models that pack sequences themselves.",
+        )
         lengths = batch["input_lengths"].tolist()
         tokens = [row[:length] for row, length in zip(batch["input_ids"], lengths, strict=True)]
         keys = run.keys(tokens, forward_only=forward_only)

@@ -59,7 +59,7 @@ def _switched_off(raw: RawRun, key: str) -> bool:
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
     off = _switched_off(raw, MEGATRON_SWITCH)
-    return ("policy.megatron_cfg is off: the policy trains without Megatron, and nothing was checked.",) * off
+    return ("policy.megatron_cfg is off, so the policy trains without Megatron, and no setting was checked.",) * off
 
 
 def _recognizes(raw: RawRun) -> bool:

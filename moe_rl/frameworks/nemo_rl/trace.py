@@ -29,12 +29,12 @@ def decode_envelope(text: object) -> NDArray[np.integer]:
     fields = text.split(":", 3) if isinstance(text, str) else []
     require(
         len(fields) == 4 and fields[0] == MAGIC,
-        f"routed_experts is not an envelope {MAGIC}:<dtype>:<S>x<L>x<K>:<base64>.",
+        f"routed_experts must be a string {MAGIC}:<dtype>:<S>x<L>x<K>:<base64>.",
     )
     extents = fields[2].split("x")
     require(
         len(extents) == 3 and all(extent.isdecimal() and len(extent) < 12 for extent in extents),
-        f"envelope shape {fields[2]!r} is not <S>x<L>x<K>.",
+        f"the shape in routed_experts must be <S>x<L>x<K>, got {fields[2]!r}.",
     )
     return from_bytes(from_base64(fields[3]), fields[1], tuple(map(int, extents)))
 
@@ -63,7 +63,7 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
 def _sequence(routes: NDArray[np.integer], valid_length: int, group: str | int, where: str) -> RecordedSequence:
     require(
         0 <= valid_length <= len(routes),
-        f"valid_length {valid_length} does not fit {len(routes)} rows of routes.",
+        f"valid_length is {valid_length}, but there are routes for {len(routes)} tokens.",
     )
     used = routes[:valid_length]
     valid = np.arange(len(used)) < valid_length - 1
@@ -92,7 +92,7 @@ def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
     for message in log:
         if message.get("routed_experts") is not None:
             routes = decode_envelope(message["routed_experts"])
-            require(shape in (None, routes.shape[1:]), "messages differ in layers or top-k.")
+            require(shape in (None, routes.shape[1:]), "the messages differ in layers or top-k.")
             shape = routes.shape[1:]
             parts.append(routes)
             position += len(routes)
@@ -102,7 +102,7 @@ def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
             position += len(message["token_ids"])
         if message.get("role") == "assistant":
             valid_length = position
-    require(shape is not None, "no message has routed_experts.")
+    require(shape is not None, "none of the messages has routed_experts.")
     # Messages without routes, such as a tool's answer, have tokens all the same: their rows are unknown.
     missing = [np.full((part, *(shape or ())), -1) if isinstance(part, int) else part for part in parts]
     return np.concatenate(missing), valid_length

@@ -62,7 +62,7 @@ def _number(path: Path) -> int:
 
 def _read_batch(file: Path) -> Iterator[RecordedSequence]:
     document = from_messagepack(file.read_bytes())
-    require(isinstance(document, list), "it is neither a list of micro-batches nor a training batch.")
+    require(isinstance(document, list), "the file contains neither a list of micro-batches nor a training batch.")
     step = _number(file.parent)
     if not file.stem.startswith("rank_") and len(document) > 0 and isinstance(document[0], list):
         for index, sample in enumerate(document[0]):
@@ -84,7 +84,7 @@ def _from_sample(sample: object, name: str, step: int) -> RecordedSequence:
 def _from_micro_batch(fields: object, number: int, dp_rank: int, step: int) -> Iterator[RecordedSequence]:
     routes = _routes_of(fields, f"micro-batch {number}")
     token_ids, position_ids = fields[0], _position_ids(fields)  # type: ignore[index]
-    require(position_ids is not None, f"micro-batch {number} has no position_ids.")
+    require(position_ids is not None, f"micro-batch {number} lacks position_ids.")
     starts = [index for index, position in enumerate(position_ids or []) if position == 0]
     stops = [*starts[1:], len(token_ids)]
     # One sequence of padding tokens alone at the end is what fills the micro-batch.
@@ -118,7 +118,7 @@ def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
                 return from_bytes(data, dtype, (rows, layers, top_k))
             case {"data": bytes() as data, "shape": [int(rows), int(layers), int(top_k)], **rest}:
                 return from_bytes(data, str(rest.get("dtype", "int16")), (rows, layers, top_k))
-    raise InvalidInputError(f"{name} has no routed_experts: set trainer.enable_router_replay.")
+    raise InvalidInputError(f"{name} lacks routed_experts: set trainer.enable_router_replay.")
 
 
 def _position_ids(fields: Any) -> list[int] | None:
@@ -140,8 +140,8 @@ def _holds(field: object, kind: type) -> bool:
 
 def _from_json(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
     """Yield one sequence: base64 `data`, `shape`, `dtype` and `start` of its routes, and its token ids."""
-    fields = of_kind(record.get("routed_experts"), dict, "it has no routed_experts.")
-    sentence = "the shape of routed_experts must have three extents."
+    fields = of_kind(record.get("routed_experts"), dict, "routed_experts is missing.")
+    sentence = "the shape of routed_experts must have three dimensions."
     extents = tuple(integer(extent, "an extent") for extent in of_kind(fields.get("shape"), list, sentence))
     require(len(extents) == 3, sentence)
     routes = from_bytes(from_base64(fields.get("data")), str(fields.get("dtype", "int16")), extents)

@@ -130,7 +130,7 @@ def _document(expert_map: ExpertMap) -> Document:
 def _rows(document: Document, shape: RunShape) -> dict[int, list[int]] | None:
     if KEY not in document:
         return None
-    require(len(document) == 1, f"SGLang takes only the key {KEY}, but the file has {', '.join(document)}.")
+    require(len(document) == 1, f"SGLang accepts only the key {KEY}, but the file has {', '.join(document)}.")
     rows = document[KEY]
     require(
         isinstance(rows, list) and len(rows) == shape.num_layers,

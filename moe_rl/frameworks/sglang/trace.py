@@ -33,7 +33,7 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     meta = _meta(choice, record)
     require(
         meta.get("routed_experts") is not None,
-        "it has no routed_experts: start SGLang with --enable-return-routed-experts and ask for them.",
+        "routed_experts is missing: start SGLang with --enable-return-routed-experts, and request them.",
     )
     num_tokens = sum(integer(meta.get(name), name) for name in ("prompt_tokens", "completion_tokens"))
     name = "routed_experts_start_len"
@@ -41,7 +41,7 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     data = from_base64(meta["routed_experts"])
     rows = num_tokens - 1 - start
     require(
-        start >= 0 and rows >= 0, f"the routes start at token {start}, but the request has only {num_tokens} tokens."
+        start >= 0 and rows >= 0, f"the routes begin at token {start}, but the request has only {num_tokens} tokens."
     )
     if options.num_layers is not None and options.top_k is not None:
         num_layers, top_k = options.num_layers, options.top_k
@@ -67,7 +67,7 @@ def _meta(choice: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         return meta
     if isinstance(extension, dict) and isinstance(usage, dict):
         return usage | extension
-    raise InvalidInputError("it has neither meta_info nor sglext and usage.")
+    raise InvalidInputError("the response has neither meta_info nor both sglext and usage.")
 
 
 def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tupl
     num_layers, top_k = options.num_layers, options.top_k
     require(
         num_layers is not None or top_k is not None,
-        "SGLang's routes carry no shape: give --num-layers (all hidden layers) or --moe-router-topk.",
+        "SGLang's routes do not contain their shape: set --num-layers (all hidden layers) or --moe-router-topk.",
     )
     if rows:
         per_row = num_ids // rows
@@ -85,8 +85,8 @@ def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tupl
     top_k = top_k or max(1, per_row // num_layers)
     require(
         rows * num_layers * top_k == num_ids,
-        f"{num_ids} ids are not {rows} rows x {num_layers} layers x top-{top_k}: wrong --num-layers or "
-        "--moe-router-topk.",
+        f"{num_ids} expert ids cannot be the routes of {rows} tokens x {num_layers} layers x top-{top_k}: "
+        "--num-layers or --moe-router-topk is wrong.",
     )
     return num_layers, top_k
 

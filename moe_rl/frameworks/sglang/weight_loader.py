@@ -72,10 +72,11 @@ def take_map(slots: NDArray[np.int32]) -> None:
     from sglang.srt.eplb import expert_location
 
     current = expert_location.get_global_expert_location_metadata()
-    require(current is not None, "the sync sends an expert map, but this SGLang model has none.")
+    require(current is not None, "the weight sync sends an expert map, but this model has no expert map in SGLang.")
     shape = tuple(current.physical_to_logical_map.shape)
     require(
-        slots.shape == shape, f"the sync sends an expert map of {slots.shape}, but SGLang's is {shape} (layers, slots)."
+        slots.shape == shape,
+        f"the weight sync sends an expert map of shape {slots.shape} (layers, slots), but that of SGLang has {shape}.",
     )
     physical = torch.as_tensor(slots, dtype=current.physical_to_logical_map.dtype)
     physical = physical.to(current.physical_to_logical_map.device)

@@ -43,7 +43,7 @@ def schedules_of_steps(
     for rank, batches in enumerate(micro_batch_indices):
         require(
             len(batches) == total,
-            f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps hold {total}.",
+            f"rank {rank} has {len(batches)} micro-batches, but its optimizer steps need {total}.",
         )
     by_rank: Schedule = []
     for partition, batches in zip(partitions, micro_batch_indices, strict=True):
@@ -144,7 +144,10 @@ def _by_step(
     model: MoeModelSpec,
 ) -> Iterator[tuple[list[int], list[NDArray[np.signedinteger]], list[list[list[int]]]]]:
     """Yield, by step, the global ids of its samples, their routes, the schedule with samples numbered from 0 on."""
-    require(len(routes) == len(lengths), f"there are routes for {len(routes)} samples, but lengths for {len(lengths)}.")
+    require(
+        len(routes) == len(lengths),
+        f"there are routes for {len(routes)} samples, but lengths for {len(lengths)} samples.",
+    )
     for schedule in steps:
         ids, numbered = _numbered(schedule)
         samples = [with_missing_last_rows(of_moe_layers(routes[index], model), lengths[index]) for index in ids]

@@ -96,13 +96,13 @@ class _Packer:
         if self._packing is None and self._why_not is None:
             try:
                 self._packing = packing_of(args, parallel, self.settings)
-                logger.info("moe_rl: %s packs updates across all ranks by length.", self.framework)
+                logger.info("moe_rl: %s packs the samples of an update across all ranks by length.", self.framework)
             except InvalidInputError as error:
                 if self.settings.strict:
                     raise
                 self._why_not = str(error)
                 logger.warning(
-                    "moe_rl: packing across ranks is off, so %s assigns the samples: %s", self.framework, error
+                    "moe_rl does not pack samples across ranks, so %s assigns them: %s", self.framework, error
                 )
         return self._packing
 
@@ -124,8 +124,11 @@ def packing_of(args: Any, parallel: Mapping[str, Any], settings: Settings) -> Dr
     from transformers import AutoConfig
 
     dynamic, budget = getattr(args, "use_dynamic_batch_size", False), getattr(args, "max_tokens_per_gpu", None) or 0
-    require(bool(dynamic and budget), "--use-dynamic-batch-size is off: micro-batches hold a fixed number of samples.")
-    require(not getattr(args, "indep_dp", False), "independent data-parallel cells do not wait for each other.")
+    require(
+        bool(dynamic and budget),
+        "--use-dynamic-batch-size is off, so all micro-batches have the same number of samples.",
+    )
+    require(not getattr(args, "indep_dp", False), "data-parallel cells are independent and do not wait for each other.")
     path = str(args.hf_checkpoint)
     model, _ = model_of_config(AutoConfig.from_pretrained(path, trust_remote_code=True).to_dict(), where=path)
     shape = StepSetting(

@@ -35,7 +35,7 @@ def _recognizes(path: Path) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     files = _dumps(path)
-    require(bool(files), f"{path} holds no .pt file.")
+    require(bool(files), f"{path} does not contain any .pt file.")
     for file in files:
         yield from _read_dump(file, options, _layout_file(options.layout_path, file))
 
@@ -54,7 +54,7 @@ def _layout_file(layout: Path | None, dump: Path) -> Path | None:
     if layout is None or layout.is_file():
         return layout
     require(layout.is_dir(), f"{layout} does not exist.")
-    require((layout / dump.name).is_file(), f"{layout} has no train dump {dump.name}.")
+    require((layout / dump.name).is_file(), f"{layout} lacks the train dump {dump.name}.")
     return layout / dump.name
 
 
@@ -68,7 +68,7 @@ def _read_dump(file: Path, options: ImportOptions, layout_file: Path | None) -> 
     dump = load_torch_file(file)
     samples = _samples(dump)
     if not isinstance(samples, list):
-        raise InvalidInputError(f"{file} is not a rollout dump: it has no list of samples.")
+        raise InvalidInputError(f"{file} is not a rollout dump, because it has no list of samples.")
     if isinstance(dump["rollout_id"], int):
         rollout_id = dump["rollout_id"]
     else:
@@ -89,14 +89,16 @@ def _sequence(sample: object, place: Place) -> RecordedSequence:
     routes = fields.get("rollout_routed_experts")
     require(
         routes is not None,
-        "it has no rollout_routed_experts: run with --use-rollout-routing-replay.",
+        "rollout_routed_experts is missing: run with --use-rollout-routing-replay.",
     )
     if isinstance(routes, Opaque):
-        raise InvalidInputError(f"its routes are not in the dump but in a {routes.name or 'foreign object'}.")
+        raise InvalidInputError(
+            f"the dump contains only a reference to the routes, a {routes.name or 'foreign object'}."
+        )
     ids = as_routes(routes)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list | np.ndarray):
-        raise InvalidInputError("it has no tokens.")
+        raise InvalidInputError("the sample has no tokens.")
     group = fields.get("group_index")
     group, name = group if isinstance(group, int) else None, str(fields.get("index", ""))
     recorded = sequence_of_tokens(ids, num_tokens=len(tokens), name=name, group=group, **place)
@@ -110,10 +112,10 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
     dump = load_torch_file(file)
     shards = dump.get("dp_shards") if isinstance(dump, dict) else None
     if not isinstance(shards, list) or not shards:
-        raise InvalidInputError(f"{file} is not a train dump of format version 2: it has no dp_shards.")
+        raise InvalidInputError(f"{file} is not a train dump of format version 2, because it has no dp_shards.")
     require(
         dump.get("rollout_id") == rollout_id,
-        f"{file} is of rollout {dump.get('rollout_id')}, but the samples are of rollout {rollout_id}.",
+        f"{file} belongs to rollout {dump.get('rollout_id')}, but the samples belong to rollout {rollout_id}.",
     )
     layout: dict[int, Place] = {}
     steps = 1

@@ -64,13 +64,16 @@ class Worker:
         self.settings, self.args = settings_from_environment(), args
         name = self.framework.name
         if self.settings is None:
-            logger.warning("moe_rl: MOE_RL is not set, so this %s run is not balanced.", name)
+            logger.warning("moe_rl: this %s run is not balanced, because MOE_RL is not set.", name)
             return
         if self.settings.router_shift:
             require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs a loss of moe_rl.frameworks.slime.losses.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
-            require(not no_pass, "the router shift needs the pass that --use-rollout-logprobs skips.")
-            require(is_packed(args), "the router shift needs --qkv-format thd, without --allgather-cp.")
+            require(
+                not no_pass,
+                "the router shift needs the pass for old log-probabilities, but --use-rollout-logprobs skips it.",
+            )
+            require(is_packed(args), "the router shift needs --qkv-format thd, and does not work with --allgather-cp.")
         model: Any = import_module(f"{name}.backends.megatron_utils.model")
         actor: Any = import_module(f"{name}.backends.megatron_utils.actor")
         # A second call in one process must not plan every pass twice.
@@ -126,7 +129,9 @@ class Worker:
         data = self.call_data(kwargs)
         tokens = data.tokens()
         if tokens is None:
-            raise InvalidInputError("the router shift finds no micro-batches in the arguments of Megatron's schedule.")
+            raise InvalidInputError(
+                "the router shift cannot find the micro-batches among the arguments of Megatron's schedule."
+            )
         keys = [self.router_shift.keys(sequences, forward_only=forward_only) for sequences in tokens]
         return [(keys_of_batch, torch.from_numpy(data.rows(keys_of_batch))) for keys_of_batch in keys]
 

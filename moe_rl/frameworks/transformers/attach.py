@@ -113,23 +113,26 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     implementations = [IMPLEMENTATIONS[module] for module in model.modules() if module in IMPLEMENTATIONS]
     if not implementations:
         raise InvalidInputError(
-            f"no expert module of this {type(model).__name__} runs through moe_rl: load it with "
-            'DistributedConfig(ep_size=..., ep_implementation="moe_rl") after importing '
-            "moe_rl.frameworks.transformers.attach."
+            f"no expert module of this {type(model).__name__} runs through moe_rl. Import "
+            "moe_rl.frameworks.transformers.attach, then load the model with DistributedConfig(ep_size=..., "
+            'ep_implementation="moe_rl").'
         )
     # One mesh spreads all layers: the first one's is every one's.
     head = implementations[0]
-    require(head.ep_mesh.size() > 1, "ep_size is 1: every rank holds all experts.")
+    require(
+        head.ep_mesh.size() > 1, "there is nothing to balance with ep_size 1, because every rank holds all experts."
+    )
     require(
         head.tp_mesh.size() == 1,
-        f"tp_size is {head.tp_mesh.size()}: ranks that share a batch send slices of it, which plans do not support.",
+        f"tp_size {head.tp_mesh.size()} is not supported, because ranks that share a batch would each send a part "
+        "of it.",
     )
     attached = any(implementation.layer is not None for implementation in implementations)
-    require(not attached, "a balancer is already attached to this model: call its detach() first.")
+    require(not attached, "this model already has a balancer: call its detach() first.")
     spec, _ = model_of_config(inner.config.to_dict(), where=type(model).__name__)
     require(
         len(routers) == len(implementations) == spec.num_moe_layers,
-        f"the model has {len(implementations)} expert modules and {len(routers)} routers, but its configuration names "
+        f"the model has {len(implementations)} expert modules and {len(routers)} routers, but its configuration has "
         f"{spec.num_moe_layers} MoE layers.",
     )
     require_in_common(config, {f"the version of {FRAMEWORK.name}": version, "replay": replay})
@@ -149,7 +152,7 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
         groups=EpGroups.of(head.ep_mesh.get_group(), device=next(model.parameters()).device),
         recorder=functools.partial(record_routing, model),
         release=release,
-        movable="FSDP owns their shards and the optimizer's state.",
+        movable="FSDP owns the shards of the experts and the state of the optimizer.",
         config=config,
         model=spec,
         replay=replay,
@@ -176,7 +179,9 @@ class RoutingReplay:
     def begin_pass(self, source: PassSource) -> None:
         """Replay the source's routes, [B, S, L, K] or [N, L, K] each, in the next forwards and recomputations."""
         if source.routes is None:
-            raise InvalidInputError("replay without a balancer needs routes: begin_pass(PassSource.replayed(routes)).")
+            raise InvalidInputError(
+                "without a balancer, replay needs routes: call begin_pass(PassSource.replayed(routes))."
+            )
         rows = [torch.from_numpy(rows_of(routes_of_batch, self.model)) for routes_of_batch in source.routes]
         for layer in self.layers:
             device = self._forwards[layer.index][0].weight.device

@@ -36,7 +36,10 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, balancer: Any = None, **kwargs: Any) -> None:
         FRAMEWORK.check()
         super().__init__(*args, **kwargs)
-        require(not self.use_vllm, "routing is recorded in Transformers' generate: set use_vllm=False.")
+        require(
+            not self.use_vllm,
+            "routing can be recorded only in the generate method of Transformers: set use_vllm=False.",
+        )
         self._generated: list[RoutedSequence] = []
         self.routing = balancer or RoutingReplay(self.accelerator.unwrap_model(self.model))
         """What `begin_pass` and `end_pass` are called on: an `EpBalancer`, or replay alone."""
@@ -70,7 +73,7 @@ class ReplayGRPOTrainer(GRPOTrainer):
         prompt_mask, completion_ids = output["prompt_mask"], output["completion_ids"]
         require(
             len(self._generated) == len(prompt_mask),
-            f"{len(self._generated)} sequences were generated for a batch of {len(prompt_mask)}.",
+            f"{len(self._generated)} sequences were generated, but the batch has {len(prompt_mask)}.",
         )
         length = prompt_mask.shape[1] + completion_ids.shape[1]
         shape = self._generated[0].routed_experts.shape[1:]

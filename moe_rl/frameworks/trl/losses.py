@@ -114,12 +114,15 @@ def policy_loss_trainer(
 def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> Objective:
     """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
     for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
-        require(getattr(trainer, name, off) == off, f"{name} belongs to TRL's own policy term; see `opsm`.")
+        require(
+            getattr(trainer, name, off) == off,
+            f"{name} belongs to TRL's own policy loss. The objective `opsm` of moe_rl is similar.",
+        )
     require(not getattr(trainer, "_entropy_bonus_enabled", False), "this trainer does not support the entropy bonus.")
     level = trainer.importance_sampling_level
     require(
         level == "token" or rule.ratio_level == level,
-        f"importance_sampling_level {level!r} has no effect on {rule.name!r}: choose the objective `gspo`.",
+        f"importance_sampling_level {level!r} has no effect on the objective {rule.name!r}: use the objective `gspo`.",
     )
     low, high, dual = trainer.epsilon_low, trainer.epsilon_high, trainer.args.delta
     # TRL's default leaves both widths equal, and then neither was chosen for cispo.
@@ -157,7 +160,8 @@ def _loss(
     weighted = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     require(
         not (weighted and rule.name == "vespo"),
-        "TRL puts vLLM's importance weights inside vespo's; switch vllm_importance_sampling_correction off.",
+        "with vespo, TRL puts vLLM's importance weights inside the objective: turn "
+        "vllm_importance_sampling_correction off.",
     )
     # TRL weighs tokens or whole sequences: [B, S] or [B, 1].
     weights = inputs["importance_sampling_ratio"] if weighted else None

@@ -72,20 +72,20 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
     optimizer = original(self, *args, **kwargs)
     if optimizer is not None and not getattr(self, "is_value_model", False):
         packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
-        refusal = "use_remove_padding is False: verl packs the routes that it replays, not the tokens."
+        refusal = "use_remove_padding must be True, because verl packs the routes that it replays, but not the tokens."
         if packed:
             refusal = ""
         run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
         if run.balancer is not None and not self.engine_config.use_remove_padding:
             say_once(
-                "verl pads the tokens (use_remove_padding=False), so updates are planned from the pass before them "
-                "(source history), and not from their own log-prob pass."
+                "verl pads the tokens (use_remove_padding=False). Updates are therefore planned from the previous "
+                "pass (source history) instead of their own log-prob pass."
             )
         if settings.router_shift:
             FRAMEWORK.check()
             for name, wanted in {"use_remove_padding": True, "dynamic_context_parallel": False}.items():
                 value = getattr(self.engine_config, name, wanted)
-                require(value == wanted, f"MOE_RL_ROUTER_SHIFT requires {name}={wanted} in verl's engine.")
+                require(value == wanted, f"MOE_RL_ROUTER_SHIFT needs {name}={wanted} in verl's engine.")
             run.router_shift = RouterShiftRun(self.module, floor=settings.router_shift)
         RUNS[self.module[0]] = EngineRun(engine=self, run=run, look_ahead=LookAhead())
     return optimizer

@@ -217,7 +217,8 @@ class PlannedCheckpointEngine:
         """Send this trainer's part of the weights; return what the sync moved."""
         require(
             isinstance(weights, ExportedWeights),
-            "checkpoint_engine.backend=moe_rl reads experts through moe_rl's balancer: set MOE_RL, and use Megatron.",
+            "checkpoint_engine.backend=moe_rl gets the experts from moe_rl's balancer: set MOE_RL, and train with "
+            "Megatron.",
         )
         self.step = global_steps or 0
         split: SplitWeights = weights.split()
@@ -243,7 +244,7 @@ class PlannedCheckpointEngine:
     def _together(self) -> Iterator[SyncGroup]:
         """The group; what is raised inside is told to all ranks."""
         group = self.group
-        assert group is not None, "verl calls init_process_group before weights travel"
+        assert group is not None, "verl must call init_process_group before it sends weights"
         try:
             yield group
         except Exception as error:
@@ -292,7 +293,9 @@ class PlannedCheckpointEngine:
             yield _on_device(weight_loader.packed((), slots)), False
             for _ in range(-(-inflow.most_experts() // per_batch)):
                 yield _on_device(weight_loader.packed(islice(tensors, TENSORS_PER_EXPERT * per_batch))), False
-            require(next(tensors, None) is None, "an engine rank received more experts than its slots hold.")
+            require(
+                next(tensors, None) is None, "a rank of the rollout engine received more experts than it has slots."
+            )
             batch: list[tuple[str, torch.Tensor]] = []
             size = 0
             for name, tensor in self._dense(group, inflow):
@@ -344,8 +347,8 @@ class PlannedCheckpointEngine:
         tp_size = settings.tp_size or per_replica // settings.ep_size
         require(
             settings.num_replicas * settings.ep_size * tp_size == len(self.node_of) - self.trainers,
-            f"engine_kwargs.moe_rl: {settings.num_replicas} replicas of EP {settings.ep_size}, TP {tp_size} do not "
-            f"fill the {len(self.node_of) - self.trainers} rollout ranks.",
+            f"engine_kwargs.moe_rl: {settings.num_replicas} engines with EP {settings.ep_size} and TP {tp_size} do "
+            f"not use all {len(self.node_of) - self.trainers} rollout ranks.",
         )
         engines = tuple(
             EngineLayout(

@@ -53,9 +53,10 @@ def split_weights(engine: Any, balancer: Any, exported: Iterator[tuple[str, torc
     """Return the split weights of verl's `MegatronEngine`; `exported` is its exporter, not yet begun."""
     require(
         bool(getattr(engine, "vanilla_bridge", False)),
-        "checkpoint_engine.backend=moe_rl leaves experts out of mbridge's export: it needs vanilla_mbridge=True.",
+        "checkpoint_engine.backend=moe_rl sends experts separately from mbridge's export, which needs "
+        "vanilla_mbridge=True.",
     )
-    require(engine.peft_cls is None, "checkpoint_engine.backend=moe_rl does not send LoRA adapters or merge them.")
+    require(engine.peft_cls is None, "checkpoint_engine.backend=moe_rl can neither send nor merge LoRA adapters.")
     require(not engine._qat_enabled, "checkpoint_engine.backend=moe_rl does not quantize weights (QAT).")
     dense = _without_experts(engine.module, exported)
     return SplitWeights(dense=dense, balancer=balancer, names=expert_names(engine.bridge, balancer.model))
@@ -121,8 +122,8 @@ def expert_names(bridge: Any, model: Any) -> dict[int, list[str]]:
         templates = [re.sub(r"\.experts\.0\.", ".experts.{expert}.", name) for name in per_expert[0]]
         if len(templates) != 3 or [name.format(expert=1) for name in templates] != per_expert[1]:
             raise InvalidInputError(
-                "checkpoint_engine.backend=moe_rl sends gate, up and down of every expert by name; "
-                f"{type(bridge).__name__} has {per_expert[0]} for an expert."
+                "checkpoint_engine.backend=moe_rl needs the three matrices gate, up and down of every expert by "
+                f"name, but {type(bridge).__name__} gives {per_expert[0]} for an expert."
             )
         names[index] = templates
     return names

@@ -123,7 +123,7 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
         other_names = [name for name in named if not name.startswith(PREFIX)]
         require(
             not other_names,
-            f"rollout_correction: {', '.join(other_names)} must have the prefix {PREFIX} like the rest.",
+            f"rollout_correction: {', '.join(other_names)} must begin with {PREFIX}, like the other names.",
         )
         weights, mask, metrics = rollout_correction(
             *tensors,
@@ -203,11 +203,14 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     mode = str(getattr(getattr(config, "policy_loss", None), "loss_mode", ""))
     require(
         mode.startswith(PREFIX) or not router_shift,
-        f"MOE_RL_ROUTER_SHIFT needs a loss of moe_rl, but policy_loss.loss_mode is {mode}: use one that begins with "
-        f"{PREFIX}, such as {PREFIX}ppo for vanilla.",
+        f"MOE_RL_ROUTER_SHIFT needs a loss of moe_rl, but policy_loss.loss_mode is {mode}. Set a loss mode that "
+        f"begins with {PREFIX}, such as {PREFIX}ppo instead of vanilla.",
     )
     if mode.startswith(PREFIX):
-        require(f"{mode}" in policy_losses(), f"verl cannot run {mode}: it passes no rollout log-probabilities.")
+        require(
+            f"{mode}" in policy_losses(),
+            f"verl cannot run {mode}, because it does not pass the rollout's log-probabilities.",
+        )
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
 
 
@@ -263,7 +266,7 @@ def _totals(mode: str, response_mask: Tensor, batch_facts: dict[str, Any]) -> Ba
         needed = "batch_num_tokens"
     dp_size, scale = int(batch_facts.get("dp_size") or 1), batch_facts.get("loss_scale_factor")
     if batch_facts.get(needed) is None and mode != "token-sum":
-        require(dp_size == 1, f"{needed} is required by {mode} with dp_size {dp_size}.")
+        require(dp_size == 1, f"{mode} with dp_size {dp_size} needs {needed}, which verl did not pass.")
         if scale is None:
             return None
         return BatchTotals.from_mask(response_mask, loss_scale_factor=scale)

@@ -39,22 +39,24 @@ def why_not_padded(trainer: Any) -> str | None:
     loss = str(_block(actor, "policy_loss").get("loss_mode", "vanilla"))
     adaptive = _block(algorithm, "kl_ctrl").get("type", "fixed") != "fixed"
     refusals = {
-        f"algorithm.adv_estimator={estimator} may count them.": estimator not in EXACT_ESTIMATORS,
-        f"policy_loss.loss_mode={loss} depends on the rows of a micro-batch.": loss not in EXACT_LOSSES,
+        f"algorithm.adv_estimator={estimator} may count padding samples.": estimator not in EXACT_ESTIMATORS,
+        f"policy_loss.loss_mode={loss} depends on which sequences are in a micro-batch.": loss not in EXACT_LOSSES,
         f"{BY_LONGEST}.": divides_by_longest_response(
             actor.get("loss_agg_mode", "token-mean"), actor.get("loss_scale_factor", None)
         ),
-        "an adaptive algorithm.kl_ctrl takes the mean over samples.": (
+        "an adaptive algorithm.kl_ctrl takes the mean over all samples, padding samples included.": (
             bool(algorithm.get("use_kl_in_reward", False)) and adaptive
         ),
-        "a critic has mini-batches of its own.": bool(getattr(trainer, "use_critic", False)),
-        "a distillation loss may count them.": bool(_block(config, "distillation").get("enabled", False)),
-        "the loss of multi-token prediction may count them.": bool(_block(model, "mtp").get("enable", False)),
-        "the router's own loss counts every token.": (
+        "a critic forms its own mini-batches.": bool(getattr(trainer, "use_critic", False)),
+        "a distillation loss may count padding samples.": bool(_block(config, "distillation").get("enabled", False)),
+        "the loss of multi-token prediction may count padding samples.": bool(
+            _block(model, "mtp").get("enable", False)
+        ),
+        "the router's auxiliary loss counts every token, padding included.": (
             transformer.get("moe_router_load_balancing_type", "none") != "none"
             or bool(transformer.get("moe_z_loss_coeff", None))
         ),
-        f"routers of {family} may have a bias that counts every token.": (
+        f"routers of {family} may have an expert bias, which counts every token, padding included.": (
             family not in UNBIASED_ROUTERS or bool(transformer.get("moe_router_enable_expert_bias", False))
         ),
     }

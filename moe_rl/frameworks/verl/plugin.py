@@ -32,7 +32,7 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
 
     correction = next(symbol for symbol in FRAMEWORK.beside if "rollout_corr_helper" in symbol.name)
     if problem := correction.problem():
-        logger.warning("moe_rl: the moe_rl_* names of rollout_correction are not available: %s", problem)
+        logger.warning("moe_rl: the names moe_rl_* of rollout_correction cannot be used: %s", problem)
         return
     helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
 
@@ -57,7 +57,7 @@ def _check_settings(actor: ModuleType) -> None:
         checked_settings(self, router_shift=gamma)
         if _settings is not None and "megatron" not in self.strategy:
             wanted = "MOE_RL_ROUTER_SHIFT" if gamma else "MOE_RL"
-            sentence = f"actor.strategy is {self.strategy}, but {wanted} only works with verl's Megatron engine."
+            sentence = f"{wanted} works only with verl's Megatron engine, but actor.strategy is {self.strategy}."
             unbalanced("verl", InvalidInputError(sentence), strict=_settings.strict or gamma)
 
     wrap(actor.ActorConfig, "__post_init__", checked)

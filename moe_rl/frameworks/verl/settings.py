@@ -79,7 +79,7 @@ def _recognizes(raw: RawRun) -> bool:
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
     trainers = [trainer.value for trainer in _trainer(raw).values()]
-    return tuple(f"the actor trains with {name}: traps of Megatron's engine do not concern it." for name in trainers)
+    return tuple(f"the actor trains with {name}, so traps of Megatron's engine were not checked." for name in trainers)
 
 
 READER = Reader(

@@ -54,13 +54,13 @@ def check_rollout(rollout_config: Any) -> None:
     if name in ZIPPED_BY_POSITION and chosen.engine_kwargs.get(NAME, {}).get("ep_size", 1) > 1:
         require(
             LOADER in (launch.get("custom_weight_loader") or ()),
-            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 sends names inside its "
-            f"batches: add {LOADER} to rollout.engine_kwargs.{name}.custom_weight_loader.",
+            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 needs a weight loader "
+            f"in the rollout engine: add {LOADER} to rollout.engine_kwargs.{name}.custom_weight_loader.",
         )
         require(
             getattr(rollout_config, "quantization", None) is None,
-            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 bypasses verl's "
-            "quantizer: leave out rollout.quantization or ep_size.",
+            f"checkpoint_engine.backend=moe_rl with rollout.name={name} and ep_size above 1 does not use verl's "
+            "quantizer: remove rollout.quantization or ep_size.",
         )
 
 
@@ -80,13 +80,14 @@ def refuse_reshuffled(rollout: str, launch: Mapping[str, Any], quantization: str
     """Raise if an engine's launch options make it keep experts in an order in which no loader writes them again."""
     require(
         quantization in QUANTIZED_ON_ARRIVAL,
-        f"checkpoint_engine.backend=moe_rl sends bf16, which engines quantize on arrival; rollout.quantization="
-        f"{quantization} keeps experts in a layout that a loader cannot rewrite: leave it out or use fp8.",
+        f"checkpoint_engine.backend=moe_rl sends bf16 weights, and with rollout.quantization={quantization} the "
+        "engine stores experts in a layout that cannot be rewritten. Remove rollout.quantization, or set it to "
+        "fp8.",
     )
     option, kernels = RESHUFFLING_KERNELS.get(rollout, ("", ()))
     chosen = launch.get(option)
     require(
         chosen not in kernels,
-        f"checkpoint_engine.backend=moe_rl writes experts through {rollout}'s loader, but {option}={chosen} keeps them "
-        f"in another order after the first load: choose triton.",
+        f"checkpoint_engine.backend=moe_rl writes experts through {rollout}'s loader, but with {option}={chosen} "
+        f"the engine reorders them after the first load. Set {option} to triton.",
     )

@@ -37,11 +37,12 @@ def _batch(document: object) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     batch: Any = dict(npz_arrays(path)) if path.suffix.lower() == ".npz" else load_torch_file(path)
-    require(_batch(batch), f"{path} is not a verl batch: it has no routed_experts.")
+    require(_batch(batch), f"{path} is not a batch of verl, because it has no routed_experts.")
     routes = batch["routed_experts"]
     if isinstance(routes, Opaque):
         raise InvalidInputError(
-            f"{path}: routed_experts is a nested tensor: save its parts, [part for part in routed_experts.unbind()]."
+            f"{path}: routed_experts is a nested tensor. Save the list of its parts instead: [part for part in "
+            "routed_experts.unbind()]."
         )
     step = integer(batch.get("global_steps", 0), "global_steps")
     groups = _groups(batch)
@@ -69,17 +70,20 @@ def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:
     mask = batch.get("attention_mask")
     require(
         routes.ndim == 4 and routes.dtype.kind in "iu",
-        f"routed_experts must be integers [batch, tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
+        f"routed_experts must be integers of shape [batch, tokens, layers, top-k], got {routes.dtype} "
+        f"{list(routes.shape)}.",
     )
     if not isinstance(mask, np.ndarray) or mask.shape != routes.shape[:2]:
-        raise InvalidInputError("attention_mask must be [batch, tokens] like routed_experts: it marks the padding.")
+        raise InvalidInputError(
+            "attention_mask must have shape [batch, tokens] like routed_experts, because it marks the padding."
+        )
     for index, (ids, is_token) in enumerate(zip(routes, mask.astype(np.bool_), strict=True)):
         positions = np.flatnonzero(is_token)
         if not len(positions):
             continue
         require(
             len(positions) == positions[-1] - positions[0] + 1,
-            "attention_mask has a hole inside a sequence.",
+            "attention_mask has a gap inside a sequence.",
         )
         yield index, ids[positions], len(positions)
         drop_pages(ids)
@@ -95,7 +99,7 @@ def _jagged(batch: dict[str, Any], routes: object) -> Iterator[Row]:
         if input_ids is not None:
             require(
                 index < len(input_ids) and isinstance(input_ids[index], list | np.ndarray),
-                "input_ids must hold the tokens of every sequence of routed_experts.",
+                "input_ids must contain the tokens of every sequence in routed_experts.",
             )
         num_tokens = len(ids) if input_ids is None else len(input_ids[index])
         yield index, ids, num_tokens

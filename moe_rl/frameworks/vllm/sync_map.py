@@ -46,12 +46,14 @@ def take_map(model_runner: Any, slots: NDArray[np.int32]) -> None:
     layers = [module for module in model_runner.model.modules() if hasattr(module, "build_expert_params_mapping")]
     require(
         len(layers) == len(slots),
-        f"the sync sends a map of {len(slots)} MoE layers, but this vLLM worker has {len(layers)}: under pipelining "
-        "vLLM takes no map.",
+        f"the weight sync sends an expert map of {len(slots)} MoE layers, but this vLLM worker has {len(layers)}. "
+        "vLLM does not accept expert maps with pipeline parallelism.",
     )
     for number, (layer, row) in enumerate(zip(layers, slots, strict=True)):
         width = layer.moe_config.num_experts
-        require(len(row) == width, f"MoE layer {number}: the sync sends {len(row)} slots, but vLLM has {width}.")
+        require(
+            len(row) == width, f"the weight sync sends {len(row)} slots for MoE layer {number}, but vLLM has {width}."
+        )
     num_experts = layers[0].moe_config.num_logical_experts if layers else 0
     _tell_routers(model_runner, slots, num_experts)
     for layer, row in zip(layers, slots, strict=True):
@@ -78,7 +80,7 @@ def table_of_map(start_table: list[TableEntry], row: NDArray[np.int32]) -> list[
     for slot, expert in enumerate(row.tolist()):
         require(
             expert in of_expert,
-            f"slot {slot} holds expert {expert}, which is missing from vLLM's table of weight names.",
+            f"slot {slot} holds expert {expert}, but vLLM's table of weight names lacks this expert.",
         )
         table += [entry._replace(slot=slot) for entry in of_expert[expert]]
     return table
@@ -91,9 +93,9 @@ def _tell_routers(model_runner: Any, slots: NDArray[np.int32], num_experts: int)
         start_map = np.arange(slots.shape[1])
         require(
             bool((slots == start_map).all()),
-            "the sync sends an expert map, but vLLM runs without enable_eplb, so its routers cannot use it. Set "
-            "enable_eplb, with a step_interval longer than the run so that vLLM moves nothing, or leave expert_map "
-            "out.",
+            "the weight sync sends an expert map, but the routers of vLLM cannot use it without enable_eplb. Set "
+            "enable_eplb with a step_interval longer than the run, so that vLLM itself moves no expert, or remove "
+            "expert_map.",
         )
         return
     from vllm.distributed.eplb.eplb_state import _commit_eplb_maps

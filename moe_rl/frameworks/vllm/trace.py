@@ -50,12 +50,15 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         prompt_routes = choice.get("prompt_routed_experts", record.get("prompt_routed_experts"))
         require(
             routes is not None or prompt_routes is not None,
-            "it has no routed_experts: start vLLM with enable_return_routed_experts.",
+            "routed_experts is missing: start vLLM with enable_return_routed_experts.",
         )
         # An empty list has no shape: a response of one token has no generated rows.
         parts = [as_routes(part) for part in (prompt_routes, routes) if part is not None and part != []]
-        require(len(parts) > 0, "its routed_experts are empty.")
-        require(len({part.shape[1:] for part in parts}) == 1, "prompt and generated routes differ in layers or top-k.")
+        require(len(parts) > 0, "routed_experts is empty.")
+        require(
+            len({part.shape[1:] for part in parts}) == 1,
+            "the routes of the prompt and of the generated tokens differ in layers or top-k.",
+        )
         prompt_ids = choice.get("prompt_token_ids", record.get("prompt_token_ids"))
         prompt = _length(prompt_ids, usage.get("prompt_tokens"))
         # `usage` counts the tokens of all choices together.

@@ -47,14 +47,15 @@ class GroupedSlots:
         require(
             len(_matrices(weights_of_home)) == MATRICES
             and len({parameter.requires_grad for parameter in weights_of_home}) == 1,
-            "experts='grouped' needs fc1 and fc2 both trained or both frozen, but these have adapters "
-            "(LoRA) or are partly frozen: leave experts at 'megatron'.",
+            "experts='grouped' needs fc1 and fc2 to be both trained or both frozen, but here they have adapters "
+            "(LoRA) or are partly frozen. Use experts='megatron'.",
         )
         odd = [size for matrix in _matrices(weights_of_home) for size in matrix.shape if size % ALIGNMENT]
         require(
             not odd,
-            f"experts='grouped' needs matrices whose sides are multiples of {ALIGNMENT}, but one side on this rank "
-            f"(its part of an expert, under expert tensor parallelism) is {odd[0] if odd else 0}.",
+            f"experts='grouped' needs weight matrices whose sides are multiples of {ALIGNMENT}, but one side on "
+            f"this rank is {odd[0] if odd else 0} (with expert tensor parallelism, a rank has only a part of each "
+            "expert).",
         )
         self._homes, self._compute = homes, compute
         self.num_local_experts = homes.num_local_experts
@@ -296,7 +297,7 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
     require(
         main_grad is None or main_grad.dtype == torch.float32,
-        f"experts='grouped' adds weight gradients in float32, but the gradient buffers are "
+        "experts='grouped' adds weight gradients in float32, but the dtype of the gradient buffers is "
         f"{None if main_grad is None else main_grad.dtype}: set grad_reduce_in_fp32=True.",
     )
     return main_grad

@@ -29,13 +29,13 @@ class GroupedCompute:
         self.recipe: Recipe = RECIPES[recipe]
         require(
             self.recipe.weight_block_shape in (None, (BLOCK, BLOCK)),
-            f"recipe {recipe} is not supported inside Megatron: its backward needs a second, transposed copy of every "
-            "weight; use bf16, fp8-block or fp8-block-pow2.",
+            f"recipe {recipe} is not supported inside Megatron, because its backward pass needs a second, "
+            "transposed copy of every weight. Use bf16, fp8-block or fp8-block-pow2.",
         )
         require(
             backend == "auto" or BACKENDS[backend].reads_tables,
-            f"backend {backend!r} is not supported inside Megatron: it needs the weights of all experts in one tensor; "
-            f"use {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
+            f"backend {backend!r} is not supported inside Megatron, because it needs the weights of all experts in "
+            f"one tensor. Use {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
         )
         self.backend = backend
         self._transpose = transposed_codes
@@ -62,13 +62,13 @@ def glu_spec(config: TransformerConfig) -> GluSpec:
     alphas = {F.silu: 1.0, quick_gelu: 1.702}
     require(
         bool(config.gated_linear_unit) and config.activation_func in alphas,
-        "experts='grouped' needs a gated activation of silu or quick_gelu (gated_linear_unit=True).",
+        "experts='grouped' needs gated experts (gated_linear_unit=True) with silu or quick_gelu as activation.",
     )
     refused = {
         "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
         "use_te_activation_func": "moe_rl computes the activation itself",
-        "activation_func_fp8_input_store": "GroupedExperts keeps the activation's input as it is",
-        "moe_mlp_glu_interleave_size": "GroupedExperts expects the rows of the gate first",
+        "activation_func_fp8_input_store": "GroupedExperts saves the input of the activation unchanged",
+        "moe_mlp_glu_interleave_size": "GroupedExperts expects the rows of the gate matrix first",
     }
     for option, reason in refused.items():
         require(not getattr(config, option, False), f"experts='grouped' does not support {option}: {reason}.")

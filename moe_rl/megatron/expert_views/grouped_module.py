@@ -45,7 +45,7 @@ def grouped_spec(spec: ModuleSpec, *, recipe: str = "bf16", backend: str = "auto
     grouped = built_as(experts, SequentialMLP, GroupedExpertsMLP, recipe=recipe, backend=backend)
     if grouped is None:
         raise InvalidInputError(
-            f"the layer spec has no SequentialMLP at submodules.mlp.submodules.experts: {experts!r}."
+            f"the layer spec must have SequentialMLP at submodules.mlp.submodules.experts, but has {experts!r}."
         )
     mlp_parts.experts = grouped
     return changed

@@ -19,7 +19,7 @@ class SequentialExperts(ComputingView):
 
     def __init__(self, module: Any) -> None:
         for name in ("fp8", "fp4", "moe_apply_probs_on_input"):
-            require(not getattr(module.config, name, None), f"replicas of SequentialMLP do not support {name}.")
+            require(not getattr(module.config, name, None), f"{name} does not work with replicas of SequentialMLP.")
         self._module = module
         self.num_local_experts = int(module.num_local_experts)
         self._names = [name for name, _ in sorted(module.local_experts[0].named_parameters())]

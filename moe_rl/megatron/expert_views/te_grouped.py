@@ -111,7 +111,8 @@ def _without_memory(module: Any, num_gemms: int) -> Any:
     copies = type(module)(num_gemms, config, submodules, pg_collection=groups)
     require(
         all(parameter.is_meta for parameter in copies.parameters()),
-        f"{submodules.linear_fc1.__name__} ignores init_model_with_meta_device: copies would take twice the memory.",
+        f"{submodules.linear_fc1.__name__} ignores init_model_with_meta_device, so replicas would need twice the "
+        "memory.",
     )
     for name, path in paths.items():
         if path:  # the same adapter around other weights
@@ -131,7 +132,7 @@ def _path(linear: Any, name: str) -> str:
     matrices = all(parameter.dim() <= MATRIX_AXES for parameter in linear.parameters())
     require(
         len(paths) == 1 and paths[0].count(".") <= 1 and matrices,
-        f"{name} of TEGroupedMLP is a {type(linear).__name__}: adapters (LoRA) must be shared by all "
-        "experts; for one per expert, switch moe_grouped_gemm off.",
+        f"{name} of TEGroupedMLP is a {type(linear).__name__}, but one adapter (LoRA) must be shared by all "
+        "experts. For one adapter per expert, turn moe_grouped_gemm off.",
     )
     return paths[0]

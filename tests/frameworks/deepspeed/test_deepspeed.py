@@ -121,7 +121,7 @@ def test_a_checkpoint_of_moved_experts_is_one_of_experts_at_home(outcome: list[A
             assert max(abs(a - b) / a for a, b in zip(plain, other, strict=True)) <= FP32_LIMIT, name
         assert len(rank["files"]) == 3 * 8
         assert rank["distance"] <= STATE_LIMIT
-        assert "take the state dict inside balancer.canonical(weights_only=True)" in rank["refused"]
+        assert "Call state_dict inside balancer.canonical(weights_only=True)" in rank["refused"]
         assert rank["still"], "after saving the experts are where they were"
 
 
@@ -139,19 +139,19 @@ def test_recordings_hold_experts_whatever_their_homes_and_open_in_the_simulator(
 def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
         "engine": "attach needs the engine that deepspeed.initialize returns, got a Qwen3MoeForCausalLM",
-        "ep_size": "autoep_size is 1",
+        "ep_size": "there is nothing to balance with autoep_size 1",
         "no_layer": "the engine has no AutoEP layer",
-        "zero3": "zero_optimization.stage is 3",
-        "megatron": "placement_bitwise, experimental: only supported inside Megatron",
+        "zero3": "zero_optimization.stage 3 splits",
+        "megatron": "placement_bitwise, experimental: supported only with Megatron",
         "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
-        "deepep": "expert_parallel.comm_backend is 'deepep'",
-        "async": "expert_parallel.async_split_plan is on",
-        "fused": "expert_parallel.combine_impl is 'fused_weighted_sum'",
-        "folding": "tensor_parallel.autotp_size is 2",
-        "twice": "a balancer is already attached to this engine",
-        "model": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
-        "reorder": "experts cannot move to other ranks in this run: that needs DeepSpeedZeroOptimizer of ZeRO 1 or 2",
-        "rows": "micro-batch 0: the routes have 16 rows, but the router gets 32.",
+        "deepep": "expert_parallel.comm_backend 'deepep'",
+        "async": "expert_parallel.async_split_plan sets",
+        "fused": "expert_parallel.combine_impl 'fused_weighted_sum'",
+        "folding": "tensor_parallel.autotp_size 2 is not supported",
+        "twice": "this engine already has a balancer",
+        "model": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",
+        "reorder": "experts cannot move to other ranks in this run: moving experts needs DeepSpeedZeroOptimizer",
+        "rows": "there are routes for 16 tokens of micro-batch 0, but the router gets 32.",
     }
     for rank in outcome:
         assert set(rank) == set(expected)

@@ -114,7 +114,7 @@ def test_packed_rows_are_found_by_their_sequences() -> None:
     assert np.array_equal(rows, [10, 11, 12, -1, 20, 21, 22, 23, 24, -1, -1, -1])
     assert nemo._padded(batch, keys, predicting=True).tolist() == [[-1, 10, 11, -1, -1], [-1, 20, 21, 22, 23]]
     micro_batch.attention_mask = torch.ones(2, 5)
-    with pytest.raises(InvalidInputError, match="a model that packs by itself"):
+    with pytest.raises(InvalidInputError, match="models that pack sequences themselves"):
         nemo._keys_of(run, [micro_batch], True)
 
 
@@ -130,5 +130,5 @@ def test_its_loss_is_not_made_where_no_pass_of_old_log_probabilities_runs() -> N
     losses: Any = SimpleNamespace(ClippedPGLossFn=ClippedPGLossFn)
     nemo.refuse_on_policy(losses)
     assert losses.ClippedPGLossFn(SimpleNamespace(force_on_policy_ratio=False)).cfg
-    with pytest.raises(InvalidInputError, match="which force_on_policy_ratio skips"):
+    with pytest.raises(InvalidInputError, match="but force_on_policy_ratio skips it"):
         losses.ClippedPGLossFn(SimpleNamespace(force_on_policy_ratio=True))

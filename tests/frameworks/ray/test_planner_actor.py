@@ -57,6 +57,6 @@ def test_what_is_wrong_reaches_the_driver(ray_cluster: Any) -> None:
     planner = start_planner(CONFIG, model=MODEL, topology=TOPOLOGY, num_cpus=1)
     with pytest.raises(InvalidInputError, match="from another model: 5 layers of 2 choices"):
         ray_cluster.get(planner.take.remote(np.zeros((4, 5, 2), int)))
-    with pytest.raises(InvalidInputError, match="experts outside"):
+    with pytest.raises(InvalidInputError, match="expert ids outside"):
         ray_cluster.get(planner.take.remote(np.full((4, 3, 2), 8)))
     ray_cluster.kill(planner)

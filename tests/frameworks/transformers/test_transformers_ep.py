@@ -103,14 +103,14 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
-        "megatron": "placement_bitwise, experimental: only supported inside Megatron",
+        "megatron": "placement_bitwise, experimental: supported only with Megatron",
         "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
-        "twice": "a balancer is already attached to this model",
-        "model": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
+        "twice": "this model already has a balancer",
+        "model": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",
         "nothing": "pass a PassSource to begin_pass(), or call prepare() first",
         "reorder": "experts cannot move to other ranks in this run",
         "canonical": "experts cannot move to other ranks in this run",
-        "rows": "micro-batch 0: the routes have 16 rows, but the router gets 32.",
+        "rows": "there are routes for 16 tokens of micro-batch 0, but the router gets 32.",
     }
     for rank in outcome:
         for name, sentence in expected.items():

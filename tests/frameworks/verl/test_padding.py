@@ -59,20 +59,23 @@ ACTOR = "actor_rollout_ref__actor__"
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"algorithm__adv_estimator": "gpg"}, "adv_estimator=gpg may count them"),
-        ({f"{ACTOR}policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean depends on the rows"),
-        ({f"{ACTOR}policy_loss__loss_mode": "moe_rl_gmpo"}, "loss_mode=moe_rl_gmpo depends on the rows"),
+        ({"algorithm__adv_estimator": "gpg"}, "adv_estimator=gpg may count padding samples"),
+        ({f"{ACTOR}policy_loss__loss_mode": "geo_mean"}, "loss_mode=geo_mean depends on which sequences"),
+        ({f"{ACTOR}policy_loss__loss_mode": "moe_rl_gmpo"}, "loss_mode=moe_rl_gmpo depends on which sequences"),
         ({f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, "divides by the longest response of a micro-batch"),
-        ({"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}, "takes the mean over samples"),
+        (
+            {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+            "takes the mean over all samples",
+        ),
         ({"distillation__enabled": True}, "distillation"),
         ({"actor_rollout_ref__model__mtp__enable": True}, "multi-token prediction"),
         (
             {f"{ACTOR}megatron__override_transformer_config__moe_router_load_balancing_type": "aux_loss"},
-            "the router's own loss counts every token",
+            "the router's auxiliary loss counts every token",
         ),
         (
             {f"{ACTOR}megatron__override_transformer_config__moe_router_enable_expert_bias": True},
-            "routers of qwen3_moe may have a bias",
+            "routers of qwen3_moe may have an expert bias",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -227,7 +227,7 @@ def test_losses_and_rollout_correction_are_offered_under_our_names(outcome: list
         assert rank["num_metrics"][0] == rank["num_metrics"][1] > 20
         assert rank["binary_kl"] > 0
         assert rank["bypass"][""] == pytest.approx(rank["bypass"]["moe_rl_"], abs=1e-12)
-        assert "token must have the prefix moe_rl_ like the rest" in rank["mixed"]
+        assert "token must begin with moe_rl_, like the other names" in rank["mixed"]
         assert rank["loss"].startswith("gspo")
         assert not rank["balanced"], "MOE_RL is not set"
 
@@ -243,11 +243,11 @@ def test_recordings_hold_the_replayed_routes_and_open_in_the_simulator(outcome: 
 @verl_case("refused")
 def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
     expected = {
-        "ep_size": "expert_model_parallel_size is 1: every rank holds all experts.",
-        "dense": "the model has no MoE layer: there is nothing to balance.",
-        "packing": "use_remove_padding is False: verl packs the routes that it replays, not the tokens.",
+        "ep_size": "there is nothing to balance with expert_model_parallel_size 1",
+        "dense": "there is nothing to balance, because the model has no MoE layer.",
+        "packing": "use_remove_padding must be True, because verl packs the routes that it replays",
         "versions": "verl: the version of moe_rl must be the same on all ranks, but rank 1 has 0.1 and rank 0 has 0.0.",
-        "routes": "the routes are from another model: 5 layers of 2 choices, not 3 MoE layers",
+        "routes": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",
     }
     for index, rank in enumerate(outcome):
         assert rank["metrics"] == [{}]
@@ -274,7 +274,10 @@ print("balanced", hasattr(verl_on_cpu.impl.get_forward_backward_func, "__wrapped
     ("variables", "said"),
     [
         ({"MOE_RL": "ultraep"}, "balanced True"),
-        ({"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOT": "1"}, "moe_rl reads no variable MOE_RL_REPLICA_SLOT."),
+        (
+            {"MOE_RL": "ultraep", "MOE_RL_REPLICA_SLOT": "1"},
+            "moe_rl does not know the environment variable MOE_RL_REPLICA_SLOT.",
+        ),
     ],
 )
 def test_verl_loads_the_plug_in_by_itself(variables: dict[str, str], said: str) -> None:
@@ -288,4 +291,4 @@ def test_verl_loads_the_plug_in_by_itself(variables: dict[str, str], said: str) 
         check=False,
     )
     assert said in ran.stdout + ran.stderr, ran.stderr
-    assert ran.returncode == (2 if "reads no" in said else 0)
+    assert ran.returncode == (2 if "does not know" in said else 0)

@@ -35,7 +35,7 @@ def test_every_slot_gets_the_matrices_of_its_expert_once(row: list[int]) -> None
 
 def test_an_expert_that_the_table_does_not_know_is_refused() -> None:
     with pytest.raises(
-        InvalidInputError, match="slot 1 holds expert 2, which is missing from vLLM's table of weight names"
+        InvalidInputError, match="slot 1 holds expert 2, but vLLM's table of weight names lacks this expert"
     ):
         table_of_map(start_table(2, 2), np.array([0, 2], np.int32))
 
@@ -58,7 +58,7 @@ def runner(layers: int, slots: int = 3) -> Any:
 @pytest.mark.parametrize(("slots", "sentence"), [
     ([[0, 1, 2]] * 2, "a map of 2 MoE layers, but this vLLM worker has 1"),
     ([[0, 1]], "the sync sends 2 slots, but vLLM has 3"),
-    ([[1, 0, 1]], "vLLM runs without enable_eplb"),
+    ([[1, 0, 1]], "the routers of vLLM cannot use it without enable_eplb"),
 ])  # fmt: skip
 def test_a_map_that_the_model_cannot_have_is_refused(slots: list[list[int]], sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence):
