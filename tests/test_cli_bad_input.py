@@ -62,11 +62,11 @@ def outputs(tmp_path: Path) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("gpt-oss-20b", "has 3 MoE layers, but model 'gpt-oss-20b' has 24"),
-        ("layers-2", "has 3 MoE layers, but model 'mine' has 2"),
-        ("experts-16", "never names an expert above 7, but model 'mine' has 16 experts"),
+        ("gpt-oss-20b", "is not a trace of model 'gpt-oss-20b': the trace has 3 MoE layers, the model has 24"),
+        ("layers-2", "is not a trace of model 'mine': the trace has 3 MoE layers, the model has 2"),
+        ("experts-16", "has no expert id above 7, so it is probably not a trace of model 'mine' with its 16 experts"),
         ("experts-4", "has expert id 7, but expert ids must be 0 to 3"),
-        ("topk-3", "has 2 experts per token, but model 'mine' has 3"),
+        ("topk-3", "is not a trace of model 'mine': the trace has 2 experts per token, the model has 3"),
     ],
 )
 def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, model: str, expected: str) -> None:
@@ -94,7 +94,7 @@ def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, m
     ("change", "expected"),
     [
         (["--num-experts", 16], "num_experts = 8, not 16"),
-        (["--model", "olmoe"], "has 3 MoE layers, but model 'OLMoE-1B-7B' has 16"),
+        (["--model", "olmoe"], "is not a trace of model 'OLMoE-1B-7B': the trace has 3 MoE layers, the model has 16"),
     ],
 )
 def test_a_stored_trace_says_its_own_shape(tmp_path: Path, stored: Path, change: list[object], expected: str) -> None:
@@ -174,7 +174,7 @@ def test_expert_parallelism_that_does_not_divide_the_experts_is_refused(tmp_path
 
 def test_an_ep_group_that_does_not_fill_its_nodes_is_refused(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, *BATCH, "--ranks-per-node", 3, *outputs(tmp_path))
-    assert sentence == ("--ep 4 exceeds a node of 3 ranks and is not a multiple of it (--ranks-per-node); --ep 2 fits.")
+    assert sentence == ("--ep 4 must fill whole nodes of 3 ranks (--ranks-per-node), or fit into one. --ep 2 does.")
 
 
 def own_cluster(folder: Path, **changes: object) -> Path:
@@ -213,7 +213,7 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
     """Budgets of launch scripts are no hard limit in every framework: slime puts such a sequence alone."""
     ran = moe_rl("simulate", trace, "--ep", 4, "--micro-batch-tokens", 39, "--policy", "static", "--explain")
     assert ran.code == 0, ran.err
-    assert "micro-batches hold up to 40 tokens, not 39" in " ".join(ran.out.split())
+    assert "micro-batches have up to 40 tokens instead of 39" in " ".join(ran.out.split())
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
     [
         ("--policy", "static,ultra-ep", "unknown policy 'ultra-ep'. Did you mean 'ultraep'?"),
         ("--policy", "static,static", "--policy names a policy twice"),
-        ("--policy", ",", "--policy names no policy."),
+        ("--policy", ",", "--policy must name at least one policy."),
         ("--policy-option", "eplb.hierarchy=true", "has no parameter 'hierarchy'. Did you mean 'hierarchical'?"),
-        ("--policy-option", "elpb.hierarchical=true", "policy 'elpb' is not among --policy"),
-        ("--policy-option", "hierarchical", "must read policy.parameter=value"),
+        ("--policy-option", "elpb.hierarchical=true", "--policy does not contain the policy 'elpb'"),
+        ("--policy-option", "hierarchical", "must have the form policy.parameter=value"),
         ("--model", "qwen3-30b", "unknown model 'qwen3-30b'. Did you mean 'qwen3-30b-a3b'?"),
         ("--cluster", "h1000", "unknown cluster 'h1000'. Did you mean 'h100'?"),
         ("--objective", "times", "--objective 'times' is unknown. Did you mean 'time'?"),
@@ -248,8 +248,16 @@ def test_a_drawn_micro_batch_takes_a_longer_sequence_whole_and_says_so(trace: Pa
         ("--replica-slots", "9" * 20, "--replica-slots must be at most 2,147,483,647, got 99999999999999999999."),
         ("--seq-length", "9" * 20, "--seq-length must be at most 2,147,483,647"),
         ("--ranks-per-node", "9" * 20, "--ranks-per-node must be at most 2,147,483,647"),
-        ("--replica-slots", "7", "--replica-slots 7: the other ranks of an EP group hold only 6 experts in all."),
-        ("--resident-slots", "7", "--resident-slots 7: the other ranks of an EP group hold only 6 experts in all."),
+        (
+            "--replica-slots",
+            "7",
+            "--replica-slots 7 is too high, because the other ranks of an EP group have only 6 experts in all.",
+        ),
+        (
+            "--resident-slots",
+            "7",
+            "--resident-slots 7 is too high, because the other ranks of an EP group have only 6 experts in all.",
+        ),
         ("--resident-slots", "banana", "--resident-slots: neither a whole number nor auto (got 'banana')."),
         ("--reroute", "nan", "--reroute must be finite, got nan."),
         ("--unknown-routes", "inf", "--unknown-routes must be finite, got inf."),
@@ -267,7 +275,7 @@ def test_a_wrong_value_is_named_with_the_nearest_right_one(
         (("--num-ep-groups", 100_000), "is too large to sample"),
         (
             ("--num-ep-groups", 100, "--micro-batch-tokens", 200, "--batch", "recorded"),
-            "400 data-parallel ranks cannot share 12 sequences",
+            "needs 400 data-parallel ranks, too many for 12 sequences",
         ),
         (("--global-batch-tokens", 2_147_483_648), "--global-batch-tokens must be at most 2,147,483,647"),
     ],
@@ -408,7 +416,7 @@ def test_eplb_needs_some_history(tmp_path: Path, trace: Path) -> None:
     wide = ("--ep", 4, "--ep-group-tokens", 10_000)
     sentence = refused(tmp_path, "simulate", trace, *wide, "--policy", "static,eplb", *outputs(tmp_path))
     assert sentence == (
-        "policy 'eplb' needs an earlier step, but the trace has one step of one micro-batch: use eplb-oracle."
+        "policy 'eplb' plans from an earlier step, but the trace has only one step of one micro-batch: use eplb-oracle."
     )
 
 
@@ -423,7 +431,7 @@ def test_a_recorded_layout_that_fills_no_ep_group_is_refused(tmp_path: Path) -> 
         writer.append(recorded)
     sentence = refused(tmp_path, "simulate", tmp_path / "r.moetrace", "--ep", 4, *outputs(tmp_path))
     assert "has 3 ranks" in sentence
-    assert "do not fill EP groups of 4" in sentence
+    assert "cannot be divided into EP groups of 4" in sentence
 
 
 @pytest.mark.parametrize("out", ["plan.json", "trace"])

@@ -104,7 +104,7 @@ def test_the_number_of_experts_is_not_guessed_in_a_copy(tmp_path: Path, trace: P
     target = tmp_path / "t.moetrace"
     ran = moe_rl("trace", "convert", trace, target)
     assert ran.code == 2
-    assert "give --num-experts, or --model" in ran.err
+    assert "Set --num-experts, or set --model" in ran.err
     assert moe_rl("trace", "convert", trace, target, "--model", "my-model").code == 2
     assert not target.exists()
     assert moe_rl("trace", "convert", trace, target, "--model", "my-model", "--num-experts", 11).code == 0
@@ -122,8 +122,8 @@ def test_a_known_model_says_how_many_experts_a_copy_has(tmp_path: Path) -> None:
 def test_a_trace_that_leaves_micro_batches_empty_is_pointed_to_a_drawn_batch(trace: Path) -> None:
     sparse = moe_rl("simulate", trace, "--ep", 4, "--ep-group-tokens", 32_768, "--policy", "static")
     said = " ".join(sparse.out.split())
-    assert "The trace fills only 120 of the 8,192 tokens (1%) that a rank's micro-batch may hold;" in said
-    assert "--batch drawn fills it" in said
+    assert "The trace fills only 120 of the 8,192 tokens (1%) that a rank's micro-batch may have." in said
+    assert "set --batch drawn" in said
     drawn = ("--micro-batch-tokens", 32_768, "--global-batch-tokens", 2_000)
     small = moe_rl("simulate", trace, "--ep", 4, *drawn, "--policy", "static")
     assert "The batch fills only" in " ".join(small.out.split())
@@ -142,14 +142,15 @@ def test_a_policy_that_moving_homes_makes_slow_says_so(tmp_path: Path, trace: Pa
     eplb, static = figures["eplb-oracle"], figures["static"]
     assert eplb["step_time_s"] > static["step_time_s"]
     said = " ".join(ran.out.split())
-    assert f"eplb-oracle is {eplb['speedup_vs_static']:.2f}x as fast as static because moving experts" in said
+    assert f"eplb-oracle is {eplb['speedup_vs_static']:.2f}x as fast as static, because moving experts" in said
     assert f"takes {eplb['reorder_share']:.0%} of this step" in said
     spread = json.loads(moe_rl("simulate", trace, *BATCH, *large, "--reorder-interval", 10, "--json", "-").out)[
         "policies"
     ]["eplb-oracle"]
     expected = spread["speedup_vs_static"]
     assert (
-        f"it would be {expected:.2f}x if the same homes served 10 steps equally well (--reorder-interval 10)." in said
+        "If the experts then stayed for 10 equally balanced steps (--reorder-interval 10), "
+        f"it would be {expected:.2f}x as fast." in said
     )
 
 

@@ -28,7 +28,7 @@ def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace:
     assert any(note.startswith("30 % of the token-expert pairs go to another expert") for note in rerouted["notes"])
     refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
     assert refused.code == 2
-    assert "--reroute must lie in 0 .. 1, got 1.5." in refused.err
+    assert "--reroute must be between 0 and 1, got 1.5." in refused.err
 
 
 def stored_steps(path: Path, *, steps: int, micro_batches: int = 2, dp_ranks: int = 4) -> Path:
@@ -61,7 +61,7 @@ def test_routes_that_planners_do_not_know_are_priced_as_they_occur(tmp_path: Pat
     assert any("the routes of 50 % of the sequences" in note for note in partly["notes"])
     refused = moe_rl("simulate", trace, *same, "--unknown-routes", 1)
     assert refused.code == 2
-    assert "--unknown-routes must be at least 0 and below 1, got 1.0." in refused.err
+    assert "--unknown-routes must be at least 0 and less than 1, got 1.0." in refused.err
 
 
 def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_does(tmp_path: Path, trace: Path) -> None:
@@ -78,7 +78,7 @@ def test_single_tokens_that_planners_do_not_know_choose_as_their_micro_batch_doe
     assert moe_rl("trace", "convert", trace, counts, "--num-experts", 8, "--counts-only").code == 0
     refused = moe_rl("simulate", counts, *same, "--unknown-pairs", 0.1)
     assert refused.code == 2
-    assert "--unknown-pairs hides routes of tokens, but the trace holds only counts." in refused.err
+    assert "--unknown-pairs hides the routes of tokens, but the trace contains only counts." in refused.err
 
 
 @pytest.mark.lengthy

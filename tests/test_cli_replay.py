@@ -28,10 +28,10 @@ def sequences():
 def test_clean_responses_are_right_with_and_without_a_reference(tmp_path, sequences):
     path = tmp_path / "sglang.jsonl"
     path.write_text("\n".join(json.dumps(sglang_response(ids, 7)) for ids in sequences))
-    assert moe_rl("replay", "check", path, *SHAPE).out == "4 of 4 sequences are right\n"
+    assert moe_rl("replay", "check", path, *SHAPE).out == "4 of 4 sequences are correct\n"
     own = trace(tmp_path / "own.moetrace", sequences)
     ran = moe_rl("replay", "check", path, *SHAPE, "--reference", own)
-    assert (ran.code, ran.out) == (0, "4 of 4 sequences are right\n"), ran.err
+    assert (ran.code, ran.out) == (0, "4 of 4 sequences are correct\n"), ran.err
 
 
 def test_faults_of_responses_are_named_and_end_with_code_1(tmp_path, sequences):
@@ -45,7 +45,7 @@ def test_faults_of_responses_are_named_and_end_with_code_1(tmp_path, sequences):
     )
     ran = moe_rl("replay", "check", path, *SHAPE, "--reference", own)
     assert ran.code == 1
-    assert ran.out.splitlines()[-1] == "2 of 4 sequences are right"
+    assert ran.out.splitlines()[-1] == "2 of 4 sequences are correct"
     assert "sequence 0 (r1): shifted_by_a_token" in ran.out
     assert "sequence 2 (r1): last_row_lost" in ran.out
     assert "sglang#20964" in ran.out
@@ -59,7 +59,7 @@ def test_a_stream_and_its_versions(tmp_path, sequences):
         for key, ids in enumerate(sequences):
             writer.add(key, ids, policy_version=3 + key)
     ran = moe_rl("replay", "check", path, "--num-experts", EXPERTS, "--policy-versions", "4:6")
-    assert (ran.code, ran.out.splitlines()[-1]) == (1, "3 of 4 sequences are right")
+    assert (ran.code, ran.out.splitlines()[-1]) == (1, "3 of 4 sequences are correct")
     assert "other_policy_version" in ran.out
     converted = tmp_path / "run.moetrace"
     assert moe_rl("trace", "convert", path, converted, "--num-experts", EXPERTS).code == 0
@@ -71,9 +71,9 @@ def test_a_trace_of_ours_says_its_experts_itself(tmp_path, sequences):
     path = tmp_path / "sglang.jsonl"
     path.write_text("\n".join(json.dumps(sglang_response(ids, 7)) for ids in sequences))
     for given in ([own], [own, "--reference", own], [path, "--num-layers", LAYERS, "--reference", own]):
-        assert moe_rl("replay", "check", *given).out == "4 of 4 sequences are right\n"
+        assert moe_rl("replay", "check", *given).out == "4 of 4 sequences are correct\n"
     ran = moe_rl("replay", "check", path)
-    assert (ran.code, "give --num-experts" in ran.err) == (2, True)
+    assert (ran.code, "set --num-experts" in ran.err) == (2, True)
 
 
 def test_a_model_is_a_reference(tmp_path):
@@ -95,7 +95,7 @@ def test_a_model_is_a_reference(tmp_path):
     rolled = np.concatenate([right[1][:1], right[1][:-1]])
     path.write_text("\n".join(json.dumps(vllm_response(ids, 5, EXPERTS)) for ids in (right[0], rolled)))
     ran = moe_rl("replay", "check", path, "--reference", tmp_path / "model", "--tokens", tmp_path / "tokens.jsonl")
-    assert "1 of 2 sequences are right" in ran.out, ran.err
+    assert "1 of 2 sequences are correct" in ran.out, ran.err
     assert "shifted_by_a_token" in ran.out
     no_tokens = moe_rl("replay", "check", path, "--reference", tmp_path / "model")
     assert (no_tokens.code, no_tokens.err.strip().endswith("(--tokens).")) == (2, True)
@@ -104,7 +104,7 @@ def test_a_model_is_a_reference(tmp_path):
 def test_what_does_not_fit_is_one_sentence(tmp_path, sequences):
     path = tmp_path / "vllm.jsonl"
     path.write_text("\n".join(json.dumps(vllm_response(ids, 5, EXPERTS)) for ids in sequences))
-    assert "give --num-experts" in moe_rl("replay", "check", path).err
+    assert "set --num-experts" in moe_rl("replay", "check", path).err
     few = trace(tmp_path / "few.moetrace", sequences[:2])
     ran = moe_rl("replay", "check", path, "--num-experts", EXPERTS, "--reference", few)
     assert (ran.code, ran.err.count("error: ")) == (2, 1)

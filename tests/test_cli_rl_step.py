@@ -23,7 +23,7 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
         assert figures["parts_s"]["reward"] == 2.0
         assert figures["parts_s"]["framework"] == document["policies"]["static"]["parts_s"]["framework"]
         assert name in plot.read_text()
-    assert any("the rollout is a forecast" in note for note in document["notes"])
+    assert any("the time of the rollout is predicted" in note for note in document["notes"])
     table = moe_rl("rl-step", trace, *SETTING, "--plot", tmp_path / "step.html").out
     assert "<h1>moe-rl: update " in (tmp_path / "step.html").read_text()
     assert "weight sync" in table
@@ -49,7 +49,7 @@ def test_rollouts_beside_training_hide_the_shorter_side(tmp_path: Path) -> None:
 
 
 def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Path) -> None:
-    trace, caution = write_npz(tmp_path / "t.npz"), "One published sync determines its constant"
+    trace, caution = write_npz(tmp_path / "t.npz"), "Its constant comes from one published sync"
     for name, expected in (("rdma", True), ("stage-broadcast", False)):
         apart = ("--rollout-gpus", 4, "--staleness", 1, "--weight-sync-transport", name, "--json", "-")
         notes = json.loads(moe_rl("rl-step", trace, *SETTING, *apart).out)["notes"]
@@ -126,11 +126,11 @@ def test_a_sweep_prints_a_table_for_every_value() -> None:
     ("arguments", "message"),
     [
         (("--num-samples", 0), "--num-samples must be at least 1"),
-        (("--mean-length", 5000), "--mean-length 5000 is above --max-length 4096"),
+        (("--mean-length", 5000), "--mean-length 5000 is greater than --max-length 4096"),
         (("--model", "from-trace"), "needs --model when no trace is given"),
         (("--ep", 64), "does not divide the 32 training GPUs"),
         (("--imbalance", 0.5), "imbalance must be at least 1"),
-        (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must lie in 1 .. 3"),
+        (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must be 1 to 3"),
         (("--rollout-precision", "fp4"), "'fp4' is unknown. Did you mean 'fp8'?"),
     ],
 )

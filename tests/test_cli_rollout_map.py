@@ -86,10 +86,10 @@ def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> N
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     ran = moe_rl("plan", counts, "--ep", 4, "--export", "sglang", "-o", tmp_path / "m.json")
     assert ran.code == 2
-    assert "holds only counts, but the routes of single tokens are needed" in ran.err
+    assert "contains only counts, but the routes of single tokens are needed" in ran.err
     ran = moe_rl("simulate", trace, "--expert-map", tmp_path / "m.json", "--html", tmp_path / "page.html")
     assert ran.code == 2
-    assert "--expert-map cannot be combined with --html" in ran.err
+    assert "so it cannot be combined with --html" in ran.err
 
 
 def traced(num_groups: int, *, steps: int = 1, experts: int = EXPERTS) -> RoutingTrace:
@@ -114,7 +114,7 @@ def test_it_is_scored_on_what_it_was_not_planned_on() -> None:
     groups = planned_on(traced(3))
     assert "the other prompt groups" in str(groups.facts["scored_on"])
     alone = planned_on(traced(1))
-    assert any("scored on the sequences that it was planned on" in note for note in alone.notes)
+    assert any("scored on the sequences that it was planned for" in note for note in alone.notes)
 
 
 def test_one_expert_and_one_rank_have_maps_too() -> None:

@@ -302,9 +302,9 @@ def test_visits_are_counted_where_routes_are_known(tmp_path: Path, trace: Path) 
     counts = tmp_path / "c.moetrace"
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     assert simulated(tmp_path, trace, *BATCH)["setting"]["visits"] == "counted in the trace"
-    assert simulated(tmp_path, counts, *BATCH)["setting"]["visits"] == "of independent choices"
+    assert simulated(tmp_path, counts, *BATCH)["setting"]["visits"] == "of independent choices of experts"
     flat = simulated(tmp_path, counts, *BATCH, "--moe-token-dispatcher-type", "alltoall")["setting"]["visits"]
-    assert flat == "of rows, one for each expert of a token, counted in the loads"
+    assert flat == "of token-expert pairs, counted in the loads"
 
 
 def test_a_plan_file_holds_what_was_planned(tmp_path: Path, trace: Path) -> None:
@@ -347,8 +347,8 @@ def memory_notes(tmp_path: Path, trace: Path, *options: object) -> list[str]:
 
 def test_a_step_that_only_balance_makes_fit_is_announced(tmp_path: Path, trace: Path) -> None:
     (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 68_000)
-    expected = r"out of memory: the forecast peak exceeds the 79.6 GiB of h100: static 8[\d.]+ GiB on rank \d\. "
-    remedies = r"What would fit: micro-batches of 9\d% of the tokens under static; the copies of ultraep; recomputation"
+    expected = r"out of memory: the predicted peak exceeds the 79.6 GiB of h100: static 8[\d.]+ GiB on rank \d\. "
+    remedies = r"Any of these would fit: micro-batches with 9\d% of the tokens under static; the replicas of ultraep;"
     assert re.match(expected + remedies, note)
     assert memory_notes(tmp_path, trace) == []
 
@@ -356,9 +356,9 @@ def test_a_step_that_only_balance_makes_fit_is_announced(tmp_path: Path, trace: 
 def test_a_step_that_no_balance_makes_fit_is_announced_once(tmp_path: Path, trace: Path) -> None:
     page = tmp_path / "a.html"
     (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 2_000_000, "--html", page)
-    assert note.startswith("out of memory even with perfect balance: the forecast peak of 2")
+    assert note.startswith("out of memory even with perfect balance: the predicted peak of 2")
     assert "exceeds the 79.6 GiB of h100 (logits " in note
-    assert note.endswith("no plan can change that.")
+    assert note.endswith("No plan can change that.")
     assert note in page.read_text()
     assert page.read_text().count("does not fit") == 4  # static, ultraep and the two yardsticks
 
@@ -389,7 +389,7 @@ def test_the_bounds_are_printed_beside_a_plan(tmp_path: Path, trace: Path) -> No
     assert re.search(rf"^bound of its nodes +{bounds['node']:.3f},", ran.out, re.MULTILINE)
     assert re.search(rf"^bound of every plan +{bounds['lb0']:.3f}$", ran.out, re.MULTILINE)
     crossing = moe_rl("plan", trace, *BATCH, *options[:2], "--policy", "eplb-oracle", "--out", tmp_path / "p.npz")
-    assert "none: copies cross nodes" in crossing.out
+    assert "none, because replicas cross nodes" in crossing.out
 
 
 def test_sensitivity_reaches_every_output(tmp_path: Path, trace: Path) -> None:

@@ -269,7 +269,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
     out = tmp_path / "s.jsonl"
     with (
         open_sweep(out, {}),
-        pytest.raises(InvalidInputError, match="being written by another sweep"),
+        pytest.raises(InvalidInputError, match="another sweep is writing to"),
         open_sweep(out, {}),
     ):
         pass
@@ -303,11 +303,11 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     [
         (("--sweep", "ep=2,3"), "EP 3: --ep 3 does not divide the 8 experts"),
         (("--sweep", "ep=two"), "key 'expert_model_parallel_size'"),
-        (("--sweep", "ep"), "must read name=value,value"),
-        (("--sweep", "ep="), "must read name=value,value"),
-        (("--sweep", "replica_slot=2"), "is not an option that can be swept. Did you mean 'replica_slots'?"),
-        (("--sweep", "objective=time,imbalance"), "--sweep 'objective' is not an option that can be swept"),
-        (("--sweep", "policy=static"), "--sweep 'policy' is not an option that can be swept"),
+        (("--sweep", "ep"), "must have the form name=value,value"),
+        (("--sweep", "ep="), "must have the form name=value,value"),
+        (("--sweep", "replica_slot=2"), "is not an option whose values can be compared. Did you mean 'replica_slots'?"),
+        (("--sweep", "objective=time,imbalance"), "--sweep 'objective' is not an option whose values can be compared"),
+        (("--sweep", "policy=static"), "--sweep 'policy' is not an option whose values can be compared"),
         (("--sweep", "ep=2,2"), "gives a value of expert_model_parallel_size twice"),
         (("--sweep", "ep=2", "--sweep", "expert-model-parallel-size=4"), "names expert_model_parallel_size twice"),
         (("--sweep", "moe_token_dispatcher_type=flex,alltoal"), "Did you mean 'alltoall'"),
@@ -480,7 +480,7 @@ def test_the_picture_is_of_the_kind_that_its_name_says(tmp_path: Path, trace: Pa
 def test_a_picture_of_static_placement_alone_is_refused_before_any_point(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "o.jsonl"
     ran = moe_rl("sweep", trace, "--sweep", "ep=2", "--policy", "static", "--out", out, "--html", tmp_path / "p.html")
-    assert (ran.code, "name another policy in addition to static" in ran.err) == (2, True), ran.err
+    assert (ran.code, "give another policy besides static" in ran.err) == (2, True), ran.err
     assert not out.exists()
 
 

@@ -79,7 +79,11 @@ def test_some_steps_of_a_trace_can_be_taken_and_its_routes_alone(tmp_path: Path)
     for step in part.steps:
         assert np.array_equal(part.load(step).routed_experts, whole.load(step).routed_experts)
         assert np.array_equal(part.load(step).group_id, whole.load(step).group_id)
-    for wrong, sentence in (("7", "no step 7: it holds steps 0 to 4"), ("1,x", "whole numbers"), ("", "whole numbers")):
+    for wrong, sentence in (
+        ("7", "does not have step 7. Its steps are 0 to 4"),
+        ("1,x", "whole numbers"),
+        ("", "whole numbers"),
+    ):
         ran = moe_rl("trace", "convert", whole.path, tmp_path / "none.moetrace", "--steps", wrong)
         assert (ran.code, sentence in " ".join(ran.err.split())) == (2, True), ran.err
     assert not (tmp_path / "none.moetrace").exists()

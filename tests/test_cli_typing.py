@@ -60,7 +60,7 @@ def test_two_names_of_one_page_are_refused_together(tmp_path: Path) -> None:
         "simulate", write_npz(tmp_path / "t.npz"), "--html", tmp_path / "a.html", "--plot", tmp_path / "b.html"
     )
     assert (ran.code, ran.out) == (2, "")
-    assert "--html and --plot name the same output" in ran.err
+    assert "--html and --plot both name the HTML output" in ran.err
 
 
 def test_python_m_is_the_command_and_says_which_copy_runs(tmp_path: Path) -> None:

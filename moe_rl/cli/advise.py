@@ -31,7 +31,7 @@ def advise(
         for item in advice:
             console.print(f"{item.rule}: {item}\n", soft_wrap=True)
         if not advice:
-            console.print("No rule applies: all logged values are within bounds.")
+            console.print("No advice: all logged values are within their limits.")
         for rule, why in silent.items():
             console.print(f"not judged: {rule}: {why}.", soft_wrap=True)
 

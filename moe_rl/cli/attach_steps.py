@@ -35,7 +35,7 @@ MATRICES = 3  # Of a gated expert: gate, up, down.
 SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
 MIB = 2**20
 OTHER_MEMORY = (
-    "not included: two NCCL groups and, while experts move, up to 1 GiB (reorder_scratch_bytes, docs/megatron.md)"
+    "not included: two NCCL groups, and up to 1 GiB while experts move (reorder_scratch_bytes, docs/megatron.md)"
 )
 
 
@@ -101,18 +101,18 @@ def _levers(settings: RunSettings) -> Iterator[str]:
     """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
-    yield f"hot experts are copied to other ranks of their node for one micro-batch ({switches['replicas']})"
+    yield f"hot experts get replicas on other ranks of their node for one micro-batch ({switches['replicas']})"
     ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
     if ranks is None:
-        yield "experts are copied across nodes if an EP group spans nodes; the files do not give its size"
+        yield "experts get replicas across nodes if an EP group spans nodes, but the files do not give its size"
     elif ranks <= node:
-        yield f"no copies across nodes: the EP group of {ranks} ranks fits into a node of {node} GPUs"
+        yield f"no replicas across nodes, because the EP group of {ranks} ranks fits into a node of {node} GPUs"
     elif overlaps:
-        yield f"no copies across nodes, because {overlaps} fills buffers one layer ahead"
+        yield f"no replicas across nodes, because {overlaps} fills buffers one layer ahead"
     else:
         spans = f"an EP group has {ranks} ranks and a node has {node}"
-        yield f"experts are also copied across nodes, some for a whole update: {spans} ({switches['across']})"
+        yield f"experts also get replicas across nodes, some for a whole update: {spans} ({switches['across']})"
     yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
     if by_variable:
         yield f"sequences may change micro-batches if the run packs them by tokens ({switches['packing']})"
@@ -145,10 +145,10 @@ def _memory(settings: RunSettings) -> str:
     num_slots, slots, stay = 1, "one slot", ""
     if across:  # One slot across nodes has two buffers.
         num_slots, slots = 3, "3 slots"
-        stay = "; copies that stay for an update take at most another 5 % of the GPU's memory"
+        stay = "; replicas that stay for an update take at most another 5 % of the GPU's memory"
     widths = _widths(settings)
     if widths is None:
-        return f"{slots} per GPU; the files do not say how large an expert is{stay}"
+        return f"{slots} per GPU, whose size is not known, because the files do not give that of an expert{stay}"
     hidden, ffn = widths
     num_weights = MATRICES * hidden * ffn // _parts_of_expert(settings)
     size = num_slots * num_weights * SLOT_BYTES / MIB
@@ -173,13 +173,13 @@ def _look(settings: RunSettings) -> str:
     if settings.framework in BY_VARIABLE:
         switch = "MOE_RL=observe"
     return (
-        f"under {switch} nothing moves; for a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
-        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated); then replace observe with moe-rl"
+        f"with {switch}, nothing moves. For a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
+        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then replace observe with moe-rl"
     )
 
 
 def _undo(settings: RunSettings) -> str:
     """Return how to go back to the plain framework."""
     if settings.framework in BY_VARIABLE:
-        return "unset MOE_RL (or create the file that MOE_RL_UNTIL names); checkpoints have the plain layout"
-    return "balancer.detach(); checkpoints saved inside balancer.canonical() have the plain layout"
+        return "unset MOE_RL (or create the file that MOE_RL_UNTIL names). Checkpoints always have Megatron's layout"
+    return "balancer.detach(). Checkpoints saved inside balancer.canonical() have Megatron's layout"

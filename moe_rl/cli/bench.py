@@ -81,7 +81,7 @@ def planner(
 def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise if there is no checkout (in an installed wheel)."""
     path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")
-    require(path.is_file(), f"benchmarks need a checkout of moe_rl: there is no file {path}.")
+    require(path.is_file(), f"benchmarks need a checkout of moe_rl, but the file {path} does not exist.")
     sys.path.insert(0, str(BENCHMARKS.parent))
     return importlib.import_module(f"benchmarks.{name}")
 
@@ -150,7 +150,7 @@ def _show(document: dict[str, object], json_path: Path | None = None) -> None:
 
     deliver({}, text, json_path, lambda out: out.print(table, soft_wrap=True))
     for sentence in run.missing_providers(document):
-        say(f"not here: {sentence}")
+        say(f"not run: {sentence}")
     for row in (wrong := run.wrong_rows(document)):
         say(f"WRONG: {row}")
     if wrong:

@@ -79,8 +79,8 @@ def _source(result: CalibrationResult, name: str, rows: Sequence[object], files:
     if error is not None:
         held_out = f", {error:.1%} on held-out groups"
     return (
-        f"moe-rl calibrate: moved by {len(rows)} measurements of {', '.join(path.name for path in files)}; mean error "
-        f"{result.mean_error('in_sample'):.1%}{held_out}; standard deviation {item.uncertainty:.1%}; started from "
+        f"moe-rl calibrate: from {len(rows)} measurements in {', '.join(path.name for path in files)}; mean error "
+        f"{result.mean_error('in_sample'):.1%}{held_out}; standard deviation {item.uncertainty:.1%}; previous value "
         f"{item.before:g}"
     )
 

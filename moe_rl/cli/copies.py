@@ -32,4 +32,7 @@ def say_which_runs() -> None:
     other = unused_copy(sys.path)
     if other is not None and COMPLETING not in os.environ:
         running = Path(moe_rl.__file__).resolve().parent
-        say(f"note: moe_rl of {running} runs, not {other}: `make env` in that checkout makes an environment for it.")
+        say(
+            f"note: this command runs moe_rl from {running}, not from {other}. `make env` in that checkout makes an "
+            "environment for it."
+        )

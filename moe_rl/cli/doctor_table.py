@@ -54,7 +54,9 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         reader = READERS[run.settings.framework]
         lines.append(f"{reader.title}: {', '.join(run.files)}")
         if reader.verdict_only:
-            lines.append(f"few traps are checked in {reader.title}'s runs (docs/doctor.md); --attach gives the verdict")
+            lines.append(
+                f"only a few traps can be checked for {reader.title} (docs/doctor.md). --attach gives the verdict"
+            )
         if run.num_ignored:
             lines.append(f"{run.num_ignored} settings are not used by any check")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]
@@ -65,7 +67,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         packages = in_words(dict(sorted(environment.versions.items())))
         lines.append(f"environment: Python {environment.python}, {packages}")
     elif environment is not None:
-        lines.append("environment: no Megatron here, so the installation was not checked")
+        lines.append("environment: Megatron is not installed here, so the installation was not checked")
     return lines
 
 
@@ -78,7 +80,7 @@ def verdict_lines(diagnosis: Diagnosis) -> list[str]:
     reasons = [f"  {reason}" for reason in verdict.reasons if reason not in sentences]
     lines = [f"verdict: {verdict.word}{':' if reasons else ''}", *reasons]
     if verdict.accepts and diagnosis.errors:
-        lines.append("Fix the errors above first: they stop or spoil this run even without moe_rl.")
+        lines.append("Fix the errors above first: they stop this run or spoil its results even without moe_rl.")
     return lines
 
 

@@ -57,7 +57,7 @@ class TwoLevelCommand(TyperCommand):
         typed = {argument.partition("=")[0] for argument in args}
         require(
             not {"--html", "--plot"} <= typed,
-            "--html and --plot name the same output: give only one; for two files, run the command twice.",
+            "--html and --plot both name the HTML output: give only one. For two files, run the command twice.",
         )
         remaining: list[str] = super().parse_args(ctx, args)
         return remaining

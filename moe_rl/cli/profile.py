@@ -48,7 +48,7 @@ def profile(
         # Before the recordings are read, which takes longest.
         flags = {"--model": model, "--expert-model-parallel-size": expert_model_parallel_size}
         absent = [name for name, value in (flags | {"--tokens-per-rank": tokens_per_rank}).items() if value is None]
-        require(not absent, f"--measurements needs the shape that ran: give {', '.join(absent)}.")
+        require(not absent, f"--measurements needs the shape of the layer that ran: give {', '.join(absent)}.")
         SHOWN["moe_token_dispatcher_type"].check(moe_token_dispatcher_type)
         spec = load_model(str(model)).spec
         shape = RecordedShape(
@@ -69,9 +69,13 @@ def profile(
         profiled = attribute_recording(runs, steps, prediction)
     derived, files = None, dict[Path, bytes]()
     if measurements is not None and shape is not None:
-        require(profiled.busy is not None, "--measurements needs recordings of a GPU: these hold CPU operators only.")
+        require(
+            profiled.busy is not None, "--measurements needs recordings of a GPU, but these contain only CPU operators."
+        )
         derived = derive_measurements(profiled.work, profiled.waiting, shape)
-        require(len(derived.rows) > 0, f"--measurements: the recording yields no row: {' '.join(derived.remarks)}")
+        require(
+            len(derived.rows) > 0, f"--measurements: the recording gives no measurement: {' '.join(derived.remarks)}"
+        )
         files[measurements] = measurements_csv(derived.rows).encode()
     document = partial(json_text, _document(profiled, prediction))
     deliver(files, document, json_path, partial(print_profile, profiled, prediction))

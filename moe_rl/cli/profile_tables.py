@@ -21,7 +21,7 @@ def print_profile(profiled: AttributedStep, prediction: PredictedStep | None, co
     """Print seconds per category and rank, the split of waiting, and predicted beside measured."""
     console.print(_categories(profiled))
     if profiled.waiting is None:
-        console.print(Text(f"waiting is not known: {profiled.why_no_waiting}"))
+        console.print(Text(f"waiting cannot be computed: {profiled.why_no_waiting}"))
     else:
         _print_waiting(profiled, profiled.waiting, console)
     if prediction is not None:
@@ -94,7 +94,7 @@ def _print_waiting(profiled: AttributedStep, waiting: WaitSplit, console: Consol
     unit, write = _written([waiting.imbalance_loss_s, waiting.expert_loss_s])
     console.print(
         Text(
-            f"Imbalance costs a rank {write(waiting.imbalance_loss_s)} {unit} of waiting on average; the slowest "
+            f"Because of imbalance, a rank waits {write(waiting.imbalance_loss_s)} {unit} on average. The slowest "
             f"rank's experts explain {write(waiting.expert_loss_s)} {unit} of it.",
             style="bold",
         )

@@ -52,7 +52,7 @@ def check(
             console.print(f"sequence {name}: {verdict}", soft_wrap=True)
         if len(outcome.faulty) > SHOWN:
             console.print(f"and {len(outcome.faulty) - SHOWN} more")
-        console.print(f"{len(outcome.names) - len(outcome.faulty)} of {len(outcome.names)} sequences are right")
+        console.print(f"{len(outcome.names) - len(outcome.faulty)} of {len(outcome.names)} sequences are correct")
 
     deliver({}, partial(json_text, outcome.as_dict()), json_path, show)
     if outcome.faulty:
@@ -63,5 +63,8 @@ def _versions(text: str | None) -> range | None:
     if text is None:
         return None
     start, _, stop = text.partition(":")
-    require(start.isdecimal() and (not stop or stop.isdecimal()), f"--policy-versions {text!r} must be 6 or 6:8.")
+    require(
+        start.isdecimal() and (not stop or stop.isdecimal()),
+        f"--policy-versions must have the form 6 or 6:8, got {text!r}.",
+    )
     return range(int(start), int(stop or start) + 1)

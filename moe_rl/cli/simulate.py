@@ -47,7 +47,10 @@ def simulate_trace(
     if expert_map is not None:
         flags = {"--html": html, "--trace-out": trace_out, "--sensitivity": sensitivity}
         refused = flags_with_values(flags)
-        require(not refused, f"--expert-map cannot be combined with {refused}: it scores the engine's decoding.")
+        require(
+            not refused,
+            f"--expert-map scores the decoding of a rollout engine, so it cannot be combined with {refused}.",
+        )
         score_map_file(trace, expert_map, options, json_path)
         return
     if trace_out is not None:
@@ -97,7 +100,10 @@ def demo(
     if train:
         flags = {"--json": json_path, "--tokens-per-rank": tokens_per_rank, "--ep": expert_model_parallel_size}
         refused = flags_with_values(flags | {"--cluster": cluster, "--policy": policy})
-        require(not refused, f"demo --train does not take {refused}: its settings are in examples/countdown.")
+        require(
+            not refused,
+            f"demo --train cannot be combined with {refused}, because its settings are in examples/countdown.",
+        )
         train_demo(html, command=command_line())
         return
     settings = {
@@ -158,12 +164,12 @@ def plan(
     lines = {
         "policy": plan_made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",
-        "bound of its instances": f"{bounds.placement:.3f}, however tokens are split over them",
-        "bound of its nodes": "none: copies cross nodes"
+        "bound of its instances": f"{bounds.placement:.3f}, however tokens are split among them",
+        "bound of its nodes": "none, because replicas cross nodes"
         if bounds.node is None
-        else f"{bounds.node:.3f}, with replicas inside nodes alone",
+        else f"{bounds.node:.3f}, with replicas only inside nodes",
         "bound of every plan": f"{bounds.lb0:.3f}",
-        "copies per layer": f"{plan_made.replicas_per_plan:.2f}",
+        "replicas per layer": f"{plan_made.replicas_per_plan:.2f}",
         "moved between steps": f"{format_bytes(plan_made.migration.moved_bytes)} by all ranks together",
         "solved in": format_time(plan_made.solve_time_s),
         "hash": plan_made.hash,

@@ -38,7 +38,7 @@ def sweep(
     require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
     require(
         plot is None or set(options.planning.policy) != {BASELINE},
-        "--plot draws what policies gain over static placement: name another policy in addition to static.",
+        "--plot shows what policies gain over static placement: give another policy besides static.",
     )
     check_outputs({"--out": out, "--plot": plot}, inputs=(trace,))
     if plot is not None:
@@ -53,6 +53,6 @@ def sweep(
         sweep_data.save(plot)
     print_sweep(sweep_data, results())
     say_notes(sweep_data.notes)
-    say(f"{out} holds {len(sweep_data.points)} of {len(sweep_data.points)} points")
+    say(f"{out} has {len(sweep_data.points)} of {len(sweep_data.points)} points")
     if plot is not None:
         say(f"wrote {plot}")

@@ -17,12 +17,13 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     """Train, simulate the recorded routes and report, as `examples/countdown/demo.py` does."""
     require(
         (checkout / "examples" / "countdown" / "demo.py").is_file(),
-        "demo --train runs examples/countdown, which needs a checkout of moe_rl: get one and run `make env` there.",
+        "demo --train runs examples/countdown, which is only in a checkout of moe_rl. Get a checkout and run `make "
+        "env` there.",
     )
     missing = [name for name in NEEDED if find_spec(name) is None]
     require(
         not missing,
-        f"demo --train needs {', '.join(missing)}: install them in a checkout with pip install -e '.[countdown]'.",
+        f"demo --train needs {', '.join(missing)}. Install them in a checkout with pip install -e '.[countdown]'.",
     )
     sys.path.insert(0, str(checkout))
     import_module("examples.countdown.demo").train_demo(html, command=command, overrides=overrides)

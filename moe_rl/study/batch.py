@@ -132,7 +132,7 @@ def cut_step(
     drawn = RouteSample.drawn(visible, layout=layout, topology=topology)
     load = recorded(layout)
     running = load.tokens[load.tokens.sum(axis=2) > 0]
-    require(running.size > 0, f"step {step} of the trace is empty: no row holds a route.")
+    require(running.size > 0, f"step {step} of the trace is empty: no token has a recorded route.")
     return Batch(
         step=step,
         parts=every,
@@ -179,7 +179,7 @@ def _known(
         else:
             require(
                 knowledge.unknown_pairs == 0,
-                "--unknown-pairs hides routes of tokens, but the trace holds only counts.",
+                "--unknown-pairs hides the routes of tokens, but the trace contains only counts.",
             )
             parts_kept.append(_without_sequences(part, is_hidden))
     return tuple(parts_kept)
@@ -238,7 +238,8 @@ def _layout(
     laid_out = sequences.micro_batch_tokens is not None and sequences.ep_group_tokens is None
     require(
         not sequences.padding_samples or (laid_out and may_be_padded(sequences.layout, sequences.packing)),
-        f"--padding-samples {sequences.padding_samples} has no effect: only --layout verl with --packing run has them.",
+        f"--padding-samples {sequences.padding_samples} has no effect: only --layout verl with --packing run uses "
+        "padding samples.",
     )
     if options.sequences.ep_group_tokens is not None:
         return BatchLayout.ep_group(lengths, token_budget=options.sequences.ep_group_tokens, seed=options.planning.seed)

@@ -30,16 +30,17 @@ class PredictedStep:
         micro_batches = {call.micro_batch for call in calls}
         recorded = len(micro_batches - {None})
         if not recorded or predicted is None:
-            return 1.0, ["the recording does not say which micro-batches it holds: it is taken as whole steps."]
+            return 1.0, ["the recording does not say which micro-batches it contains, so it is taken as whole steps."]
         require(
             recorded <= predicted,
-            f"the recording holds {recorded} micro-batches, more than the prediction ({predicted}): they are of "
-            "different steps.",
+            f"the recording and the prediction are of different steps: the recording has {recorded} micro-batches, "
+            f"the prediction only {predicted}.",
         )
         if recorded == predicted:
             return 1.0, []
         return recorded / predicted, [
-            f"the recording holds {recorded} of {predicted} micro-batches: predicted seconds are scaled by that share."
+            f"the recording contains {recorded} of the {predicted} micro-batches, so predicted seconds are scaled "
+            "by that share."
         ]
 
     def notes(self) -> list[str]:
@@ -50,7 +51,7 @@ class PredictedStep:
                 parts.append(f"{name} {seconds:.3g} s")
         if not parts:
             return []
-        return [f"predicted and no work of a GPU, so not compared: {', '.join(parts)}."]
+        return [f"not compared, because these parts are predicted but are not GPU work: {', '.join(parts)}."]
 
 
 def read_prediction(path: Path, policy: str) -> PredictedStep:
@@ -64,10 +65,10 @@ def read_prediction(path: Path, policy: str) -> PredictedStep:
     is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
     require(is_ours, f"--predicted {path} was not written by moe-rl simulate --json ({SCHEMA}).")
     rows = {**document.get("yardsticks", {}), **document.get("policies", {})}
-    require_known(policy, rows, f"--policy-name {policy!r} is not in {path}.")
+    require_known(policy, rows, f"{path} has no results for --policy-name {policy!r}.")
     breakdown = rows[policy].get("breakdown_s")
     timed = isinstance(breakdown, dict)
-    require(timed, f"{path} holds no times for {policy!r}: simulate with --objective time to compare.")
+    require(timed, f"{path} has no times for {policy!r}: simulate with --objective time to compare.")
     return PredictedStep(
         policy=policy,
         breakdown_s={name: float(seconds) for name, seconds in breakdown.items()},
@@ -152,7 +153,7 @@ def attribute_recording(
 def _marked_steps(runs: Sequence[ProfiledRun]) -> int:
     marked = {run.num_steps for run in runs}
     require(
-        len(marked) == 1, f"the recordings hold different numbers of steps ({sorted(map(str, marked))}): give --steps."
+        len(marked) == 1, f"the recordings have different numbers of steps ({sorted(map(str, marked))}): set --steps."
     )
     return marked.pop() or 1
 
@@ -160,10 +161,14 @@ def _marked_steps(runs: Sequence[ProfiledRun]) -> int:
 def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]]) -> list[str]:
     sentences = []
     if next(iter(runs.values())).device == "cpu":
-        sentences.append("no GPU work was recorded: seconds are of CPU operators, each without those that it called.")
+        sentences.append(
+            "no GPU work was recorded. All seconds are those of CPU operators, without the operators that they called."
+        )
     unlinked = sum(run.unlinked for run in runs.values())
     if unlinked:
-        sentences.append(f"{unlinked} kernels have no recorded launch: they count by their name alone.")
+        sentences.append(
+            f"{unlinked} kernels have no recorded launch, so they are assigned to a part of the step by their names."
+        )
     has_ranges, outside_s = False, 0.0
     for kernel in itertools.chain.from_iterable(work):
         if kernel.call:
@@ -173,20 +178,24 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
             outside_s += kernel.seconds
     if not has_ranges:
         sentences.append(
-            "no moe_rl range was recorded (moe_rl.profiling.ranges.enable): kernels count by their names alone."
+            "no ranges of moe_rl were recorded (moe_rl.profiling.ranges.enable), so kernels are assigned to a part "
+            "of the step by their names."
         )
     if outside_s > 0:
         sentences.append(
-            f"{outside_s:.3g} s of all-to-all kernels lie in no moe_rl range: whether they dispatch, combine or pass "
-            "pipeline activations their names do not say, so they count as other."
+            f"{outside_s:.3g} s of all-to-all kernels are outside every range of moe_rl. Their names do not show "
+            "whether they dispatch, combine or pass pipeline activations, so they count as other."
         )
     return sentences
 
 
 def _compared_notes(waiting: WaitSplit | None, *, ranks: int) -> list[str]:
     if waiting is not None:
-        return ["measured: the all-to-all without waiting, the slowest rank's experts of every call."]
-    whose = "the rank's that spends least in it,"
+        return [
+            "measured values: the all-to-all is without waiting, and the experts' time is that of the slowest rank in "
+            "every call."
+        ]
+    whose = "of the rank that spends least time in it,"
     if ranks == 1:
         whose = "this rank's"
-    return [f"measured: the all-to-all is {whose} waiting included, and so may exceed what was predicted."]
+    return [f"measured values: the all-to-all is {whose} and includes waiting, so it may exceed the prediction."]

@@ -134,14 +134,14 @@ def software_note(scenario: Scenario, result: SimulationResult, simulate: Simula
     reason = chosen_by(options.pricing, options.kernels)
     other = TYPICAL if name == TUNED else TUNED
     if scenario.options.pricing.known_step:
-        return f"software: {name} ({reason}), with constants fitted on the known steps."
+        return f"software: {name} ({reason}), with constants fitted to the known steps."
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
     best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
     other_s, own_s = priced.static.step_time_s, result.static.step_time_s
     return (
-        f"software: {name} ({reason}); with --software {other}, static takes {other_s:.3g} s "
-        f"instead of {own_s:.3g} s, and {best} is {gain:.2f}x as fast."
+        f"software: {name} ({reason}). With --software {other}, static takes {other_s:.3g} s instead of {own_s:.3g} "
+        f"s, and {best} is {gain:.2f}x as fast."
     )
 
 
@@ -157,12 +157,12 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
         exact = name == MoonEpPlanner.name or over_engine
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
-            at = "at no size that was tried"
+            at = "for none of the sizes tried"
             if tokens is not None:
-                at = f"from {format_count(round(tokens))} tokens per rank upward"
+                at = f"from {format_count(round(tokens))} tokens per rank on"
             sentences.append(
-                f"{name}: copies save more time than they cost {at}, if loads are distributed as in this step (sizes "
-                "are of micro-batches under static placement)."
+                f"{name}: replicas save more time than they cost {at}, if loads are distributed as in this step "
+                "(sizes are those of micro-batches under static placement)."
             )
     return sentences
 
@@ -228,8 +228,8 @@ def model_caution(scenario: Scenario) -> str:
         return ""
     reason = "The trace names no model"
     if name:
-        reason = f"The trace names {encodable(name)}, which moe-rl models does not list, or lists with another shape"
-    return f"{reason}: hidden sizes, heads and vocabulary are assumed. Give --model."
+        reason = f"The trace names {encodable(name)}, which `moe-rl models` does not list, or lists with another shape"
+    return f"{reason}, so hidden sizes, heads and vocabulary are assumed. Give --model."
 
 
 def cautions(
@@ -259,12 +259,12 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     if options.sequences.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
     if options.sequences.batch == DRAWN:
-        whose, remedy = "batch", "a larger --global-batch-tokens fills it."
+        whose, remedy = "batch", "To fill it, set a larger --global-batch-tokens."
     else:
-        whose, remedy = "trace", "--batch drawn fills it with sequences sampled from the trace."
+        whose, remedy = "trace", "To fill it with sequences sampled from the trace, set --batch drawn."
     return [
-        f"The {whose} fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens ({tokens_recorded / budget:.0%}) "
-        f"that a rank's micro-batch may hold; {remedy}"
+        f"The {whose} fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens "
+        f"({tokens_recorded / budget:.0%}) that a rank's micro-batch may have. {remedy}"
     ]
 
 
@@ -287,9 +287,9 @@ def _moves_that_cost(
     for name, prediction in slow.items():
         speedup = spread[name].prediction.speedup_vs_static
         sentences.append(
-            f"{name} is {prediction.speedup_vs_static:.2f}x as fast as static because moving experts takes "
-            f"{prediction.reorder_share:.0%} of this step; it would be {speedup:.2f}x if the same homes served "
-            f"{served} steps equally well (--reorder-interval {served})."
+            f"{name} is {prediction.speedup_vs_static:.2f}x as fast as static, because moving experts takes "
+            f"{prediction.reorder_share:.0%} of this step. If the experts then stayed for {served} equally balanced "
+            f"steps (--reorder-interval {served}), it would be {speedup:.2f}x as fast."
         )
     return sentences
 
@@ -304,8 +304,8 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
         largest = sorted(balanced.parts_bytes.items(), key=lambda part: -part[1])[:3]
         parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
         return [
-            f"out of memory even with perfect balance: the forecast peak of {balanced.peak_bytes / GIB:.1f} GiB "
-            f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}); no plan can change that."
+            f"out of memory even with perfect balance: the predicted peak of {balanced.peak_bytes / GIB:.1f} GiB "
+            f"exceeds the {hardware.hbm_gib:g} GiB of {hardware.name} ({parts}). No plan can change that."
         ]
     lacking = {name: policy.memory for name, policy in result.policies.items() if not policy.memory.fits}
     if not lacking:
@@ -320,10 +320,10 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
     fitting = " or ".join(name for name in result.policies if name not in lacking)
     remedies = [f"{fewer} under {fullest}", *other_remedies]
     if fitting:
-        remedies.insert(1, f"the copies of {fitting}")
+        remedies.insert(1, f"the replicas of {fitting}")
     return [
-        f"out of memory: the forecast peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: "
-        f"{', '.join(peaks)}. What would fit: {'; '.join(remedies)}."
+        f"out of memory: the predicted peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: "
+        f"{', '.join(peaks)}. Any of these would fit: {'; '.join(remedies)}."
     ]
 
 
@@ -331,12 +331,12 @@ def _visits(scenario: Scenario, result: SimulationResult) -> str:
     """Return how the ranks and nodes that tokens visit are known."""
     difference = result.static.visit_difference
     if result.conditions.dispatcher.sends_rows:
-        return "of rows, one for each expert of a token, counted in the loads"
+        return "of token-expert pairs, counted in the loads"
     if difference is None:
-        return "of independent choices"
+        return "of independent choices of experts"
     if difference.share == 1:
         return "counted in the trace"
-    return f"counted for {difference.tokens:,} tokens, {difference.share:.2%} of the step's"
+    return f"counted for {difference.tokens:,} tokens, {difference.share:.2%} of those of the step"
 
 
 def _micro_batch_rule(scenario: Scenario) -> str:

@@ -67,8 +67,8 @@ def run_here(jobs: int, task: Task, indices: Sequence[int]) -> Generator[tuple[i
             raise failure
     except BrokenProcessPool:
         raise InvalidInputError(
-            "a worker process was killed, perhaps for lack of memory: repeat the command to continue; a lower --jobs "
-            "runs fewer workers at once."
+            "a worker process was killed, perhaps for lack of memory. Repeat the command to continue. With a lower "
+            "--jobs, fewer workers run at once."
         ) from None
     finally:
         if not finished:
@@ -86,7 +86,7 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
     try:
         import ray
     except ImportError:
-        raise InvalidInputError(f"executor 'ray' needs the extra ray: {install_line('ray')}.") from None
+        raise InvalidInputError(f"executor 'ray' needs Ray: {install_line('ray')}.") from None
     started_here = not ray.is_initialized()
     if started_here:
         try:
@@ -106,11 +106,11 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
                 if isinstance(error.cause, ray.exceptions.RaySystemError):  # before the task began
                     reason = str(error.cause).splitlines()[0]
                     raise InvalidInputError(
-                        f"a Ray worker cannot load the task; moe_rl must be installed on every worker: {reason}"
+                        f"a Ray worker cannot load the task. moe_rl must be installed on every worker: {reason}"
                     ) from error
                 raise error.cause from error
             except ray.exceptions.WorkerCrashedError as error:
-                raise InvalidInputError(f"a Ray worker was lost {RETRIES + 1} times on one task: {error}") from error
+                raise InvalidInputError(f"one task lost its Ray worker {RETRIES + 1} times: {error}") from error
     finally:
         if started_here:
             ray.shutdown()

@@ -226,7 +226,7 @@ class PricingOptions(PriceOptions):
 
     def require_times(self, subject: str) -> None:
         """Raise under an objective in rows, which computes no times; `subject` is the start of the sentence."""
-        require(self.in_seconds, f"{subject}, which objective {self.objective} does not compute.")
+        require(self.in_seconds, f"{subject}, which the objective {self.objective} does not predict.")
 
     @property
     def names_software(self) -> bool:
@@ -288,8 +288,12 @@ class PlanningOptions(OptionGroup):
         for option in self.policy_option:
             target, dot, assignment = option.partition(".")
             name, equals, value = assignment.partition("=")
-            require(bool(dot and equals and name), f"--policy-option {option!r} must read policy.parameter=value.")
-            require(target in self.policy, f"--policy-option {option!r}: policy {target!r} is not among --policy.")
+            require(
+                bool(dot and equals and name), f"--policy-option {option!r} must have the form policy.parameter=value."
+            )
+            require(
+                target in self.policy, f"--policy-option {option!r}: --policy does not contain the policy {target!r}."
+            )
             if target == policy or (target == variant_of and name not in its_own):
                 parameters[name] = parse_value(value)
         return parameters

@@ -157,13 +157,14 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
     """Return what the step timed of the command's own setting; raise where the command does not forecast that."""
     if not priced_runs:
         raise InvalidInputError(
-            f"--known-step {step.text}: this command has no setting of its own; describe the measured one with "
-            "--known-step-config, a YAML file of its options."
+            f"--known-step {step.text}: this command has no training setting of its own. Describe the setting of "
+            "the measured step with --known-step-config, a YAML file of its options."
         )
     part = step.part or next(iter(priced_runs))
     require(
         part in priced_runs,
-        f"--known-step {step.text}: it timed an {part}, but this command forecasts an {' or an '.join(priced_runs)}.",
+        f"--known-step {step.text} is the time of an {part}, but this command predicts only an "
+        f"{' or an '.join(priced_runs)}.",
     )
     return priced_runs[part]
 
@@ -177,8 +178,8 @@ def surprises(posterior: Posterior) -> list[str]:
         if abs(left) > SURPRISING * alone:
             times = f"{np.exp(abs(left)):.2f} times {'longer' if left > 0 else 'shorter'}"
             sentences.append(
-                f"known step {name}: the constants within their spreads leave it {times} than forecast; check its "
-                "model, batch and fabric."
+                f"known step {name}: even with all constants changed within their spreads, it took {times} than "
+                "predicted. Check its model, batch and fabric."
             )
     return sentences
 
@@ -188,8 +189,8 @@ def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) 
     configs, steps = options.pricing.known_step_config, options.pricing.known_step
     require(
         len(configs) in (0, len(steps)),
-        f"--known-step-config is given {len(configs)} times, --known-step {len(steps)} times: give one for each, in "
-        "the same order ('-': this command's own setting).",
+        f"--known-step-config is given {len(configs)} times, but --known-step {len(steps)} times. Give one for "
+        "each, in the same order ('-' stands for this command's own setting).",
     )
     stated: list[StatedStep] = []
     for index, text in enumerate(options.pricing.known_step):
@@ -225,8 +226,8 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
             # The first iterations compile and fill caches.
             return [StatedStep(text=text, seconds=median(values[1:] or values), part=part)]
     raise InvalidInputError(
-        f"give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of rows (.yaml), or a line or file of a log "
-        f"of {FRAMEWORKS}."
+        "give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of known steps (.yaml), or a line or file of "
+        f"a log of {FRAMEWORKS}."
     )
 
 
@@ -241,7 +242,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     require(path.is_file(), "the file does not exist.")
     content = read_yaml(path)
     rows = content.get("steps", content.get("points"))
-    require(isinstance(rows, list) and len(rows) > 0, "the file needs a list `steps` (or `points`) of rows.")
+    require(isinstance(rows, list) and len(rows) > 0, "the file must have a list `steps` (or `points`) of known steps.")
     return list(rows)  # type: ignore[arg-type]  # a list, as was required
 
 
@@ -301,7 +302,7 @@ def priced_row(
     else:
         lengths = own_lengths
     gpus = row.trainer.train_gpus or row.parallel.gpus
-    require(gpus is not None, "its setting needs `gpus`, the GPUs of the trainer.")
+    require(gpus is not None, "its setting must have `gpus`, the number of GPUs of the trainer.")
     return priced_lengths(
         model,
         row.step_setting(),
@@ -349,7 +350,9 @@ def _check_model(model: str, forecast: str) -> None:
     if FROM_TRACE in (model, forecast):
         return
     stated, other = load_model(model).spec.name, load_model(forecast).spec.name
-    require(stated == other, f"it is a step of {stated}, but the forecast is of {other}: give one of the same model.")
+    require(
+        stated == other, f"it is a step of {stated}, but the prediction is for {other}: give a step of the same model."
+    )
 
 
 def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownStep:
@@ -376,16 +379,18 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
     for unit, rate in {"tokens/s/GPU": throughput, "tokens/s of all GPUs": throughput * run.gpus}.items():
         if step.seconds is not None and run.tokens > 1 and abs(log(seconds / rate)) < log(LARGEST_FACTOR) / 2:
             raise InvalidInputError(
-                f"it looks like {unit} (the forecast is {rate:,.0f}); give seconds, or a number followed by "
+                f"it looks like {unit} (the prediction is {rate:,.0f}). Give seconds, or a number followed by "
                 "tokens/s/gpu."
             )
     least = run.flops / (run.gpus * 1e12 * priors[0].hardware.gemm_tflops * 2.0)
     if seconds < least:
-        raise InvalidInputError(f"no step is so short: its GEMMs alone take {least:.3g} s at twice the BF16 rate.")
+        raise InvalidInputError(
+            f"no step can be so short, because its GEMMs alone take {least:.3g} s at twice the BF16 rate."
+        )
     times = f"{np.exp(abs(nearest)):.0f} times as {'long' if nearest > 0 else 'short'} as"
     raise InvalidInputError(
-        f"it is {times} the forecast of {forecast:.3g} s: it seems to be for another model, batch, number of "
-        "GPUs or part of the step."
+        f"it is {times} the prediction of {forecast:.3g} s, so it probably belongs to another model, batch, number "
+        "of GPUs or part of the step."
     )
 
 
@@ -406,8 +411,8 @@ class KnownMemory:
         off = log(known_gib / forecast_gib)
         require(
             abs(off) < log(2.0),
-            f"--known-memory {known_gib:g}: the forecast is {forecast_gib:.1f} GiB; it seems to be the peak of another "
-            "setting, or not in GiB.",
+            f"--known-memory {known_gib:g} is far from the prediction of {forecast_gib:.1f} GiB. It may be the peak "
+            "of another setting, or not in GiB.",
         )
         shared, alone = MEMORY_SHARED**2, MEMORY_ALONE**2
         share = shared / (shared + alone)

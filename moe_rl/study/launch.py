@@ -66,7 +66,7 @@ def launch_options(
     options_of_files = {**_options(run.settings), **_batch_options(run, share)}
     priced, left_out = _priced({name: value for name, value in options_of_files.items() if name in words_of(schema)})
     file_names = ", ".join(path.name for path in files)
-    sentences = [f"{file_names} sets no option that affects the forecast."]
+    sentences = [f"{file_names} sets no option that affects the prediction."]
     if priced:
         sentences = [f"from {file_names} ({run.settings.framework}): {_listed(priced)}."]
     for name, sentence in run.undecided.items():
@@ -75,7 +75,9 @@ def launch_options(
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
     model = listed_model(run.settings)
     if model:
-        sentences.append(f"{file_names} trains {model}: without --model {model}, the model of the trace is simulated.")
+        sentences.append(
+            f"{file_names} trains {model}, but the model of the trace is simulated. To simulate {model}, set --model."
+        )
     return priced, sentences
 
 
@@ -88,16 +90,20 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     first_dtype, second = (remaining.get(name, "fp32") for name in MOMENTS)
     if first_dtype != second:
         remaining = without(remaining, MOMENTS)
-        sentences.append(f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ: both are priced as fp32.")
+        sentences.append(
+            f"exp_avg_dtype {first_dtype} and exp_avg_sq_dtype {second} differ, so the memory of both is predicted as "
+            "fp32."
+        )
     for name, needed in NEEDS.items():
         if name in remaining and overlap(remaining, needed) != needed:
-            sentences.append(f"{name} {_word(remaining.pop(name))} is ignored: it requires {_listed(needed)}.")
+            sentences.append(f"{name} {_word(remaining.pop(name))} is ignored, because it needs {_listed(needed)}.")
     if remaining.get("num_virtual_stages_per_pipeline_rank") and remaining.get("pipeline_model_parallel_size", 1) == 1:
-        sentences.append("virtual stages are ignored: there is only one pipeline stage.")
+        sentences.append("virtual pipeline stages are ignored, because there is only one pipeline stage.")
         del remaining["num_virtual_stages_per_pipeline_rank"]
     if remaining.get("use_megatron_fsdp") and remaining.get("expert_model_parallel_size", 1) == 1:
         sentences.append(
-            "use_megatron_fsdp is ignored: without expert parallelism, its gathering of experts cannot be priced."
+            "use_megatron_fsdp is ignored, because the time of gathering all experts without expert parallelism "
+            "cannot be predicted."
         )
         del remaining["use_megatron_fsdp"]
     for name in list(remaining):
@@ -106,7 +112,9 @@ def _priced(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             SimulationOptions.model_validate({**companions, name: remaining[name]}).step_setting()
         except (InvalidInputError, ValidationError):
             if name in words_of(SimulationOptions):
-                sentences.append(f"{name} {_word(remaining.pop(name))} cannot be priced: the default is used.")
+                sentences.append(
+                    f"the effect of {name} {_word(remaining.pop(name))} cannot be predicted, so the default is used."
+                )
     return remaining, sentences
 
 

@@ -11,7 +11,9 @@ from moe_rl.study.shown import LARGEST, SHOWN
 
 # Tokens of a rank in a micro-batch of full size: slime's and verl's MoE scripts have 8,192 to 32,768.
 FULL_SIZE_TOKENS = 8192
-IN_WORDS = {"mean_length": ": the mean number of tokens per sample, prompt included; launch scripts do not contain it"}
+IN_WORDS = {
+    "mean_length": ": the mean number of tokens per sample, prompt included, which launch scripts do not contain"
+}
 FULL_BATCHES = 4  # Micro-batches of a batch whose size nobody gives.
 
 
@@ -25,8 +27,10 @@ def drawn_sequences(lengths: NDArray[np.int64], tokens: int, *, seed: int) -> ND
 
     Whoever draws from the same recorded `lengths` with the same seed gets the same batch.
     """
-    require(int(lengths.sum()) > 0, "the step of the trace is empty: no row holds a route.")
-    require(tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to sample: at most {LARGEST:,}.")
+    require(int(lengths.sum()) > 0, "the step of the trace is empty: no token has a recorded route.")
+    require(
+        tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to sample: at most {LARGEST:,} are possible."
+    )
     # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
     rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
     while int(lengths[drawn_ids].sum()) < tokens:
@@ -42,7 +46,7 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
         options.samples.length_spread >= 0, f"--length-spread must be at least 0, got {options.samples.length_spread}."
     )
     longest = options.samples.max_length or 4 * mean
-    require(mean <= longest, f"--mean-length {mean} is above --max-length {longest}.")
+    require(mean <= longest, f"--mean-length {mean} is greater than --max-length {longest}.")
     sigma = float(np.sqrt(np.log1p(options.samples.length_spread**2)))
     # exp(N(-s^2 / 2, s)) has mean 1.
     drawn = mean * np.random.default_rng(options.planning.seed).lognormal(-(sigma**2) / 2, sigma, samples)
@@ -65,6 +69,6 @@ def lengths_of_row(row: KnownStepOptions) -> NDArray[np.int64]:
         return np.full(samples, row.passes.seq_length, np.int64)
     require(
         row.samples.num_samples is not None and row.samples.mean_length is not None,
-        "its setting needs the batch: `global_batch_size` and `seq_length`, or `num_samples` and `mean_length`.",
+        "its setting must give the batch: `global_batch_size` and `seq_length`, or `num_samples` and `mean_length`.",
     )
     return drawn_lengths(row)

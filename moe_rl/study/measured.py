@@ -87,7 +87,7 @@ def read_timed(path: Path, cluster: str) -> Sequence[Timing]:
         return [TimedRun(run=run, seconds=seconds) for run, seconds in stated]
     rows = content.get("points")
     if not isinstance(rows, list) or not rows:
-        raise InvalidInputError(f"{path} holds no steps: a list `points` is missing or empty.")
+        raise InvalidInputError(f"{path} contains no steps, because the list `points` is missing or empty.")
     return [TimedStep.of({"cluster": cluster, "name": f"step {number}", **row}) for number, row in enumerate(rows, 1)]
 
 

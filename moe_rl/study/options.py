@@ -80,12 +80,12 @@ class SimulationOptions(ShownOptions):
         )
         require(
             sequences.ep_group_tokens is None or parallel.num_ep_groups in (None, 1),
-            "--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.",
+            "--ep-group-tokens is for a single EP group: leave --num-ep-groups at 1.",
         )
         require(
             memory.exp_avg_dtype == memory.exp_avg_sq_dtype,
             f"--exp-avg-dtype {memory.exp_avg_dtype} and --exp-avg-sq-dtype {memory.exp_avg_sq_dtype} must be the "
-            "same: both moments are priced alike.",
+            "same, because the memory of both moments is predicted alike.",
         )
         require(
             memory.recompute_granularity == "selective" or not self.states("recompute_modules"),
@@ -99,20 +99,20 @@ class SimulationOptions(ShownOptions):
             is_read = sequences.batch is None or sequences.batch in (of, DRAWN)
             require(
                 is_read or getattr(sequences, name) is None,
-                f"--{name.replace('_', '-')} belongs to --batch {of}, not to --batch {sequences.batch}.",
+                f"--{name.replace('_', '-')} works only with --batch {of}, not with --batch {sequences.batch}.",
             )
-        require(len(self.planning.policy) > 0, "--policy names no policy.")
+        require(len(self.planning.policy) > 0, "--policy must name at least one policy.")
         # FSDP2 gathers all experts of a layer in every pass: another program than Megatron's FSDP beside EP.
         require(
             parallel.expert_model_parallel_size > 1 or not memory.use_megatron_fsdp,
             "--use-megatron-fsdp with --ep 1 gathers all experts in every layer, as FSDP2 trainers without expert "
-            "parallelism do: this is not priced.",
+            "parallelism do. The time of this cannot be predicted.",
         )
         self.chosen_software()  # Raises for an unknown name now, not after the trace is read.
-        require(0 <= knowledge.reroute <= 1, f"--reroute must lie in 0 .. 1, got {knowledge.reroute}.")
+        require(0 <= knowledge.reroute <= 1, f"--reroute must be between 0 and 1, got {knowledge.reroute}.")
         for name in ("unknown_routes", "unknown_pairs", "capacity_risk"):
             value, flag = getattr(knowledge, name), "--" + name.replace("_", "-")
-            require(0 <= value < 1, f"{flag} must be at least 0 and below 1, got {value}.")
+            require(0 <= value < 1, f"{flag} must be at least 0 and less than 1, got {value}.")
         return self
 
     def of_one_policy(self) -> Self:
@@ -120,7 +120,7 @@ class SimulationOptions(ShownOptions):
         if not self.states("policy"):
             return self.with_words(policy=["moe-rl"])
         count = len(self.planning.policy)
-        require(count == 1, f"a plan file holds one policy: give one --policy, not {count}.")
+        require(count == 1, f"a plan file contains the plan of one policy: give one --policy instead of {count}.")
         return self
 
     def chosen_software(self) -> "Software":

@@ -225,8 +225,8 @@ def _sequences_wanted(scenario: Scenario, speedups: tuple[float, ...]) -> list[s
         return []
     recorded = len(lengths_of(tuple(scenario.source.parts(scenario.batch.step))))
     return [
-        f"{recorded:,} recorded sequences leave the speed-up open by {above:.1%} upwards; about "
-        f"{recorded * (above / PRECISE) ** 2:,.0f} would leave {PRECISE:.0%}."
+        f"with {recorded:,} recorded sequences, the speed-up may be up to {above:.1%} higher. About "
+        f"{recorded * (above / PRECISE) ** 2:,.0f} sequences would reduce this to {PRECISE:.0%}."
     ]
 
 

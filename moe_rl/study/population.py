@@ -24,8 +24,8 @@ def check_population(memory: MemoryOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
         not (memory.use_megatron_fsdp and memory.optimizer_offload_fraction > 0),
-        "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast: the only published run with both "
-        "took seven times as long as the model predicts (235B on 64 H100, marin-community/marin#8653).",
+        "--use-megatron-fsdp with --optimizer-offload-fraction cannot be predicted. The only published run with "
+        "both took seven times as long as predicted (235B on 64 H100, marin-community/marin#8653).",
     )
 
 
@@ -42,8 +42,9 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
     if not outside:
         return []
     return [
-        f"outside the runs that {software} software was fitted on: {'; '.join(outside)}. The interval has not been "
-        "checked there; calibrate the forecast to your own run with --known-step."
+        f"the prediction is outside the runs that the constants of {software} software were fitted to: "
+        f"{'; '.join(outside)}. There, the interval has not been checked. Calibrate the prediction with your own "
+        "run (--known-step)."
     ]
 
 
@@ -55,11 +56,11 @@ def population_cautions(parallel: ParallelOptions, seq_length: int | None, *, pa
     sentences = []
     if parallel.expert_model_parallel_size == 1:
         sentences.append(
-            "outside the fitted runs: without expert parallelism, published runs took 44 to 57 % longer than forecast."
+            "outside the fitted runs: published runs without expert parallelism took 44 to 57 % longer than predicted."
         )
     if parallel.context_parallel_size > 1 and packed and seq_length is None:
         sentences.append(
-            "outside the fitted runs: with context parallelism, packed sequences are priced like unpacked ones. Four "
-            "such published runs took 5 to 16 times as long as forecast."
+            "outside the fitted runs: with context parallelism, the time of packed sequences is predicted like "
+            "that of unpacked ones. Four such published runs took 5 to 16 times as long as predicted."
         )
     return sentences

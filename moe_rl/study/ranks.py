@@ -34,11 +34,12 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
     )
     require(
         parallel.num_ep_groups in (None, groups),
-        f"--gpus {parallel.gpus} makes {groups} EP groups, --num-ep-groups is {parallel.num_ep_groups}: give only one.",
+        f"--gpus {parallel.gpus} gives {groups} EP groups, but --num-ep-groups is {parallel.num_ep_groups}. Set "
+        "only one of them.",
     )
     require(
         sequences.ep_group_tokens is None or groups == 1,
-        f"--ep-group-tokens describes one EP group: leave --gpus at {gpus_of_group}.",
+        f"--ep-group-tokens is for a single EP group: leave --gpus at {gpus_of_group}.",
     )
     return options.with_words(num_ep_groups=groups)
 

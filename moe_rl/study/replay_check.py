@@ -71,14 +71,17 @@ def check_recorded(
     references: Iterator[Reference] = iter(())
     num_experts = import_options.num_experts
     if reference is not None and (Path(reference) / "config.json").is_file():
-        require(tokens is not None, f"{reference} is a model: also give the tokens of the sequences (--tokens).")
+        require(
+            tokens is not None,
+            f"the reference {reference} is a model, so the tokens of the sequences are needed, too (--tokens).",
+        )
         references, num_experts = _model_choices(Path(reference), Path(str(tokens)))
     elif reference is not None:
         records = recorded_sequences(reference, options=import_options)
         references = ((_rows(record), None) for record in records)
     stored = (path for path in (routes, reference) if num_experts is None and path is not None and is_native(path))
     num_experts = next((open_source(path).num_experts for path in stored), num_experts)
-    require(num_experts is not None, "the number of experts is unknown: give --num-experts.")
+    require(num_experts is not None, "the number of experts is not known: set --num-experts.")
     names: list[str] = []
     verdicts: list[Verdict] = []
     recorded = recorded_sequences(routes, format=options.format, options=import_options)
@@ -92,7 +95,7 @@ def check_recorded(
             names.append(record.name)
         with located(f"sequence {len(verdicts)} and those after it"):
             verdicts += check_routes(checked, num_experts=int(num_experts or 0), policy_versions=policy_versions)
-    require(bool(names), f"{routes} is empty: it holds no sequence.")
+    require(bool(names), f"{routes} is empty: it has no sequences.")
     return ReplayCheck(names=tuple(names), verdicts=tuple(verdicts))
 
 
@@ -147,7 +150,7 @@ def _model_choices(folder: Path, tokens: Path) -> tuple[Iterator[Reference], int
 
         from moe_rl.replay.hf_recorder import find_routers, router_choices
     except ImportError as error:
-        raise InvalidInputError(f"using a model as the reference needs torch and transformers: {error}.") from error
+        raise InvalidInputError(f"a model as the reference needs torch and transformers: {error}.") from error
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
         lines = tokens.read_text(encoding="utf-8").splitlines()

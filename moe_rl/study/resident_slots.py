@@ -111,27 +111,27 @@ def _with_slots_chosen(scenario: Scenario, name: str, progress: Progress) -> Sce
 
     # One after the other, since the first slots save most: the search ends where the next saves too little.
     best_trial, best = tried(0)
-    why = "every rank then holds every expert"
+    why = "every rank then has every expert"
     if lacking(best):
-        most, why = 0, f"without any the forecast peak is {lacking(best)}"
+        most, why = 0, f"without any, the predicted peak is {lacking(best)}"
     for slots in range(1, most + 1):
         trial, seconds = tried(slots)
         saved = 0.0
         if best.step_time_s:
             saved = 1 - seconds.step_time_s / best.step_time_s
         if lacking(seconds):
-            why = f"with {slots} the forecast peak is {lacking(seconds)}, of which {SPARE_MEMORY:.1%} stay free"
+            why = f"with {slots}, the predicted peak is {lacking(seconds)}, of which {SPARE_MEMORY:.1%} must stay free"
         elif saved < LEAST_GAIN:
             gain = "no shorter"
             if saved > 0:
-                gain = f"{saved:.1%} shorter, and a slot has to save {LEAST_GAIN:.1%}"
-            why = f"with {slots} the step is {gain}"
+                gain = f"{saved:.1%} shorter, but a slot must save at least {LEAST_GAIN:.1%}"
+            why = f"with {slots}, the step is {gain}"
         else:
             best_trial, best = trial, seconds
             continue
         break
     slots_text = counted(getattr(best_trial.problem, name), noun, f"{noun}s")
-    logger.warning("%s per rank, chosen for %s: %s.", slots_text, policy, why)
+    logger.warning("%s per rank, chosen for the policy %s: %s.", slots_text, policy, why)
     return best_trial
 
 
@@ -144,8 +144,8 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
     pricing.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
-        f"{flag} needs a memory forecast, but {', '.join(model.assumed_fields)} of the model is only assumed: "
-        "name the --model, or give a number.",
+        f"{flag} needs a memory prediction, but {', '.join(model.assumed_fields)} of the model is only assumed. Set "
+        "--model, or give a number of slots.",
     )
     choosing, holding = [], []
     for policy in planning.policy:
@@ -155,9 +155,12 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
         if resident and POLICIES[policy].fills_slots_for_a_step:
             holding.append(policy)
     candidates = choosing or holding
-    does = "copies experts across nodes"
+    does = "makes replicas across nodes"
     if resident:
-        does = "holds copies for a whole step"
-    require(len(candidates) > 0, f"{flag}: none of --policy {','.join(planning.policy)} {does}; moe-rl does.")
+        does = "makes replicas for a whole step"
+    require(
+        len(candidates) > 0,
+        f"{flag} has no effect: none of --policy {','.join(planning.policy)} {does}. The policy moe-rl does.",
+    )
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(candidates, key=lambda policy: POLICIES[policy].variant_of is not None)

@@ -259,17 +259,20 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
         return report
     if report.scaled:
         # The rollout would generate the recorded samples, and the update train on many times their tokens.
-        note = f"no RL step: {SCALED} loads cannot be assigned to samples; see --batch."
+        note = f"there is no RL step, because {SCALED} loads cannot be assigned to samples. See --batch."
         return replace(report, notes=(note, *report.notes))
     passes = _passes(scenario, plans, mini_batches=1)
     engine = _engine_size(passes.model, passes.hardware)
     if passes.train_gpus % engine:
-        note = f"no RL step: {passes.train_gpus} GPUs cannot be divided into rollout engines of {engine} GPUs."
+        note = (
+            f"there is no RL step, because {passes.train_gpus} GPUs cannot be divided into rollout engines of {engine} "
+            "GPUs."
+        )
         return replace(report, notes=(note, *report.notes))
     gain = _gain(passes, report, engine)
     note = (
-        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, which is a forecast; give your own rates and "
-        "lengths to moe-rl rl-step."
+        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, whose time is predicted. Give your own "
+        "rates and lengths to moe-rl rl-step."
     )
     return replace(report, rl=gain, notes=(note, *report.notes))
 
@@ -375,16 +378,18 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
     if of_lengths:
         sentences.append(
-            f"no trace: under static, the busiest rank gets {options.trainer.imbalance:g} times the mean rows "
-            "(--imbalance); "
-            "forced_balance is the most that balancing alone can gain."
+            f"there is no trace: with static placement, the busiest rank gets {options.trainer.imbalance:g} times "
+            "the mean number of token-expert pairs (--imbalance). forced_balance is the most that balancing alone "
+            "can gain."
         )
     if options.rollout.rollout_tokens_per_s is None:
-        sentences.append("the rollout is a forecast; give your measured rate with --rollout-tokens-per-s.")
+        sentences.append(
+            "the time of the rollout is predicted. If you have measured its rate, set --rollout-tokens-per-s."
+        )
     elif options.rollout.rollout_enforce_eager:
-        sentences.append("--rollout-enforce-eager has no effect with a measured rate.")
+        sentences.append("--rollout-enforce-eager has no effect if the rollout's rate is measured.")
     if options.rollout.prompt_tokens == 0:
-        sentences.append("prompts are assumed to be empty; set --prompt-tokens.")
+        sentences.append("prompts are assumed to be empty: set --prompt-tokens.")
     return sentences
 
 
@@ -399,8 +404,8 @@ def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     planned = price_sync("planned", sync_setting(passes.model, setting), passes.hardware)
     share = seconds / step.step_time_s
     after = step.step_time_s - seconds + min(seconds, planned.seconds)
-    head = f"the weight sync takes {seconds:.2g} s, {share:.0%} of the step; a planned sync (moe_rl.sync) would take "
-    head += f"{planned.seconds:.2g} s (its bound is {planned.bound_s:.2g} s), "
+    head = f"the weight sync takes {seconds:.2g} s, {share:.0%} of the step. A planned sync (moe_rl.sync) would take "
+    head += f"{planned.seconds:.2g} s (the lower bound is {planned.bound_s:.2g} s), "
     if step.step_time_s / after < WORTH_SAYING:
         return [*lines, f"{head}which gains nothing."]
     return [
@@ -413,41 +418,44 @@ def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
     """Return the seconds of every part of a named transport with their sources; what the forecast is without a name."""
     if not setting.weight_sync_transport:
         return (
-            "the weight sync is fitted on whole steps of NeMo-RL 0.5 and 0.6, where one trainer sends over one NIC; "
-            "choose your own path with --weight-sync-transport (newer NeMo-RL uses packed-broadcast)."
+            "the constants of the weight sync are fitted to whole steps of NeMo-RL 0.5 and 0.6, where one trainer "
+            "sends over one NIC. Set your own transport with --weight-sync-transport (newer NeMo-RL uses "
+            "packed-broadcast)."
         )
     price = sync_price(passes.model, passes.hardware, setting)
     parts = [f"{name} {seconds:.2g} s ({PART_SOURCES[name]})" for name, seconds in price.parts_s.items() if seconds]
     alone = TRANSPORTS[setting.weight_sync_transport].num_fitted == 1
-    caution = " One published sync determines its constant: take it for the order of magnitude." if alone else ""
+    caution = (
+        " Its constant comes from one published sync, so only the order of magnitude is reliable." if alone else ""
+    )
     return f"the weight sync by {setting.weight_sync_transport}: {'; '.join(parts)}.{caution}"
 
 
 def _rl_fit_note(passes: TrainingPasses) -> str:
     """Say what the parts of a step of RL were fitted on, and whether this one is of that kind."""
     sentence = (
-        "simulated: five constants of rollout, weight sync and framework are fitted on 14 published step times of "
-        "NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B, Qwen3-235B); the mean error is 7 %, and 13 % on a model held out of "
-        "the fit"
+        "simulated: five constants of rollout, weight sync and framework are fitted to 14 published step times of "
+        "NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B, Qwen3-235B). The mean error is 7 %, and 13 % on a model that was "
+        "left out of the fit"
     )
     elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
     if elsewhere:
-        return f"{sentence}; none of them ran on {passes.hardware.name}."
+        return f"{sentence}. None of these runs used {passes.hardware.name}."
     return f"{sentence}."
 
 
 def _rl_software_note(options: RlStepOptions, passes: TrainingPasses, software: str) -> str:
     """Say which software was priced, and what the other kind would give."""
     if options.pricing.known_step:
-        return f"software: {software}, with constants fitted on the known steps."
+        return f"software: {software}, with constants fitted to the known steps."
     other = load_software(TYPICAL if software == TUNED else TUNED)
     priced, own = passes.under(passes.hardware, other.costs).steps(options), passes.steps(options)
     reason = chosen_by(options.pricing, options.kernels)
     other_s, own_s = priced["static"].step_time_s, own["static"].step_time_s
     return (
-        f"software: {software} ({reason}); with --software {other.name}, a step under static placement takes "
-        f"{other_s:.3g} s instead of {own_s:.3g} s. Both are fitted on the same published RL steps, so the difference "
-        "does not say which software is faster."
+        f"software: {software} ({reason}). With --software {other.name}, a step under static placement takes "
+        f"{other_s:.3g} s instead of {own_s:.3g} s. Both are fitted to the same published RL steps, so the "
+        "difference does not show which software is faster."
     )
 
 

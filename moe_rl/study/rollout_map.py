@@ -88,7 +88,7 @@ def plan_rollout_map(
     engine = ROLLOUT_ENGINES[engine_name]
     require(
         not options.states("policy") or options.planning.policy == [POLICY],
-        f"moe-rl makes the map for {engine.name} and compares it with {engine.name}'s EPLB: leave --policy out.",
+        f"moe-rl always compares its own map for {engine.name} with that of {engine.name}'s EPLB: leave --policy out.",
     )
     copies = options.slots.number_of("resident_slots", "an expert map")
     rollouts = _Rollouts.read(trace, options, progress)
@@ -146,21 +146,23 @@ class _Rollouts:
 
         def batches(of: RoutingTrace) -> DecodeBatches:
             decode_batches = DecodeBatches.of(of, num_requests=requests, ep_size=ranks, max_batches=MAX_BATCHES)
-            require(len(decode_batches.batch) > 0, "the rollouts of the trace contain no routes.")
+            require(len(decode_batches.batch) > 0, "the rollouts of the trace have no routes.")
             return decode_batches
 
         notes = []
         if planned is scored:
-            notes.append("one prompt group only: the map is scored on the sequences that it was planned on.")
+            notes.append(
+                "the trace has only one prompt group, so the map is scored on the sequences that it was planned for."
+            )
         if options.shape.model == FROM_TRACE and spec.assumed_fields:
             notes.append(
-                f"{spec.num_layers} hidden layers are assumed, as many as the trace has: if the model has more, give "
-                "--model."
+                f"the model is assumed to have {spec.num_layers} hidden layers, as many as the trace. If it has "
+                "more, set --model."
             )
         if min(planned.num_sequences, scored.num_sequences) < requests:
             notes.append(
-                f"the decode batch should hold {requests} requests, but there are only {planned.num_sequences} "
-                f"sequences to plan on and {scored.num_sequences} to score on."
+                f"the decode batch should have {requests} requests, but there are only {planned.num_sequences} "
+                f"sequences to plan with and {scored.num_sequences} to score with."
             )
         return cls(
             shape=RunShape(
@@ -196,8 +198,8 @@ class _Rollouts:
         notes = [*self.notes]
         if twins[EPLB]:
             notes.append(
-                f"EPLB puts {twins[EPLB]} copies on ranks that already hold the expert; these are not exported, but "
-                "EPLB's score counts them as if they helped."
+                f"EPLB puts {twins[EPLB]} replicas on ranks that already have the expert. They are not exported, "
+                "but EPLB's score counts them as if they helped."
             )
         return RolloutMap(
             engine=engine,

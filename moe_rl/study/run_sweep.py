@@ -67,7 +67,7 @@ def parse_grid(entries: Sequence[str], base: SimulationOptions) -> Grid:
     axes: list[tuple[str, list[Value]]] = []
     for entry in entries:
         name, equals, values_text = entry.partition("=")
-        require(bool(equals and values_text.strip()), f"--sweep {entry!r} must read name=value,value.")
+        require(bool(equals and values_text.strip()), f"--sweep {entry!r} must have the form name=value,value.")
         texts = [text.strip() for text in values_text.split(",") if text.strip()]
         axes.append((name, [None if text == "none" else text for text in texts]))
     return span_grid(axes, base)
@@ -80,15 +80,15 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
         field = name_by_flag.get(name.strip().removeprefix("--").replace("-", "_"))
         if field is None:
             raise InvalidInputError(
-                f"--sweep {name!r} is not an option that can be swept.{nearest_name(name, name_by_flag)}"
+                f"--sweep {name!r} is not an option whose values can be compared.{nearest_name(name, name_by_flag)}"
             )
-        require(field not in values_of, f"--sweep names {field} twice.")
+        require(field not in values_of, f"--sweep gives {field} twice.")
         require(
             isinstance(values, list | tuple | range) and len(values) > 0,
             f"--sweep of {field} needs a list of values, got {values!r}.",
         )
         values_of[field] = values
-    require(len(values_of) > 0, "--sweep names no option, e.g. --sweep expert_model_parallel_size=8,16.")
+    require(len(values_of) > 0, "--sweep must name an option, e.g. --sweep expert_model_parallel_size=8,16.")
     # Only what was said: a default that follows from another option must follow from the point's.
     stated = base.stated_words()
     options = []

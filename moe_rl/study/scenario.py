@@ -184,7 +184,7 @@ def state_scenario(
     layers = model.spec.num_layers
     require(
         chunks <= layers,
-        f"{chunks} pipeline stages and model chunks exceed the {layers} layers of model {model.spec.name!r}.",
+        f"{chunks} pipeline stages and model chunks are more than the {layers} layers of model {model.spec.name!r}.",
     )
     step = source.steps[-1] if options.sequences.step is None else options.sequences.step
     recorded_parts = tuple(source.parts(step))
@@ -298,7 +298,7 @@ def _drawn_sizes(
     budget = max(tokens_asked, longest)
     if sequences.micro_batch_tokens is not None and tokens_asked < longest:
         logger.warning(
-            "micro-batches hold up to %d tokens, not %d: as in slime, the longest sequence is not cut.",
+            "micro-batches have up to %d tokens instead of %d, because slime does not split the longest sequence.",
             longest,
             tokens_asked,
         )
@@ -410,8 +410,8 @@ def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
         unmet = planner.unmet_dispatchers.get(kernels.moe_token_dispatcher_type)
         require(
             unmet is None,
-            f"--policy {name} cannot be forecast with --moe-token-dispatcher-type "
-            f"{kernels.moe_token_dispatcher_type}: {unmet} (python -m benchmarks.validate_model).",
+            f"the time of --policy {name} with --moe-token-dispatcher-type {kernels.moe_token_dispatcher_type} "
+            f"cannot be predicted: {unmet} (python -m benchmarks.validate_model).",
         )
     for option in planning.policy_option:
         planning.parameters_of(option.partition(".")[0])
@@ -430,14 +430,14 @@ def _check_model_fits(model: LoadedModel, source: TraceSource) -> None:
     ):
         require(
             in_trace == in_model,
-            f"{source.path} has {counted(in_trace, singular, several)}, but model {spec.name!r} has {in_model}: this "
-            "is not the model of the trace.",
+            f"{source.path} is not a trace of model {spec.name!r}: the trace has "
+            f"{counted(in_trace, singular, several)}, the model has {in_model}.",
         )
     # A trace that numbers its layers 0, 1, ... may count MoE layers alone: then their number is all there is to check.
     counted_from_zero = source.moe_layer_ids == tuple(range(len(source.moe_layer_ids)))
     require(
         counted_from_zero or source.moe_layer_ids == spec.moe_layer_ids,
-        f"{source.path} covers layers {listed(source.moe_layer_ids)}, but the MoE layers of model {spec.name!r} are "
+        f"{source.path} has layers {listed(source.moe_layer_ids)}, but the MoE layers of model {spec.name!r} are "
         f"{listed(spec.moe_layer_ids)}.",
     )
 
@@ -449,8 +449,8 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
     telling = int(per_expert.sum()) >= TELLING_PAIRS_PER_EXPERT * load.num_experts
     require(
         not telling or 2 * (highest + 1) > load.num_experts,
-        f"{source.path} never names an expert above {highest}, but model {model.spec.name!r} has {load.num_experts} "
-        f"experts: the model is not that of the trace (if it is, give --num-experts {load.num_experts}).",
+        f"{source.path} has no expert id above {highest}, so it is probably not a trace of model "
+        f"{model.spec.name!r} with its {load.num_experts} experts. If it is, set --num-experts {load.num_experts}.",
     )
 
 
@@ -462,7 +462,9 @@ def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, ba
     left_out = _forecasting(options.planning)
     for name in left_out:
         logger.warning(
-            "%s is left out: it plans from an earlier step, but the trace has one step of one micro-batch.", name
+            "%s is left out, because it plans from an earlier step, but the trace has only one step of one "
+            "micro-batch.",
+            name,
         )
     return options.with_words(policy=[name for name in options.planning.policy if name not in left_out])
 
@@ -490,7 +492,7 @@ def _history(
     half = batch.load.num_micro_batches // 2
     require(
         half >= 1,
-        f"policy {forecasting[0]!r} needs an earlier step, but the trace has one step of one micro-batch: "
+        f"policy {forecasting[0]!r} plans from an earlier step, but the trace has only one step of one micro-batch: "
         "use eplb-oracle.",
     )
     return batch.load.micro_batches(np.arange(half)), "first half of this step's micro-batches"

@@ -372,8 +372,8 @@ def tune(
     base, budget = replace(options.step_setting(), software=costs), options.sequences.micro_batch_tokens
     if budget is not None and budget < lengths.max():
         tell(
-            f"micro-batches hold up to {lengths.max():,} tokens instead of {budget:,}, because the longest sequence is "
-            "not cut."
+            f"micro-batches have up to {lengths.max():,} tokens instead of {budget:,}, because the longest sequence "
+            "is not split."
         )
         budget = int(lengths.max())
     decided = {SEARCHED[name] for name in SEARCHED if options.states(name)}
@@ -387,7 +387,7 @@ def tune(
         and (not base.cuda_graph.spares_all_launches or shape.dispatcher.can_be_captured)
     )
     listed = "".join(f", {name} {value}" for name, value in flags.items())
-    require(len(shapes) > 0, f"no parallel layout of {model.name!r} fills --gpus {parallel.gpus}{listed}.")
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} uses exactly --gpus {parallel.gpus}{listed}.")
     task = ShapeTask(
         shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=parallel.gpus,
         ranks_per_node=per_node,
@@ -404,8 +404,8 @@ def tune(
     estimates = estimated_speeds(task, executor, progress)
     num_fitting = int((estimates > 0).sum())
     tell(
-        f"{len(shapes):,} parallel layouts fill {parallel.gpus} GPUs, and {num_fitting:,} of them fit "
-        "into memory; only those that may be the fastest are simulated in full."
+        f"{len(shapes):,} parallel layouts use {parallel.gpus} GPUs, and {num_fitting:,} of them fit "
+        "into memory. Only those that may be the fastest are simulated in full."
     )
     laid_out = dict[int, list[TunedSetting]]()
     while chosen := next_shapes(shapes, estimates, laid_out):
@@ -421,8 +421,9 @@ def tune(
     rows = [row for index in sorted(laid_out) for row in laid_out[index]]
     if not rows:
         raise InvalidInputError(
-            f"{model.name!r} does not fit on {parallel.gpus} GPUs of {hardware.name} in any of {len(shapes)} parallel "
-            f"layouts{listed}, even with full recomputation: give more --gpus, or --optimizer-offload-fraction."
+            f"{model.name!r} does not fit on {parallel.gpus} GPUs of {hardware.name} in any of {len(shapes)} "
+            f"parallel layouts{listed}, even with full recomputation. Set a higher --gpus, or set "
+            "--optimizer-offload-fraction."
         )
     rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
@@ -541,8 +542,8 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
         ]
         best, reason = int(np.argmax(speeds)), chosen_by(options.pricing, options.kernels)
         sentences = [
-            f"software: {software} ({reason}); with --software {other.name}, {compared[best].name} would "
-            f"be the fastest, at {speeds[best]:,.0f} tokens/s/GPU."
+            f"software: {software} ({reason}). With --software {other.name}, {compared[best].name} would be the "
+            f"fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)
     best_cp = options.parallel.with_words(context_parallel_size=rows[0].context_parallel_size)
@@ -594,7 +595,7 @@ def _check_batch(sequences: SequenceOptions) -> None:
     scaled = sequences.batch == SCALED or sequences.tokens_per_rank is not None
     require(
         not scaled and sequences.ep_group_tokens is None,
-        "tune packs sequences into the micro-batches of a data-parallel rank: give --micro-batch-tokens instead of "
+        "tune packs sequences into the micro-batches of a data-parallel rank. Set --micro-batch-tokens instead of "
         "--batch scaled, --tokens-per-rank and --ep-group-tokens.",
     )
 

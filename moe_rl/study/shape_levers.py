@@ -209,7 +209,7 @@ def _routed_s(policy: PolicyResult, share: float) -> float:
 
 def model_of_routes(options: TuneOptions) -> MoeModelSpec:
     """Return the model whose routes are made; raise where it has no name."""
-    require(options.shape.model != FROM_TRACE, "--routes-like generates routes for a model: name it with --model.")
+    require(options.shape.model != FROM_TRACE, "--routes-like generates routes for a model: set --model.")
     return override_model(load_model(options.shape.model), options.model_overrides()).spec
 
 
@@ -225,5 +225,5 @@ def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:
 def require_routes(trace: object) -> RoutingTrace:
     """Return the trace; raise where it holds counts alone."""
     if not isinstance(trace, RoutingTrace):
-        raise InvalidInputError("the trace holds only counts, but levers need the routes of single tokens.")
+        raise InvalidInputError("the trace contains only counts, but this command needs the routes of single tokens.")
     return trace

@@ -94,7 +94,7 @@ def finish_points(
             if out is not None and isinstance(error, KeyboardInterrupt):
                 # Counted in the file: Ctrl-C may come while a line is on its way to the disk.
                 done = out.read_bytes().count(b"\n")
-                tell(f"stopped with {done} points in {out}: the same command goes on")
+                tell(f"stopped with {done} points in {out}: run the same command again to continue")
             raise
         return [file.finished[_key(point)] for point in points]
 
@@ -115,7 +115,7 @@ def open_sweep(path: Path, settings: Mapping[str, Any]) -> Iterator[SweepFile]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidInputError(f"--out {path} is being written by another sweep.") from None
+            raise InvalidInputError(f"another sweep is writing to --out {path}.") from None
         yield _read(path, descriptor, settings)
     finally:
         if os.fstat(descriptor).st_size == 0:
@@ -130,9 +130,12 @@ def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile
     for number, text in enumerate(complete_lines.splitlines(), start=1):
         line = _parsed(path, number, text)
         other = _first_difference(line["settings"], settings)
-        require(not other, f"{path} was made with {other}: continue with the same settings, or give another --out.")
+        require(
+            not other,
+            f"{path} was made with other settings: {other}. Continue with the same settings, or give another --out.",
+        )
         finished[_key(line["point"])] = line
-    require(bool(finished) or not content, f"{path} was not written by moe-rl sweep: it has no complete line.")
+    require(bool(finished) or not content, f"{path} was not written by moe-rl sweep, because it has no complete line.")
     if len(complete_lines) < len(content):
         os.ftruncate(descriptor, len(complete_lines))
     return SweepFile(path, descriptor, settings, finished, dropped=len(complete_lines) < len(content))
@@ -145,7 +148,7 @@ def _parsed(path: Path, number: int, text: bytes) -> Line:
         line = None
     is_ours = isinstance(line, dict) and line.get("schema") == SCHEMA and {"point", "settings"} <= set(line)
     if not isinstance(line, dict) or not is_ours:
-        raise InvalidInputError(f"{path} line {number} is not a finished point of moe-rl sweep.")
+        raise InvalidInputError(f"line {number} of {path} is not a finished point of moe-rl sweep.")
     return line
 
 

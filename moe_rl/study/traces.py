@@ -51,11 +51,12 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
     if not isinstance(trace, str | Path):
         if not isinstance(trace, TraceSource):
             raise InvalidInputError(
-                "a trace is a path, an open trace, a RoutingTrace or a list of arrays [tokens, layers, topk], got "
-                f"{type(trace).__name__}."
+                "a trace must be a path, an open trace, a RoutingTrace or a list of arrays [tokens, layers, topk], "
+                f"got {type(trace).__name__}."
             )
         require(
-            options.format in (None, trace.format), f"{trace.path} is open as {trace.format}, not {options.format}."
+            options.format in (None, trace.format),
+            f"{trace.path} was opened as {trace.format}, not as {options.format}.",
         )
         require_agreement(trace, options.import_options())
         return trace
@@ -86,12 +87,12 @@ def _trace_of_arrays(
     Example: `[np.array([[[0, 3]], [[1, 3]]])]` with 4 experts is one sequence of two tokens in one layer, top-2.
     """
     num_experts = options.num_experts or (None if model is None else model.spec.num_experts)
-    require(num_experts is not None, "a list of arrays does not say how many experts there are: give num_experts.")
+    require(num_experts is not None, "a list of arrays does not contain the number of experts: give num_experts.")
     shapes = {array.shape[1:] for array in arrays}
     require(
         len(shapes) == 1 and len(next(iter(shapes))) == 2,
-        "all arrays of a trace must have shape [tokens, layers, topk], with equal layers and topk; got shapes "
-        f"{', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
+        "all arrays of a trace must have shape [tokens, layers, topk], with the same numbers of layers and topk, "
+        f"got shapes {', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
     )
     return RoutingTrace.from_sequences(
         arrays,
@@ -105,7 +106,7 @@ def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace
     """Return the routes of a step of a trace, by default the first; raise where it holds counts alone."""
     routes = concatenate(tuple(source.parts(source.steps[0] if step is None else step)))
     if not isinstance(routes, RoutingTrace):
-        raise InvalidInputError(f"{source.path} holds only counts, but the routes of single tokens are needed.")
+        raise InvalidInputError(f"{source.path} contains only counts, but the routes of single tokens are needed.")
     return routes
 
 

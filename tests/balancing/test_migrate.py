@@ -259,9 +259,9 @@ def one_that_differs(state: State, rank: int) -> None:
     ("fault", "why"),
     [
         (lost_state, "a rank could not find its optimizer state"),
-        (fewer_tensors, r"the optimizer holds \[1, 2\] state tensors"),
-        (no_tensors, r"the optimizer holds \[0, 2\] state tensors"),
-        (one_that_differs, r"the optimizer holds \[1, 2\] state tensors"),
+        (fewer_tensors, r"different numbers of state tensors for expert parameters: \[1, 2\]"),
+        (no_tensors, r"different numbers of state tensors for expert parameters: \[0, 2\]"),
+        (one_that_differs, r"different numbers of state tensors for expert parameters: \[1, 2\]"),
     ],
 )
 @pytest.mark.parametrize("failing", [0, 3])

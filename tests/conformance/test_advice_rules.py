@@ -81,7 +81,7 @@ def test_two_signs_of_different_kinds_are_a_danger_and_one_is_not() -> None:
 def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
     calm, wild = {"actor/ppo_kl": 0.0, "router/agreement": 1.0}, {"actor/ppo_kl": 0.5, "router/agreement": 0.5}
     assert verdict([wild]).in_danger is None
-    assert "a log of 1 step says too little" in verdict([wild]).reason
+    assert "a log of 1 step is too short" in verdict([wild]).reason
     for calm_steps in range(1, 5):
         assert verdict([wild] + [calm] * calm_steps).in_danger is False
     assert verdict([wild, wild]).in_danger is True
@@ -90,10 +90,10 @@ def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "only policy can be read"),
-        ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "only policy can be read"),
+        ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "the log contains only policy"),
+        ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "the log contains only policy"),
         ({"staleness/max": 0.0}, "none of them can be read"),
-        ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "only policy can be read"),
+        ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "the log contains only policy"),
     ],
 )
 def test_a_run_whose_log_has_names_of_one_kind_is_not_called_healthy(record: dict[str, float], sentence: str) -> None:

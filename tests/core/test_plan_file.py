@@ -180,7 +180,7 @@ def test_a_changed_placement_does_not_match_the_hash(tmp_path: Path) -> None:
     small_plan().save(path)
     swapped = np.array([[1, 0, 2, 3], [0, 1, 2, 3]], np.int32)
     rewritten(path, "placement.physical_to_logical_map.npy", npy(swapped, tmp_path))
-    with pytest.raises(InvalidInputError, match="does not match its hash"):
+    with pytest.raises(InvalidInputError, match="does not match its checksum"):
         load_plan(path)
 
 
@@ -189,7 +189,9 @@ def test_another_schema_version_is_named(tmp_path: Path) -> None:
     small_plan().save(path)
     description = np.frombuffer(json.dumps({"schema": "moe_rl.plan/9"}).encode(), np.uint8)
     rewritten(path, "description.npy", npy(description, tmp_path))
-    with pytest.raises(InvalidInputError, match=r"schema 'moe_rl\.plan/9', but this version reads 'moe_rl\.plan/2'"):
+    with pytest.raises(
+        InvalidInputError, match=r"schema 'moe_rl\.plan/9', but this version of moe_rl reads only 'moe_rl\.plan/2'"
+    ):
         load_plan(path)
 
 

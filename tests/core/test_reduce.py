@@ -262,7 +262,7 @@ def test_the_lowest_row_with_an_id_out_of_range_is_named() -> None:
     topology = ClusterTopology(hardware=HARDWARE, ep_size=2, slices_per_dp_rank=2, ranks_per_node=2)
     layout = BatchLayout.ep_group(lengths, token_budget=40)
     with pytest.raises(
-        InvalidInputError, match=r"row 41 of part 0 holds expert id 200 in MoE layer 3, outside 0 \.\. 7"
+        InvalidInputError, match=r"token 41 of part 0 has expert id 200 in MoE layer 3, but expert ids must be 0 to 7"
     ):
         reduce_load([trace], layout=layout, topology=topology)
     masked = trace.valid.copy()

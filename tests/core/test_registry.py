@@ -84,5 +84,5 @@ def test_a_package_whose_entry_cannot_be_used_is_named(other_package: Path, sour
     other_package.write_text(source)
     tools = Registry("tool", [Tool("saw")], group="test.tools")
     for _ in range(2):
-        with pytest.raises(InvalidInputError, match=rf"^other-tools offers the tool 'plane' .*({reason})"):
+        with pytest.raises(InvalidInputError, match=rf"^the tool 'plane' of other-tools .*({reason})"):
             tools["saw"]

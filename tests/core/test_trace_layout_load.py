@@ -124,7 +124,7 @@ def test_counts_must_add_up_to_top_k_per_token() -> None:
             ("dp_rank", np.int32),
         )
     }
-    with pytest.raises(InvalidInputError, match="the counts add up to 3, not to 2 tokens x top-2"):
+    with pytest.raises(InvalidInputError, match="add up to 3, but must add up to 2 tokens x top-2"):
         SequenceCounts(
             tokens_per_expert=np.array([[[1, 2]]], np.uint32),
             num_tokens=np.array([2]),

@@ -35,10 +35,12 @@ def test_slimes_arguments_are_put_beside_one_that_the_script_has() -> None:
 
 
 def test_copies_across_nodes_depend_on_the_size_of_the_ep_group(tmp_path: Path) -> None:
-    assert "no copies across nodes" in megatron(tmp_path, "--expert-model-parallel-size 8\n")["changes"]
-    assert "experts are also copied across nodes" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["changes"]
+    assert "no replicas across nodes" in megatron(tmp_path, "--expert-model-parallel-size 8\n")["changes"]
+    assert (
+        "experts also get replicas across nodes" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["changes"]
+    )
     overlapped = "--expert-model-parallel-size 16 --overlap-moe-expert-parallel-comm\n"
-    assert "no copies across nodes" in megatron(tmp_path, overlapped)["changes"]
+    assert "no replicas across nodes" in megatron(tmp_path, overlapped)["changes"]
 
 
 def test_memory_is_one_slot_in_a_node_and_three_across() -> None:
@@ -51,7 +53,7 @@ def test_memory_across_nodes_and_without_widths(tmp_path: Path) -> None:
     assert megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"].startswith("27 MiB per GPU: 3 slots")
     path = tmp_path / "plain.sh"
     path.write_text(MEGATRON.replace("--hidden-size 1024", "") + "--expert-model-parallel-size 4\n")
-    assert "do not say how large an expert is" in sentences(path)["memory"]
+    assert "because the files do not give that of an expert" in sentences(path)["memory"]
 
 
 def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: Path) -> None:

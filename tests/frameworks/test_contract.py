@@ -34,9 +34,9 @@ def test_another_version_gives_one_warning_with_both(
     with caplog.at_level(logging.WARNING, logger="moe_rl.frameworks"):
         version = KNOWN.check()
         KNOWN.check()
-    assert [f"numpy {version} is installed; this adapter was tested with 1.0" in each for each in caplog.messages] == [
-        True
-    ]
+    assert [
+        f"numpy {version} is installed, but this adapter was tested with 1.0" in each for each in caplog.messages
+    ] == [True]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixtu
 def test_the_doctor_says_that_a_framework_is_absent() -> None:
     said = moe_rl("doctor", "--framework", "slime")
     assert said.code == 1
-    assert "NOT  slime is not installed here (package slime)." in said.out
+    assert "NOT  slime (package slime) is not installed." in said.out
 
 
 def test_an_adapter_to_an_absent_framework_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
     assert verl.policy_losses()["moe_rl_ppo"](log_prob=log_prob, config=config, **call)[0].item() == pytest.approx(
         plain.item() * 16 / 32 * 4
     )
-    with pytest.raises(InvalidInputError, match=r"global_batch_size is required by seq-mean-token-mean with dp_size 4"):
+    with pytest.raises(InvalidInputError, match=r"seq-mean-token-mean with dp_size 4 needs global_batch_size"):
         verl.policy_losses()["moe_rl_ppo"](
             log_prob=log_prob, config=config, loss_agg_mode="seq-mean-token-mean", **call
         )

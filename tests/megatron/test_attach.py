@@ -26,7 +26,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "detach": "Before detach(), call end_pass()",
         "slots": "the plan has slots_per_rank = 5, but this run has 6",
         "no_groups": "call initialize_model_parallel before attach",
-        "world_size": "built for expert_model_parallel_size 2, but Megatron's groups have 1",
+        "world_size": "built with expert_model_parallel_size 2, but Megatron's groups have 1",
     }
     for rank in outcome:
         assert rank.pop("after_detach") == ""
@@ -135,7 +135,7 @@ def test_ranks_that_pack_to_other_limits_are_told(outcome: list[Any]) -> None:
     for found in outcome:
         assert found["one_limit"] == 2
         assert found["settled"], "which log-prob passes were of this update is settled before experts move"
-        assert found["limits"].startswith("ranks must pack with the same token_budget: rank 1 has ")
+        assert found["limits"].startswith("ranks must pack with the same token_budget, but rank 1 has ")
 
 
 @attach_case("resident_slots_of_least_memory")

@@ -80,7 +80,7 @@ def test_a_placement_that_cannot_be_used_changes_nothing_and_every_rank_says_why
         assert rank["missing"] is False
         assert rank["own"] is True
         assert "cannot be written" in rank["unwritable"]
-        assert "does not match its hash" in rank["damaged"]
+        assert "does not match its checksum" in rank["damaged"]
         assert "the model has [2, 8]" in rank["other_model"]
         assert rank["untouched"]
 

@@ -76,5 +76,5 @@ def test_lost_gradients_of_adapters_are_visible_to_the_comparison(outcome: list[
 @pytest.mark.multi_rank(world_size=2, case="lora_cases.refused")
 def test_what_cannot_be_balanced_is_named(outcome: list[Any]) -> None:
     for said in outcome:
-        assert "these have adapters (LoRA) or are partly frozen" in said["grouped"]
+        assert "but here they have adapters (LoRA) or are partly frozen" in said["grouped"]
         assert "are trained now: call detach()" in said["thawed"]

@@ -79,7 +79,7 @@ def test_with_a_stated_risk_such_a_pass_has_the_certified_buffer(outcome: list[A
 @static_case("adversarial_rows")
 def test_rows_without_a_route_never_pass_the_bound_unseen(outcome: list[Any]) -> None:
     for said in outcome:
-        assert re.search("capacity exceeded in micro-batch 0, MoE layer [01]: rank 0 of EP group 0 got", said)
+        assert re.search("rank 0 of EP group 0 exceeds its capacity in micro-batch 0, MoE layer [01]", said)
 
 
 @static_case("fixed_factor")
@@ -88,7 +88,9 @@ def test_a_fixed_factor_holds_for_plans_or_the_pass_does_not_begin(outcome: list
         if not rank:
             pytest.skip(NEWER)
         assert rank["kept"] == rank["dropless"], "a pass without a bound drops nothing, whatever the factor"
-        assert re.search(r"needs moe_expert_rank_capacity_factor [12]\.\d+ on .*, and 1.0 is set", rank["said"])
+        assert re.search(
+            r"needs a moe_expert_rank_capacity_factor of at least [12]\.\d+ on .*, but it is set to 1.0", rank["said"]
+        )
         for name, factor in (("dropless", None), ("kept", 4.0), ("exceeded", 1.0)):
             assert (rank[f"{name}_attached"], rank[f"{name}_detached"]) == (None, factor)
 
@@ -121,6 +123,6 @@ def test_memory_is_forecast_before_an_update_and_a_rank_that_lacks_it_is_named(o
         assert "moe_rl/forecast_peak_bytes" not in found["forward_only"]
     (_, said), (_, lacks) = outcome[0]["said"][0] + outcome[0]["said"][2]
     assert re.search(
-        r"rank \d has the highest forecast peak, 0.0 GiB of 79.6 GiB; micro-batches of up to [\d,]+ tok", said
+        r"rank \d has the highest predicted peak memory, 0.0 GiB of 79.6 GiB. micro-batches of up to [\d,]+ tok", said
     )
     assert re.search(r"out of memory: rank \d .* any of these would fit: micro-batches of \d+% of the tokens", lacks)

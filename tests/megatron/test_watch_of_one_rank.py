@@ -277,7 +277,7 @@ def test_a_closed_watch_sees_nothing_and_a_router_without_a_margin_is_refused() 
     watch.close()
     ran(routers, scores_of(1)[:1])
     assert watch.end_pass() == {}
-    with pytest.raises(InvalidInputError, match="softmax and sigmoid routers, not sinkhorn"):
+    with pytest.raises(InvalidInputError, match="softmax and sigmoid routers, but the score function is sinkhorn"):
         watch_of([Router(), Router(score_function="sinkhorn")])
 
 

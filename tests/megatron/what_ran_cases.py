@@ -97,7 +97,7 @@ def other_numbers() -> dict[str, Any]:
                     found["mean"] = balancer.routes.loads.result().rows.tolist()
             found[name] = curve
     logging.getLogger("moe_rl").removeHandler(warnings)
-    found["warnings"] = [each for each in warnings.sentences if "micro-batches, but ran" in each]
+    found["warnings"] = [each for each in warnings.sentences if "micro-batches but ran" in each]
     return found
 
 

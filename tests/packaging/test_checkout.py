@@ -50,6 +50,6 @@ def test_a_checkout_on_the_path_is_told_that_the_installed_one_runs(tmp_path: Pa
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     running = Path(moe_rl.__file__).resolve().parent
     assert (ran.returncode, ran.stdout) == (0, f"moe-rl {moe_rl.__version__} in {running}\n")
-    assert f"note: moe_rl of {running} runs, not {(tmp_path / 'moe_rl').resolve()}" in ran.stderr
+    assert f"note: this command runs moe_rl from {running}, not from {(tmp_path / 'moe_rl').resolve()}" in ran.stderr
     quiet = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert quiet.stderr == ""

@@ -260,7 +260,7 @@ def test_a_truncated_file_is_refused_on_open(cut: int, name: str) -> None:
         victim = write(Path(folder) / "t", random_trace(0, [50, 20])) / name
         raw = victim.read_bytes()
         victim.write_bytes(raw[: cut % len(raw)])
-        with pytest.raises(InvalidInputError, match=r"corrupt|truncated|names no schema"):
+        with pytest.raises(InvalidInputError, match=r"corrupt|truncated|it has no schema"):
             TraceReader(victim.parent)
 
 
@@ -338,7 +338,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_step_is_refused(tmp_path: Path) -> None:
     reader = TraceReader(write(tmp_path / "t", random_trace(0, [3, 3], steps=[4, 6])))
-    with pytest.raises(InvalidInputError, match=r"has no step 5: it holds steps 4 to 6"):
+    with pytest.raises(InvalidInputError, match=r"does not have step 5. Its steps are 4 to 6"):
         reader.load(5)
 
 

@@ -306,7 +306,10 @@ def test_a_cache_filled_before_recording_is_refused(rng: np.random.Generator) ->
     model = build(qwen3_moe)
     with torch.no_grad():
         cache = model(input_ids=tokens_of(rng, 1, 5), use_cache=True).past_key_values
-        with record_routing(model), pytest.raises(InvalidInputError, match="holds 5 tokens, of which 0 were recorded"):
+        with (
+            record_routing(model),
+            pytest.raises(InvalidInputError, match="holds 5 tokens, but only 0 of them were recorded"),
+        ):
             model(input_ids=tokens_of(rng, 1, 1), **{cache_keyword(model): cache})
 
 
@@ -379,7 +382,7 @@ def test_a_router_that_returns_no_ids_is_refused(rng: np.random.Generator) -> No
 def test_a_static_cache_is_refused_by_name(rng: np.random.Generator) -> None:
     """Its masks are [batch, 1, queries, keys]; a wrong guess about padding would be silent."""
     model = build(qwen3_moe)
-    with record_routing(model), pytest.raises(InvalidInputError, match="generate with the default, dynamic one"):
+    with record_routing(model), pytest.raises(InvalidInputError, match="generate with the default dynamic cache"):
         model.generate(tokens_of(rng, 1, 4), max_new_tokens=2, cache_implementation="static", pad_token_id=PAD)
 
 

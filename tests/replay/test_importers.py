@@ -152,7 +152,9 @@ def test_vllm_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> Non
     body = producers.vllm_response(make_rollout(lengths=(6,)).sequences[0], 2, 32)
     body["choices"][0]["token_ids"] += [1, 1]
     producers.write_json_lines(tmp_path / "t.jsonl", [body])
-    with pytest.raises(InvalidInputError, match=r"t\.jsonl, sequence 0 \(chatcmpl-1\): 6 rows of routes for 9 tokens"):
+    with pytest.raises(
+        InvalidInputError, match=r"t\.jsonl, sequence 0 \(chatcmpl-1\): there are routes for 6 tokens, but 9 tokens"
+    ):
         open_source(tmp_path / "t.jsonl")
 
 
@@ -400,7 +402,7 @@ def test_rows_half_missing_are_refused(tmp_path: Path) -> None:
     samples = producers.slime_samples(make_rollout(lengths=(5,)).sequences)
     samples[0]["rollout_routed_experts"][2, 1, 0] = -1
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
-    with pytest.raises(InvalidInputError, match="row 2 holds the negative expert id -1"):
+    with pytest.raises(InvalidInputError, match="has the negative expert id -1 at token 2"):
         open_source(tmp_path / "0.pt")
 
 
@@ -408,7 +410,7 @@ def test_capture_holes_are_refused_unless_masked(tmp_path: Path) -> None:
     rollout = make_rollout(lengths=(5,))
     rollout.sequences[0][1:3] = 0
     torch.save({"rollout_id": 0, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "0.pt")
-    with pytest.raises(InvalidInputError, match=r"2 of 5 rows, first row 1, name expert 0 .*--mask-capture-holes"):
+    with pytest.raises(InvalidInputError, match=r"routes of 2 of 5 tokens \(first: token 1\).*--mask-capture-holes"):
         open_source(tmp_path / "0.pt", options=rollout.options())
     trace = open_source(tmp_path / "0.pt", options=rollout.options(mask_capture_holes=True)).load()
     assert trace.valid.tolist() == [True, False, False, True, True, False]

@@ -51,7 +51,7 @@ def drawn_routes(*shape: int) -> np.ndarray:
 
 
 def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
-    cure = r"the axes must be \[tokens, layers, top-k\]\. Swap the first two axes \(array\.swapaxes\(0, 1\)"
+    cure = r"The axes must be \[tokens, layers, top-k\]: swap the first two \(array\.swapaxes\(0, 1\)"
     swapped = drawn_routes(4, 300)
     np.savez(tmp_path / "swapped.npz", a=swapped)
     with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would mean 4 tokens in 300 layers: " + cure):
@@ -63,7 +63,7 @@ def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=cure):
         open_source(tmp_path / "short.npz", options=ImportOptions(num_layers=4))
     np.savez(tmp_path / "two.npz", a=drawn_routes(4, 20), b=drawn_routes(4, 21))
-    with pytest.raises(InvalidInputError, match=r"21 layers and top-8.*swap the first two axes"):
+    with pytest.raises(InvalidInputError, match=r"21 layers and top-8.*swap the first two"):
         open_source(tmp_path / "two.npz")
     np.savez(tmp_path / "right.npz", a=swapped.swapaxes(0, 1))
     assert open_source(tmp_path / "right.npz").num_tokens == 300

@@ -94,7 +94,10 @@ def test_dense_layers_are_kept_and_an_expert_that_is_named_twice_is_refused():
     assert [chunk.body[first] for first in chunk.start[1]] == [plain_codec.CONSTANT] * 2
     assert chunk.tables.size[1].tolist() == [3, 3]
     routes[700, 0] = 3
-    with pytest.raises(InvalidInputError, match=r"row 700 of sequence 5 names an expert twice in layer 0: \[3, 3\]"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"token 700 of sequence 5 is routed to one expert twice in layer 0: its expert ids are \[3, 3\]",
+    ):
         written({5: routes}, 16)
 
 
@@ -282,7 +285,7 @@ def test_a_damaged_end_mark_is_corrupt(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt: 3 chunks precede it"):
+    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt, after 3 chunks"):
         RoutesReader.open(path)
     assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
 

@@ -237,7 +237,7 @@ def test_a_load_with_routes_of_another_shape_is_refused() -> None:
     ids = np.concatenate([trace.routed_experts] * 2, axis=1).astype(np.int64)
     other = RoutingTrace.from_sequences([ids], num_experts=8)
     routes = RouteSample.drawn([other], layout=layout, topology=topology)
-    with pytest.raises(InvalidInputError, match="the routes have 2 MoE layers, but the load has 1"):
+    with pytest.raises(InvalidInputError, match="the routes cover 2 MoE layers, but the expert loads cover 1"):
         replace(load_with_routes(trace, layout, topology), routes=routes)
 
 

@@ -181,5 +181,5 @@ def test_a_map_places_the_same_experts_more_evenly() -> None:
 
 
 def test_an_imbalance_that_ranks_cannot_have_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="impossible on 2 ranks"):
+    with pytest.raises(InvalidInputError, match="impossible with 2 ranks"):
         expert_shares(8, ep_size=2, imbalance=2.5)

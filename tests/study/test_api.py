@@ -94,7 +94,7 @@ def test_a_list_of_arrays_is_a_trace() -> None:
     assert moe_rl.open_trace(arrays, num_experts=8).num_tokens == 480
     with pytest.raises(InvalidInputError, match="give num_experts"):
         moe_rl.open_trace(arrays)
-    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\], with equal layers and topk"):
+    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\], with the same numbers of layers and topk"):
         moe_rl.open_trace([arrays[0][:, 0]], num_experts=8)
 
 
@@ -131,8 +131,11 @@ def test_gpus_set_the_number_of_ep_groups_and_stand_in_the_header(path: Path) ->
     [
         ({"gpus": 6}, r"--gpus 6 is not a multiple of 4, the GPUs of one EP group \(EP 4\)\."),
         ({"gpus": 2}, "--gpus 2 is not a multiple of 4"),
-        ({"gpus": 8, "num_ep_groups": 1}, "--gpus 8 makes 2 EP groups, --num-ep-groups is 1: give only one."),
-        ({"gpus": 8, "ep_group_tokens": 200}, "--ep-group-tokens describes one EP group: leave --gpus at 4."),
+        (
+            {"gpus": 8, "num_ep_groups": 1},
+            "--gpus 8 gives 2 EP groups, but --num-ep-groups is 1. Set only one of them.",
+        ),
+        ({"gpus": 8, "ep_group_tokens": 200}, "--ep-group-tokens is for a single EP group: leave --gpus at 4."),
     ],
 )
 def test_gpus_that_fill_no_ep_groups_are_refused(path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -192,7 +195,7 @@ def test_an_open_trace_takes_no_options_of_reading(path: Path) -> None:
     trace = moe_rl.open_trace(path, num_experts=8)
     with pytest.raises(InvalidInputError, match="has num_experts = 8, not 16"):
         moe_rl.simulate(trace, **{**SMALL, "num_experts": 16})
-    with pytest.raises(InvalidInputError, match="is open as npz, not vllm"):
+    with pytest.raises(InvalidInputError, match="was opened as npz, not as vllm"):
         moe_rl.simulate(trace, format="vllm", **SMALL)
 
 
@@ -275,19 +278,19 @@ def test_a_sweep_is_its_points(tmp_path: Path, path: Path) -> None:
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--ep 3 does not divide the 8 experts; --ep 2 or --ep 4 does.", {"expert_model_parallel_size": 3}),
     ("give either --micro-batch-tokens or --ep-group-tokens, not both.", {"micro_batch_tokens": 100}),
-    ("--ep-group-tokens describes one EP group: leave --num-ep-groups at 1.", {"num_ep_groups": 2}),
+    ("--ep-group-tokens is for a single EP group: leave --num-ep-groups at 1.", {"num_ep_groups": 2}),
     ("--objective 'tme' is unknown. Did you mean 'time'?", {"objective": "tme"}),
     ("unknown policy 'ultrep'. Did you mean 'ultraep'?", {"policy": "ultrep"}),
     ("--policy names a policy twice: ['static', 'static'].", {"policy": ["static", "static"]}),
     ("policy 'ultraep' has no parameter 'x'. Known:", {"policy": "ultraep", "policy_option": "ultraep.x=1"}),
     ("unknown cluster 'h1000'. Did you mean 'h100'?", {"cluster": "h1000"}),
-    ("has 3 MoE layers, but model 'OLMoE-1B-7B' has 16", {"model": "olmoe"}),
-    ("good.npz has no step 9: it holds steps 0.", {"step": 9}),
+    ("is not a trace of model 'OLMoE-1B-7B': the trace has 3 MoE layers, the model has 16", {"model": "olmoe"}),
+    ("good.npz does not have step 9. Its steps are 0.", {"step": 9}),
     ("--num-nodes must be at least 1, got 0.", {"num_nodes": 0}),
     ("--expert-model-parallel-size must be at least 1, got 0.", {"expert_model_parallel_size": 0}),
     ("replica_slots must be at least 0, got -1.", {"replica_slots": -1}),
     ("--recompute-modules needs --recompute-granularity selective.", {"recompute_modules": "moe"}),
-    ("ranks times, which objective imbalance does not compute.", {"objective": "imbalance", "sensitivity": True}),
+    ("ranks times, which the objective imbalance does not predict.", {"objective": "imbalance", "sensitivity": True}),
     ("unknown trace format 'vlm'. Did you mean 'vllm'?", {"format": "vlm"}),
 ]
 
@@ -353,7 +356,9 @@ def test_a_missing_trace_and_a_wrong_reading_option_are_refused(tmp_path: Path, 
         moe_rl.simulate(tmp_path / "nothing.npz", model="qwen3-30b-a3b")  # the model is not to blame
     with pytest.raises(InvalidInputError, match=r"unknown key 'experts'\. Did you mean 'num_experts'"):
         moe_rl.open_trace(path, experts=8)
-    with pytest.raises(InvalidInputError, match="a plan file holds one policy: give one --policy, not 2"):
+    with pytest.raises(
+        InvalidInputError, match="a plan file contains the plan of one policy: give one --policy instead of 2"
+    ):
         moe_rl.plan(path, policy=POLICIES, **SMALL)
 
 

@@ -68,7 +68,7 @@ def test_plan_takes_a_known_step_and_refuses_what_is_none(tmp_path: Path, trace:
     assert out.exists()
     refused = moe_rl("plan", trace, *own, "--known-step", 1e6 * seconds, "--out", tmp_path / "other.npz")
     assert refused.code == 2
-    assert "times as long as the forecast" in refused.err
+    assert "times as long as the prediction" in refused.err
     assert not (tmp_path / "other.npz").exists()
 
 
@@ -127,7 +127,7 @@ def test_a_step_of_rl_is_known_by_its_total_or_by_its_update() -> None:
 def test_tune_takes_a_step_of_a_setting_that_is_named_and_prints_intervals(tmp_path: Path) -> None:
     ran = moe_rl("tune", *TUNE, "--known-step", 3)
     assert ran.code == 2
-    assert "this command has no setting of its own" in ran.err
+    assert "this command has no training setting of its own" in ran.err
     config = tmp_path / "run.yaml"
     config.write_text("gpus: 8\nep: 8\nmicro_batch_tokens: 8192\nrecompute_granularity: full\n")
     out = tmp_path / "tune.json"
@@ -158,13 +158,13 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
     [
         (("--known-step", "nonsense"), "give seconds (41.2), tokens/s/gpu"),
         (("--known-step", "0"), "a step must take more than 0 s"),
-        (("--known-step", "50"), "times as long as the forecast"),
-        (("--known-step", "1e-9"), "no step is so short: its GEMMs alone take"),
-        (("--known-step", "timing_s/step:41.2"), "it timed an RL step, but this command forecasts an update"),
+        (("--known-step", "50"), "times as long as the prediction"),
+        (("--known-step", "1e-9"), "no step can be so short, because its GEMMs alone take"),
+        (("--known-step", "timing_s/step:41.2"), "is the time of an RL step, but this command predicts only an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),
-        (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "give one for each"),
+        (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "Give one for each"),
         (("--known-step", "1", "--objective", "imbalance"), "--known-step is a time"),
-        (("--known-memory", "900"), "it seems to be the peak of another setting"),
+        (("--known-memory", "900"), "It may be the peak of another setting"),
     ],
 )
 def test_a_wrong_step_gets_a_sentence(trace: Path, known: tuple[str, ...], sentence: str) -> None:
@@ -183,7 +183,7 @@ def test_tokens_per_second_for_seconds_and_another_models_step_are_recognized(tm
     config.write_text("model: deepseek-v3\ntrain_gpus: 256\nep: 16\n")
     ran = moe_rl("rl-step", *RL, "--known-step", 40, "--known-step-config", config)
     assert ran.code == 2
-    assert "it is a step of DeepSeek-V3, but the forecast is of Qwen3-30B-A3B" in ran.err
+    assert "it is a step of DeepSeek-V3, but the prediction is for Qwen3-30B-A3B" in ran.err
 
 
 def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, trace: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, tr
 def test_what_published_runs_contradict_is_refused_or_named(tmp_path: Path, trace: Path) -> None:
     ran = moe_rl("simulate", trace, *SMALL, "--use-megatron-fsdp", "--optimizer-offload-fraction", 1)
     assert ran.code == 2
-    assert "--use-megatron-fsdp with --optimizer-offload-fraction cannot be forecast" in ran.err
+    assert "--use-megatron-fsdp with --optimizer-offload-fraction cannot be predicted" in ran.err
     alone = simulated(tmp_path, trace, "--ep", 1, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static")
     assert any("without expert parallelism" in note for note in alone["notes"])
     elsewhere = simulated(tmp_path, trace, *SMALL, "--cluster", "b300")
@@ -208,6 +208,6 @@ def test_a_policy_whose_published_gain_is_not_met_is_refused_for_that_dispatcher
     own = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static,llep")
     refused = moe_rl("simulate", trace, *own, "--moe-token-dispatcher-type", "alltoall")
     assert refused.code == 2
-    assert "--policy llep cannot be forecast" in refused.err
+    assert "the time of --policy llep" in refused.err
     assert "18 to 68 % too high" in refused.err
     assert moe_rl("simulate", trace, *own).code == 0

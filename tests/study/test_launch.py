@@ -219,7 +219,7 @@ def test_a_model_that_the_files_name_is_pointed_to(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(VERL.format(more="actor_rollout_ref.model.path=/models/Qwen3-30B-A3B"))
     _, notes = launch_options([path])
-    assert any("without --model qwen3-30b-a3b, the model of the trace is simulated" in note for note in notes)
+    assert any("To simulate qwen3-30b-a3b, set --model" in note for note in notes)
 
 
 def test_a_step_of_rl_is_read(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_value_without_a_price_is_left_out_with_a_sentence(script: Path) -> No
     script.write_text(SCRIPT.format(graphs="none").replace("hybridep", "someone") + " --offload-modules unheard_of")
     found, said = launch_options([script])
     assert "moe_flex_dispatcher_backend" not in found
-    assert any("moe_flex_dispatcher_backend someone cannot be priced" in sentence for sentence in said)
+    assert any("the effect of moe_flex_dispatcher_backend someone cannot be predicted" in sentence for sentence in said)
     SimulationOptions(**found).step_setting()
 
 

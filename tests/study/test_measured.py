@@ -122,7 +122,11 @@ def test_files_without_the_new_columns_are_read_and_wrong_ones_refused(tmp_path:
     lines = [line.split(",") for line in measurements_csv([replace(SHAPE, kind="expert_gemm")]).splitlines()]
     file.write_text("\n".join(",".join(line[:12]) for line in lines))
     assert [one.precision for one in read_timed(file, "h100") if isinstance(one, Measurement)] == ["bf16"]
-    for text, said in (("{]", "is not a YAML file"), ("points: []", "holds no steps"), ("a: 1", "holds no steps")):
+    for text, said in (
+        ("{]", "is not a YAML file"),
+        ("points: []", "contains no steps"),
+        ("a: 1", "contains no steps"),
+    ):
         (tmp_path / "wrong.yaml").write_text(text)
         with pytest.raises(InvalidInputError, match=said):
             read_timed(tmp_path / "wrong.yaml", "h100")

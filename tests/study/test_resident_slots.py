@@ -67,7 +67,7 @@ def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path, name: str) ->
     assert (report.policies[1].resident_bytes > 0) == (name == "resident_slots")
     (said,) = (note for note in report.cautions if "chosen for moe-rl" in note)
     assert said.startswith(f"{taken} {name[:-1].replace('_', ' ').replace('cross n', 'cross-n')}")
-    assert f"with {taken + 1} the step is " in said
+    assert f"with {taken + 1}, the step is " in said
 
 
 @pytest.mark.parametrize("room", [0, 1])
@@ -78,7 +78,7 @@ def test_memory_ends_it(path: Path, tmp_path: Path, room: int) -> None:
     report = moe_rl.simulate(path, resident_slots="auto", **SMALL | {"cluster": cluster})
     assert report.setting["resident_slots"] == room
     assert any(
-        re.search(rf"with {room + 1} the forecast peak is [\d.]+ of [\d.]+ GiB", note) for note in report.cautions
+        re.search(rf"with {room + 1}, the predicted peak is [\d.]+ of [\d.]+ GiB", note) for note in report.cautions
     )
 
 
@@ -86,7 +86,7 @@ def test_where_not_even_the_step_without_copies_fits_none_is_taken(path: Path, t
     cluster = cluster_with(0.01, tmp_path / "tiny.yaml")
     report = moe_rl.simulate(path, resident_slots="auto", **SMALL | {"cluster": cluster})
     assert report.setting["resident_slots"] == 0
-    assert any("without any the forecast peak is" in note for note in report.cautions)
+    assert any("without any, the predicted peak is" in note for note in report.cautions)
 
 
 @pytest.mark.lengthy
@@ -103,15 +103,15 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"resident_slots": "many"}, "neither a whole number nor auto (got 'many')"),
-        ({"hidden_size": None}, "needs a memory forecast, but hidden_size of the model is only assumed"),
-        ({"objective": "imbalance"}, "looks for the shortest step, which objective imbalance does not compute"),
+        ({"hidden_size": None}, "needs a memory prediction, but hidden_size of the model is only assumed"),
+        ({"objective": "imbalance"}, "looks for the shortest step, which the objective imbalance does not predict"),
         (
             {"policy": ["static", "ultraep"], "policy_option": []},
-            "none of --policy static,ultraep holds copies for a whole step",
+            "none of --policy static,ultraep makes replicas for a whole step",
         ),
         (
             {"policy": ["static", "ultraep"], "policy_option": [], "resident_slots": 0, "cross_node_slots": "auto"},
-            "none of --policy static,ultraep copies experts across nodes",
+            "none of --policy static,ultraep makes replicas across nodes",
         ),
     ],
 )

@@ -149,7 +149,7 @@ def test_what_is_given_is_not_searched() -> None:
         (("--gpus", 0), "--gpus must be at least 1"),
         (("--gpus", 8, "--expert-model-parallel-size", 3), "no parallel layout"),
         (("--batch", "scaled"), "tune packs sequences"),
-        (("--tokens-per-rank", 4096), "give --micro-batch-tokens"),
+        (("--tokens-per-rank", 4096), "Set --micro-batch-tokens"),
         (("--model", "deepseek-v3"), "does not fit on 8 GPUs"),
         (("--plot", "a.png"), "must end in .html"),
         (("--out", "a.json"), "must end in .jsonl"),

@@ -138,7 +138,7 @@ def test_recordings_hold_experts_whatever_their_homes_and_open_in_the_simulator(
 @ds_case("misuse")
 def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
-        "engine": "attach needs the engine that deepspeed.initialize returns, got a Qwen3MoeForCausalLM",
+        "engine": "attach needs the engine that deepspeed.initialize returns, but got a Qwen3MoeForCausalLM",
         "ep_size": "there is nothing to balance with autoep_size 1",
         "no_layer": "the engine has no AutoEP layer",
         "zero3": "zero_optimization.stage 3 splits",

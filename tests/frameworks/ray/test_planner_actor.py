@@ -55,7 +55,7 @@ def test_a_killed_planner_comes_back_with_the_same_plan(ray_cluster: Any, rng: n
 
 def test_what_is_wrong_reaches_the_driver(ray_cluster: Any) -> None:
     planner = start_planner(CONFIG, model=MODEL, topology=TOPOLOGY, num_cpus=1)
-    with pytest.raises(InvalidInputError, match="from another model: 5 layers of 2 choices"):
+    with pytest.raises(InvalidInputError, match="from another model: they have 5 layers and top-2"):
         ray_cluster.get(planner.take.remote(np.zeros((4, 5, 2), int)))
     with pytest.raises(InvalidInputError, match="expert ids outside"):
         ray_cluster.get(planner.take.remote(np.full((4, 3, 2), 8)))

@@ -179,7 +179,7 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
 
 
 def test_a_schedule_that_does_not_fit_its_steps_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="rank 0 has 3 micro-batches, but its optimizer steps hold 5"):
+    with pytest.raises(InvalidInputError, match="rank 0 has 3 micro-batches, but its optimizer steps need 5"):
         slime.schedules_of_steps([[0, 1, 2]], [[[0], [1], [2]]], [2, 2, 1])
     assert slime.schedule_from_steps([]) == ([], [], [])
 
@@ -188,7 +188,7 @@ def test_routes_of_all_layers_are_cut_to_moe_layers_and_others_refused() -> None
     routes = np.arange(5 * 3 * 2).reshape(5, 3, 2)
     assert np.array_equal(of_moe_layers(routes, MODEL), routes[:, 1:])
     assert np.array_equal(of_moe_layers(routes[:, 1:], MODEL), routes[:, 1:])
-    with pytest.raises(InvalidInputError, match="from another model: 4 layers of 2 choices"):
+    with pytest.raises(InvalidInputError, match="from another model: they have 4 layers and top-2"):
         of_moe_layers(np.zeros((5, 4, 2), int), MODEL)
     assert of_moe_layers(np.zeros((0, 3, 2), int), MODEL).shape == (0, 2, 2)
 

@@ -509,7 +509,10 @@ def reordered_export() -> dict[str, Any]:
         seen["names"] = list(found) == list(at_home) and sum(".mlp.experts." in name for name in found) == 3 * 8 * 3
         seen["export"] = all(torch.equal(value, at_home[name]) for name, value in found.items())
         # mbridge itself, without the adapter's `canonical()`, would export other experts under these names.
-        with verl_on_cpu.named_as_fused(built), pytest.raises(InvalidInputError, match="not where Megatron puts them"):
+        with (
+            verl_on_cpu.named_as_fused(built),
+            pytest.raises(InvalidInputError, match="not on the ranks where Megatron puts them"),
+        ):
             list(built.bridge.export_weights(built.module))
         seen["refused"] = True
         with patch.object(built.checkpoint_mananager, "save_checkpoint", save):
