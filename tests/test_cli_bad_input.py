@@ -93,7 +93,7 @@ def test_the_wrong_model_for_the_trace_is_refused(tmp_path: Path, trace: Path, m
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (["--num-experts", 16], "num_experts = 8, not 16"),
+        (["--num-experts", 16], "num_experts = 8, but you set 16"),
         (["--model", "olmoe"], "is not a trace of model 'OLMoE-1B-7B': the trace has 3 MoE layers, the model has 16"),
     ],
 )
@@ -189,9 +189,11 @@ def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, trace: Path
     mine = own_cluster(tmp_path, num_nodes={"value": 3, "source": "our cluster"})
     batch = ("--ep", 4, "--ranks-per-node", 2, "--micro-batch-tokens", 200, "--num-ep-groups", 2, "--cluster", mine)
     sentence = refused(tmp_path, "simulate", trace, *batch, *outputs(tmp_path))
-    assert sentence == "EP 4 x 2 EP groups x PP 1 are 8 ranks on 4 nodes of 2, but 'mine' has 3 nodes (num_nodes)."
+    assert sentence == (
+        "EP 4 x 2 EP groups x PP 1 are 8 ranks and need 4 nodes of 2, but the cluster 'mine' has 3 nodes (num_nodes)."
+    )
     more = refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 7, "--pipeline-model-parallel-size", 2)
-    assert "PP 2 are 16 ranks on 8 nodes of 2, but 'mine' has 7 nodes" in more
+    assert "PP 2 are 16 ranks and need 8 nodes of 2, but the cluster 'mine' has 7 nodes" in more
     assert "--num-nodes must be at least 1" in refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 0)
     assert moe_rl("simulate", trace, *batch, "--num-nodes", 4, "--policy", "static").code == 0
 
@@ -359,7 +361,7 @@ def test_what_is_no_trace_is_refused(
 def test_answers_without_routes_say_how_to_ask_for_them(tmp_path: Path, answer: dict[str, object]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(answer) + "\n")
     sentence = refused(tmp_path, "simulate", tmp_path / "a.jsonl", *outputs(tmp_path))
-    assert "start vLLM or SGLang with --enable-return-routed-experts" in sentence
+    assert "Start vLLM or SGLang with --enable-return-routed-experts" in sentence
 
 
 def test_an_empty_trace_directory_is_refused(tmp_path: Path) -> None:

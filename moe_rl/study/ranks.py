@@ -61,8 +61,8 @@ def topology_of(
         ranks = slices * (1 + max((int(part.dp_rank.max(initial=-1)) for part in parts), default=-1))
         require(
             ranks % ep_size == 0,
-            f"the recorded layout has {ranks} ranks (data-parallel ranks x TP x CP), which do not fill EP groups of "
-            f"{ep_size}: give --micro-batch-tokens or --ep-group-tokens.",
+            f"the recorded layout has {ranks} ranks (data-parallel ranks x TP x CP), which cannot be divided into "
+            f"EP groups of {ep_size}. Set --micro-batch-tokens or --ep-group-tokens.",
         )
         groups = max(1, ranks // ep_size)
     topology = ClusterTopology(
@@ -72,7 +72,7 @@ def topology_of(
     num_sequences = sum(len(part.sequence_lengths) for part in parts)
     require(
         groups == 1 or sequences.global_batch_tokens is not None or topology.num_dp_ranks <= num_sequences,
-        f"--num-ep-groups {groups}: {topology.num_dp_ranks} data-parallel ranks cannot share {num_sequences} "
+        f"--num-ep-groups {groups} needs {topology.num_dp_ranks} data-parallel ranks, too many for {num_sequences} "
         "sequences.",
     )
     return topology
@@ -101,8 +101,7 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
     require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
     require(
         ep_size in possible,
-        f"--ep {ep_size} exceeds a node of {per_node} ranks and is not a multiple of it (--ranks-per-node); "
-        f"{sizes} fits.",
+        f"--ep {ep_size} must fill whole nodes of {per_node} ranks (--ranks-per-node), or fit into one. {sizes} does.",
     )
 
 
@@ -114,7 +113,8 @@ def _check_slots(slot_options: SlotOptions, ep_size: int, num_experts: int) -> N
         # EP1 has no other ranks, and the default of one slot is no mistake there.
         require(
             slots == AUTO or slots <= max(1, elsewhere),
-            f"--{name.replace('_', '-')} {slots}: the other ranks of an EP group hold only {elsewhere} experts in all.",
+            f"--{name.replace('_', '-')} {slots} is too high, because the other ranks of an EP group have only "
+            f"{elsewhere} experts in all.",
         )
 
 
@@ -129,6 +129,7 @@ def _check_nodes(parallel: ParallelOptions, cluster: str, topology: ClusterTopol
     needed = -(-ranks // per_node)
     require(
         available is None or needed <= available,
-        f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} are {ranks} ranks on {needed} nodes "
-        f"of {per_node}, but {topology.hardware.name!r} has {available} nodes (num_nodes).",
+        f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} are {ranks} ranks and need "
+        f"{needed} nodes of {per_node}, but the cluster {topology.hardware.name!r} has {available} nodes "
+        "(num_nodes).",
     )

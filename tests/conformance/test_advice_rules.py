@@ -92,7 +92,7 @@ def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
     [
         ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "the log contains only policy"),
         ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "the log contains only policy"),
-        ({"staleness/max": 0.0}, "none of them can be read"),
+        ({"staleness/max": 0.0}, "the log contains none of them"),
         ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "the log contains only policy"),
     ],
 )

@@ -234,9 +234,9 @@ def test_balancing_ends_after_so_many_updates(
     assert calls == [("balancer drop_prepared",), *home, ("balancer detach",)]
     assert run.balancer is None
     assert run.last_metrics == {}
-    said = [record.message for record in caplog.records if "switched off" in record.message]
+    said = [record.message for record in caplog.records if "balancing ended" in record.message]
     assert len(said) == 1
-    assert f"switched off after {3 if homes_stay is None else 2} updates" in said[0]
+    assert f"balancing ended after {3 if homes_stay is None else 2} updates" in said[0]
 
 
 def test_a_file_ends_balancing_when_the_first_rank_sees_it(tmp_path: Path, calls: list[Any]) -> None:
@@ -331,7 +331,7 @@ def test_slots_that_nobody_set_are_those_that_every_rank_has_room_for(
         inside = chosen(BalancerConfig(ranks_per_node=8), set(), models)
         assert (inside.slots.cross_node_slots, inside.slots.resident_slots) == (0, 0)
         for name in ("cross_node_slots", "resident_slots"):
-            with pytest.raises(InvalidInputError, match=f"{name} has no effect: all ranks"):
+            with pytest.raises(InvalidInputError, match=f"{name} has no effect, because all ranks"):
                 chosen(BalancerConfig(ranks_per_node=8, **{name: 1}), stated, models)
         with pytest.raises(InvalidInputError, match="pack has no effect"):
             chosen(BalancerConfig(policy="eplb"), {"pack"}, models)
@@ -345,13 +345,13 @@ def test_a_lever_that_is_on_and_cannot_act_says_so() -> None:
         patch.object(megatron_run, "why_not_native", lambda: "X"),
     ):
         (said,) = idle_levers(config, set(), None)
-        assert said.startswith("pack is on but does nothing, because X")
+        assert said.startswith("pack is on but has no effect, because X")
         assert not list(idle_levers(BalancerConfig(pack=False), set(), None))
     with patch.object(megatron_run, "native_core", lambda: "there"):
         assert not list(idle_levers(config, {"reorders"}, None))
         assert not list(idle_levers(config, set(), "weights are read"))
         (said,) = idle_levers(config, {"reorders"}, "weights are read")
-        assert said.startswith("reorders is on but does nothing, because weights are read")
+        assert said.startswith("reorders is on but has no effect, because weights are read")
         assert not list(idle_levers(BalancerConfig(), {"reorders"}, "weights are read"))
 
 

@@ -335,7 +335,7 @@ def test_residents_are_pushed_when_anything_changed_and_their_gradients_go_home_
             of_layer.start_push()
             of_layer.wait_for_push()
             of_layer.end_micro_batch(0)
-        with pytest.raises(InvalidInputError, match=f"those of {LAYERS} layers are lost"):
+        with pytest.raises(InvalidInputError, match=f"gradients of {LAYERS} layers are lost"):
             copies.end_pass()
         copies.give_up()
         copies.release()

@@ -119,7 +119,7 @@ def test_frozen_parameters_have_no_state_and_strange_ones_are_refused() -> None:
     found = ExpertOptimizerState(optimizer_of(parameters, own_shard=0))
     assert found.shards(torch.nn.Parameter(torch.zeros(2), requires_grad=False)) == []
     for ask in (found.shards, found.tensors):
-        with pytest.raises(InvalidInputError, match="not in the optimizer that attach received"):
+        with pytest.raises(InvalidInputError, match="the optimizer that attach received does not have"):
             ask(torch.nn.Parameter(torch.zeros(2)))
 
 
@@ -175,7 +175,7 @@ def test_state_that_cannot_move_is_refused(option: str) -> None:
         ExpertOptimizerState(optimizer)
     stub = optimizer_of([parameter], own_shard=0)
     stub.is_stub_optimizer = True
-    with pytest.raises(InvalidInputError, match="not in the optimizer"):
+    with pytest.raises(InvalidInputError, match="the optimizer that attach received does not have"):
         ExpertOptimizerState(stub).shards(parameter)
 
 
@@ -442,7 +442,9 @@ def test_buffers_are_sized_for_the_fullest_rank_of_the_pass_and_freed_at_its_end
             static.set_capacity(planned(rows_of_pass))
         static.set_capacity(planned(rows, misfit="another batch"))
     assert [state.capacity_rows for state in states] == [None, None]
-    assert sum("this pass has no bound" in record.message for record in caplog.records) == 1, "once in a run"
+    assert sum("static_rows cannot bound the buffers" in record.message for record in caplog.records) == 1, (
+        "once in a run"
+    )
 
 
 def test_megatrons_own_factor_is_a_limit_and_the_one_that_is_named_is_enough(
@@ -450,9 +452,9 @@ def test_megatrons_own_factor_is_a_limit_and_the_one_that_is_named_is_enough(
 ) -> None:
     """Of ranks with 4 tokens each, top-2, the mean is 8 rows; 10 are about 1.25 times as many."""
     one_pass = planned([[[10, 6], [8, 8]]], tokens=[[4, 4]])
-    with pytest.raises(InvalidInputError, match=r"on EP group 1, but 1.0 is set") as refused:
+    with pytest.raises(InvalidInputError, match=r"on EP group 1, but it is set to 1\.0") as refused:
         static_rows(states, 1.0).set_capacity(one_pass)
-    words = str(refused.value).partition("moe_expert_rank_capacity_factor ")[2]
+    words = str(refused.value).partition("moe_expert_rank_capacity_factor of at least ")[2]
     named = float(words.partition(" ")[0])
     assert named == pytest.approx(1.25, abs=2e-4)
     static_rows(states, named).set_capacity(one_pass)
@@ -483,7 +485,7 @@ def test_parts_of_a_pass_are_found_by_their_micro_batch_and_waited_for_once() ->
     assert places[0][0] is places[1][0] is places[4][0]
     assert places[3][0] is first
     assert waited == ["second", "third"]
-    with pytest.raises(IndexError, match="only 4 micro-batches"):
+    with pytest.raises(IndexError, match="for only 4 micro-batches"):
         parts.of(4)
 
 

@@ -102,10 +102,13 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
         (lambda: padded_rows(named(1, 6), row_slice=RowSlice(cp_size=2)), "divides every sequence into 4 equal chunks"),
         (lambda: padded_rows(named(1, 3), row_slice=RowSlice(tp_size=2)), "needs a multiple of 2 positions"),
         (lambda: padded_rows(np.zeros((1, 2, 3)), row_slice=RowSlice()), "integers with 4 dimensions"),
-        (lambda: padded_rows(named(2, 2), row_slice=RowSlice(), attention_mask=np.ones((1, 2))), "must have shape [2, 2]"),
+        (
+            lambda: padded_rows(named(2, 2), row_slice=RowSlice(), attention_mask=np.ones((1, 2))),
+            "must have shape [2, 2]",
+        ),
         (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], row_slice=RowSlice()), "3 tokens"),
         (lambda: packed_rows([], cu_seqlens_padded=[0], row_slice=RowSlice()), "has no sequences"),
-        (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must lie in 0 .. tp_size - 1 = 1"),
+        (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must be 0 to tp_size - 1 = 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: object, sentence: str) -> None:

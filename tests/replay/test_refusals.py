@@ -54,7 +54,7 @@ def test_layers_before_tokens_are_refused_with_the_cure(tmp_path: Path) -> None:
     cure = r"The axes must be \[tokens, layers, top-k\]: swap the first two \(array\.swapaxes\(0, 1\)"
     swapped = drawn_routes(4, 300)
     np.savez(tmp_path / "swapped.npz", a=swapped)
-    with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\] would mean 4 tokens in 300 layers: " + cure):
+    with pytest.raises(InvalidInputError, match=r"\[4, 300, 8\], which would mean 4 tokens in 300 layers\. " + cure):
         open_source(tmp_path / "swapped.npz")
     with pytest.raises(InvalidInputError, match=cure):
         RoutingTrace.from_sequences([swapped], num_experts=128)
@@ -343,5 +343,5 @@ def test_a_conversion_may_replace_a_trace_but_not_its_source(tmp_path: Path) -> 
 
 
 def test_a_stored_trace_contradicts_wrong_options(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="has num_experts = 8, not 16"):
+    with pytest.raises(InvalidInputError, match="has num_experts = 8, but you set 16"):
         open_source(stored(tmp_path / "t"), options=ImportOptions(num_experts=16))
