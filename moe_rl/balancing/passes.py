@@ -221,15 +221,9 @@ class PassCycle(RoutePlanner[Tables]):
         self._require_ready()
         self._settle_homes(source, forward_only=forward_only)
         if source is not None:
-            require(
-                not self._queue.passes,
-                "the pass that prepare() prepared has not begun yet: call begin_pass() without a source first.",
-            )
+            require(not self._queue.passes, "the prepared pass must begin first: call begin_pass() without a source.")
             self.prepare(source, forward_only=forward_only)
-        require(
-            bool(self._queue.passes),
-            "there is nothing to begin: pass a PassSource to begin_pass(), or call prepare() first.",
-        )
+        require(bool(self._queue.passes), "pass a PassSource to begin_pass(), or call prepare() first.")
         started = time.perf_counter()
         prepared = self._queue.passes.popleft()
         with ranges.range("plan"):

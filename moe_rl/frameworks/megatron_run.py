@@ -199,10 +199,7 @@ class MegatronRun:
                 "there is nothing to balance, because the model has no MoE layer.",
             )
             ep_size = parallel_state.get_expert_model_parallel_world_size()
-            require(
-                ep_size > 1,
-                "there is nothing to balance with expert_model_parallel_size 1, because every rank holds all experts.",
-            )
+            require(ep_size > 1, "with expert_model_parallel_size 1, every rank holds all experts.")
             require(not refusal, refusal)
             return version
 
@@ -218,10 +215,7 @@ class MegatronRun:
             config = chosen(config, settings.given, models)
             balancer = attach(models, optimizer, config)
             if not guarded:
-                balancer.run.homes_stay = (
-                    f"{framework.name} reads and writes weights without first moving experts back to their Megatron "
-                    "ranks"
-                )
+                balancer.run.homes_stay = f"{framework.name} reads and writes weights without first moving experts back"
             for sentence in idle_levers(config, settings.given, balancer.run.why_homes_stay):
                 say_once(sentence)
             announce(framework.name, version, num_layers=balancer.model.num_moe_layers, policy=settings.balancer.policy)
@@ -325,9 +319,8 @@ class MegatronRun:
         if dist.get_rank() == 0:
             logger.warning(
                 "moe_rl: balancing ended after %d updates, as set with until. All experts are on the ranks where "
-                "Megatron puts them, and the run continues.",
-                self._updates,
-            )
+                "Megatron puts them, and the run continues.", self._updates,
+            )  # fmt: skip
 
     def _around(
         self,

@@ -324,7 +324,7 @@ def test_prepared_passes_run_in_their_order_and_can_be_dropped() -> None:
         passes = [routes_of(rank.rank, count, seed=count) for count in (1, 2, 3)]
         for routes in passes:
             rank.cycle.prepare(PassSource.replayed(routes))
-        with pytest.raises(InvalidInputError, match=r"the pass that prepare.. prepared has not begun yet"):
+        with pytest.raises(InvalidInputError, match=r"the prepared pass must begin first"):
             rank.cycle.begin_pass(PassSource.unknown(1))
         for routes in passes[:2]:
             metrics = rank.ran(routes)

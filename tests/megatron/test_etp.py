@@ -46,7 +46,7 @@ def test_ranks_with_other_parts_that_ask_for_something_else_are_an_error_on_all(
     for rank in outcome:
         assert "must have the same number of micro-batches with routes, but they have 2, 3" in rank["number"]
         assert "must be -1 to 7" in rank["ids"]
-        assert "their requests differ" in rank["asked"]
+        assert "must request the same plan" in rank["asked"]
         assert "all ranks must be given the same expert placement" in rank["placement"]
         assert "sides are multiples of 16" in rank["grouped"]
         assert rank["homes"] == "True"

@@ -243,7 +243,7 @@ def test_recordings_hold_the_replayed_routes_and_open_in_the_simulator(outcome: 
 @verl_case("refused")
 def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
     expected = {
-        "ep_size": "there is nothing to balance with expert_model_parallel_size 1",
+        "ep_size": "with expert_model_parallel_size 1, every rank holds all experts.",
         "dense": "there is nothing to balance, because the model has no MoE layer.",
         "packing": "use_remove_padding must be True, because verl packs the routes that it replays",
         "versions": "verl: the version of moe_rl must be the same on all ranks, but rank 1 has 0.1 and rank 0 has 0.0.",
