@@ -128,7 +128,7 @@ def test_a_sweep_prints_a_table_for_every_value() -> None:
         (("--num-samples", 0), "--num-samples must be at least 1"),
         (("--mean-length", 5000), "--mean-length 5000 is greater than --max-length 4096"),
         (("--model", "from-trace"), "needs --model when no trace is given"),
-        (("--ep", 64), "does not divide the 32 training GPUs"),
+        (("--ep", 64), "does not divide the number of training GPUs (32)"),
         (("--imbalance", 0.5), "imbalance must be at least 1"),
         (("--draft-tokens", 2, "--accepted-tokens", 4), "accepted_tokens must be 1 to 3"),
         (("--rollout-precision", "fp4"), "'fp4' is unknown. Did you mean 'fp8'?"),

@@ -309,7 +309,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         (("--sweep", "objective=time,imbalance"), "--sweep 'objective' is not an option whose values can be compared"),
         (("--sweep", "policy=static"), "--sweep 'policy' is not an option whose values can be compared"),
         (("--sweep", "ep=2,2"), "gives a value of expert_model_parallel_size twice"),
-        (("--sweep", "ep=2", "--sweep", "expert-model-parallel-size=4"), "names expert_model_parallel_size twice"),
+        (("--sweep", "ep=2", "--sweep", "expert-model-parallel-size=4"), "gives expert_model_parallel_size twice"),
         (("--sweep", "moe_token_dispatcher_type=flex,alltoal"), "Did you mean 'alltoall'"),
         (("--sweep", "cluster=h100,h1000"), "unknown cluster 'h1000'"),
         (("--sweep", "ep=2", "--out", "s.json"), "--out s.json must end in .jsonl"),

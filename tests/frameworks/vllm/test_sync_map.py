@@ -56,7 +56,7 @@ def runner(layers: int, slots: int = 3) -> Any:
 
 
 @pytest.mark.parametrize(("slots", "sentence"), [
-    ([[0, 1, 2]] * 2, "a map of 2 MoE layers, but this vLLM worker has 1"),
+    ([[0, 1, 2]] * 2, "an expert map of 2 MoE layers, but this vLLM worker has 1"),
     ([[0, 1]], "the weight sync sends 2 slots for MoE layer"),
     ([[1, 0, 1]], "the routers of vLLM cannot use it without enable_eplb"),
 ])  # fmt: skip
