@@ -56,8 +56,9 @@ PLACEMENT = replace(ALL_LEVERS, pack=False)
 class PlanProblem:
     """One step to plan: its loads, the cluster and the resources that a plan may use.
 
-    `objective` says by what plans are compared (its name is taken, too): "time" prices replicas, moves and all-to-all
-    with `cost`; "imbalance" balances token-expert pairs, copies being free within the slot limits.
+    `objective` says by what plans are compared (its name is taken, too). One in seconds, as "time", prices replicas,
+    moves and all-to-all with `cost`; one in rows, as "imbalance", balances token-expert pairs, and copies are free
+    within the slot limits.
     """
 
     load: StepLoad
@@ -204,7 +205,7 @@ class Planner(ABC):
     """Dispatchers under which the simulator does not meet the policy's published gains, each with the reason: there the
     policy is not forecast."""
     never_worse_than_static: ClassVar[bool] = True
-    """Under objective "imbalance" its busiest ranks take no more of the known rows than under static placement."""
+    """Under an objective in rows its busiest ranks take no more of the known rows than under static placement."""
     by_default: ClassVar[bool] = False
     """Stands in the table of somebody who named no policies."""
     is_engine: ClassVar[bool] = False

@@ -1,4 +1,5 @@
-"""By what plans are compared. A new objective is one class here, one name in `study/options.yaml`.
+"""By what plans are compared. A new objective is one class here, one entry of `OBJECTIVES` and one
+name in `study/options.yaml`.
 
 Another package adds one through the entry-point group `moe_rl.plan_objectives`.
 
@@ -24,7 +25,10 @@ Example: two EP groups, one micro-batch, two layers, costs [[[3 1]] [[2 4]]].
     power 2     the sum of squares: 9 + 1 + 4 + 16 = 30
 
 The searches follow these facts, those of the C++ core too: they lower the sum over all (group, micro-batch, layer) of
-`rows ** power` of the busiest bin, and under a peak the busiest bin of all (`planner.search`, `csrc/reorder.cpp`).
+`rows ** power` of the busiest bin, and under a peak the busiest bin of all (`planner.search`, `csrc/reorder.cpp`). A
+bin is a rank, or a node where homes are chosen first among nodes. So an objective sees one number of every (group,
+micro-batch, layer): the mean of the two fullest ranks, for example, cannot be followed. Replicas lower the busiest rank
+of each by itself, so neither `power` nor a peak changes them.
 """
 
 from abc import ABC, abstractmethod
