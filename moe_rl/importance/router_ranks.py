@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import require
 
-# (number of the chunk, keys of its forward): called when a chunk has run.
+# Called when a chunk has run, with its number and the keys of its rows: the token's index, or -1 for a row of padding.
 AfterChunk = Callable[[int, Tensor], None]
 
 
@@ -38,7 +38,9 @@ def part_of_rank(keys: Tensor, num_rows: int) -> Tensor:
 
 @contextmanager
 def between_stages(sums: Tensor, group: "dist.ProcessGroup | None", *, num_chunks: int) -> Iterator[AfterChunk]:
-    """Yield what hands the sums [2, T + 1] of each forward on from stage to stage, behind its activations.
+    """Yield what hands the sums of each forward on from stage to stage, behind its activations.
+
+    Sums are [2, T + 1]: padding, then T tokens.
 
     `group` has the pipeline's stages in order; without one, or alone in it, nothing is handed on. After its forward a
     chunk adds what came before it, without what it has sent itself (interleaved pipelines come by more than once), and

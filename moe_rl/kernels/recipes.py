@@ -163,7 +163,10 @@ def compare_rollout_weights(
     both were made from. Engines that multiply by a rounded reciprocal of the scale differ where a quotient is a tie
     between two codes: rarely.
     """
-    require(recipe.weight_block_shape is not None, f"compare_rollout_weights: recipe {recipe.name} has no codes.")
+    require(
+        recipe.weight_block_shape is not None,
+        f"compare_rollout_weights compares quantized weights, but recipe {recipe.name} does not quantize weights.",
+    )
     block_shape = recipe.weight_block_shape or (BLOCK, BLOCK)
     require_form("compare_rollout_weights: codes", codes, tuple(master.shape), (FP8_DTYPE,))
     requantized = quantize(master, block_shape, rounding=recipe.rounding, backend=backend)

@@ -256,7 +256,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     require(
         not config.kernels.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,
         "placement_bitwise needs moe_token_dispatcher_type alltoall, because other dispatchers add expert outputs "
-        "in the order of their ranks.",
+        "in the order of the ranks that hold the experts.",
     )
     require(
         dispatcher in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher),

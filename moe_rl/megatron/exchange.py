@@ -102,10 +102,13 @@ class ReplicatedExperts:
         """Replica slots of this rank that are filled, ascending."""
         return sorted(copy.host_slot for copy in self.cell.copies if copy.host_rank == self.transport.rank)
 
-    def _hosted(self, num_slots: int) -> list[tuple[int, ReplicaBuffers, int]]:
-        """Return (slot, buffers, row) of every copy on this rank, ascending by slot; none where rows go home alone."""
+    def _hosted(self, num_row_slots: int) -> list[tuple[int, ReplicaBuffers, int]]:
+        """Return (slot, buffers, row) of every copy on this rank, ascending by slot; none where rows go home alone.
+
+        `num_row_slots`: slots that the dispatched rows are of, homes alone or with residents and replicas.
+        """
         slot, copies = self.experts.num_local_experts, []
-        if num_slots == slot:
+        if num_row_slots == slot:
             return []
         if self.residents is not None:
             buffers = self.residents.transport.buffers

@@ -109,7 +109,7 @@ class Imbalance(PlanObjective):
 def _check(objective: PlanObjective) -> None:
     """Raise unless `objective` is an instance of an objective whose facts the searches can follow together."""
     is_objective = isinstance(objective, PlanObjective)
-    require(is_objective, f"objective {objective.name!r} must be an instance of a moe_rl.planner.PlanObjective.")
+    require(is_objective, f"objective {objective.name!r} must be an instance of moe_rl.planner.PlanObjective.")
     power = objective.power
     is_power = isinstance(power, int) and 1 <= power <= MOST_POWER
     require(is_power, f"objective {objective.name!r}: power must be 1 to {MOST_POWER}, got {power!r}.")

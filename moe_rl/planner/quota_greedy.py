@@ -177,17 +177,17 @@ class _Greedy:
         self.available[at] -= amount
         return gives, has_room == 0
 
-    def _next_donor(self, at: Ints) -> None:
+    def _next_donor(self, problems: Ints) -> None:
         """Pass on to the rank with the next highest load; a problem where that one has no excess is solved."""
         ranks = self.donors.shape[1]
-        self.turn[at] += 1
-        over = self.turn[at] == ranks
-        self.donor[at] = self.donors[at, np.minimum(self.turn[at], ranks - 1)]
-        self.need[at] = self.excess[at, self.donor[at]]
-        self.feasible[at] = over | (self.need[at] == 0)
-        self.position[at] = 0
+        self.turn[problems] += 1
+        over = self.turn[problems] == ranks
+        self.donor[problems] = self.donors[problems, np.minimum(self.turn[problems], ranks - 1)]
+        self.need[problems] = self.excess[problems, self.donor[problems]]
+        self.feasible[problems] = over | (self.need[problems] == 0)
+        self.position[problems] = 0
 
-    def _take_up_expert(self, at: Ints) -> None:
-        self.expert[at] = self.largest_first[at, self.donor[at], self.position[at]]
+    def _take_up_expert(self, problems: Ints) -> None:
+        self.expert[problems] = self.largest_first[problems, self.donor[problems], self.position[problems]]
         # One pair stays at home, as in the published kernel.
-        self.available[at] = np.maximum(self.loads[at, self.donor[at], self.expert[at]] - 1, 0)
+        self.available[problems] = np.maximum(self.loads[problems, self.donor[problems], self.expert[problems]] - 1, 0)

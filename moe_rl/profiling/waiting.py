@@ -61,8 +61,8 @@ class WaitSplit:
     @property
     def _mean_experts_s(self) -> float:
         mean_s = 0.0
-        for seconds in self.experts_s.values():
-            mean_s += float(seconds.mean())
+        for seconds_by_rank in self.experts_s.values():
+            mean_s += float(seconds_by_rank.mean())
         return mean_s
 
 

@@ -168,7 +168,7 @@ def _forced_balance(pricing: StepPricing, step: TrainingStep) -> PolicyResult:
 
 def _ideal(pricing: StepPricing, step: TrainingStep, slots_per_rank: int) -> PolicyResult:
     """Return the lower bound of plans with the step's layout and so many slots on every rank."""
-    rows = fewest_rows(
+    row_counts = fewest_rows(
         step.load,
         pricing.topology,
         slots_per_rank=slots_per_rank,
@@ -176,7 +176,7 @@ def _ideal(pricing: StepPricing, step: TrainingStep, slots_per_rank: int) -> Pol
         deduplicated=pricing.deduplicates,
     )
     prediction = StepPrediction(policy="ideal", imbalance=1.0, node_imbalance=1.0)
-    return _timed(prediction, pricing, SourceWork.of(step).mean(), Destinations(rows=rows))
+    return _timed(prediction, pricing, SourceWork.of(step).mean(), Destinations(rows=row_counts))
 
 
 def _timed(

@@ -38,7 +38,8 @@ def even_stages(num_layers: int, *, pp_size: int = 1, vpp_size: int = 1) -> tupl
     chunks = pp_size * vpp_size
     require(
         num_layers % chunks == 0,
-        f"{num_layers} MoE layers are not a multiple of {pp_size} stages of {vpp_size} chunks: name their stages.",
+        f"{num_layers} MoE layers cannot be divided evenly among {pp_size} pipeline stages of {vpp_size} chunks: give "
+        "the stage of each layer.",
     )
     per_chunk = num_layers // max(1, chunks)
     return tuple(layer // per_chunk % pp_size for layer in range(num_layers))

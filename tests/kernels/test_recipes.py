@@ -83,7 +83,7 @@ def test_other_recipes_compare_in_their_own_blocks(device: str, recipe: object) 
 def test_misuse_gets_a_sentence() -> None:
     w = torch.zeros(16, 16, dtype=torch.bfloat16)
     made = quantize(w, (128, 128))
-    with pytest.raises(InvalidInputError, match="recipe bf16 has no codes"):
+    with pytest.raises(InvalidInputError, match="recipe bf16 does not quantize weights"):
         compare_rollout_weights(made.data, made.scale, w, BF16)
     with pytest.raises(InvalidInputError, match="codes must be"):
         compare_rollout_weights(w, made.scale, w)

@@ -52,7 +52,7 @@ def iterated(make_iterator: Callable[..., Iterator[Any]], rollout: Any, *how: An
 class LookAhead:
     """The update that one engine runs next."""
 
-    prepared: Any = None
+    prepared_batch: Any = None
     """The mini-batch for which a pass is prepared; None where none is."""
     indices: list[list[int]] | None = None
     """Its sequences by micro-batch, where these are dynamic."""
@@ -62,20 +62,20 @@ class LookAhead:
     """Of the last update."""
 
     def comes(self, data: Any, *, forward_only: bool) -> bool:
-        """Return whether the batch that comes is `prepared` on all ranks, and forget that otherwise; a collective."""
-        prepared, self.prepared = self.prepared, None
+        """Return whether `data` is the prepared batch on all ranks, and forget that batch if not; a collective."""
+        prepared_batch, self.prepared_batch = self.prepared_batch, None
         if forward_only or _settings_of(data) != self._settings:  # on all ranks alike
             return False
-        if prepared is not data:  # else it is the next of the rollout, of which all ranks have their own
-            foretold, now = prepared["input_ids"], data["input_ids"]
+        if prepared_batch is not data:  # else it is the next of the rollout, of which all ranks have their own
+            foretold, now = prepared_batch["input_ids"], data["input_ids"]
             same = torch.equal(foretold.offsets(), now.offsets()) and torch.equal(foretold.values(), now.values())
             if not all(gathered(same)):
                 return False
-        self.prepared = data
+        self.prepared_batch = data
         return True
 
     def after(self, data: Any, engine: Any, *, forward_only: bool) -> list[Any] | None:
-        """Return the micro-batches of the update after the pass with `data`, which is `prepared` then; a collective.
+        """Return the micro-batches of the update after the pass with `data`, then `prepared_batch`; a collective.
 
         None where there is no update after it, or nobody knows yet how verl cuts a rollout.
         """
@@ -86,7 +86,7 @@ class LookAhead:
             coming = self._first_of(data, self._cut, engine)
         if coming is None:
             return None
-        self.prepared = coming
+        self.prepared_batch = coming
         return self._micro_batches(coming, engine)
 
     def _first_of(self, rollout: Any, cut: Callable[[Any], Iterator[Any]], engine: Any) -> Any:

@@ -92,7 +92,7 @@ def packed_anew(original: Callable[..., Any], data: Any, *args: Any, **kwargs: A
     engine_run = engine_run_of(UPDATE.get())
     if engine_run is not None:
         look_ahead = engine_run.look_ahead
-        if look_ahead.prepared is data and look_ahead.indices is not None:
+        if look_ahead.prepared_batch is data and look_ahead.indices is not None:
             return selected(look_ahead.indices)
     micro_batches, indices = original(data, *args, **kwargs)
     grouped = get_non_tensor_data(data, "force_group_size", 1) > 1

@@ -22,7 +22,7 @@ def planned_schedules(original: Callable[[], Callable[..., Any]]) -> Callable[..
         engine, run = engine_run.engine, engine_run.run
         micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], kwargs["num_microbatches"])
         source: PassSource | None = None  # the pass that is prepared, if there is a balancer
-        if run.balancer is not None and engine_run.look_ahead.prepared is None:
+        if run.balancer is not None and engine_run.look_ahead.prepared_batch is None:
             source = source_of(micro_batches, engine, run.balancer.model)
         shift, forward_only = run.router_shift, kwargs["forward_only"]
         keys = None
@@ -48,7 +48,7 @@ def reported(original: Callable[..., Any], self: Any, data: Any, loss_function: 
     if limit is not None and fact("force_group_size", 1) == 1 and not config.dynamic_context_parallel:
         longest = -(-max(map(len, data["input_ids"].unbind())) // config.context_parallel_size)
         assign_non_tensor(data, max_token_len_per_gpu=run.micro_batch_limit(limit, longest))
-    if look_ahead.prepared is not None and not look_ahead.comes(data, forward_only=forward_only):
+    if look_ahead.prepared_batch is not None and not look_ahead.comes(data, forward_only=forward_only):
         run.drop_prepared()
     try:
         with forming_micro_batches_of(None if forward_only else self):
@@ -56,7 +56,7 @@ def reported(original: Callable[..., Any], self: Any, data: Any, loss_function: 
         _look_ahead(data, engine_run, forward_only=forward_only)
     except BaseException:
         # The same batch may come once more, and the pass that was prepared for it is used up.
-        look_ahead.prepared = None
+        look_ahead.prepared_batch = None
         run.drop_prepared()
         raise
     finally:
@@ -71,7 +71,7 @@ def reported(original: Callable[..., Any], self: Any, data: Any, loss_function: 
 def _look_ahead(data: Any, engine_run: EngineRun, *, forward_only: bool) -> None:
     """Let the update after the pass that has run be planned beside whatever runs until it comes; a collective."""
     engine, run, look_ahead = engine_run.engine, engine_run.run, engine_run.look_ahead
-    look_ahead.prepared = None
+    look_ahead.prepared_batch = None
     # Rows of a dynamic context-parallel group are cut by another scheduler; buffers of one size want replayed routes.
     if run.balancer is None or engine.engine_config.dynamic_context_parallel or run.balancer.config.kernels.static_rows:
         return
