@@ -65,7 +65,7 @@ def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path, name: str) ->
     assert min(gains[:taken]) >= LEAST_GAIN > gains[taken]
     assert report.policies[1].step_time_s == steps[taken]
     assert (report.policies[1].resident_bytes > 0) == (name == "resident_slots")
-    (said,) = (note for note in report.cautions if "chosen for moe-rl" in note)
+    (said,) = (note for note in report.cautions if "chosen for the policy moe-rl" in note)
     assert said.startswith(f"{taken} {name[:-1].replace('_', ' ').replace('cross n', 'cross-n')}")
     assert f"with {taken + 1}, the step is " in said
 
