@@ -71,7 +71,7 @@ class MemoryForecast:
         """Return the sentence about a pass that is printed before it runs."""
         sentence = f"rank {self.fullest_rank} has the highest predicted peak memory, {self.peak_bytes / GIB:.1f} GiB"
         if self.fits:
-            most = f"micro-batches of up to {self.largest_micro_batch:,} tokens per rank would fit"
+            most = f"Micro-batches of up to {self.largest_micro_batch:,} tokens per rank would fit"
             return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB. {most}"
         gpu = f"but the GPU has only {self.hbm_bytes / GIB:.1f} GiB"
         return f"predicted out of memory: {sentence}, {gpu}. Any of these would fit: {'; '.join(self.remedies)}"

@@ -89,8 +89,8 @@ def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -
     for rank in outcome:
         refused = rank.pop("refused")
         assert all(rank.values()), rank
-        assert "is a dict" in refused[0]
-        assert "holds 1 micro-batches, but the call needs 2" in refused[1]
+        assert "a data_iterator of type dict" in refused[0]
+        assert "has 1 micro-batches, but the call needs 2" in refused[1]
         for message in refused[2:]:
             assert "from another model: they have 2 layers and top-1" in message
         assert len(refused) == 4

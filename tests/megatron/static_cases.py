@@ -385,7 +385,7 @@ def forecasts() -> dict[str, Any]:
             said.clear()
             routes = occurring(0, count=MICRO_BATCHES)
             balancer.begin_pass(PassSource.replayed(routes))
-            found.setdefault("said", []).append([each for each in said if "forecast" in each[1]])
+            found.setdefault("said", []).append([each for each in said if "predicted peak memory" in each[1]])
             tiny_gpt.forward_backward(run, 0, routes)
             metrics = balancer.end_pass()
             found["metrics"].append(metrics.as_dict())

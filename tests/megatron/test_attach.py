@@ -135,7 +135,7 @@ def test_ranks_that_pack_to_other_limits_are_told(outcome: list[Any]) -> None:
     for found in outcome:
         assert found["one_limit"] == 2
         assert found["settled"], "which log-prob passes were of this update is settled before experts move"
-        assert found["limits"].startswith("ranks must pack with the same token_budget, but rank 1 has ")
+        assert found["limits"].startswith("all ranks must pack with the same token_budget, but rank 1 has ")
 
 
 @attach_case("resident_slots_of_least_memory")

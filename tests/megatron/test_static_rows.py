@@ -123,6 +123,8 @@ def test_memory_is_forecast_before_an_update_and_a_rank_that_lacks_it_is_named(o
         assert "moe_rl/forecast_peak_bytes" not in found["forward_only"]
     (_, said), (_, lacks) = outcome[0]["said"][0] + outcome[0]["said"][2]
     assert re.search(
-        r"rank \d has the highest predicted peak memory, 0.0 GiB of 79.6 GiB. micro-batches of up to [\d,]+ tok", said
+        r"rank \d has the highest predicted peak memory, 0.0 GiB of 79.6 GiB\. Micro-batches of up to [\d,]+ tok", said
     )
-    assert re.search(r"out of memory: rank \d .* any of these would fit: micro-batches of \d+% of the tokens", lacks)
+    assert re.search(
+        r"predicted out of memory: rank \d .* Any of these would fit: micro-batches with \d+% of the tokens", lacks
+    )
