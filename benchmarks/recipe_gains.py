@@ -71,8 +71,8 @@ def table(names: tuple[str, ...] = ()) -> str:
     """Return one row of Markdown per recipe, or for those of these names."""
     lines = [
         "",
-        "| recipe | published step | simulated | perfect balance, imbalance 1.5 | 2.5 | GPU hours a day at 1.5 "
-        "| most of the step |",
+        "| recipe | published step | simulated step | speed-up, imbalance 1.5 | speed-up, imbalance 2.5 "
+        "| GPU hours saved a day, imbalance 1.5 | largest part |",
         "|---|---|---|---|---|---|---|",
     ]
     for gain in gains():
