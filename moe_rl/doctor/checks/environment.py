@@ -64,8 +64,8 @@ def megatron_without_replay(case: Case) -> Iterator[Found]:
 
 
 def packing_without_core(case: Case) -> Iterator[Found]:
-    """The search that assigns sequences to micro-batches is written in C++. Without it, verl, slime and miles keep
-    their own micro-batches, and the simpler reference planner makes all other plans. The run logs this once.
+    """The search that assigns sequences to micro-batches is written in C++. Without the C++ core, verl, slime and miles
+    keep their own micro-batches, and the simpler reference planner plans the experts. The run logs this once.
     """
     here, framework = case.environment, case.settings.framework
     if here and case.attach and framework in PACKING and "moe_rl._native" not in here.modules:

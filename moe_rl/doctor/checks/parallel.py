@@ -7,7 +7,9 @@ from moe_rl.doctor.verdict import adapts_experts
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:
-    """Megatron gives every EP rank the same number of experts, and stops if the experts do not divide evenly."""
+    """Megatron gives every EP rank the same number of experts, and stops if the number of experts is not a multiple of
+    the number of ranks.
+    """
     experts, ranks = case.settings.num_moe_experts, case.settings.expert_model_parallel_size
     if experts and ranks and above(ranks, 0) and experts.value % ranks.value:
         yield Found("{} does not divide {}.", ranks, experts)
@@ -32,9 +34,9 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
 
 
 def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
-    """Other losses are sums over samples, divided by a constant of the mini-batch. This one changes with the samples
-    that share a micro-batch: verl's dynamic micro-batches (use_dynamic_bsz) change it from update to update, and so
-    does packing by moe_rl. A balanced run says so once and packs all the same.
+    """Most losses are sums over samples, divided by a constant of the mini-batch. This run's loss also depends on which
+    samples share a micro-batch. Both verl's dynamic micro-batches (use_dynamic_bsz) and moe_rl's packing regroup the
+    samples, and so change the loss. A balanced run logs this once and packs nevertheless.
     """
     reason = case.settings.micro_batch_loss
     if reason:
@@ -65,7 +67,7 @@ def uneven_lengths_under_hybridep(case: Case) -> Iterator[Found]:
 
 def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     """Within one node, alltoall and allgather were reported to be faster than DeepEP, and Megatron's maintainers
-    recommend them there.
+    recommend these two dispatchers.
     """
     backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
     if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
@@ -73,9 +75,9 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
 
 
 def expert_group_leaves_node(case: Case) -> Iterator[Found]:
-    """The ranks of an EP group exchange every token twice per layer. Inside a node they use NVLink; between nodes they
-    use the network, which is 5 to 10 times slower. The same GPUs may be faster with more pipeline stages and fewer EP
-    ranks. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
+    """The ranks of an EP group exchange every token twice per layer. Inside a node, the tokens travel over NVLink;
+    between nodes, over the network, which is 5 to 10 times slower. The same GPUs may be faster with more pipeline
+    stages and a smaller EP size. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
     """
     ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
     if ranks and node and spans_nodes(case):
@@ -84,8 +86,8 @@ def expert_group_leaves_node(case: Case) -> Iterator[Found]:
 
 def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
     """With expert tensor parallelism, Megatron's token dispatcher sums the partial outputs of each expert.
-    Megatron-Bridge's expert adapters sum their outputs themselves, so these are summed twice. Outputs and gradients are
-    then wrong, and on one code path the adapter silently gets no gradient at all.
+    Megatron-Bridge's expert adapters already sum their own outputs, so these outputs are summed twice. Outputs and
+    gradients are then wrong, and on one code path the adapter silently gets no gradient at all.
     """
     settings = case.settings
     shards = settings.expert_tensor_parallel_size

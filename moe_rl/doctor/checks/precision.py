@@ -50,8 +50,8 @@ def precision_differs_without_correction(case: Case) -> Iterator[Found]:
 
 
 def correction_without_log_probs(case: Case) -> Iterator[Found]:
-    """Rollout correction divides the trainer's probabilities by the rollout engine's. The engine returns them only on
-    request.
+    """Rollout correction divides the trainer's probabilities by the rollout engine's. The engine returns its
+    log-probabilities only on request.
     """
     correction, log_probs = case.settings.rollout_correction, case.settings.rollout_log_probs
     if correction and log_probs is not None and not log_probs:
@@ -62,8 +62,8 @@ def correction_without_log_probs(case: Case) -> Iterator[Found]:
 
 def fp8_misaligned_batches(case: Case) -> Iterator[Found]:
     """The number of rows of an FP8 GEMM must be a multiple of 16 (tensorwise, delayed), 32 (MXFP8) or 128 (blockwise),
-    but packed RL batches can have any length. Padding inside the GEMM distorts its scales: gradients 40 to 500 times
-    too large have been reported.
+    but packed RL batches can have any length. Padding inside the GEMM distorts the FP8 scales: gradients 40 to 500
+    times too large have been reported.
     """
     settings = case.settings
     recipe, multiple = settings.fp8_recipe, settings.pad_multiple

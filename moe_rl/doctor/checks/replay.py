@@ -7,8 +7,8 @@ from moe_rl.doctor.traps import NOTE, WARNING, Case, Found, above
 
 def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
     """The fused branch of Megatron's topk_routing_with_score_function returns before it consults RouterReplay, and
-    nothing rejects the combination. Every token then goes to the experts that the live router chooses, so replay is
-    silently off.
+    nothing rejects the combination of fused router and replay. Every token then goes to the experts that the live
+    router chooses, so replay is silently off.
     """
     replay, fusion = case.replays, case.settings.moe_router_fusion
     if replay and fusion:
@@ -16,8 +16,9 @@ def fused_router_bypasses_replay(case: Case) -> Iterator[Found]:
 
 
 def replay_half_on(case: Case) -> Iterator[Found]:
-    """R3 involves trainer and rollout engine. If the engine returns no routes, the trainer fails on the first batch. If
-    the trainer does not replay the routes that the engine returns, transferring them costs time and has no effect.
+    """With R3, the trainer replays the routes that the rollout engine returns. If the engine returns no routes, the
+    trainer fails on the first batch. If the trainer does not replay the returned routes, transferring them costs time
+    and has no effect.
     """
     settings, replay = case.settings, case.replays
     returns, engine = settings.rollout_returns_routes, settings.rollout_engine
@@ -33,9 +34,9 @@ def replay_half_on(case: Case) -> Iterator[Found]:
 
 
 def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
-    """Megatron numbers the layers of multi-token prediction (MTP) from 1 again, and their RouterReplay instances join
-    the decoder's list. MTP layer k then silently replays the routes of decoder layer k, or replay fails because the
-    number of layers differs.
+    """Megatron numbers the layers of multi-token prediction (MTP) from 1 again, and the RouterReplay instances of these
+    layers join the decoder's list. MTP layer k then silently replays the routes of decoder layer k, or replay fails
+    because the list has more layers than the routes.
     """
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
     if not replay or not layers:
@@ -56,9 +57,10 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
-    """With virtual stages, a rank's RouterReplay instances follow the order of its model chunks, for example layers 1
-    and 3. Forward passes of one micro-batch run between the forward and backward passes of another. Routes that are
-    assigned by position then reach the wrong layers, and the recompute queue mixes up micro-batches.
+    """With virtual stages, a rank's RouterReplay instances are in the order of its model chunks, so that its first two
+    instances can be those of layers 1 and 3. Forward passes of other micro-batches run between the forward and the
+    backward pass of a micro-batch. Routes that are assigned by position then reach the wrong layers, and the recompute
+    queue mixes up micro-batches.
     """
     settings, replay = case.settings, case.replays
     stages, layers = settings.virtual_pipeline_model_parallel_size, settings.num_layers_per_virtual_pipeline_stage
@@ -81,9 +83,9 @@ def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
 
 def recompute_replay_order(case: Case) -> Iterator[Found]:
     """With recomputation, the backward pass runs the router again and must take its own micro-batch's routes from a
-    queue. In a pipeline, forward passes of other micro-batches run in between. Each backward pass must therefore start
-    by switching to REPLAY_BACKWARD. Without the switch, results are wrong only with PP > 1, so a small test does not
-    show the fault.
+    queue. In a pipeline, forward passes of other micro-batches run between the forward and the backward pass of a
+    micro-batch. Each backward pass must therefore start by switching to REPLAY_BACKWARD. Without the switch, results
+    are wrong only with PP > 1, so a test without pipeline parallelism does not show the fault.
     """
     settings, replay = case.settings, case.replays
     recompute, stages = case.router_recompute, settings.pipeline_model_parallel_size
@@ -93,7 +95,8 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     """SGLang and vLLM return routes for all transformer layers, dense layers included. Other producers return routes
-    for MoE layers only. A reader that confuses the two gives layers the routes of other layers, without an error.
+    for MoE layers only. Code that expects the other kind of routes gives layers the routes of other layers, without an
+    error.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:
@@ -117,8 +120,8 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
 
 def no_replay(case: Case) -> Iterator[Found]:
     """Without replay, rollout engine and trainer choose experts independently. About 10 % of the router decisions
-    differ, and most tokens differ in at least one layer. Importance ratios then contain that noise, and a plan made
-    from the rollout's routes is only a forecast.
+    differ, and most tokens get different experts in at least one layer. These differences add noise to importance
+    ratios, and a plan made from the rollout's routes only forecasts the trainer's load.
     """
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size

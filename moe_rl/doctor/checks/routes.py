@@ -8,8 +8,8 @@ from moe_rl.planner.registry import POLICIES
 
 def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     """Padding tokens and the last token of a sequence have no route. For these tokens, verl's R2 replays zeros, so all
-    of them go to expert 0. miles replays experts 0 .. K-1, so all of them go to EP rank 0. With padded batches, this
-    expert seems hot in every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512
+    these tokens go to expert 0. miles replays experts 0 .. K-1, so all these tokens go to EP rank 0. With padded
+    batches, expert 0 seems hot in every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512 tokens
     (verl-project/verl#7075).
     """
     settings, replay = case.settings, case.replays
@@ -21,7 +21,7 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     if framework == "verl":
         target = "expert 0"
     if packed.value:
-        remedy = "Set --filler in moe-rl so that plans count the tokens that are really dispatched."
+        remedy = "In moe-rl's commands, set --filler so that plans count the tokens that are really dispatched."
         few = f"{{}} sends tokens without a route to {target}; with {{}} there are few of these tokens."
         yield Found(few, replay, packed, severity=NOTE, remedy=remedy)
     else:
@@ -50,7 +50,7 @@ def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
 
 def forced_balance_left_on(case: Case) -> Iterator[Found]:
     """moe_router_force_load_balancing replaces the router's logits with random ones. This is useful for measuring
-    speed, but the model cannot learn, and the routes say nothing about balance.
+    speed, but the model cannot learn, and the routes say nothing about the balance of a real run.
     """
     forced = case.settings.moe_router_force_load_balancing
     if forced:
@@ -74,8 +74,8 @@ def trace_of_mock_data(case: Case) -> Iterator[Found]:
 
 
 def trace_under_recompute(case: Case) -> Iterator[Found]:
-    """Megatron's router trace has no micro-batch ids, and recomputation records every router a second time in the
-    backward pass. The file does not show which record belongs to which micro-batch.
+    """Megatron's router trace has no micro-batch ids, and recomputation records every router's choices a second time in
+    the backward pass. The file does not show which record belongs to which micro-batch.
     """
     path, recompute = case.settings.moe_routing_trace_path, case.router_recompute
     if path is not None and recompute:
@@ -92,9 +92,9 @@ def capacity_drops_tokens(case: Case) -> Iterator[Found]:
 
 
 def aux_loss_moves_router(case: Case) -> Iterator[Found]:
-    """The auxiliary loss moves the router toward even load, but the replayed routes remain the rollout's. The router
-    then learns to choose other experts than those that compute the tokens. NeMo-RL saw log-probability errors diverge
-    with seq_aux_loss.
+    """The auxiliary loss moves the router toward even load, but the replayed routes remain those of the rollout. The
+    router then learns to choose experts other than those that compute the tokens. NeMo-RL saw log-probability errors
+    diverge with seq_aux_loss.
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
@@ -105,9 +105,9 @@ def aux_loss_moves_router(case: Case) -> Iterator[Found]:
 
 
 def expert_bias_drifts(case: Case) -> Iterator[Found]:
-    """Loss-free balancing adjusts each expert's bias to the measured load. Under replay, that load is the rollout's,
-    including padding, and does not respond to the bias. The bias therefore keeps drifting, and the next weight sync
-    sends it to the rollout engine.
+    """Loss-free balancing adjusts each expert's bias to the measured load. With replay, the measured load comes from
+    the rollout's routes, including padding, and does not respond to the bias. The bias therefore keeps drifting, and
+    the next weight sync sends it to the rollout engine.
     """
     bias, rate = case.settings.moe_router_enable_expert_bias, case.settings.moe_router_bias_update_rate
     if case.replays and bias and rate and above(rate, 0):
@@ -126,8 +126,8 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
     """vLLM always loads weights by its initial expert map. Its balancer (EPLB) rearranges experts for the first time
-    after a quarter of step_interval. From then on, every weight update silently overwrites the slots of other experts,
-    so rollouts come from a model that was never trained.
+    after a quarter of step_interval. From then on, every weight update silently writes experts into the slots of other
+    experts, so rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):
@@ -145,10 +145,10 @@ def _of_vllm(case: Case) -> bool:
 
 
 def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
-    """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not they have paused. If the
-    period is too short, weights arrive while requests still run, so one request mixes tokens of two policies under one
-    version. If the period is too long, every sync wastes time. A sync that waits for the engines' confirmation needs no
-    such setting.
+    """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not the engines have paused.
+    If the period is too short, weights arrive while requests still run, so one request mixes tokens of two policies
+    under one version. If the period is too long, every sync wastes time. A sync that waits for the engines'
+    confirmation needs no such setting.
     """
     pause = case.settings.weight_sync_pause_s
     if pause and above(pause, 0):
@@ -156,9 +156,9 @@ def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
 
 
 def expert_order_in_export(case: Case) -> Iterator[Found]:
-    """The export and checkpoint code of every framework assumes that the global expert id is ep_rank * num_local + i.
-    After experts have moved permanently, this code exports expert a's weights as expert b's. The rollout engine then
-    computes with wrong experts, without an error.
+    """The export and checkpoint code of every framework assumes that local expert i has the global id ep_rank *
+    num_local + i. After experts have moved permanently, this code exports expert a's weights as expert b's. The rollout
+    engine then computes with wrong experts, without an error.
     """
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
     if placement:
@@ -181,9 +181,9 @@ def _may_move_experts(policy: str) -> bool:
 
 
 def updates_planned_from_history(case: Case) -> Iterator[Found]:
-    """If verl packs sequences, moe_rl knows to which sequence each token belongs. If verl pads them, moe_rl plans an
-    update from the mean load of the previous pass, which helps only as far as loads stay the same. It cannot use the
-    routes of the update's own log-prob pass. The run logs this once and calls the source "history".
+    """If verl packs sequences, moe_rl knows to which sequence each token belongs, and plans an update from the routes
+    of that update's own log-prob pass. If verl pads sequences, moe_rl plans an update from the mean load of the
+    previous pass, which helps only if loads hardly change. The run logs once that it plans from "history".
     """
     packed, framework = case.settings.packed, case.settings.framework
     if framework == "verl" and packed is not None and not packed.value and not case.replays:
