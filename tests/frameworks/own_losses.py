@@ -418,7 +418,9 @@ OURS: dict[tuple[str, str], tuple[str, Loss]] = {
 }  # fmt: skip
 """(framework, recorded setting) -> what stands for it here, and its loss with nothing else set."""
 WIDE = {"clip_ratio_low": math.inf, "clip_ratio_high": math.inf}
-_TOKENS_WIDTH = "its clip width 0.2 suits single tokens and clips no sequence; moe_rl uses the paper's 3e-4 and 4e-4"
+_TOKENS_WIDTH = (
+    "the framework's clip width 0.2 suits single tokens and clips no sequence; moe_rl uses the paper's 3e-4 and 4e-4"
+)
 EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ("verl", "gspo/default"): (_TOKENS_WIDTH, our_verl("gspo", **WIDE)),
     ("slime", "gspo/default"): (_TOKENS_WIDTH, our_slime("slime", "gspo", **WIDE)),
@@ -428,10 +430,11 @@ EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ),
     ("skyrl", "gspo/default"): (_TOKENS_WIDTH, objective("gspo", **WIDE)),
     ("nemo_rl", "cispo/default"): (
-        "its weight has a lower bound of 0.8, unlike the paper's and moe_rl's", objective("cispo", clip_ratio_low=0.2)
+        "NeMo-RL's weight has a lower bound of 0.8, unlike the paper's and moe_rl's",
+        objective("cispo", clip_ratio_low=0.2),
     ),
     ("skyrl", "kl_cov/default"): (
-        "it averages advantages over tokens but sums the KL; moe_rl: `ppo_kl_coef` times the number of tokens",
+        "SkyRL averages advantages over tokens but sums the KL; moe_rl: `ppo_kl_coef` times the number of tokens",
         objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
     ),
 }  # fmt: skip

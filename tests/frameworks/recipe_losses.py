@@ -57,7 +57,9 @@ class Recipe:
 
 _GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "clip_ratio_c": 10.0}
 _DAPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "loss_agg_mode": "token-mean"}
-_WIDTH = "without a clip: its clip width 0.2 suits single tokens and clips no sequence, so moe_rl refuses it"
+_WIDTH = (
+    "without a clip: the framework's clip width 0.2 suits single tokens and clips no sequence, so moe_rl refuses it"
+)
 RECIPES = (
     *(
         Recipe(framework="verl", files=f"examples/{name}", mode="gspo", settings=_GSPO)
@@ -306,7 +308,7 @@ def _shown(value: Any) -> str:
 def table() -> str:
     """Return the table of the reference page."""
     recorded = records()
-    lines = ["| framework | recipe | its loss | ours |", "|---|---|---|---|"]
+    lines = ["| framework | recipe | the recipe's loss | our loss |", "|---|---|---|---|"]
     for recipe in RECIPES:
         loss, gradient = differences(recipe, recorded[recipe.key])
         found = "equal" if max(abs(loss), gradient) <= own.TOLERANCE else f"loss {loss:+.1e}, gradient {gradient:.0%}"
