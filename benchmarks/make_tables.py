@@ -142,7 +142,7 @@ def errors_table() -> str:
 
 def carried_table() -> str:
     """Return every constant that published rows determine, by kind of rows, as a Markdown table."""
-    lines = ["| constant | value | rows that carry it | |", "|---" * 4 + "|"]
+    lines = ["| constant | value | runs that determine it | kind |", "|---" * 4 + "|"]
     lines += [
         f"| {found.name} | {found.value:g} | {found.rows} of {found.of} | {found.kind} |"
         for found in carried_constants(PUBLISHED)
@@ -302,7 +302,7 @@ def kernel_roofs() -> str:
     def best(pattern: str) -> str:
         found = [row for row in rows if re.match(pattern, row["name"])]
         if not found:
-            return "not here"
+            return "not compared"
         row = max(found, key=lambda row: (row["ceiling_tflops"], -row["instructions_per_step"]))
         loop = f"{row['instructions_per_step']:.0f} / {row['cta_barriers_per_step']:.0f}"
         return f"{row['ceiling_tflops']:.0f} ({row['tile']}; {loop})"

@@ -134,7 +134,7 @@ def _print_constants(folder: Path, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json_text({"schema": "moe_rl.constants/1", "constants": [asdict(each) for each in found]}))
         return
-    table = figures_table("constant", "value", "rows that carry it", "kind", gap=2)
+    table = figures_table("constant", "value", "runs that determine it", "kind", gap=2)
     # A sentence, which else would take the room of the figures.
     table.columns[-1].no_wrap, table.columns[-1].justify = False, "left"
     for each in found:

@@ -148,7 +148,7 @@ def _whole_runs(
                 sound = [run.name not in regressions for run in left_out]
                 kept = [run for run, holds in zip(left_out, sound, strict=True) if holds]
                 without = {**named, "name": f"{named['name']}-without-regressions"}
-                said = f"{title}, without what its own page calls a regression"
+                said = f"{title}, without the run that its release page calls a regression"
                 results.append(result(kept, errors[sound], title=said, limit_mean_error=limit, **without))
                 ratios = ratio_errors(left_out, errors).items()
                 points = [
@@ -186,7 +186,7 @@ def _user_runs(
                 points,
                 name=f"{published['name']}-{name}",
                 title=f"{published['title']}, as --software {name}",
-                fitted=published["fitted"] if judged else "nothing on this set; shown to say how wrong tuned is here",
+                fitted=published["fitted"] if judged else "nothing on this set; shows the error of a wrong setting",
                 limit_mean_error=published.get("limit_mean_error") if judged else None,
             )
         )
