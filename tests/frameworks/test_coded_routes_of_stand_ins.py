@@ -209,3 +209,28 @@ def test_a_stream_is_of_the_fewest_experts_that_hold_its_ids_and_their_number() 
     assert isinstance(stream, CodedRoutes)
     assert not is_coded(base64.b64encode(b"MOE").decode())
     assert to_text(np.zeros((2, 1, 1), np.int64))[: len(coded_routes.TEXT_START)] == coded_routes.TEXT_START
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_miless_shards_carry_streams_as_words_and_give_the_routes_back(count: int, routes: np.ndarray) -> None:
+    """Its store takes arrays of int32 alone: a stream of any number of bytes comes out as it went in."""
+    received: list[Any] = []
+    module: Any = SimpleNamespace(
+        _package_shards=lambda shards: shards,
+        process_rollout_data_shard=lambda args, data: received.append(data) or data,
+    )
+    (point,) = [point for name, point in POINTS.items() if name.startswith("miles") and point is coded_routes._miles]
+    point(module)
+    given = [routes[:count].astype(np.int32), routes[count - 1 :].astype(np.int32)]
+    plain_shard = {"tokens": [[1, 2]]}
+    shards = module._package_shards([{"rollout_routed_experts": list(given), "tokens": [[3]]}, dict(plain_shard)])
+    words = shards[0]["rollout_routed_experts"]
+    assert all(sent.dtype == np.int32 and sent.ndim == 1 for sent in words)
+    assert sum(sent.nbytes for sent in words) < sum(each.nbytes for each in given) / 2
+    assert (shards[0]["tokens"], shards[1]) == ([[3]], plain_shard)
+    for shard in (*shards, {"rollout_routed_experts": list(given)}):  # the last of a sender without coded routes
+        module.process_rollout_data_shard("the arguments", shard)
+    for data in (received[0], received[2]):
+        for found, expected in zip(data["rollout_routed_experts"], given, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert received[1] == plain_shard
