@@ -54,7 +54,7 @@ def test_the_written_file_is_a_cluster_with_the_fitted_constants(tmp_path: Path,
     assert loaded.name == "mine"
     for name in FITTED:
         assert getattr(loaded, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3)
-        assert "24 measurements of m.csv" in loaded.sources[name]
+        assert "24 measurements in m.csv" in loaded.sources[name]
     kept = set(start.sources) - set(FITTED)
     assert all(getattr(loaded, name) == getattr(start, name) for name in kept)
     assert all(loaded.sources[name] == f"cluster h100: {start.sources[name]}" for name in kept)
@@ -186,6 +186,6 @@ def test_one_step_is_enough_and_software_gets_a_file_of_its_own(tmp_path: Path) 
     assert ran.code == 0, ran.err
     software = load_software(str(tmp_path / "mine.software.yaml"))
     assert software.costs.host != load_software("typical").costs.host
-    assert "1 measurements of steps.yaml" in software.sources["host"]
+    assert "1 measurements in steps.yaml" in software.sources["host"]
     assert software.spreads["host"] < 0.5  # narrower than before it was measured
     assert load_cluster(str(tmp_path / "mine.yaml")).name == "mine"

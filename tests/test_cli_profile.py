@@ -184,7 +184,7 @@ def test_a_part_of_a_step_is_compared_with_that_part(prediction: tuple[Path, lis
     predicted = json.loads(out.read_text())
     setting, breakdown = predicted["setting"], predicted["policies"]["static"]["breakdown_s"]
     found = document(*two, "--predicted", out, "--policy-name", "static")
-    said = f"the recording holds 2 of {setting['num_micro_batches']} micro-batches"
+    said = f"the recording contains 2 of the {setting['num_micro_batches']} micro-batches"
     assert any(said in note for note in found["notes"])
     # Micro-batches of equal size differ only in their routing.
     parts = found["comparison"]["parts"]

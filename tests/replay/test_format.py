@@ -355,7 +355,7 @@ def test_ids_out_of_range_are_refused_even_when_sealed(tmp_path: Path) -> None:
     path = write(tmp_path / "t", trace)
     trace.routed_experts[2, 1, 1] = 200
     foreign_shard(path, trace)
-    with pytest.raises(InvalidInputError, match=r"row 2 holds an expert id outside 0 \.\. 7"):
+    with pytest.raises(InvalidInputError, match=r"token 2 has an expert id outside 0 to 7"):
         TraceReader(path).load()
 
 

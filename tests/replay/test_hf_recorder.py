@@ -375,7 +375,10 @@ def test_a_router_that_returns_no_ids_is_refused(rng: np.random.Generator) -> No
             return self.router(input_ids.float())
 
     model = OddModel()
-    with record_routing(model), pytest.raises(InvalidInputError, match=r"OddRouter\) returned Tensor, expected"):
+    with (
+        record_routing(model),
+        pytest.raises(InvalidInputError, match=r"OddRouter\) returned Tensor, but the recorder expects"),
+    ):
         model(tokens_of(rng, 1, 4))
 
 

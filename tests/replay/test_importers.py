@@ -107,7 +107,7 @@ def test_experts_are_inferred_as_a_power_of_two_and_said_so(tmp_path: Path, capl
         source = open_source(tmp_path / "t.npz")
     assert source.num_experts == 32
     assert source.inferred_fields == ("num_experts",)
-    assert "assuming 32" in caplog.text
+    assert "assumes 32" in caplog.text
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_arrays_that_are_numbered_by_layer_are_the_layers_of_one_sequence(
         assert (source.num_sequences, source.moe_layer_ids) == (1, tuple(range(1, 13)))
         np.testing.assert_array_equal(source.load().routed_experts, ids)
     first, last = key.format(1), key.format(12)
-    assert f"its 12 arrays, {first} to {last}, are read as the layers of one sequence of 50 tokens" in caplog.text
+    assert f"its 12 arrays, {first} to {last}, as the layers of one sequence of 50 tokens" in caplog.text
 
 
 def test_keys_that_do_not_number_layers_once_name_sequences(tmp_path: Path) -> None:

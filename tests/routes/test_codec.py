@@ -79,7 +79,7 @@ def test_edges_of_shapes(experts, top_k, monkeypatch):
 
 def test_without_the_core_a_sentence_says_so(monkeypatch):
     monkeypatch.setenv("MOE_RL_NATIVE", "0")
-    with pytest.raises(InvalidInputError, match=r"coded routes need the C\+\+ core, and MOE_RL_NATIVE=0; install"):
+    with pytest.raises(InvalidInputError, match=r"coded routes need the C\+\+ core, but MOE_RL_NATIVE=0. Install"):
         written({0: random_routes(np.random.default_rng(0), 5, 1, 12, 3)}, 12)
 
 
@@ -211,7 +211,7 @@ def test_newer_and_foreign_data_are_told_apart():
 
 
 def test_ids_that_do_not_fit_are_refused():
-    with pytest.raises(InvalidInputError, match="expert id 32, outside"):
+    with pytest.raises(InvalidInputError, match="expert id 32, but expert ids must be 0 to 31"):
         written({0: np.full((1, 1, 4), 32)}, 32)
     with pytest.raises(InvalidInputError, match="different models"):
         RoutesReader([DATA, written({0: np.broadcast_to(np.arange(2), (1, 2, 2))}, 32)])
@@ -251,7 +251,7 @@ def test_an_exception_leaves_the_part_and_says_where_it_is(tmp_path):
 
     with pytest.raises(KeyError):
         fail()
-    with pytest.raises(InvalidInputError, match=r"its writer was stopped: open .*\.part with salvage=True"):
+    with pytest.raises(InvalidInputError, match=r"Its writer was stopped: open .*\.part with salvage=True"):
         RoutesReader.open(path)
     reader = RoutesReader.open(f"{path}.part", salvage=True)
     assert (reader.keys, reader.length(0), reader.closed) == ((0,), 10, False)

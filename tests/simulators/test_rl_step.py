@@ -172,7 +172,7 @@ def test_lengths_alone_price_what_a_trainer_runs(mini_batches: int) -> None:
     assert skewed[0] > forward
     assert skewed[1] > update
     assert priced(np.zeros(0, np.int64)) == (0.0, 0.0)
-    with pytest.raises(InvalidInputError, match="does not divide the 32 training GPUs"):
+    with pytest.raises(InvalidInputError, match=r"does not divide the number of training GPUs \(32\)"):
         priced(ep_size=64)
 
 
