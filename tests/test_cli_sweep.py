@@ -335,7 +335,7 @@ def test_a_point_that_fails_names_itself_and_keeps_the_others(tmp_path: Path, tr
     setting = ("--ep", 4, "--num-experts", 8, "--policy", "eplb")
     ran = sweep(trace, "--sweep", "ep_group_tokens=200,1000", "--out", out, setting=setting)
     assert ran.code == 2
-    assert "tokens/EP group 1,000: policy 'eplb' needs an earlier step" in ran.err
+    assert "tokens/EP group 1,000: policy 'eplb' plans from an earlier step" in ran.err
     assert len(lines_of(out)) == 1
     ran = sweep(trace, "--sweep", "ep_group_tokens=200,240", "--out", out, setting=setting)
     assert ran.code == 0, ran.err

@@ -33,7 +33,7 @@ def test_info_says_the_shape_in_words_and_in_json(trace: Path) -> None:
 
 def test_what_was_guessed_is_said(trace: Path) -> None:
     ran = moe_rl("trace", "info", trace)
-    assert "assuming 8" in ran.err
+    assert "assumes 8" in ran.err
     assert "num_experts" in ran.out.split("inferred", 1)[1]
 
 

@@ -54,5 +54,5 @@ def test_the_training_demo_says_which_options_it_does_not_have(tmp_path: Path) -
 
 
 def test_without_a_checkout_one_sentence_says_where_the_run_is(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="needs a checkout of moe_rl"):
+    with pytest.raises(InvalidInputError, match="only in a checkout of moe_rl"):
         train_demo(None, command="moe-rl demo --train", checkout=tmp_path)

@@ -58,7 +58,7 @@ def test_a_group_and_a_word_of_it_are_not_stated_together() -> None:
     slots = SimulationOptions(replica_slots=2).slots
     assert SimulationOptions(slots=slots).slots.replica_slots == 2
     for words in ({"slots": slots, "replica_slots": 2}, {"replica_slots": 2, "slots": slots}):
-        with pytest.raises(ValidationError, match="give only one of the two"):
+        with pytest.raises(ValidationError, match="set only one of the two"):
             SimulationOptions(**words)
 
 

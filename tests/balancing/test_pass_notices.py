@@ -94,7 +94,7 @@ def test_other_micro_batches_than_planned_are_said_once(
     assert len(heard) == (speaks and consequence is not None)
     for level, words in heard:
         assert level == logging.WARNING
-        assert f"planned for {announced} micro-batches, but ran {ran}: " in words
+        assert f"planned for {announced} micro-batches but ran {ran}, " in words
         assert ("missing" in words, "additional" in words) == (consequence == "missing", consequence == "additional")
     if consequence is not None:
         assert not said(notices.say_micro_batches, announced, announced + 1), "once in a run"

@@ -145,7 +145,7 @@ def test_routes_are_counted_whatever_their_type(
 
 def test_ids_that_no_expert_has_are_refused() -> None:
     for ids in (np.full((2, 1, 1), 8), np.full((2, 1, 1), -2), np.full((2, 1, 1), 2**40), np.full((2, 1, 1), np.nan)):
-        with pytest.raises(InvalidInputError, match=r"outside -1 \.\. 7|must be integers"):
+        with pytest.raises(InvalidInputError, match=r"must be -1 to 7|must be integers"):
             count_routes([ids], num_layers=1, num_experts=8)
 
 

@@ -114,7 +114,7 @@ def test_slices_of_all_dp_ranks_are_all_ranks_once(ep_size: int, num_ep_groups: 
 
 
 def test_ep_must_divide_experts() -> None:
-    with pytest.raises(InvalidInputError, match="size 16 does not divide the 40 experts"):
+    with pytest.raises(InvalidInputError, match=r"size \(16\) does not divide the number of experts \(40\)"):
         ClusterTopology(hardware=hardware(), ep_size=16).experts_per_rank(40)
 
 

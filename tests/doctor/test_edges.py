@@ -290,7 +290,7 @@ def test_interpolations_are_resolved_or_named(tmp_path: Path) -> None:
         assert setting is not None
         assert setting.value == value
     assert settings.moe_expert_capacity_factor is settings.fp8 is settings.context_parallel_size is None
-    assert [sentence.split()[0] for sentence in run.unresolved] == [
+    assert [sentence.removeprefix("the value of ").split()[0] for sentence in run.unresolved] == [
         "moe_expert_capacity_factor",
         "fp8",
         "context_parallel_size",
@@ -300,10 +300,10 @@ def test_interpolations_are_resolved_or_named(tmp_path: Path) -> None:
 def test_a_file_that_defaults_name_and_that_is_not_there_becomes_a_note(tmp_path: Path) -> None:
     text = "defaults: ../base.yaml\npolicy:\n  megatron_cfg:\n    enabled: true\n"
     run = interpret(read_run([write(tmp_path / "recipe.yaml", text)]))
-    assert any("starts from ../base.yaml, which does not exist" in note for note in run.notes)
+    assert any("extends ../base.yaml, which does not exist" in note for note in run.notes)
     composed = "defaults:\n- actor@actor_rollout_ref.actor: ${engine}_actor\n- _self_\nactor_rollout_ref: {hybrid: 1}\n"
     run = interpret(read_run([write(tmp_path / "trainer.yaml", composed)]))
-    assert any("give the composed configuration" in note for note in run.notes)
+    assert any("Give the composed configuration" in note for note in run.notes)
     write(tmp_path / "loop.yaml", "defaults: loop.yaml\na: 1\n")
     assert "in a circle" in doctor(tmp_path / "loop.yaml").err
 

@@ -109,5 +109,5 @@ def test_a_placement_for_another_ep_size_keeps_together_what_it_can(seed: int, o
 def test_a_placement_for_an_ep_size_that_does_not_divide_the_experts_is_refused() -> None:
     from moe_rl.megatron.checkpoint import resized
 
-    with pytest.raises(InvalidInputError, match="EP size 5 does not divide the 12 experts"):
+    with pytest.raises(InvalidInputError, match=r"EP size 5 does not divide the number of experts \(12\)"):
         resized(placement_of(0, num_experts=12, ep_size=3), ep_size=5)

@@ -64,7 +64,7 @@ def test_without_history_it_is_refused() -> None:
         topology=topology,
         cost=layer_cost_params(model, topology),
     )
-    with pytest.raises(InvalidInputError, match="give a history"):
+    with pytest.raises(InvalidInputError, match="Give a history"):
         make_planner("moe-rl-forecast").plan(problem)
 
 

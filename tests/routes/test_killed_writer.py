@@ -61,7 +61,7 @@ def test_twenty_kills_leave_an_error_or_a_reader_that_says_what_it_has(tmp_path)
     for kill in range(KILLS):
         path = tmp_path / f"{kill}.routes"
         if kill:
-            with pytest.raises(InvalidInputError, match=r"its writer was stopped: open .*\.part with salvage=True"):
+            with pytest.raises(InvalidInputError, match=r"Its writer was stopped: open .*\.part with salvage=True"):
                 RoutesReader.open(path)
         with pytest.raises(InvalidInputError, match=r"not closed by its writer|truncated"):
             RoutesReader.open(f"{path}.part")

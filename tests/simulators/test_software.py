@@ -203,7 +203,7 @@ def test_rows_may_say_graphs_in_a_phrase_and_nothing_in_their_name() -> None:
     whole = run_of(cuda_graph="full_iteration + fused grouped MLP").batch.setting
     assert (whole.cuda_graph, whole.fused_grouped_mlp, whole.mtp_num_layers) == ("full_iteration", True, 0)
     assert run_of(name="DeepSeekV3 (w/ MTP)").batch.setting == run_of(name="DeepSeekV3 (w/o MTP)").batch.setting
-    with pytest.raises(InvalidInputError, match="has no 'ep_size'"):
+    with pytest.raises(InvalidInputError, match="lacks 'ep_size'"):
         WholeRun.of({k: v for k, v in ROW.items() if k != "ep_size"}, lambda name: load_model(name).spec, load_cluster)
 
 

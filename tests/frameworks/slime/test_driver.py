@@ -175,7 +175,7 @@ def test_a_micro_batch_over_the_budget_is_left_as_it_is(
     with pytest.raises(InvalidInputError, match="policy 'ultraep' does not pack sequences"):
         pack_schedule(routes, schedule, config=CONFIG.with_words(policy="ultraep"), **given)
     assert same == schedule
-    assert "a micro-batch has 20 tokens, more than 19" in caplog.text
+    assert "a micro-batch has 20 tokens, more than its budget of 19" in caplog.text
 
 
 def test_a_schedule_that_does_not_fit_its_steps_is_refused() -> None:
