@@ -1,8 +1,17 @@
 """Chunks: what a stream of routes is made of. A chunk is whole in itself; a file or message is one chunk or several.
 
-Layout, little-endian (docs/routes.md has the picture): a header of 56 bytes; the tables, whose checksum stands in the
-header; the body, whose parts have a checksum per (layer, block). Integers that say how much follows are checked against
-the bytes that are there before anything is read by them.
+Layout, little-endian:
+
+    56 bytes    header: magic, version, E, K, L, counts, checksum of header and tables
+    tables      sequences (key, parent, start, rows), ranges of rows without a route, policy versions, sizes and
+                checksums of all blocks
+    codebooks   one per layer, if codes are shorter than indices of combinations
+    blocks      one per layer and 1024 rows, each with a checksum: one set of ids (if all rows have the same), indices
+                of combinations, or codes in spans of 128 rows
+    weights     optional: float32 combine weights per layer and 1024 rows, in four byte planes with a checksum each
+    20 bytes    end of a file: magic, number of chunks, checksum; messages do not have this part
+
+Integers that say how much follows are checked against the bytes that are there before anything is read by them.
 """
 
 import math
