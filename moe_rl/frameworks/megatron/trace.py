@@ -3,8 +3,8 @@
 A record is `{"step", "stage", "block", "layer", "rank", "num_tokens", "topk", "top_indices"}` without a micro-batch or
 sequence id (NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py). The k-th record of a layer within a
 step is micro-batch k; the tokens of one micro-batch on one rank become one sequence. With activation
-recomputation, every call is recorded twice. If every table of a layer occurs exactly twice in its step, the importer
-drops the repeats and logs this; it refuses any other pattern. Multi-token-prediction blocks are left out. `layer`
+recomputation, every call is recorded twice. If every record of a layer occurs exactly twice in its step, the importer
+drops the repeats and logs that; any other repetition is an error. Multi-token-prediction blocks are left out. `layer`
 counts within a pipeline stage, so runs with pipeline parallelism need `pipeline_size`.
 """
 

@@ -1,9 +1,9 @@
-"""slime and miles: rollout dumps of `--save-debug-rollout-data`, with the layout of `--save-debug-train-data`.
+"""slime and miles: rollout dumps of `--save-debug-rollout-data`, with micro-batches from `--save-debug-train-data`.
 
 A rollout dump is `{"rollout_id", "samples": [Sample.to_dict(), ...]}`. A sample's `rollout_routed_experts` is int32
 `[len(tokens) - 1, layers, K]` over all layers, including dense ones (THUDM/slime:slime/utils/types.py,
 slime/observability/rollout_data_utils.py). miles may store one surplus row for the last token and rows of -1 where
-nothing was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route, but the
+no route was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route, but the
 trainer dispatches a row for it, so the importer adds that row with `valid` False.
 
 In a train dump (format version 2), `dp_shards` says which samples each data-parallel rank ran: `partition` holds
