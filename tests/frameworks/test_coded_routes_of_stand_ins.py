@@ -219,8 +219,7 @@ def test_miless_shards_carry_streams_as_words_and_give_the_routes_back(count: in
         _package_shards=lambda shards: shards,
         process_rollout_data_shard=lambda args, data: received.append(data) or data,
     )
-    (point,) = [point for name, point in POINTS.items() if name.startswith("miles") and point is coded_routes._miles]
-    point(module)
+    POINTS["miles.ray.rollout.train_data_conversion"](module)
     given = [routes[:count].astype(np.int32), routes[count - 1 :].astype(np.int32)]
     plain_shard = {"tokens": [[1, 2]]}
     shards = module._package_shards([{"rollout_routed_experts": list(given), "tokens": [[3]]}, dict(plain_shard)])
