@@ -1,6 +1,7 @@
 """How far two training curves are apart, and what that may be."""
 
 import math
+import statistics
 
 FP32_LIMIT = 1e-6
 """The contract of the runtime: only the order of sums differs."""
@@ -31,16 +32,17 @@ def relative_difference(first: Curve, second: Curve) -> float:
     return worst
 
 
-def times_the_yardstick(plain: Curve, other: Curve, yardstick: Curve) -> float:
-    """How many times as far from `plain` as `yardstick` the curve `other` is; infinite where it is not a number.
+def times_the_yardstick(plain: Curve, other: Curve, *yardsticks: Curve) -> float:
+    """How many times as far from `plain` as the `yardsticks` the curve `other` is; infinite where it is not a number.
 
     Distances are root mean squares of relative differences over the steps; the worse of loss and gradient norm counts.
-    The yardstick may end before the others do.
+    A yardstick may end before the others do. Of several the median counts: one step may outweigh the rest (a loss near
+    zero, a token at the edge of the clip), and then a single yardstick is one draw, which may be small or huge.
     """
     worst = 0.0
     for name in ("loss", "grad_norm"):
-        measure = _distance(plain[name][: len(yardstick[name])], yardstick[name])
-        times = _distance(plain[name], other[name]) / measure
+        measures = [_distance(plain[name][: len(each[name])], each[name]) for each in yardsticks]
+        times = _distance(plain[name], other[name]) / statistics.median(measures)
         worst = max(worst, times if times == times else float("inf"))
     return worst
 

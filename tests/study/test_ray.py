@@ -75,7 +75,7 @@ def test_a_refusal_reaches_the_user_as_it_is() -> None:
 
 
 def test_a_task_that_kills_every_worker_is_given_up() -> None:
-    with pytest.raises(InvalidInputError, match=f"lost {RETRIES + 1} times"):
+    with pytest.raises(InvalidInputError, match=rf"lost its Ray worker {RETRIES + 1} times"):
         list(executor_named("ray")(always_dies, [0]))
 
 

@@ -30,6 +30,8 @@ from moe_rl.frameworks.verl import attach as adapter
 from moe_rl.frameworks.verl.driver import install
 
 RANKS, MINI_BATCHES, SAMPLES, BUDGET = 4, 2, 48, 128
+YARDSTICK_BUDGETS = (70, 80, 95)
+"""Tokens a micro-batch of plain verl, which adds in other orders then: what rounding alone does to a run."""
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 TOLD = {
     "MOE_RL": "moe-rl", "MOE_RL_CLUSTER": SLOW, "MOE_RL_RANKS_PER_NODE": "2", "MOE_RL_STRICT": "1",
@@ -113,6 +115,16 @@ def dealt(queue: v1_queue.Queue, told: dict[str, str] | None) -> tuple[v1_queue.
     return v1_queue.KVBatchMeta(keys=keys, tags=tags, partition_id="train"), extra
 
 
+def shuffled(batch: v1_queue.KVBatchMeta, seed: int) -> v1_queue.KVBatchMeta:
+    """The same mini-batches, their samples dealt to ranks otherwise: gradients are added up in another order."""
+    order = np.arange(len(batch)).reshape(RANKS, MINI_BATCHES, -1)
+    draw = np.random.default_rng(seed)
+    for mini_batch in range(MINI_BATCHES):
+        order[:, mini_batch] = draw.permutation(order[:, mini_batch].ravel()).reshape(RANKS, -1)
+    keys, tags = ([values[index] for index in order.ravel()] for values in (batch.keys, batch.tags))
+    return v1_queue.KVBatchMeta(keys=keys, tags=tags, partition_id=batch.partition_id)
+
+
 def share_of(queue: v1_queue.Queue, batch: v1_queue.KVBatchMeta) -> Any:
     """What this rank's worker fetches, with advantages and old log-probabilities by the sample's key."""
     size = len(batch) // RANKS
@@ -172,8 +184,11 @@ def with_padding_samples() -> dict[str, Any]:
     build = {"mode": "R3", "ep_size": RANKS, "lr": 1e-6, "common": 1.0}
     with verl_on_cpu.verl_on_cpu():
         batch, extra = dealt(queue, None)
-        for name, budget in (("plain", BUDGET), ("yardstick", 70)):
-            found[name], _ = updates(engine(**build), share_of(queue, batch), extra, budget=budget)
+        found["plain"], _ = updates(engine(**build), share_of(queue, batch), extra)
+        found["yardsticks"] = [
+            updates(engine(**build), share_of(queue, shuffled(batch, seed)), extra, budget=budget)[0]
+            for seed, budget in enumerate(YARDSTICK_BUDGETS)
+        ]
         batch, extra = dealt(queue, TOLD)
         uninstall = adapter.install(impl, settings=settings_from_environment(TOLD))
         try:

@@ -30,7 +30,6 @@ def replayed() -> dict[str, Any]:
         return verl_cases.rollouts(
             told=verl_cases.MOVES_ARE_FREE,
             yardstick=verl_cases.ROLLOUTS,
-            draw=7,
             mode="R3",
             transformer=OPTIONS,
             param_offload=True,

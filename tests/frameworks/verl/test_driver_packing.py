@@ -128,7 +128,7 @@ def test_mini_batches_hold_verls_samples_and_ranks_as_many_as_before(config: Any
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"use_dynamic_bsz": False}, "micro-batches have the same number"),
+        ({"use_dynamic_bsz": False}, "micro-batches hold a fixed number of samples"),
         ({"shuffle": True}, "actor.shuffle picks the mini-batches of each rank"),
         ({"use_prefix_grouper": True}, "use_prefix_grouper keeps the samples of a prompt on one rank"),
         ({"megatron": None}, "only verl's Megatron engine is balanced"),
