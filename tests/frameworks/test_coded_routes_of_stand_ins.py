@@ -7,6 +7,8 @@ routes what the framework does: packs, copies, pickles.
 import asyncio
 import base64
 import copy
+import importlib
+import itertools
 import pickle
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_rl.core import post_import
 from moe_rl.frameworks import coded_routes
-from moe_rl.frameworks.coded_routes import POINTS, coded, from_text, is_coded, to_text
+from moe_rl.frameworks.coded_routes import POINTS, coded, from_text, is_coded, plain, to_text
 from moe_rl.routes.coded import CodedRoutes
 
 torch = pytest.importorskip("torch")
@@ -233,3 +236,175 @@ def test_miless_shards_carry_streams_as_words_and_give_the_routes_back(count: in
         for found, expected in zip(data["rollout_routed_experts"], given, strict=True):
             np.testing.assert_array_equal(found, expected)
     assert received[1] == plain_shard
+
+
+class Sample:
+    """A sample of slime: the routes of a turn are added to those of the turns before, as tensors."""
+
+    def __init__(self) -> None:
+        self.rollout_routed_experts: Any = None
+
+    def _apply_meta_info(self, args: str, turn: Any, *, start: int) -> None:
+        assert args == "the arguments"
+        if turn is not None:
+            earlier = [] if start == 0 else [self.rollout_routed_experts[:start]]
+            self.rollout_routed_experts = torch.cat([*earlier, turn])
+
+
+def test_slimes_samples_hold_coded_routes_turn_after_turn(routes: np.ndarray, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Sample, "_apply_meta_info", Sample._apply_meta_info)
+    POINTS["slime.utils.types"](SimpleNamespace(Sample=Sample))  # type: ignore[arg-type]
+    ids = torch.from_numpy(routes.astype(np.int32))
+    sample = Sample()
+    sample._apply_meta_info("the arguments", None, start=0)
+    assert sample.rollout_routed_experts is None, "a sample without routes has none"
+    for start, end in ((0, 25), (20, 40)):
+        sample._apply_meta_info("the arguments", ids[start:end], start=start)
+        held = sample.rollout_routed_experts
+        assert isinstance(held, CodedRoutes)
+        np.testing.assert_array_equal(plain(held.data, np.int32), routes[:end])
+
+
+class RolloutManager:
+    """What is left of slime's manager: it makes tensors of what the samples have."""
+
+    def __init__(self, *, replays: bool = True, custom: Any = None) -> None:
+        self.args = SimpleNamespace(use_rollout_routing_replay=replays)
+        self.custom_convert_samples_to_train_data_func = custom
+
+    def _convert_samples_to_train_data(self, samples: list[Any]) -> dict[str, Any]:
+        data = {"tokens": [sample.tokens for sample in samples]}
+        held = [sample.rollout_routed_experts for sample in samples]
+        return data if held[0] is None else data | {"rollout_routed_experts": held}
+
+
+def slime_manager(monkeypatch: Any, *, remote: bool) -> list[Any]:
+    """Let the stand-in hand out coded routes, as a class or as what Ray makes of one; return what it validates."""
+    method = "_convert_samples_to_train_data"
+    monkeypatch.setattr(RolloutManager, method, vars(RolloutManager)[method])
+    validated: list[Any] = []
+    actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=RolloutManager))
+    module = SimpleNamespace(
+        RolloutManager=actor if remote else RolloutManager,
+        validate_rollout_routed_experts_for_replay=lambda ids, args: validated.append((ids, args)),
+    )
+    POINTS["slime.ray.rollout"](module)  # type: ignore[arg-type]
+    return validated
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_slimes_manager_hands_out_coded_routes_and_validates_them_one_by_one(
+    remote: bool, routes: np.ndarray, monkeypatch: Any
+) -> None:
+    validated = slime_manager(monkeypatch, remote=remote)
+    streams = [coded(routes), coded(routes[:7])]
+    samples = [SimpleNamespace(tokens=number, rollout_routed_experts=stream) for number, stream in enumerate(streams)]
+    for replays in (True, False):
+        validated.clear()
+        manager = RolloutManager(replays=replays)
+        data = manager._convert_samples_to_train_data(samples)
+        assert data == {"tokens": [0, 1], "rollout_routed_experts": streams}
+        assert [sample.rollout_routed_experts for sample in samples] == streams, "the samples keep theirs"
+        assert len(validated) == 2 * replays
+        for (ids, args), stream in zip(validated, streams, strict=False):
+            assert args is manager.args
+            assert len(ids) == 1
+            np.testing.assert_array_equal(ids[0], plain(stream.data, np.int32))
+            assert ids[0].dtype == torch.int32
+
+
+def test_slimes_manager_leaves_what_is_not_coded_or_is_converted_by_a_users_function(
+    routes: np.ndarray, monkeypatch: Any
+) -> None:
+    validated = slime_manager(monkeypatch, remote=False)
+    ids, stream = torch.from_numpy(routes), coded(routes)
+    for custom, held in ((None, ids), (print, stream), (print, ids)):
+        samples = [SimpleNamespace(tokens=1, rollout_routed_experts=held)]
+        data = RolloutManager(custom=custom)._convert_samples_to_train_data(samples)
+        assert data["rollout_routed_experts"][0] is held
+    assert not validated
+    assert RolloutManager()._convert_samples_to_train_data(
+        [SimpleNamespace(tokens=1, rollout_routed_experts=None)]
+    ) == {"tokens": [1]}
+
+
+def test_slimes_sender_makes_tensors_of_all_but_the_routes_and_codes_those_that_are_not(routes: np.ndarray) -> None:
+    module = ModuleType("rollout_data_utils")
+    named: list[set[str]] = []
+    module.tensorize_rollout_data_for_training = lambda data: named.append(set(data))
+    POINTS["slime.observability.rollout_data_utils"](module)
+    stream = coded(routes)
+    data = {"tokens": [1], "rollout_routed_experts": [stream, torch.from_numpy(routes[:7])]}
+    module.tensorize_rollout_data_for_training(data)
+    first, second = data["rollout_routed_experts"]
+    assert first is stream
+    assert isinstance(second, CodedRoutes)
+    np.testing.assert_array_equal(plain(second.data, np.int64), routes[:7])
+    without = {"tokens": [1]}
+    module.tensorize_rollout_data_for_training(without)
+    assert without == {"tokens": [1]}
+    assert named == [{"tokens"}] * 2
+
+
+class Groups:
+    """Megatron's groups of one rank, by the names by which slime asks for them."""
+
+    def __init__(self, tp: tuple[int, int], cp: tuple[int, int]) -> None:
+        for name, (rank, size) in {"tensor_model": tp, "context": cp}.items():
+            setattr(self, f"get_{name}_parallel_rank", lambda rank=rank: rank)
+            setattr(self, f"get_{name}_parallel_world_size", lambda size=size: size)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_slimes_actor_gets_the_rows_of_its_rank_layer_by_layer(tp: int, cp: int, rng: np.random.Generator) -> None:
+    """Row for row those of `packed_part`, by which plans count them; rows without a route are filler."""
+    from moe_rl.frameworks.slime.micro_batches import packed_part
+    from moe_rl.megatron.routed_rows import RowSlice
+
+    lengths, num_experts, multiple = (37, 2, 1, 64), 32, 8
+    ids = [np.sort(np.argsort(rng.random((n - 1, 3, num_experts)), axis=2)[:, :, :4], axis=2) for n in lengths]
+    unrouted = np.full((1, 3, 4), -1)
+    table = np.concatenate([rows for sequence in ids for rows in (sequence, unrouted)] + [unrouted])
+    numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    tokens, multiplier = [torch.zeros(length) for length in lengths], {"data_pad_size_multiplier": multiple}
+    given = [coded(sequence) for sequence in ids]
+    for tp_rank, cp_rank in itertools.product(range(tp), range(cp)):
+        module: Any = SimpleNamespace(
+            mpu=Groups((tp_rank, tp), (cp_rank, cp)),
+            prepare_routed_experts_for_routing_replay=lambda routes, tokens, **options: ("its own", routes, options),
+        )
+        POINTS["slime.backends.megatron_utils.cp_utils"](module)
+        prepare = module.prepare_routed_experts_for_routing_replay
+        options = {"num_experts": num_experts, "allgather_cp": False, "sequence_parallel": True, **multiplier}
+        rows = prepare(given, tokens, **options)
+        expected = table[
+            packed_part(numbers, multiple, RowSlice(tp_size=tp, tp_rank=tp_rank, cp_size=cp, cp_rank=cp_rank))
+        ]
+        routed = expected[:, 0, 0] >= 0
+        for layer in range(3):
+            for _ in ("forward", "backward"):
+                got = rows[:, layer].materialize_for_routing_replay("replay_forward")
+                assert got.dtype == torch.int32
+                np.testing.assert_array_equal(got.numpy()[routed], expected[routed, layer])
+                assert int(got.min()) >= 0
+                assert int(got.max()) < num_experts
+        assert np.asarray(rows, dtype=np.int64).dtype == np.int64
+        whole = prepare(given, tokens, **(options | {"sequence_parallel": False}))
+        assert len(np.asarray(whole)) == tp * len(expected)
+        own = [*given[:-1], torch.from_numpy(ids[-1])]
+        assert prepare(own, tokens, **options) == ("its own", own, options), "where one sequence is not coded"
+
+
+def test_every_point_is_taken_once_and_only_where_the_setting_says_so(monkeypatch: Any) -> None:
+    taken: list[str] = []
+    with monkeypatch.context() as patches:
+        patches.setattr(post_import, "when_imported", lambda name, change: taken.append(name))
+        patches.setenv(coded_routes.VARIABLE, "plain")
+        importlib.reload(coded_routes)
+        assert taken == []
+        names = list(coded_routes.POINTS)
+        patches.setenv(coded_routes.VARIABLE, "coded")
+        importlib.reload(coded_routes)
+        coded_routes.install()
+        assert taken == names
+    importlib.reload(coded_routes)
