@@ -5,7 +5,9 @@ tokens that came, or the homes alone where it was told to run without copies.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from moe_rl.balancing.pass_metrics import PassMetrics
 from moe_rl.balancing.pass_planner import PassPlanner
 from moe_rl.balancing.pass_source import PassSource, RowReader
 from moe_rl.balancing.passes import PassCycle
+from moe_rl.balancing.running_pass import WaitedTables
 from moe_rl.balancing.sequence_rows import SequenceRows
 from moe_rl.balancing.slots import SlotTables
 from moe_rl.core.errors import InvalidInputError
@@ -423,6 +426,23 @@ def test_an_update_is_planned_from_the_log_prob_pass_over_its_sequences() -> Non
     on_run(step)
 
 
+def test_the_drift_of_routers_is_measured_over_all_ranks_of_all_groups() -> None:
+    def step(rank: Rank) -> Any:
+        routes, tokens = routes_of(rank.rank, 2), sequences_of(rank.rank, 2)
+        changed = routes_of(rank.rank, 2, seed=5, skew=4.0)
+        source = PassSource.expected([SequenceRows.of_tokens([sequence]) for sequence in tokens])
+        rank.ran(routes, source, forward_only=True)
+        rank.ran(changed, source)
+        rank.cycle.run.thread.submit(lambda: None).result()  # what is recorded behind a pass is there
+        pairs = [sum(pairs_of(of_batch) for of_batch in each) for each in (changed, routes)]
+        return np.array(pairs), rank.cycle.routes.forecast._rollout.drift.factor_LE
+
+    found = on_run(step)
+    actual, predicted = sum(pairs for pairs, _ in found)
+    for _, factor in found:
+        np.testing.assert_allclose(factor, (actual + 1) / (predicted + 1))
+
+
 def test_replayed_routes_with_gaps_are_filled_by_the_log_prob_pass() -> None:
     def step(rank: Rank) -> None:
         routes, tokens = routes_of(rank.rank, 2), sequences_of(rank.rank, 2)
@@ -534,6 +554,56 @@ def test_experts_move_to_where_updates_want_them_and_results_say_what_it_cost() 
     own = ExpertPlacement.contiguous(num_layers=LAYERS, num_experts=EXPERTS, ep_size=GRID.shape[1]).home_rank
     assert (found[0][0] != own).any()
     assert all(received > 0 for _, received in found)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_homes_are_the_rollouts_though_a_validation_pass_came_behind_it(packs: bool) -> None:
+    """The validation set likes the experts that the rollout does not; an update or its packing settles whose it is."""
+
+    def homes(*, validates: bool) -> np.ndarray:
+        def step(rank: Rank) -> Any:
+            def log_probs(routes: Routes, tokens: list[np.ndarray]) -> PassSource:
+                source = PassSource.expected([SequenceRows.of_tokens([sequence]) for sequence in tokens])
+                rank.ran(routes, source, forward_only=True)
+                return source
+
+            routes, tokens = routes_of(rank.rank, 2, skew=4.0), sequences_of(rank.rank, 2)
+            source = log_probs(routes, tokens)
+            if validates:
+                others = [EXPERTS - 1 - of_batch for of_batch in routes_of(rank.rank, 2, seed=5, skew=4.0)]
+                log_probs(others, sequences_of(rank.rank, 2, seed=5))
+            if packs:
+                rank.cycle.packed([[0], [1]], tokens, token_budget=TOKENS)
+            else:
+                rank.ran(routes, source)
+            return rank.cycle.placement.home_rank
+
+        found: np.ndarray = on_run(step, movable=True, reorders=True, replica_slots=0)[0]
+        return found
+
+    own = ExpertPlacement.contiguous(num_layers=LAYERS, num_experts=EXPERTS, ep_size=GRID.shape[1]).home_rank
+    rollouts = homes(validates=False)
+    assert (rollouts != own).any(), "nothing moves: the test is blind"
+    np.testing.assert_array_equal(homes(validates=True), rollouts)
+
+
+def test_waiting_for_the_tables_of_later_micro_batches_counts_as_waiting_for_the_plan() -> None:
+    part: Future[Any] = Future()
+    running: Any = SimpleNamespace(plan_wait_s=1.0)
+    said: list[Any] = []
+    tables: WaitedTables[str] = WaitedTables(
+        running=running,
+        part=part,
+        notices=SimpleNamespace(say_memory=lambda memory, *, ep_rank: said.append((memory, ep_rank))),  # type: ignore[arg-type]
+        ep_rank=3,
+    )
+    timer = threading.Timer(
+        0.05, part.set_result, [SimpleNamespace(tables="tables", planned=SimpleNamespace(memory="memory"))]
+    )
+    timer.start()
+    assert tables.wait() == "tables"
+    assert said == [("memory", 3)]
+    assert running.plan_wait_s > 1.0, "added to what the first part took"
 
 
 def test_a_pass_that_was_prepared_for_other_homes_is_prepared_again() -> None:

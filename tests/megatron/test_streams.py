@@ -207,6 +207,21 @@ def test_every_stream_that_reads_joins_the_messages(second_joins: bool) -> None:
     assert bool(model.races) != second_joins
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_buffer_is_written_behind_its_uses_on_every_stream(waits: bool) -> None:
+    model, buffer = StreamModel(), torch.zeros(4)
+    last_use = LastUse(model)
+    for stream in ("comm", "comp"):
+        with model.on(stream):
+            model.access(buffer, f"{stream}'s read", writes=False)
+            last_use.note()
+    with model.on("comp"):
+        if waits:
+            last_use.wait()
+        model.access(buffer, "the write", writes=True)
+    assert bool(model.races) != waits
+
+
 @dataclass(frozen=True)
 class Tables:
     """Stands in for slot tables: their copy to the device is a write on the stream that asks."""
