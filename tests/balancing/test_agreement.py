@@ -18,7 +18,9 @@ from moe_rl.balancing.pass_request import PassRequest, PlannedPass, moved_since
 from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.balancing.plan_assembly import PolicyReport, merge_reports
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.layout import BatchLayout
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.planner.base import PLACEMENT
 
 MODEL = model_spec(num_experts=4, num_layers=2, top_k=2)
 CONFIG = BalancerConfig(policy="moe-rl", objective="imbalance", resident_slots=1)
@@ -51,6 +53,31 @@ def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> No
         assert one.misfit.kind == "placement"
     assert moved_since(given, placement_with(2), [0, 1]) is None
     assert moved_since(given, placement_with(3), [0, 1]) is not None
+
+
+def test_ranks_ask_for_the_same_only_if_all_of_it_is_the_same() -> None:
+    def layout_of(**words: Any) -> BatchLayout:
+        own = {name: np.arange(2, dtype=np.int32) for name in ("micro_batch", "dp_rank", "order")}
+        return BatchLayout(**(own | words), num_micro_batches=2, num_dp_ranks=2)
+
+    turned = np.array([1, 0], np.int32)
+    first: dict[str, Any] = {"config": CONFIG, "placement": placement_with(2)}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"config": BalancerConfig(policy="moe-rl", objective="time", resident_slots=1)},
+        {"placement": placement_with(3)},
+        {"forward_only": True},
+        {"may": PLACEMENT},
+        {"whole_plan": True},
+        {"layout": layout_of()},
+        {"layout": layout_of(micro_batch=turned)},
+        {"layout": layout_of(dp_rank=turned)},
+        {"layout": layout_of(order=turned)},
+    ]
+    digests = [PassRequest(**(first | change)).digest for change in changes]
+    assert len(set(digests)) == len(changes)
+    assert digests == [PassRequest(**(first | change)).digest for change in changes]
+    assert PassRequest(**first, num_micro_batches=3).digest == digests[0], "a part of the pass"
 
 
 def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:

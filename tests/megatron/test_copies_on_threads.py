@@ -350,6 +350,29 @@ def test_residents_are_pushed_when_anything_changed_and_their_gradients_go_home_
     on_ranks(step, ranks)
 
 
+def test_gradients_of_residents_that_broke_off_on_their_way_reach_no_later_pass() -> None:
+    ranks, placement = ThreadRanks(RANKS), resident_placement([[2], [0], [0], [-1]])
+
+    def step(rank: int, group: Any) -> None:
+        layers: Any = {layer: Experts(layer, rank, dtype=torch.float32, frozen=()) for layer in range(LAYERS)}
+        groups: Any = SimpleNamespace(
+            replicas=group, place=(0, rank), device=torch.device("cpu"), all_true=lambda own: all(ranks.gathered(own))
+        )
+        copies = ResidentCopies(layers, groups=groups, resident_slots=1, counters=TrafficCounters())
+        copies.begin_pass(placement, num_micro_batches=1)
+        for of_layer in copies.layers.values():
+            of_layer.transport.buffers.gradients.fill_(5)
+            assert of_layer.end_micro_batch(0) is not None, "on its way"
+        copies.give_up()
+        copies.begin_pass(placement, num_micro_batches=1)
+        for layer, of_layer in copies.layers.items():
+            of_layer.transport.finish_return()
+            for of_slot in layers[layer].weights:
+                assert not any(parameter.main_grad.any() for parameter in of_slot)
+
+    on_ranks(step, ranks)
+
+
 def test_residents_whose_weights_did_not_change_stay_from_one_forward_pass_to_the_next() -> None:
     ranks, placement = ThreadRanks(RANKS), resident_placement([[2], [0], [0], [-1]])
 

@@ -525,6 +525,36 @@ def test_a_dispatcher_over_slots_drops_nothing_and_rows_are_limited_while_it_is_
     assert resets == [1]
 
 
+@pytest.mark.parametrize(("alignment", "tokens", "expected"), [(None, 5, 7), (16, 5, 16), (16, 40, 48), (7, 3, 7)])
+def test_hybrid_eps_buffer_is_made_for_the_most_tokens_once(
+    alignment: int | None, tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def allocate(group: Any, width: int, rows: int, slots: int, *, fp8_dispatch: bool, num_blocks_permute: int) -> None:
+        made.append((group, width, rows, slots, fp8_dispatch, num_blocks_permute))
+
+    module = SimpleNamespace(_hybrid_ep_buffer=None, init_hybrid_ep_buffer=allocate)
+    if alignment is not None:
+        module.HYBRIDEP_TOKEN_ALIGNMENT = alignment
+    monkeypatch.setattr(flex, "_fused_a2a", lambda: module)
+    words = {"moe_hybridep_num_blocks_permute": 9, "moe_hybridep_num_sms": 3}  # of these the function takes one
+
+    def dispatcher(backend: str) -> Any:
+        config = SimpleNamespace(moe_flex_dispatcher_backend=backend, **words)
+        return SimpleNamespace(_comm_manager=Manager(config=config, group="the group", num_local_experts=6))
+
+    rows = torch.zeros(7, 4)
+    for other in (SimpleNamespace(), dispatcher("deepep")):
+        flex.make_room(other, rows, tokens)
+    assert made == []
+    flex.make_room(dispatcher("hybridep"), rows, tokens)
+    assert made == [("the group", 4, expected, 6, False, 9)]
+    module._hybrid_ep_buffer = "there"
+    flex.make_room(dispatcher("hybridep"), rows, 1000)
+    assert len(made) == 1, "nobody allocates it anew between a forward and its backward"
+
+
 def test_plans_are_those_of_the_chunk_a_layer_is_in() -> None:
     clocks = [SimpleNamespace(), SimpleNamespace()]
     states = [state_of(layer, clock=clocks[layer // 2]) for layer in range(4)]

@@ -179,6 +179,33 @@ def test_a_wait_that_is_missing_is_a_race(fault: str) -> None:
         assert Layer(StreamModel()).overlapped()
 
 
+@pytest.mark.parametrize("notes", [True, False])
+def test_gradients_come_home_behind_the_reads_of_other_streams(notes: bool) -> None:
+    """They arrive where another stream may still read weights."""
+    model = StreamModel()
+    layer = Layer(model)
+    weights = layer.transport.buffers.weights
+    with model.on("comp"):
+        model.access(weights, "another micro-batch's read", writes=False)
+        if notes:
+            layer.transport.buffers.last_use.note()
+    with (
+        patch.object(dist, "batch_isend_irecv", model.batch),
+        patch.object(Transport, "_operation", lambda transport, kind, tensor, rank: (kind is dist.irecv, tensor)),
+        model.on("comm"),
+    ):
+        layer.transport.start_return(layer.replicated(0).cell, layer.experts)  # type: ignore[arg-type]
+    assert bool(model.races) != notes
+
+
+def test_gradients_of_a_replica_add_up_from_nothing_in_every_micro_batch() -> None:
+    layer = Layer(StreamModel())
+    gradients = layer.transport.buffers.gradients
+    gradients.fill_(5)
+    layer.replicated(0).start_backward()
+    assert not gradients[layer.transport.buffers.row(0, 0)].any()
+
+
 def test_an_event_of_a_use_that_is_taken_before_its_kernels_is_a_race() -> None:
     """The uses of a run are noted when it starts, where they ought to be when it has been given to the stream."""
     wait_for_push = ReplicatedExperts.wait_for_push
