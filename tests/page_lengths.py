@@ -13,7 +13,7 @@ README_WORDS = 500
 DOCS_WORDS = 25_000
 UNWRITTEN = re.compile(
     r"<!-- begin: .*?<!-- end -->|<!-- \S+ writes from here -->.*?<!-- to here -->"  # written by a program
-    r"|<!--.*?-->|```.*?```|\$\$.*?\$\$|<[^>]+>",  # comments, code, formulas, tags
+    r"|<!--.*?-->|```.*?```|\$\$.*?\$\$|</?[a-zA-Z][^>]*>",  # comments, code, formulas, tags
     re.DOTALL,
 )
 WORD = re.compile(r"\S*[A-Za-z]\S*")

@@ -32,3 +32,8 @@ def test_sentences_cells_and_folded_parts_are_counted_and_code_and_made_blocks_a
 
 def test_readme_and_docs_keep_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 0, capsys.readouterr().out
+
+
+def test_a_less_than_sign_is_no_tag_and_tags_are_not_counted() -> None:
+    page = "tokens with A < 0 that the clip leaves <code>without</code> <img alt='no word'> gradient if B > 0"
+    assert written_words(page) == 11
