@@ -155,7 +155,7 @@ class TrainingReport:
         if misplaced := self.points("moe_rl/misplaced_share"):
             worst = max(share for _, share in misplaced)
             said.append(
-                f"At most {worst:.2%} of a step's rows ran on another rank than planned."
+                f"At most {worst:.2%} of a step's rows ran on a different rank than planned."
                 if worst > 0
                 else "Every row of every step ran on the rank that was planned before the pass."
             )

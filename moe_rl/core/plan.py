@@ -138,8 +138,8 @@ class ReplicaPlan:
         """Raise where the plan is the part of one source rank."""
         require(
             self.own_source is None,
-            f"this is the part of a plan that EP rank {self.own_source} keeps: balancer.plan(routes) returns a whole "
-            "plan.",
+            f"expected a whole plan, but this plan has only the part of EP rank {self.own_source}. Use the plan that "
+            "balancer.plan(routes) returns.",
         )
 
     @property

@@ -297,7 +297,8 @@ class EpBalancer(PassCycle[EpTables]):
         self._require_no_pass("detach()")
         require(
             self.at_home,
-            "experts are on other ranks than at attach: call reorder(balancer.own_placement) before detach().",
+            "some experts are not on the ranks on which they were at attach: call "
+            "reorder(balancer.own_placement) before detach().",
         )
         if self._run_layers.recording is not None:
             self._run_layers.recording.close()

@@ -231,8 +231,8 @@ class _Survey:
         if shared:
             logger.warning(
                 "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. They look "
-                "like samples of %d %s whose routes were recorded too. Group them with keys group<number> in an "
-                ".npz file, or with group_id in a record.",
+                "like samples of %d %s, with the routes of the prompt tokens included. Group them with keys "
+                "group<number> in an .npz file, or with group_id in a record.",
                 path,
                 sum(shared),
                 self.num_sequences,

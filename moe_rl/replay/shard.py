@@ -104,7 +104,7 @@ def map_shard(path: Path, manifest: Manifest, shard: ShardRecord) -> Trace:
             trace = RoutingTrace(**arrays, **shared, num_experts=manifest.num_experts)
             if not manifest.coded:  # else they are checked as they are decoded
                 _check_ids(trace)
-    require(bool((trace.step == shard.step).all()), f"{path} contains sequences of other steps than {shard.step}.")
+    require(bool((trace.step == shard.step).all()), f"{path} also contains sequences of steps other than {shard.step}.")
     total = int(trace.sequence_lengths.sum())
     require(total == shard.num_tokens, f"{path} has {total} tokens, but its manifest says {shard.num_tokens}.")
     return trace

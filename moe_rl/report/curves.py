@@ -101,7 +101,9 @@ def plot(svg: Svg, lines: Mapping[str, Line], axes: Axes, box: Box, *, numbers: 
                 visible_points[name].append((x, y))
                 places.append(x)
                 heights.append(y)
-    require(len(heights) > 0, f"there is nothing to plot as {axes.y} against {axes.x}.")
+    require(
+        len(heights) > 0, f"there is nothing to plot: {axes.y} has no {'positive' if axes.log else 'finite'} value."
+    )
     for line in lines.values():
         # A band may reach beyond every line, and must not leave the plot.
         for _, *ends in line.band:

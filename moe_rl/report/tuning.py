@@ -111,8 +111,8 @@ class TunedSetting(ParallelLayout):
         return PASTED[framework](self)
 
 
-LEVERS = ("static", "engine", "packing", "homes", "resident copies", "own copies")
-"""In the order in which each is added to those before; own copies take the engine's place."""
+LEVERS = ("static", "engine", "packing", "homes", "resident copies", "moe-rl replicas")
+"""In the order in which each is added to those before; the replicas of `moe-rl` take the engine's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +176,8 @@ class ShapeLevers:
 
     def _added(self) -> list[str]:
         """Return the levers of the fastest combination, static first."""
-        if self.lever == "own copies":
-            return ["static", "own copies"]
+        if self.lever == "moe-rl replicas":
+            return ["static", "moe-rl replicas"]
         names = list(self.speeds)
         return names[: names.index(self.lever) + 1]
 

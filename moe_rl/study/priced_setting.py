@@ -91,16 +91,16 @@ def _plans(scenario: Scenario, shape: ShapeLevers) -> dict[str, Plan]:
         if engine == "engine:ultraep":
             policy = "ultraep"
         plans["engine"] = make_planner(policy).plan(problem)
-        plans["own copies"] = ours.plan(replace(problem, resident_slots=shape.resident_slots))
+        plans["moe-rl replicas"] = ours.plan(replace(problem, resident_slots=shape.resident_slots))
     return plans
 
 
 def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers) -> str:
     """Return the line of `moe-rl simulate` that prints the static step and that of the fastest levers."""
     stated = without(options.stated_words(), OF_THE_SEARCH)
-    if shape.lever in ("resident copies", "own copies"):
+    if shape.lever in ("resident copies", "moe-rl replicas"):
         stated["resident_slots"] = shape.resident_slots
-    if shape.engine is not None and shape.lever != "own copies":
+    if shape.engine is not None and shape.lever != "moe-rl replicas":
         stated["domain_balance"] = shape.engine
     return " ".join(["moe-rl simulate", shlex.quote(str(trace)), *flags_of(stated)])
 

@@ -143,7 +143,7 @@ def levers_of(
     if slots:
         speeds["resident copies"] = speed("residents", packed=True)
     if engine is not None:
-        speeds["own copies"] = speed("own", packed=True)
+        speeds["moe-rl replicas"] = speed("own", packed=True)
     return ShapeLevers(setting=row, engine=engine, resident_slots=slots, speeds=speeds)
 
 

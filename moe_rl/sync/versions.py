@@ -33,6 +33,7 @@ class SlotVersions:
         if len(stale):
             layer, slot = stale[0].tolist()
             raise SyncError(
-                f"{len(stale)} of {self.steps.size} expert slots do not hold the weights of step {step}; the first is "
-                f"slot {slot} of MoE layer {layer}, of step {self.steps[layer, slot]}. Sync again before generating."
+                f"{len(stale)} of {self.steps.size} expert slots do not hold the weights of step {step}; for example, "
+                f"slot {slot} of MoE layer {layer} holds those of step {self.steps[layer, slot]}. Sync again before "
+                "generating."
             )

@@ -43,14 +43,16 @@ def levers_of(ep: int, **speeds: float) -> ShapeLevers:
 
 
 def test_gains_are_of_one_lever_after_the_other() -> None:
-    shape = levers_of(32, static=800, engine=880, packing=880, homes=900, resident_copies=990, own_copies=980)
+    shape = levers_of(
+        32, static=800, engine=880, packing=880, homes=900, resident_copies=990, **{"moe-rl replicas": 980}
+    )
     assert shape.lever == "resident copies"
     assert shape.fastest == 990
     added = {"engine": 880 / 800 - 1, "packing": 0.0, "homes": 900 / 880 - 1, "resident copies": 0.1}
     assert shape.gains == pytest.approx(added)
     assert shape.name == "EP32, deepep, engine:moonep, packing, homes, 1 resident copies per rank"
-    ours = levers_of(32, static=800, engine=880, packing=880, homes=870, own_copies=960)
-    assert ours.gains == pytest.approx({"own copies": 0.2})
+    ours = levers_of(32, static=800, engine=880, packing=880, homes=870, **{"moe-rl replicas": 960})
+    assert ours.gains == pytest.approx({"moe-rl replicas": 0.2})
     assert levers_of(8, static=800, engine=800, packing=800, homes=700).gains == {}
 
 
@@ -119,7 +121,7 @@ def test_the_report_names_what_each_lever_adds(with_routes: Tuned) -> None:
     said = with_routes.sentences()
     assert said[0].startswith(f"With these routes, {with_routes.levers[0].name}")
     assert sum("% longer" in sentence for sentence in said) >= len(with_routes.levers) - 1
-    assert "own copies" in str(with_routes)
+    assert "moe-rl replicas" in str(with_routes)
 
 
 @pytest.mark.lengthy
