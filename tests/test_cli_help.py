@@ -89,7 +89,7 @@ def test_an_option_of_the_second_level_is_still_an_option(trace: Path) -> None:
         (("simulate",), "error: Missing argument 'trace'. See moe-rl simulate --help."),
         (("frob",), "error: No such command 'frob'. See moe-rl --help."),
         (("simulate", "x", "--ep"), "error: Option '--ep' requires an argument."),
-        (("simulate", "x", "--columns", "speed"), "error: --columns: no column is called 'speed'."),
+        (("simulate", "x", "--columns", "speed"), "error: --columns: there is no column 'speed'."),
     ],
 )
 def test_what_the_parser_refuses_is_one_sentence(arguments: tuple[str, ...], expected: str) -> None:

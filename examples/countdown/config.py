@@ -174,7 +174,8 @@ class TrainSection(_Section):
                 raise InvalidInputError(f"rollout_correction has no field {name!r}.{nearest_name(name, known)}")
         config = RolloutCorrectionConfig(**self.rollout_correction)  # type: ignore[arg-type]
         require(
-            not config.bypass_mode, "rollout_correction: bypass_mode is not offered, the run has an old-policy pass."
+            not config.bypass_mode,
+            "rollout_correction: bypass_mode cannot be set, because the run has an old-policy pass.",
         )
         return config
 
@@ -205,22 +206,22 @@ class BalancerSection(_Section):
         load_cluster(self.cluster)
         require(
             self.experts == "grouped" or self.recipe == "bf16",
-            f"recipe {self.recipe!r} needs experts: grouped; Megatron's own experts do not multiply in FP8",
+            f"recipe {self.recipe!r} needs `experts: grouped`, because Megatron's own experts do not compute in FP8",
         )
         require(self.enabled or self.reorder_every == 0, "reorder_every needs the balancer: set enabled to true")
         staying = {policy.name: policy for policy in POLICIES if policy.keeps_homes and policy.slot_limits}
         require(
             POLICIES[self.policy].slot_limits,
-            f"policy {self.policy!r} copies any number of experts onto a rank: take one of {', '.join(staying)}",
+            f"policy {self.policy!r} may copy any number of experts to a rank: choose one of {', '.join(staying)}",
         )
         require(
             self.policy in staying,
-            f"policy {self.policy!r} moves homes in every pass: take one of {', '.join(staying)}",
+            f"policy {self.policy!r} moves homes in every pass: choose one of {', '.join(staying)}",
         )
         moving = [name for name, policy in staying.items() if policy.levers.move_homes]
         require(
             self.reorder_every == 0 or self.policy in moving,
-            f"policy {self.policy!r} never moves homes: with reorder_every take one of {', '.join(moving)}",
+            f"policy {self.policy!r} never moves homes: with reorder_every, choose one of {', '.join(moving)}",
         )
         return self
 
@@ -293,7 +294,8 @@ class CountdownGrpoConfig(_Section):
         longest = self.problems.spec().prompt_tokens + self.problems.spec().max_response_tokens
         require(
             longest <= model.max_position_embeddings,
-            f"sequences can have {longest} tokens, model.max_position_embeddings is {model.max_position_embeddings}",
+            f"sequences can have {longest} tokens, but model.max_position_embeddings is "
+            f"{model.max_position_embeddings}",
         )
         require(
             model.num_experts % world == 0,
@@ -311,8 +313,8 @@ class CountdownGrpoConfig(_Section):
         sequences, cell = groups // updates * rollout.group_size, world * train.micro_batch_size
         require(
             sequences % cell == 0,
-            f"a mini-batch has {sequences} sequences (problems_per_step / num_mini_batches x group_size), which is no "
-            f"multiple of world_size x train.micro_batch_size ({cell})",
+            f"a mini-batch has {sequences} sequences (problems_per_step / num_mini_batches x group_size), which is not "
+            f"a multiple of world_size x train.micro_batch_size ({cell})",
         )
         return self
 

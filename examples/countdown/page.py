@@ -104,7 +104,10 @@ class TrainingReport:
     command: str = ""
 
     def __post_init__(self) -> None:
-        require(any(line["step"] > 0 for line in self.steps), "the run has no finished step: there is nothing to show.")
+        require(
+            any(line["step"] > 0 for line in self.steps),
+            "the run has not finished a step, so there is nothing to show.",
+        )
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) where the metric was measured."""

@@ -55,17 +55,17 @@ class CountdownSpec:
     """Those the hidden solution is made of; an answer may use any of + - * /."""
 
     def __post_init__(self) -> None:
-        require(2 <= self.num_numbers <= 6, f"num_numbers must lie in 2 .. 6, got {self.num_numbers}.")
+        require(2 <= self.num_numbers <= 6, f"num_numbers must be between 2 and 6, got {self.num_numbers}.")
         require(
             0 <= self.extra_numbers <= 6 - self.num_numbers,
-            f"extra_numbers must lie in 0 .. {6 - self.num_numbers} (6 numbers in all), got {self.extra_numbers}.",
+            f"extra_numbers must be between 0 and {6 - self.num_numbers} (6 numbers in all), got {self.extra_numbers}.",
         )
         require(
             1 <= self.num_scripts <= len(_SCRIPTS),
-            f"num_scripts must lie in 1 .. {len(_SCRIPTS)}, got {self.num_scripts}.",
+            f"num_scripts must be between 1 and {len(_SCRIPTS)}, got {self.num_scripts}.",
         )
-        require(1 <= self.max_number <= 999, f"max_number must lie in 1 .. 999, got {self.max_number}.")
-        require(0 <= self.max_target <= 99_999, f"max_target must lie in 0 .. 99999, got {self.max_target}.")
+        require(1 <= self.max_number <= 999, f"max_number must be between 1 and 999, got {self.max_number}.")
+        require(0 <= self.max_target <= 99_999, f"max_target must be between 0 and 99999, got {self.max_target}.")
         known = set(self.operators) <= set("+-*/") and len(set(self.operators)) == len(self.operators) > 0
         require(known, f"operators must be some of + - * /, each once, got {self.operators!r}.")
 
@@ -155,7 +155,7 @@ def split_of(numbers: Sequence[int], target: int) -> Split:
 def encode(text: str) -> list[int]:
     """Return the token id of every character."""
     unknown = set(text) - set(_SYMBOLS)
-    require(not unknown, f"{text!r} holds {sorted(unknown)}, which are no Countdown symbols ({_SYMBOLS}).")
+    require(not unknown, f"{text!r} contains {sorted(unknown)}, which are not Countdown symbols ({_SYMBOLS}).")
     return [_SYMBOLS.index(symbol) + 1 for symbol in text]
 
 

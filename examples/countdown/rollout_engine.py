@@ -68,7 +68,7 @@ class RolloutEngine:
         """Take the weights, Hugging Face names; raises `InvalidInputError` if a name or a shape does not fit."""
         own = self.model.state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys())
-        require(not wrong, f"weights of policy {policy_version} missing or unknown: {', '.join(wrong[:4])}.")
+        require(not wrong, f"weights of policy {policy_version} are missing or unknown: {', '.join(wrong[:4])}.")
         for name, value in state_dict.items():
             require(
                 value.shape == own[name].shape,

@@ -101,14 +101,14 @@ class Rollouts:
         prompts = self.prompt_lengths
         require(
             bool(((prompts >= 1) & (prompts <= self.lengths)).all()),
-            "prompt_lengths must lie in 1 .. length of the sequence.",
+            "each prompt length must be between 1 and the length of its sequence.",
         )
         expected = self.positions >= prompts[self.sequence_of_token]
         require(
             torch.equal(self.response_mask, expected), "response_mask must be True after each prompt, and only there."
         )
         groups = torch.unique_consecutive(self.problem_id)
-        require(len(groups) == len(torch.unique(groups)), "the samples of one problem_id must lie next to each other.")
+        require(len(groups) == len(torch.unique(groups)), "the samples of one problem_id must be adjacent.")
         require(bool((self.logprobs[~self.response_mask] == 0).all()), "logprobs must be 0 for prompt tokens.")
 
     def _check_routes(self) -> None:
@@ -117,7 +117,7 @@ class Rollouts:
         require(
             torch.equal(self.routed, not_last), "routed must be False for the last token of a sequence, and only there."
         )
-        require(1 <= self.num_experts <= 256, f"num_experts must lie in 1 .. 256, got {self.num_experts}.")
+        require(1 <= self.num_experts <= 256, f"num_experts must be between 1 and 256, got {self.num_experts}.")
         if self.routed_experts.numel():
             highest = int(self.routed_experts.max())
             require(highest < self.num_experts, f"expert id {highest} is outside 0 .. {self.num_experts - 1}.")

@@ -64,7 +64,7 @@ def run(
     folder and its lock's descriptor; None: a process each. Raises `InvalidInputError` about the folder before anything
     in it changes, and `RunFailedError` when a process fails.
     """
-    require(not (resume and overwrite), "a run is either resumed or overwritten, not both.")
+    require(not (resume and overwrite), "a run can be resumed or overwritten, not both.")
     folder = Path(config.out)
     _check_folder(folder, config, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def run_forked(config: CountdownGrpoConfig) -> None:
     For studies of many small runs: what takes seconds to load is loaded once, by whoever calls this. The fork ends with
     its parent. Raises `RunFailedError` when it fails.
     """
-    require(config.world_size == 1, f"only a run of one rank can be forked, this one has {config.world_size}.")
+    require(config.world_size == 1, f"only a run with one rank can be forked, but this run has {config.world_size}.")
     alive_reader, alive_writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -105,7 +105,7 @@ def run_forked(config: CountdownGrpoConfig) -> None:
     finally:
         os.close(alive_writer)
     if failed:
-        raise RunFailedError(f"the run in {config.out} ended with code {failed}; what it said stands above.")
+        raise RunFailedError(f"the run in {config.out} ended with code {failed}; its output is above.")
 
 
 def _run_here(config: CountdownGrpoConfig, folder: Path, lock: int) -> None:
@@ -152,15 +152,18 @@ def _check_folder(folder: Path, config: CountdownGrpoConfig, *, resume: bool, ov
         return
     require(folder.is_dir(), f"{folder} is a file: a run needs a folder.")
     foreign = sorted({path.name for path in folder.iterdir()} - _OWN_NAMES)
-    require(not foreign, f"{folder} holds {foreign[:1]}, which is not part of a run: choose another folder.")
+    require(not foreign, f"{folder} contains {foreign[:1]}, which is not part of a run: choose another folder.")
     if not (folder / CONFIG_FILE).exists():
         return
-    require(resume or overwrite, f"{folder} holds a run already: resume it (--resume), or replace it (--overwrite).")
+    require(resume or overwrite, f"{folder} already contains a run: resume it (--resume), or replace it (--overwrite).")
     if resume:
         before = load_config(folder / CONFIG_FILE).model_dump(exclude=set(FREE_ON_RESUME))
         now = config.model_dump(exclude=set(FREE_ON_RESUME))
         changed = [name for name in now if now[name] != before[name]]
-        require(not changed, f"{folder} holds a run with another {', '.join(changed)}: it cannot be resumed with this.")
+        require(
+            not changed,
+            f"{folder} has a run with a different {', '.join(changed)}: it cannot be resumed with this configuration.",
+        )
 
 
 def _remove_run(folder: Path) -> None:

@@ -75,7 +75,7 @@ class WarmStart:
         )
         require(
             0 <= self.wrong_demonstrations <= 1,
-            f"wrong_demonstrations must lie in 0 .. 1, got {self.wrong_demonstrations}.",
+            f"wrong_demonstrations must be between 0 and 1, got {self.wrong_demonstrations}.",
         )
 
     def rate(self, update: int) -> float:

@@ -42,7 +42,9 @@ def gdpo_advantages(
     `weights` [R], by default 1. No reward drowns another in the group's spread. Sources: GDPO, arXiv 2601.05242; verl
     core_algos.py, `compute_gdpo_outcome_advantage`.
     """
-    require(rewards.ndim == 2, f"expected rewards [N, R], a column per reward, got {tuple(rewards.shape)}.")
+    require(
+        rewards.ndim == 2, f"rewards must have shape [N, R], with one column per reward, got {tuple(rewards.shape)}."
+    )
     columns = rewards.to(torch.float64).unbind(dim=1)
     normalized = torch.stack(
         [group_normalized_advantages(column, group_ids, epsilon=epsilon) for column in columns], dim=1
@@ -64,7 +66,7 @@ def pass_at_k_advantages(
     refused. Sources: arXiv 2503.19595; verl core_algos.py, `compute_grpo_passk_outcome_advantage`. Float64 inside.
     """
     values, size, total = _groups(rewards, group_ids)
-    require(bool((size > 1).all()), "pass@k needs at least two responses in every group.")
+    require(bool((size > 1).all()), "a group has only one response, but pass@k needs at least two in every group.")
     mates = group_ids[:, None] == group_ids[None, :]
     # [N, N] bool: 4 MB for 2,048 responses.
     other_mates = mates & ~torch.eye(len(values), dtype=torch.bool, device=values.device)
@@ -177,7 +179,7 @@ def gae(
     decay = torch.as_tensor(lam, dtype=dtype, device=mask.device)
     require(
         decay.ndim == 0 or decay.shape == (layout.num_sequences,),
-        f"lam must be a number or one per sequence [{layout.num_sequences}], got {tuple(decay.shape)}.",
+        f"lam must be one number, or have shape [{layout.num_sequences}] (one per sequence), got {tuple(decay.shape)}.",
     )
     next_value = padded_values.new_zeros(layout.num_sequences)
     running = torch.zeros_like(next_value)
@@ -228,7 +230,7 @@ def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Callabl
         f"expected rewards [N] and integer group ids [N], got {tuple(rewards.shape)} and {tuple(group_ids.shape)}.",
     )
     bad = int((~rewards.isfinite()).sum())
-    require(bad == 0, f"rewards are not finite for {bad} response(s).")
+    require(bad == 0, f"the rewards are not finite for {bad} response(s).")
     values = rewards.to(torch.float64)
     members, group_of = torch.unique(group_ids.to(torch.int64), return_inverse=True)
 

@@ -129,6 +129,6 @@ def _loss_scale(values: Tensor, layout: SequenceLayout, totals: BatchTotals | No
     if totals is not None and totals.loss_scale_factor is not None:
         return totals.loss_scale_factor
     if layout.is_packed:
-        raise InvalidInputError("seq-mean-token-sum-norm on packed tensors needs BatchTotals.loss_scale_factor.")
+        raise InvalidInputError("seq-mean-token-sum-norm needs BatchTotals.loss_scale_factor if tensors are packed.")
     # The width of the whole sequences, of which this rank holds 1 / size.
     return float(max(values.shape[-1] * layout.context.size, 1))

@@ -39,8 +39,11 @@ class ContextParallel(Options):
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
-        require(self.rank < self.size, f"rank must be < size, got {self.rank} and {self.size}.")
-        require(self.size == 1 or self.sum_over_group is not None, "context parallelism needs sum_over_group.")
+        require(self.rank < self.size, f"rank {self.rank} must be less than size {self.size}.")
+        require(
+            self.size == 1 or self.sum_over_group is not None,
+            "context parallelism with size above 1 needs sum_over_group.",
+        )
 
     @classmethod
     def whole(cls) -> Self:
@@ -120,9 +123,9 @@ def known_context_parallel(context: ContextParallel | None) -> ContextParallel:
                 size = getattr(module, ranks)()
             if size > 1:
                 raise InvalidInputError(
-                    f"sequences are split over {size} context-parallel ranks: pass context_parallel "
-                    "(context_parallel_of(group)), or ContextParallel.whole() if they are whole on this rank "
-                    f"(split by {name})."
+                    f"{name} splits sequences over {size} context-parallel ranks: pass "
+                    "context_parallel=context_parallel_of(group), or ContextParallel.whole() if this rank has whole "
+                    "sequences."
                 )
     if context is None:
         return _WHOLE

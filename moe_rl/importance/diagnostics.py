@@ -69,7 +69,8 @@ def router_agreement(routed_experts: Tensor, other_routed_experts: Tensor, *, pe
     """
     require(
         routed_experts.ndim == 3 and routed_experts.shape == other_routed_experts.shape,
-        f"expected two routings [T, L, K], got {tuple(routed_experts.shape)} and {tuple(other_routed_experts.shape)}.",
+        f"both routings must have the same shape [T, L, K], got {tuple(routed_experts.shape)} and "
+        f"{tuple(other_routed_experts.shape)}.",
     )
     num_tokens, num_layers, _ = routed_experts.shape
     require(num_layers > 0, "router_agreement needs at least one layer.")

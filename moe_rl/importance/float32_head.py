@@ -23,7 +23,7 @@ def float32_head(model: nn.Module) -> None:
     require(bool(heads) or earlier, f"the model has no layer named {' or '.join(HEADS)}.")
     for head in heads:
         fused = getattr(head, "gradient_accumulation_fusion", False)
-        require(not fused, "a head in float32 needs gradient_accumulation_fusion=False.")
+        require(not fused, "gradient_accumulation_fusion must be False for an output layer in float32.")
         # On the instance: hooks, tied weights, state dicts and the class of other heads stay as they are.
         head.forward = MethodType(_in_float32, head)
 

@@ -128,9 +128,12 @@ def bypass_policy_loss(
     require(config.bypass_mode, "bypass_policy_loss needs a config with bypass_mode=True.")
     require(
         inputs.router_shift_ratio is None,
-        "bypass mode has no old forward pass, so it cannot have a router_shift_ratio.",
+        "router_shift_ratio must be None in bypass mode, which has no old-policy pass.",
     )
-    require(inputs.rollout_is_weights is None, "bypass mode computes its own weights; rollout_is_weights must be None.")
+    require(
+        inputs.rollout_is_weights is None,
+        "rollout_is_weights must be None in bypass mode, which computes its own weights.",
+    )
     # The weight of the current policy against the rollout is a constant of the loss: detached.
     weights, mask, metrics = apply_rollout_correction(
         config,
@@ -170,7 +173,7 @@ def policy_token_loss(
     order = use.order or rule.router_shift_order
     require(
         router_shift is None or inputs.router_shift_ratio is not None,
-        "router_shift was given, but the inputs have no router_shift_ratio.",
+        "router_shift is set, but the inputs have no router_shift_ratio.",
     )
     if use.sign_power == "inside":
         able = ", ".join(entry.name for entry in OBJECTIVES if entry.geometric_weights)
@@ -231,8 +234,8 @@ def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
     low = rule.options.get("clip_ratio_low")
     if rule.widths in ("ratio", "log ratio") and low is not None and low < noise and not torch.compiler.is_compiling():
         warnings.warn(
-            f"{rule.name}'s clip_ratio_low of {low:g} is narrower than the noise of 1 - gamma, {noise:g}: with the "
-            "router shift before the clip, tokens with a negative advantage may get no gradient at all. Use order "
+            f"clip_ratio_low {low:g} of {rule.name} is less than the noise of 1 - gamma ({noise:g}). With the router "
+            "shift before the clip, tokens with a negative advantage may get no gradient at all. Use order "
             "'after-clip' or center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
             stacklevel=3,
         )

@@ -136,8 +136,8 @@ class RolloutCorrectionConfig(Options):
         if self.rollout_is_lower_bound is not None:
             require(
                 lower is None and self.rollout_is_lower_bound <= upper,
-                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a single, larger "
-                f"rollout_is_threshold, got {self.rollout_is_threshold!r}: a band already zeroes lower weights.",
+                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is one "
+                f"larger number, got {self.rollout_is_threshold!r}. (A band already sets lower weights to 0.)",
             )
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)

@@ -91,6 +91,6 @@ def refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], router_ids:
         routes = class_name.endswith(("router", "gating", "gate")) and "shared" not in name
         if routes and id(module) not in router_ids and not any(id(child) in router_ids for child in module.modules()):
             raise InvalidInputError(
-                f"{name} ({type(module).__name__}) looks like a router, but is of no known kind "
-                f"({', '.join(ROUTER_KINDS.names)}): register one in ROUTER_KINDS."
+                f"{name} ({type(module).__name__}) looks like a router, but its class is not supported. "
+                f"Supported are {', '.join(ROUTER_KINDS.names)}; register others in ROUTER_KINDS."
             )

@@ -29,7 +29,7 @@ def part_of_rank(keys: Tensor, num_rows: int) -> Tensor:
         parts = megatron.get_tensor_model_parallel_world_size()
     require(
         keys.shape[0] == parts * num_rows,
-        f"a router has {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
+        f"a router ran on {num_rows} rows, but tap.rows has {keys.shape[0]} keys.",
     )
     # Sequence parallelism cuts the first dimension: a rank has consecutive rows.
     part: Tensor = keys.view(parts, num_rows)[megatron.get_tensor_model_parallel_rank()]

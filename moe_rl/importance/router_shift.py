@@ -61,7 +61,8 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
     require_word("score_function", score_function, ScoreFunction)
     require(
         logits.ndim == 2 and expert_ids.ndim == 2 and logits.shape[0] == expert_ids.shape[0],
-        f"expected logits [T, E] and expert_ids [T, K], got {tuple(logits.shape)} and {tuple(expert_ids.shape)}.",
+        f"logits must have shape [T, E] and expert_ids [T, K], got {tuple(logits.shape)} and "
+        f"{tuple(expert_ids.shape)}.",
     )
     ids = expert_ids.to(torch.int64)
     if ids.numel() and ids.device.type == "cpu":  # elsewhere the look would wait for the device, whose gather refuses
@@ -173,7 +174,7 @@ class RouterShiftAccumulator:
         num_tokens = self._sums.shape[1]
         require(
             new.ndim == 2 and new.shape == old.shape and new.shape[0] == num_tokens,
-            f"expected new and old log-probabilities of shape [{num_tokens}, K], "
+            f"the new and old log-probabilities must have shape [{num_tokens}, K], "
             f"got {tuple(new.shape)} and {tuple(old.shape)}.",
         )
         if valid is not None:
@@ -220,7 +221,7 @@ def shift_of(
 
     `floored`: what `StoredRouterLogProbs.floored` counted, [2].
     """
-    require(0.0 <= floor <= 1.0, f"floor must lie in [0, 1], got {floor}.")
+    require(0.0 <= floor <= 1.0, f"floor must be between 0 and 1, got {floor}.")
     total, count = sums
     shift = total / count.clamp(min=1.0)
     raw = torch.exp(-(shift - noise).clamp(min=0.0))

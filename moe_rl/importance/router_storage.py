@@ -115,7 +115,8 @@ def store_router_log_probs(
         raise InvalidInputError(f"router log-probabilities are stored in torch.int16 or torch.int32 words, not {word}.")
     require(
         expert_ids.shape == log_probs.shape and expert_ids.ndim == 2,
-        f"expected ids and log-probabilities [T, K], got {tuple(expert_ids.shape)} and {tuple(log_probs.shape)}.",
+        f"expert ids and log-probabilities must have the same shape [T, K], got {tuple(expert_ids.shape)} and "
+        f"{tuple(log_probs.shape)}.",
     )
     require(num_experts >= 1, f"num_experts must be >= 1, got {num_experts}.")
     bits = _code_bits(num_experts, word)

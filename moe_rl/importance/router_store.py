@@ -58,7 +58,7 @@ class RouterStore:
             else:
                 words = torch.cat([stored.words, padding])
             stored = self._routers[router] = StoredRouterLogProbs(words=words, num_experts=num_experts)
-        self.require_keys(keys, "tap.rows names")
+        self.require_keys(keys, "tap.rows contains")
         stored.words[keys + 1] = packed.words
         stored.words[0] = stored.no_route
         if router == 0:  # the others get the same rows
@@ -122,8 +122,9 @@ class RouterStore:
             row = int(wrong.nonzero()[0])
             key, seen = int(keys[row]), int(self._tokens[keys[row] + 1])
             raise InvalidInputError(
-                f"tap.rows names key {key} for a row with input id {int(input_ids[row])}, but this key had input id "
-                f"{seen} before: the keys belong to other tokens or another step, or occur twice."
+                f"tap.rows has key {key} at a token with input id {int(input_ids[row])}, but earlier this key "
+                f"belonged to input id {seen}: the keys are those of other tokens or another "
+                "step, or a key occurs twice."
             )
 
     @property
@@ -134,7 +135,7 @@ class RouterStore:
     def of(self, router: int, keys: Tensor) -> StoredRouterLogProbs:
         """Return what is stored of the tokens `keys` [R]; no route where it is nothing."""
         stored = self._routers[router]
-        require(stored is not None, f"the old pass has not run router {router}.")
+        require(stored is not None, f"router {router} did not run in the old pass.")
         assert stored is not None
         words = stored.words[keys.to(stored.words.device) + 1]
         return StoredRouterLogProbs(words=words, num_experts=stored.num_experts)
@@ -167,7 +168,7 @@ def rollout_router_shift(
     sums, layers = torch.zeros(2, len(expert_ids), device=combine_weights.device), {}
     for router in range(expert_ids.shape[1]):
         stored = store.of(router, torch.arange(len(expert_ids)))
-        require(stored.words.dtype == torch.int32, "the gamma of a rollout needs a store with torch.int32 words.")
+        require(stored.words.dtype == torch.int32, "rollout_router_shift needs a store with torch.int32 words.")
         trainer_ids, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
         rollout_ids, their_order = expert_ids[:, router].sort(dim=1)
         new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)

@@ -76,7 +76,7 @@ class UpdatePass:
         self, router: int, keys: Tensor, logits: Tensor, log_probs: LogProbs, score_function: ScoreFunction
     ) -> Tensor:
         """Add a router's logits [R, E] of the tokens `keys` [R]; return the old policy's ids [R, K] there."""
-        self.store.require_keys(keys, "tap.rows names")
+        self.store.require_keys(keys, "tap.rows contains")
         stored = self.store.of(router, keys)
         new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
         sums = layer_sums(new, stored.log_probs.to(new), stored.valid)
@@ -100,7 +100,7 @@ class UpdatePass:
         under sequence parallelism, the context-parallel group where the loss has whole sequences, and pipeline stages
         where they do not travel; a collective, with the same keys on every rank.
         """
-        self.store.require_keys(keys, "finish asks for")
+        self.store.require_keys(keys, "finish got")
         sums = self.sums[:, keys.reshape(-1).to(self.sums.device) + 1]
         sums = sums if sum_over_ranks is None else sum_over_ranks(sums)
         has_key = keys.reshape(-1).to(sums.device) >= 0
@@ -108,7 +108,7 @@ class UpdatePass:
         lost = torch.stack([(has_key & (sums[1] == 0)).sum(), has_key.sum()])
         unusable = {"the old pass or this one has no route": lost}
         if self.store.mistaken is not None:
-            unusable["tap.rows names keys of other tokens"] = self.store.mistaken
+            unusable["tap.rows has keys of other tokens"] = self.store.mistaken
         say_losses(unusable, consequence="their gamma is 1, or another token's")
         metrics = measured(router_shift.metrics, unusable)
         ratio, shift = router_shift.ratio.view(keys.shape), router_shift.shift.view(keys.shape)
@@ -158,12 +158,12 @@ class RouterTap:
         refuse_strange_routers(modules, router_ids)
         # A stage of dense layers hands on what the stages before it summed.
         known_kinds = ", ".join(ROUTER_KINDS.names)
-        require(bool(routers) or pipeline is not None, f"the model has no router of a known kind ({known_kinds}).")
+        require(bool(routers) or pipeline is not None, f"the model has no router of a supported class ({known_kinds}).")
         for module, router_kind in routers:
             named = router_kind.score_function(module)
             require(
                 named in _READ_AS,
-                f"{type(module).__name__} scores its logits by {named!r}, which is not supported; supported are "
+                f"score function {named!r} of {type(module).__name__} is not supported; supported are "
                 f"{', '.join(_READ_AS)}.",
             )
         self._routers, self._chunks, self._pipeline, self._split = routers, chunks, pipeline, split
@@ -194,7 +194,7 @@ class RouterTap:
     def rows(self, keys: Tensor | None) -> None:
         require(
             keys is None or keys.dtype in (torch.int64, torch.int32),
-            f"tap.rows must hold int64 keys, not {None if keys is None else keys.dtype}.",
+            f"tap.rows must be an int64 tensor of keys, not {None if keys is None else keys.dtype}.",
         )
         self._forward = None if keys is None else _ForwardRows(keys.long())
         self._rows_were_set |= keys is not None
@@ -363,7 +363,7 @@ class RouterTap:
             raise InvalidInputError(_NO_ROWS)
         require(
             router not in forward.readers,
-            f"router {self._places[router]} ran twice on the same tap.rows: set tap.rows before every forward.",
+            f"router {self._places[router]} ran twice with the same tap.rows: set tap.rows before every forward pass.",
         )
         forward.readers.add(router)
         self._rows_were_read = True
@@ -400,7 +400,7 @@ _NO_ROWS = (
     "run other forwards, such as a reference model's, outside of it."
 )
 _COMPILED_BEFORE = (
-    "A model that was compiled before the pass runs without its hooks: compile it inside the first pass, or with "
+    "A model that was compiled before the pass does not call the tap: compile the model inside the first pass, or set "
     "torch._dynamo.config.skip_nnmodule_hook_guards = False."
 )
 

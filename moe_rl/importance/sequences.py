@@ -40,7 +40,7 @@ class SequenceLayout:
         if tokens.ndim == 2 and cu_seqlens is not None:
             raise InvalidInputError("cu_seqlens is for packed [T] tensors, but the batch is padded [B, S].")
         if tokens.ndim not in (1, 2):
-            raise InvalidInputError(f"expected [B, S] or packed [T] tensors, got {tokens.ndim} dimensions.")
+            raise InvalidInputError(f"tensors must be padded [B, S] or packed [T], got {tokens.ndim} dimensions.")
         if tokens.ndim == 2:
             width, num_sequences = tokens.shape[1], tokens.shape[0]
             starts = torch.arange(num_sequences + 1, device=tokens.device) * width

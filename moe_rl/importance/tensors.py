@@ -157,7 +157,7 @@ def say_losses(lost: Mapping[str, Tensor], *, consequence: str = LEFT_OUT) -> No
 def _warn_of_losses(sentences: tuple[str, ...], counts: Tensor) -> None:
     for sentence, (lost, valid) in zip(sentences, counts.tolist(), strict=True):
         if _too_many(lost, valid):
-            warnings.warn(f"{sentence} as_floats of the metrics gives their number.", stacklevel=3)
+            warnings.warn(f"{sentence} Call as_floats on the metrics to get their number.", stacklevel=3)
 
 
 def _too_many(lost: float, valid: float) -> bool:

@@ -83,7 +83,7 @@ class Archive:
             kernels = {key: CarriedKernel(**_with_tuples(row)) for key, row in rows.items()}
             return cls(kernels, content.pop(SOURCES).decode(), content)
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            raise InvalidInputError(f"{path} does not hold carried kernels: {error!r}.") from error
+            raise InvalidInputError(f"{path} is not a readable file of precompiled kernels: {error!r}.") from error
 
     def write(self, path: Path) -> None:
         """Write a zip whose bytes depend on nothing but what it holds."""
@@ -230,7 +230,7 @@ def text_digest(cubin: bytes) -> str:
         if name.startswith(b".text."):
             texts.append(cubin[offset : offset + size])
     if not texts:
-        raise InvalidInputError("a cubin without a .text section holds no machine code.")
+        raise InvalidInputError("the cubin has no .text section, so it contains no machine code.")
     return hashlib.sha256(b"".join(sorted(texts))).hexdigest()[:16]
 
 

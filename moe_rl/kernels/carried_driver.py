@@ -177,7 +177,7 @@ def launch(function: Any, grid: tuple[int, ...], *args: Any, **settings: Any) ->
         return
     if not has_gluon() and args[0].device.type == "cuda":
         raise BackendUnavailableError(
-            f"{function.fn.__name__} is not among the kernels carried for this GPU, and the installed Triton "
-            "cannot compile it: install 3.9 or later."
+            f"{function.fn.__name__} is not among the precompiled kernels for this GPU, and the installed Triton "
+            "cannot compile it: install Triton 3.9 or later."
         )
     function[grid](*args, **settings)

@@ -200,7 +200,7 @@ class BusyTime:
 
 def busy_time(attributed: Sequence[AttributedWork]) -> BusyTime:
     """Return how a GPU spent the time between its first and its last kernel."""
-    require(len(attributed) > 0, "the recording holds no work.")
+    require(len(attributed) > 0, "the recording contains no kernels or operators.")
     computing: list[tuple[float, float]] = []
     communicating: list[tuple[float, float]] = []
     for item in attributed:

@@ -131,15 +131,16 @@ def calibrate(
     names_of_constants = (*CONSTANTS, *SOFTWARE_CONSTANTS)
     for name in constants:
         require_known(name, names_of_constants, f"constant {name!r} cannot be calibrated.")
-    require(len(set(constants)) == len(constants), "name each constant to calibrate once.")
+    require(len(set(constants)) == len(constants), "a constant to calibrate is named twice.")
     seen = _seen(measurements, hardware, software, predict)
     unseen = [name for name in constants if name not in seen]
     require(
         not unseen,
-        f"the measurements do not depend on {', '.join(unseen)}: add measurements where it matters, or leave it out.",
+        f"the measurements do not depend on {', '.join(unseen)}: add measurements that depend on it, or do not "
+        "calibrate it.",
     )
     moving = tuple(constants) or tuple(seen)
-    require(len(moving) > 0, "the measurements depend on no constant.")
+    require(len(moving) > 0, "the measurements do not depend on any constant.")
     fit = _Fit.of(measurements, hardware, software, moving, predict)
 
     def group_error(group: str) -> GroupError:
@@ -229,8 +230,8 @@ class _Fit:
         far = np.array(names)[np.abs(fit.component.logs) > np.log(LARGEST_FACTOR)]
         require(
             len(far) == 0,
-            f"the fit pushes {', '.join(far)} beyond a factor of {LARGEST_FACTOR:.0f} from its starting value: check "
-            "the units of the measurements.",
+            f"the fit changes {', '.join(far)} by more than a factor of {LARGEST_FACTOR:.0f} from its starting "
+            "value: check the units of the measurements.",
         )
         return fit
 

@@ -41,7 +41,7 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
             on_gpu.append(event)
         elif event.category == "cpu_op":
             operators.append(event)
-    require(bool(on_gpu or operators), f"{path} holds neither GPU kernels nor CPU operators.")
+    require(bool(on_gpu or operators), f"{path} contains neither GPU kernels nor CPU operators.")
     if on_gpu:
         device, work = "cuda", _gpu_work(on_gpu, complete)
     else:

@@ -64,7 +64,10 @@ class Measurement:
             f"measurement: ep_size {self.ep_size} does not divide the {self.num_experts} experts.",
         )
         fills_nodes = self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0
-        require(fills_nodes, f"measurement: ep_size {self.ep_size} does not fill nodes of {self.ranks_per_node} ranks.")
+        require(
+            fills_nodes,
+            f"measurement: ep_size {self.ep_size} is not a multiple of ranks_per_node {self.ranks_per_node}.",
+        )
 
     def model(self) -> MoeModelSpec:
         """Return the part of a model that the measured operation sees; its activation is SwiGLU."""
@@ -96,7 +99,7 @@ def read_measurements(path: Path) -> list[Measurement]:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidInputError(f"{path} is not a readable CSV: {error}.") from None
-    require(bool(rows), f"{path} holds no measurements.")
+    require(bool(rows), f"{path} contains no measurements.")
     # csv keeps the values beyond the header's columns under the key None.
     header = set(rows[0]) - {None}
     missing = sorted({item.name for item in columns if item.default is MISSING} - header)

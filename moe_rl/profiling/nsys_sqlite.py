@@ -37,7 +37,8 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
             processes = database.execute(f"SELECT COUNT(DISTINCT globalPid) FROM {KERNELS}").fetchone()[0]
             require(
                 processes <= 1,
-                f"{path} holds the kernels of {processes} processes: record one file per rank (nsys -o r%q{{RANK}}).",
+                f"{path} contains the kernels of {processes} processes: record one file per rank (nsys -o "
+                f"r%q{{RANK}}).",
             )
             linked = RUNTIME in tables
             work = list(
@@ -52,7 +53,7 @@ def read_nsys_sqlite(path: Path, *, rank: int = 0) -> ProfiledRun:
                 ranges = ()
     except sqlite3.DatabaseError as error:
         raise InvalidInputError(f"{path} is not a readable nsys export: {error}.") from None
-    require(bool(work), f"{path} holds no CUDA kernels.")
+    require(bool(work), f"{path} contains no CUDA kernels.")
     # Kernels and copies come from different tables; attribution counts ranges in the order of time.
     work.sort(key=lambda item: item.start_us)
     return ProfiledRun(rank=rank, device="cuda", work=tuple(work), ranges=ranges)

@@ -51,7 +51,7 @@ def derive_measurements(
     """
     require(
         shape.model.activation != "gelu",
-        f"model {shape.model.name!r}: measurements are of gated experts, not {shape.model.activation}.",
+        f"model {shape.model.name!r}: only gated experts can be measured, not {shape.model.activation}.",
     )
     remarks = [NO_HOST_TIME]
     if len(per_rank) < shape.ep_size:

@@ -48,5 +48,7 @@ def read_recordings(
         runs[run.rank], file_of[run.rank] = run, path
     require(len(runs) > 0, "no recordings were given.")
     devices = {run.device for run in runs.values()}
-    require(len(devices) == 1, "some recordings hold GPU kernels and some only CPU operators: they do not compare.")
+    require(
+        len(devices) == 1, "some recordings contain GPU kernels, others only CPU operators: they cannot be compared."
+    )
     return dict(sorted(runs.items()))

@@ -77,8 +77,8 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
     for rank, durations in enumerate(measured):
         require(
             set(durations) == keys,
-            f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, recording 0 has {len(keys)}: they "
-            "cannot be compared.",
+            f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, but recording 0 has {len(keys)}: "
+            "they cannot be compared.",
         )
     require(bool(keys), "no all-to-all is in a moe_rl range, so waiting cannot be separated from transfer.")
     # The rank that joins last waits for nobody: its time is the transfer.

@@ -146,4 +146,4 @@ def check_columns(names: Iterable[str]) -> None:
     """Raise for a name that no column has."""
     names_of_columns = (ALL, *WORDS)
     for name in names:
-        require_known(name, names_of_columns, f"--columns: no column is called {name!r}.")
+        require_known(name, names_of_columns, f"--columns: there is no column {name!r}.")

@@ -141,10 +141,10 @@ class ReportData:
     def __post_init__(self) -> None:
         for what, keys, values in (("trace", TRACE_KEYS, self.trace), ("setting", SETTING_KEYS, self.setting)):
             missing = [key for key in keys if key not in values]
-            require(not missing, f"a report's {what} lacks {', '.join(missing)}.")
+            require(not missing, f"the {what} of a report lacks {', '.join(missing)}.")
         names = self.policy_names
         require(len(names) > 0, "a report needs at least one policy.")
-        require(len(set(names)) == len(names), f"a policy appears twice: {', '.join(names)}.")
+        require(len(set(names)) == len(names), f"a policy occurs twice: {', '.join(names)}.")
         require(set(names) <= set(self.loads), "a report needs the loads of every policy.")
 
     @property

@@ -42,14 +42,16 @@ def read_expert_map(path: Path | str, shape: RunShape) -> tuple[RolloutEngine, E
 
 def _checked(rows: dict[int, list[int]], shape: RunShape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
-    require(len(widths) == 1, f"the rows have {sorted(widths)} slots: all must have the same number.")
+    require(
+        len(widths) == 1, f"the rows have different numbers of slots: {sorted(widths)}. All must have the same number."
+    )
     # `true` is an int to Python, and 3.0 is what a careless script writes.
     is_integral = all(type(expert) is int for row in rows.values() for expert in row)
-    require(is_integral, "the rows must hold only whole numbers.")
+    require(is_integral, "the rows must contain only whole numbers.")
     slots = np.array([rows[layer] for layer in shape.moe_layer_ids], np.int64)
     require(
         not slots.size or (int(slots.min()) >= 0 and int(slots.max()) < shape.num_experts),
-        f"experts must lie in 0 .. {shape.num_experts - 1}, but the file names {slots.min()} .. {slots.max()}.",
+        f"expert ids must be 0 .. {shape.num_experts - 1}, but the file has ids {slots.min()} .. {slots.max()}.",
     )
     read = ExpertMap(
         slots=slots.astype(np.int32),
@@ -66,8 +68,8 @@ def _decoded(path: Path) -> Document:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InvalidInputError(f"there is no expert map {path}.") from None
+        raise InvalidInputError(f"the expert map {path} does not exist.") from None
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"{path} cannot be read as an expert map: {error}.") from error
-    require(isinstance(document, dict), f"{path} is not an expert map: it holds no JSON object.")
+    require(isinstance(document, dict), f"{path} is not an expert map: it does not contain a JSON object.")
     return dict(document)

@@ -164,8 +164,8 @@ class _RankWork:
             step, digest = words[:HEADER_WORDS].tolist()
             if (step, digest) != (self.step, self.plan.digest):
                 raise SyncError(
-                    f"rank {self.rank}, round {number}: rank {other} sends weights of step {step}"
-                    f"{'' if digest == self.plan.digest else ' by another plan'}, not of step {self.step}."
+                    f"rank {self.rank}, round {number}: rank {other} sent weights of step {step}"
+                    f"{'' if digest == self.plan.digest else ' by a different plan'}, not of step {self.step}."
                 )
             body, sums = message[words.numel() * WORD :], words[HEADER_WORDS:]
             self.traffic.received_bytes += body.numel()
@@ -179,7 +179,7 @@ class _RankWork:
                 if not torch.equal(part_sums(own_body, parts.num_parts), own_sums):
                     raise SyncError(
                         f"rank {self.rank}, round {number}: expert {parts.expert} of MoE layer {parts.layer} from rank "
-                        f"{other} is not what its trainer sent."
+                        f"{other} differs from what its trainer sent."
                     )
                 self._keep(parts, own_body, own_sums)
 

@@ -61,7 +61,10 @@ class TrainerLayout:
 
     def __post_init__(self) -> None:
         require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {list(self.home_rank.shape)}.")
-        require(self.ranks.ndim == 4, f"ranks must be [stages, twins, P, ETP], got shape {list(self.ranks.shape)}.")
+        require(
+            self.ranks.ndim == 4,
+            f"ranks must be [stages, expert data parallel, P, ETP], got shape {list(self.ranks.shape)}.",
+        )
         num_layers, stages = len(self.home_rank), self.ranks.shape[0]
         require(
             len(self.stage_of_layer) == num_layers and all(0 <= stage < stages for stage in self.stage_of_layer),
@@ -70,11 +73,11 @@ class TrainerLayout:
         )
         require(
             bool(((self.home_rank >= 0) & (self.home_rank < self.ep_size)).all()),
-            f"home_rank must lie in 0 .. {self.ep_size - 1}, the trainer's expert-parallel ranks.",
+            f"home_rank must contain only 0 .. {self.ep_size - 1}, the trainer's expert-parallel ranks.",
         )
         require(
             sorted(self.ranks.ravel().tolist()) == list(range(self.ranks.size)),
-            f"ranks must hold each trainer 0 .. {self.ranks.size - 1} once.",
+            f"ranks must contain each trainer rank 0 .. {self.ranks.size - 1} exactly once.",
         )
 
     @classmethod
@@ -208,9 +211,7 @@ class SyncProblem:
             )
             counts = np.zeros((num_layers, num_experts), np.int64)
             is_expert = (engine.slots >= 0) & (engine.slots < num_experts)
-            require(
-                bool(is_expert.all()), f"engine {number} has a slot whose expert lies outside 0 .. {num_experts - 1}."
-            )
+            require(bool(is_expert.all()), f"engine {number} has a slot with an expert outside 0 .. {num_experts - 1}.")
             np.add.at(counts, (np.arange(num_layers)[:, None], engine.slots), 1)
             for layer, expert in np.argwhere(counts == 0):
                 raise InvalidInputError(f"engine {number}, MoE layer {layer}: no slot holds expert {expert}.")

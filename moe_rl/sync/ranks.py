@@ -153,7 +153,7 @@ class SyncGroup:
         try:
             yield
         except RuntimeError as error:
-            raise SyncError(f"rank {self.rank}: the store of the sync is gone: {error}") from error
+            raise SyncError(f"rank {self.rank}: the sync's key-value store cannot be reached: {error}") from error
 
     def run(self, work: Generator[Exchange, Mapping[int, torch.Tensor], None]) -> None:
         """Drive a rank's work to its end."""

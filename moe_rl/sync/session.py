@@ -52,7 +52,7 @@ def ballot(plan: SyncPlan, side: TrainerSide | EngineSide, *, rank: int, step: i
         return Ballot(step=step, plan_digest=plan.digest, weights_sum=side.weights_sum, problem=side.problem)
     engine_rank = plan.problem.engine_rank(rank)
     if engine_rank is None:
-        raise SyncError(f"rank {rank} belongs to no engine of the plan.")
+        raise SyncError(f"rank {rank} is not in any engine of the plan.")
     planned, current = engine_rank.engine.local_slots(engine_rank.index), side.current_slots()
     problem = ""
     if not np.array_equal(planned, current):

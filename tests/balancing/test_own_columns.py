@@ -103,13 +103,13 @@ def test_an_observed_pass_keeps_the_share_that_this_rank_planned() -> None:
 def test_the_part_of_one_rank_is_not_taken_for_a_whole_plan(tmp_path: object) -> None:
     group = Group(2)
     kept = group.planned(whole=False)[1].plan
-    with pytest.raises(InvalidInputError, match="that EP rank 1 keeps"):
+    with pytest.raises(InvalidInputError, match="has only the part of EP rank 1"):
         kept.save(f"{tmp_path}/plan.npz")
     with pytest.raises(InvalidInputError, match="source rank 1, not 0"):
         SlotTables.of_plan(kept, group=0, source_rank=0)
-    with pytest.raises(InvalidInputError, match="that EP rank 1 keeps"):
+    with pytest.raises(InvalidInputError, match="has only the part of EP rank 1"):
         PassRequest(config=group.config, placement=kept.placement, plan=kept).check(1)
     pairs = np.stack([group.rows(rank).pairs for rank in range(2)], axis=2)[None]
     load = type("Load", (), {"pairs": pairs, "ep_size": 2, "num_experts": 4})
-    with pytest.raises(InvalidInputError, match="that EP rank 1 keeps"):
+    with pytest.raises(InvalidInputError, match="has only the part of EP rank 1"):
         rank_load(kept, load)  # type: ignore[arg-type]

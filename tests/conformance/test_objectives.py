@@ -229,15 +229,17 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         policy_loss(small(), loss_agg_mode="token_mean")
     for sequence in ("gspo", "luspo"):
         for width in (0.1, 0.2, 10.0):
-            wrong = rf"clip_ratio_high {width:g} is a token's width, but '{sequence}' clips a sequence's mean"
+            wrong = rf"clip_ratio_high {width:g} is a clip width for token ratios, but '{sequence}' clips the mean"
             with pytest.raises(InvalidInputError, match=wrong):
                 policy_loss(small(), objective=sequence, clip_ratio_high=width)
         for width in (0.0, 3e-4, 0.07, math.inf):
             policy_loss(small(), objective=sequence, clip_ratio_low=width, clip_ratio_high=width)
-    with pytest.raises(InvalidInputError, match=r"la_clip_low 0.0003 is a sequence's width, but 'ctpo' clips each"):
+    with pytest.raises(
+        InvalidInputError, match=r"la_clip_low 0.0003 is a clip width for sequence means, but 'ctpo' clips each"
+    ):
         policy_loss(small(), objective="ctpo", la_clip_low=3e-4)
     for token, what in (("ppo", "ratio"), ("cispo", "ratio"), ("gmpo", "log ratio")):
-        wrong = rf"clip_ratio_low 0.0003 is a sequence's width, but '{token}' clips each token's {what}"
+        wrong = rf"clip_ratio_low 0.0003 is a clip width for sequence means, but '{token}' clips each token's {what}"
         with pytest.raises(InvalidInputError, match=wrong):
             policy_loss(small(), objective=token, clip_ratio_low=3e-4)
         for width in (0.0, 0.01, 10.0, math.inf):

@@ -201,7 +201,7 @@ def test_an_engines_combine_weights_give_a_gamma_of_the_rollout() -> None:
     assert float(moved.max()) < 1.0
     with torch.no_grad(), RouterTap(model).old_pass(B * S) as short:
         pass
-    with pytest.raises(InvalidInputError, match="the old pass has not run router 0"):
+    with pytest.raises(InvalidInputError, match="router 0 did not run in the old pass"):
         rollout_router_shift(short, ids, weights)
 
 
@@ -297,7 +297,7 @@ def test_48_layers_and_top_8_take_768_bytes_per_token() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* at more than 1% of the valid tokens")  # beside the errors
 def test_misuse_is_refused_with_a_sentence() -> None:
-    with pytest.raises(InvalidInputError, match=r"no router of a known kind \(transformers, megatron\)"):
+    with pytest.raises(InvalidInputError, match=r"no router of a supported class \(transformers, megatron\)"):
         RouterTap(nn.Linear(2, 2))
     routers = nn.ModuleList([ExampleTopKRouter()])
     tap, hidden = RouterTap(routers), torch.randn(5, 16)
@@ -305,7 +305,7 @@ def test_misuse_is_refused_with_a_sentence() -> None:
         with pytest.raises(InvalidInputError, match=r"tap.rows does not say which tokens its rows are"):
             routers[0](hidden)
         tap.rows = torch.arange(4)
-        with pytest.raises(InvalidInputError, match=r"a router has 5 rows, but tap.rows has 4 keys"):
+        with pytest.raises(InvalidInputError, match=r"a router ran on 5 rows, but tap.rows has 4 keys"):
             routers[0](hidden)
     with torch.no_grad(), tap.old_pass(6) as store:
         tap.rows = torch.tensor([0, 1, 2, 3, -1])
@@ -325,13 +325,13 @@ def test_what_is_not_understood_is_refused_by_name() -> None:
     class StrangeGating(nn.Module):
         pass
 
-    with pytest.raises(InvalidInputError, match=r"1 \(StrangeGating\) looks like a router, but is of no known kind"):
+    with pytest.raises(
+        InvalidInputError, match=r"1 \(StrangeGating\) looks like a router, but its class is not supported"
+    ):
         RouterTap(nn.Sequential(ExampleTopKRouter(), StrangeGating()))
     router = ExampleTopKRouter()
     router.score_fn = nn.Tanh()
-    with pytest.raises(
-        InvalidInputError, match=r"ExampleTopKRouter scores its logits by 'Tanh', which is not supported"
-    ):
+    with pytest.raises(InvalidInputError, match=r"score function 'Tanh' of ExampleTopKRouter is not supported"):
         RouterTap(router)
 
 

@@ -50,9 +50,9 @@ WRONG = {
     "checks.export_kl_limit=0": "must be greater than 0, got 0",
     "train.loss_agg_mode=mean": "unknown loss_agg_mode 'mean'",
     "train.rollout_correction={rollout_iss: token}": "Did you mean 'rollout_is'?",
-    "train.rollout_correction={bypass_mode: true}": "bypass_mode is not offered",
+    "train.rollout_correction={bypass_mode: true}": "bypass_mode cannot be set",
     "train.router_shift={floor: 2}": "must be less than or equal to 1, got 2",
-    "train.micro_batch_size=7": "no multiple of world_size x train.micro_batch_size (14)",
+    "train.micro_batch_size=7": "not a multiple of world_size x train.micro_batch_size (14)",
     "train.num_mini_batches=3": "must be a multiple of train.num_mini_batches (3)",
     "rollout.problems_per_step=3": "rollout.problems_per_step (3) must be a multiple of world_size (2)",
     "rollout.temperature=0": "must be greater than 0, got 0",
@@ -65,7 +65,7 @@ WRONG = {
     "evaluation.num_problems=1": "evaluation.num_problems (1) must be at least world_size (2)",
     "balancer.policy=ultra": "unknown policy 'ultra'. Did you mean 'ultraep'?",
     "balancer.policy=eplb": "policy 'eplb' moves homes in every pass",
-    "balancer.reorder_every=1": "policy 'ultraep' never moves homes: with reorder_every take one of relibra, moe-rl",
+    "balancer.reorder_every=1": "policy 'ultraep' never moves homes: with reorder_every, choose one of relibra, moe-rl",
     "balancer.parameters={slots: 2}": "policy 'ultraep' has no parameter 'slots'",
     "balancer.cluster=h1000": "unknown cluster 'h1000'. Did you mean 'h100'?",
     "seed": "override 'seed' is not of the form key=value",
@@ -97,7 +97,7 @@ def test_the_command_ends_with_exit_code_2_and_leaves_nothing(
         "there is no file": [str(tmp_path / "missing.yaml"), f"out={out}"],
         "holds ['thesis.tex'], which is not part of a run": [str(empty), f"out={foreign}"],
         "is a file: a run needs a folder": [str(empty), f"out={empty}"],
-        "either resumed or overwritten": [str(empty), f"out={out}", "--resume", "--overwrite"],
+        "can be resumed or overwritten": [str(empty), f"out={out}", "--resume", "--overwrite"],
     }
     for part, arguments in wrong.items():
         with pytest.raises(SystemExit) as end:

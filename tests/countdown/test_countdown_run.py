@@ -53,10 +53,10 @@ def test_a_run_logs_its_curve_and_its_trace_and_learns_from_the_same_weights(ref
 @pytest.mark.multi_rank
 def test_a_run_is_not_started_over_another_one(reference: Path) -> None:
     before = (reference / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(InvalidInputError, match=r"holds a run already: resume it \(--resume\), or replace it"):
+    with pytest.raises(InvalidInputError, match=r"already contains a run: resume it \(--resume\), or replace it"):
         run(load_config(reference / "small.yaml"))
     other = load_config(reference / "small.yaml", ["seed=1", "train.objective=gspo"])
-    with pytest.raises(InvalidInputError, match="holds a run with another seed, train: it cannot be resumed"):
+    with pytest.raises(InvalidInputError, match="has a run with a different seed, train: it cannot be resumed"):
         run(other, resume=True)
     assert (reference / "run" / "metrics.jsonl").read_bytes() == before
 

@@ -77,5 +77,5 @@ def test_the_terminal_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_run_without_a_step_has_no_report() -> None:
-    with pytest.raises(InvalidInputError, match="no finished step"):
+    with pytest.raises(InvalidInputError, match="has not finished a step"):
         report([{"step": 0, "evaluation/accuracy": 0.1}])

@@ -159,5 +159,5 @@ def test_a_spec_without_problems_is_refused() -> None:
 
 
 def test_an_unknown_symbol_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="no Countdown symbols"):
+    with pytest.raises(InvalidInputError, match="not Countdown symbols"):
         encode("1 + 2")

@@ -97,14 +97,14 @@ def test_the_trace_holds_every_route_and_marks_the_rows_without_one() -> None:
         ("logprobs", lambda value: value - 1, "0 for prompt tokens"),
         ("rewards", lambda value: value[:-1], "rewards must be"),
         ("cu_seqlens", lambda value: value + 1, "run from 0 to the number"),
-        ("prompt_lengths", lambda value: value * 0, "prompt_lengths must lie"),
+        ("prompt_lengths", lambda value: value * 0, "each prompt length must be between"),
         ("prompt_lengths", lambda value: value + 1, "response_mask"),
-        ("problem_id", lambda value: torch.tensor([0, 1, 0, 1]), "next to each other"),
+        ("problem_id", lambda value: torch.tensor([0, 1, 0, 1]), "must be adjacent"),
         ("routed", lambda value: torch.ones_like(value), "routed must be False"),
         ("routed_experts", lambda value: value + EXPERTS, "outside 0 .. 7"),
         ("router_logprobs", lambda value: value[..., :1], r"both be \[T, L, K\]"),
         ("temperature", lambda value: 0.0, "temperature must be above 0"),
-        ("num_experts", lambda value: 300, "num_experts must lie"),
+        ("num_experts", lambda value: 300, "num_experts must be between"),
     ],
 )
 def test_what_does_not_fit_is_refused(field: str, change: Any, sentence: str) -> None:

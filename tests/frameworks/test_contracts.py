@@ -80,7 +80,7 @@ def test_a_recipe_with_a_tokens_width_for_a_sequence_is_refused() -> None:
     """The one cause of `recipe_losses`: such rows are compared without a clip, in which 0.2 clips nothing either."""
     refused = [recipe for recipe in recipe_losses.RECIPES if recipe.cause]
     assert {recipe.mode for recipe in refused} == {"gspo"}
-    with pytest.raises(InvalidInputError, match=r"clip_ratio_low 0.2 is a token's width"):
+    with pytest.raises(InvalidInputError, match=r"clip_ratio_low 0.2 is a clip width for token ratios"):
         OBJECTIVES["gspo"](clip_ratio_low=0.2, clip_ratio_high=0.2)
 
 
@@ -113,7 +113,7 @@ def test_the_installed_verls_loss_is_ours_under_its_recipes(recipe: recipe_losse
     ("settings", "sentence"),
     [
         ({"moe_rl_objective": "sapo", "eps_clip": 0.1}, r"--eps-clip\* 0.1 has no effect on 'sapo'"),
-        ({"moe_rl_objective": "gspo", "eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
+        ({"moe_rl_objective": "gspo", "eps_clip": 0.3}, r"clip_ratio_low 0.3 is a clip width for token ratios"),
         ({"use_tis": True}, r"use_tis has no effect in this loss"),
         ({"use_opsm": True}, r"use_opsm has no effect in this loss"),
         ({"moe_rl_objective": "grp"}, r"unknown objective 'grp'"),

@@ -181,7 +181,9 @@ def test_every_registered_loss_runs_with_verls_defaults_and_refuses_what_it_cann
         verl.checked_settings(config)
     config.clip_ratio_high = 0.3
     config.policy_loss.loss_mode = "moe_rl_gspo"
-    with pytest.raises(InvalidInputError, match=r"clip_ratio_high 0.3 is a token's width, but 'gspo' clips"):
+    with pytest.raises(
+        InvalidInputError, match=r"clip_ratio_high 0.3 is a clip width for token ratios, but 'gspo' clips"
+    ):
         verl.checked_settings(config)
     config.policy_loss.loss_mode = "moe_rl_decoupled_ppo"
     with pytest.raises(InvalidInputError, match=r"verl cannot run moe_rl_decoupled_ppo"):
@@ -213,7 +215,9 @@ def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
         verl.policy_losses()["moe_rl_ppo"](
             log_prob=log_prob, config=config, loss_agg_mode="seq-mean-token-mean", **call
         )
-    with pytest.raises(InvalidInputError, match=r"clip_ratio_low 0.1 is a token's width, but 'gspo' clips"):
+    with pytest.raises(
+        InvalidInputError, match=r"clip_ratio_low 0.1 is a clip width for token ratios, but 'gspo' clips"
+    ):
         verl.policy_losses()["moe_rl_gspo"](log_prob=log_prob, config=config, **call)
     narrow = {"gspo": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}}
     assert verl.policy_losses(options=narrow)["moe_rl_gspo"](log_prob=log_prob, config=config, **call)[0].isfinite()
@@ -351,7 +355,7 @@ def areals_module(**changes: Any) -> tuple[Any, Any]:
             r"prox_logp_method='loglinear' has no effect on this loss",
         ),
         ("ppo", {"rejection_sampling": object()}, r"rejection_sampling=.* has no effect on this loss"),
-        ("gspo", {"eps_clip": 0.3}, r"clip_ratio_low 0.3 is a token's width"),
+        ("gspo", {"eps_clip": 0.3}, r"clip_ratio_low 0.3 is a clip width for token ratios"),
         ("sapo", {"eps_clip": 0.1}, r"eps_clip\* 0.1 has no effect on 'sapo'"),
     ],
 )

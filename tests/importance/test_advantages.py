@@ -142,7 +142,7 @@ def test_gdpo_normalizes_every_reward_before_it_adds_them() -> None:
     assert advantages.tolist() == pytest.approx(expected[:2], rel=1e-4)
     opposed = gdpo_advantages(rewards, groups, lengths, weights=torch.tensor([1.0, -1.0]))
     assert opposed.abs().max().item() < 1.0, "they cancel but for epsilon over a spread of 0.5 and of 1"
-    with pytest.raises(InvalidInputError, match=r"a column per reward"):
+    with pytest.raises(InvalidInputError, match=r"one column per reward"):
         gdpo_advantages(rewards[:, 0], groups, lengths)
 
 
@@ -151,7 +151,7 @@ def test_pass_at_k_rewards_the_best_response_for_its_lead() -> None:
     assert pass_at_k_advantages(rewards, groups, normalize_by_std=False).tolist() == [0.0, 3.0, 0.0, 0.0, 0.0]
     std = math.sqrt(13 / 3)  # of 1, 5, 2
     assert pass_at_k_advantages(rewards, groups)[1].item() == pytest.approx(3.0 / std, rel=1e-5)
-    with pytest.raises(InvalidInputError, match=r"at least two responses"):
+    with pytest.raises(InvalidInputError, match=r"needs at least two"):
         pass_at_k_advantages(rewards[:1], groups[:1])
 
 

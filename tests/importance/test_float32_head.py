@@ -55,5 +55,5 @@ def test_a_model_without_head_is_refused_but_an_earlier_stage_is_not() -> None:
 def test_a_head_that_adds_its_gradient_elsewhere_is_refused() -> None:
     model = Model()
     model.lm_head.gradient_accumulation_fusion = True  # type: ignore[assignment]  # of Megatron's ColumnParallelLinear
-    with pytest.raises(InvalidInputError, match="gradient_accumulation_fusion=False"):
+    with pytest.raises(InvalidInputError, match="gradient_accumulation_fusion must be False"):
         float32_head(model)

@@ -433,7 +433,7 @@ def test_bypass_mode_refuses_what_it_cannot_have() -> None:
     inputs = PolicyLossInputs(
         log_prob=OLD, old_log_prob=OLD, advantages=OLD, response_mask=MASK, router_shift_ratio=torch.ones(2, 3)
     )
-    with pytest.raises(InvalidInputError, match=r"cannot have a router_shift_ratio"):
+    with pytest.raises(InvalidInputError, match=r"router_shift_ratio must be None in bypass mode"):
         bypass_policy_loss(inputs, config)
 
 

@@ -189,9 +189,9 @@ def test_router_log_probs_refuses_what_it_cannot_read() -> None:
         router_log_probs(logits, torch.zeros(2, 1, dtype=torch.int64), score_function="sigmoids")
     with pytest.raises(InvalidInputError, match=r"expert id 4 is out of range for 4 experts"):
         router_log_probs(logits, torch.tensor([[0], [4]]))
-    with pytest.raises(InvalidInputError, match=r"expected logits"):
+    with pytest.raises(InvalidInputError, match=r"logits must have shape"):
         router_log_probs(logits, torch.zeros(3, 1, dtype=torch.int64))
-    with pytest.raises(InvalidInputError, match=r"floor must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(InvalidInputError, match=r"floor must be between 0 and 1, got 1.5"):
         router_shift_ratio([], floor=1.5, num_tokens=1)
     with pytest.raises(InvalidInputError, match=r"shape \[3, K\]"):
         router_shift_ratio([(torch.zeros(2, 1), torch.zeros(2, 1))], floor=0.5, num_tokens=3)

@@ -89,7 +89,7 @@ def test_a_backbone_that_runs_twice_on_the_same_rows_is_refused(model: nn.Sequen
     with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(TOKENS)
         model(HIDDEN_STATES)
-        with pytest.raises(InvalidInputError, match=r"router backbone.0.router ran twice on the same tap.rows"):
+        with pytest.raises(InvalidInputError, match=r"router backbone.0.router ran twice with the same tap.rows"):
             model(HIDDEN_STATES)
 
 
@@ -187,7 +187,9 @@ def test_a_key_above_the_tokens_of_the_pass_is_one_sentence(model: nn.Sequential
             tap.rows = torch.arange(TOKENS)
             model(HIDDEN_STATES)
 
-    with pytest.raises(InvalidInputError, match=rf"names key {TOKENS - 1}, but old_pass was opened for {TOKENS - 1}"):
+    with pytest.raises(
+        InvalidInputError, match=rf"contains key {TOKENS - 1}, but old_pass was opened for {TOKENS - 1}"
+    ):
         short_pass()
 
 
@@ -199,7 +201,7 @@ def test_keys_in_another_order_than_the_batch_are_refused(model: nn.Sequential) 
         whole(INPUT_IDS.flip(0))
         assert update.finish(KEYS).ratio.tolist() == [[1.0] * 3] * 2
         tap.rows = KEYS
-        with pytest.raises(InvalidInputError, match=r"names key 0 for a row with input id 16, but this key"):
+        with pytest.raises(InvalidInputError, match=r"has key 0 at a token with input id 16, but earlier this key"):
             whole(INPUT_IDS.flip(0))
 
 
@@ -209,7 +211,7 @@ def test_a_store_of_the_last_step_is_refused(model: nn.Sequential) -> None:
     store = read_once(tap, whole, KEYS)
     with (
         tap.update_pass(store),
-        pytest.raises(InvalidInputError, match="the keys belong to other tokens or another step"),
+        pytest.raises(InvalidInputError, match="the keys are those of other tokens or another step"),
     ):
         _run(tap, whole, KEYS, INPUT_IDS + 1)
 
@@ -224,7 +226,7 @@ def test_a_key_that_two_tokens_have_is_refused_and_padding_may_hold_anything(mod
     tap = RouterTap(whole)
     doubled = KEYS.clone()
     doubled[1, 1] = 0
-    with pytest.raises(InvalidInputError, match="names key 0 for a row"):
+    with pytest.raises(InvalidInputError, match="has key 0 at a token"):
         read_once(tap, whole, doubled)
     padded = KEYS.clone()
     padded[:, 2] = -1

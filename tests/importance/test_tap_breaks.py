@@ -138,13 +138,13 @@ def a_mask_that_leaves_no_token(run: Run) -> None:
 
 KNOWN: dict[Callable[[Run], None], str] = {
     no_rows: "tap.rows does not say which tokens its rows are",
-    fewer_keys_than_rows: "a router has 6 rows, but tap.rows has 3 keys",
-    num_tokens_too_small: r"tap.rows names key 5, but old_pass was opened for 4 tokens: use keys 0 \.\. 3",
-    a_key_below_minus_one: r"tap.rows names key -2, but old_pass was opened for 6 tokens",
-    keys_that_are_no_integers: r"tap.rows must hold int64 keys, not torch.float32",
-    keys_in_another_order: "names key 3 for a row with input id 4, but this key had input id 16 before",
-    two_tokens_with_one_key: "names key 1 for a row",
-    the_store_of_the_step_before: "the keys belong to other tokens or another step, or occur twice",
+    fewer_keys_than_rows: "a router ran on 6 rows, but tap.rows has 3 keys",
+    num_tokens_too_small: r"tap.rows contains key 5, but old_pass was opened for 4 tokens: use keys 0 \.\. 3",
+    a_key_below_minus_one: r"tap.rows contains key -2, but old_pass was opened for 6 tokens",
+    keys_that_are_no_integers: r"tap.rows must be an int64 tensor of keys, not torch.float32",
+    keys_in_another_order: "has key 3 at a token with input id 4, but earlier this key belonged to input id 16",
+    two_tokens_with_one_key: "has key 1 at a token",
+    the_store_of_the_step_before: "the keys are those of other tokens or another step, or a key occurs twice",
     the_store_of_another_model: "the store is for a model with 3 routers, but this one has 2",
     a_second_micro_batch_without_rows: "set it before every forward of the pass",
     a_reference_model_inside_the_pass: "such as a reference model's, outside of it",
@@ -214,7 +214,7 @@ def test_there_are_twenty() -> None:
 
 @pytest.mark.parametrize("asked", [KEYS + 3, KEYS - 3])
 def test_finish_says_which_key_no_token_has(asked: Tensor) -> None:
-    with pytest.raises(InvalidInputError, match="finish asks for key"):
+    with pytest.raises(InvalidInputError, match="finish got key"):
         Run().update(asked=asked)
 
 

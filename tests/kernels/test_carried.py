@@ -60,7 +60,7 @@ def test_an_archive_is_read_as_it_was_written_and_the_same_bytes_again(tmp_path:
     assert (tmp_path / "a.zip").read_bytes() == PATH.read_bytes()
     assert Archive.read(tmp_path / "a.zip") == archive()
     (tmp_path / "a.zip").write_bytes(b"no zip")
-    with pytest.raises(InvalidInputError, match="does not hold carried kernels"):
+    with pytest.raises(InvalidInputError, match="not a readable file of precompiled kernels"):
         Archive.read(tmp_path / "a.zip")
 
 

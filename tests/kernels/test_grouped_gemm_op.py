@@ -289,7 +289,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 4)), "has 1 groups, but the weights have 2"),
     (lambda: grouped_gemm(bf16(32, 32).t(), bf16(2, 16, 32), offsets(0, 2, 4)), "rows of a must be dense"),
     (lambda: grouped_gemm(bf16(4, 40)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4), backend="tritn"), "'triton'"),
-    (lambda: grouped_gemm(bf16(4, 33)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4)), "step by multiples of 16 bytes"),
+    (lambda: grouped_gemm(bf16(4, 33)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4)), "must be a multiple of 16 bytes"),
     (lambda: grouped_gemm(bf16(4, 40)[:, 1:33], bf16(2, 16, 32), offsets(0, 2, 4)), "start at a multiple of 16 bytes"),
     (
         lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 4), out_dtype=torch.float16),

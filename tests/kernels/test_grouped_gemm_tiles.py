@@ -167,7 +167,7 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     assert caplog.messages[-1].endswith("is for sm_90-114")
     path.write_text("{}")
     proven_on.cache_clear()
-    with pytest.raises(InvalidInputError, match="does not hold proven tiles"):
+    with pytest.raises(InvalidInputError, match="not a readable file of verified tiles"):
         proven_on(CHIP)
 
 

@@ -162,7 +162,7 @@ def test_a_csv_reads_back(tmp_path: Path) -> None:
         ({"time_ms": "-1"}, "line 2: measurement: time_ms must be positive"),
         ({"kind": "gem"}, "line 2: measurement: kind 'gem' is unknown"),
         ({"ep_size": "7"}, "line 2: measurement: ep_size 7 does not divide the 128 experts"),
-        ({"ep_size": "16", "ranks_per_node": "3"}, "line 2: .* does not fill nodes of 3 ranks"),
+        ({"ep_size": "16", "ranks_per_node": "3"}, "line 2: .* is not a multiple of ranks_per_node 3"),
         ({"ep_size": "0"}, "line 2: measurement: ep_size must be at least 1"),
         ({"hidden_size": "-4"}, "line 2: .*hidden_size must be at least 1"),
         ({"top_k": "129"}, "line 2: .*exceeds num_experts"),

@@ -46,7 +46,7 @@ def test_columns_are_named_as_in_the_json_document() -> None:
         "step_time_interval_s",
     }
     assert set(WORDS) - set(figures) <= {"node_bound", "placement_bound", "vs_best_engine"} | of_a_simulation
-    with pytest.raises(InvalidInputError, match="no column is called 'imbalanse'"):
+    with pytest.raises(InvalidInputError, match="there is no column 'imbalanse'"):
         chosen_columns(shown, ("imbalanse",))
 
 

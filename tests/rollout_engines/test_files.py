@@ -44,7 +44,7 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
     [
         ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., but has 5"),
         ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "accepts only the key physical_to_logical_map"),
-        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "slots: all must have the same number"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "All must have the same number"),
         ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "a multiple of 2, the number of EP ranks"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 0, 1, 2, 3, 1], ROW]}, "puts expert 0 on rank 0 twice"),
         (
@@ -52,10 +52,10 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
             {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2, 1, 0], ROW]},
             "no slot for expert 3 in layer 4",
         ),
-        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "experts must lie in 0 .. 3"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "expert ids must be 0 .. 3"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2.5, 3, 0], ROW]}, "whole numbers"),
         ("m.json", {"logical_count": [[1, 2]]}, "does not match the format of any known engine"),
-        ("m.json", [1, 2], "no JSON object"),
+        ("m.json", [1, 2], "not contain a JSON object"),
     ],
 )
 def test_a_file_that_an_engine_would_break_on_is_refused(
@@ -66,7 +66,7 @@ def test_a_file_that_an_engine_would_break_on_is_refused(
 
 
 def test_a_missing_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="there is no expert map"):
+    with pytest.raises(InvalidInputError, match="does not exist"):
         read_expert_map(tmp_path / "none.json", SHAPE)
     (tmp_path / "m.json").write_bytes(b"{\x00: [")
     with pytest.raises(InvalidInputError, match="cannot be read as an expert map"):

@@ -46,7 +46,7 @@ def test_an_engine_that_joins_gets_everything() -> None:
 
 SENTENCES = {
     "cut": "the message of rank 1 did not arrive",
-    "flipped": "is not what its trainer sent",
+    "flipped": "differs from what its trainer sent",
     "stale_twin": "trainers 0, 2 should hold the same experts",
     "other_step": "rank 5 wants to sync step 1, but rank 0 step 2",
     "other_plan": "rank 1 and rank 0 have different plans of step 2",
@@ -67,7 +67,7 @@ def test_every_rank_hears_the_same_sentence_and_the_next_sync_heals(case: str) -
 
 
 @pytest.mark.parametrize(("case", "culprit", "sentence"), [
-    ("killed", 2, "connection"), ("store_killed", 0, "the store of the sync is gone"),
+    ("killed", 2, "connection"), ("store_killed", 0, "the sync's key-value store cannot be reached"),
     ("stopped", 3, "rank 3"),
 ])  # fmt: skip
 def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: int, sentence: str) -> None:

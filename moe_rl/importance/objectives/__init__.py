@@ -96,7 +96,8 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     if isinstance(objective, Objective):
         if options:
             raise InvalidInputError(
-                f"options {sorted(options)} need an objective given by name: set them on the Objective itself."
+                f"options {sorted(options)} can only be passed with an objective's name: set them in the Objective "
+                "itself."
             )
         return objective
     if not isinstance(objective, str):

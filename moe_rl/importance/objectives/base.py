@@ -283,13 +283,13 @@ class Objective:
         of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
         require(
             not (of_sequence and _TOKEN_WIDTH <= value < math.inf),
-            f"{option} {value:g} is a token's width, but {self.name!r} clips a sequence's mean, which varies "
-            f"less: use less than {_TOKEN_WIDTH:g} (3e-4 is usual), or infinity to turn the clip off.",
+            f"{option} {value:g} is a clip width for token ratios, but {self.name!r} clips the mean of a sequence, "
+            f"which varies less: use less than {_TOKEN_WIDTH:g} (3e-4 is usual), or infinity to turn the clip off.",
         )
         require(
             of_sequence or not 0.0 < value < _BFLOAT16_STEP,
-            f"{option} {value:g} is a sequence's width, but {self.name!r} clips each token's {self.widths}, "
-            f"which rounding to bfloat16 alone changes by {_BFLOAT16_STEP:.4f}: 0.2 is usual.",
+            f"{option} {value:g} is a clip width for sequence means, but {self.name!r} clips each token's "
+            f"{self.widths}, which rounding to bfloat16 alone changes by {_BFLOAT16_STEP:.4f}: 0.2 is usual.",
         )
 
 

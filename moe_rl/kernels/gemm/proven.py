@@ -112,7 +112,7 @@ class ProvenTiles:
             ]
             return cls(**raw, tiles=tuple(tiles))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidInputError(f"{path} does not hold proven tiles: {error!r}.") from error
+            raise InvalidInputError(f"{path} is not a readable file of verified tiles: {error!r}.") from error
 
 
 def record_path(chip: Chip) -> Path:
@@ -172,7 +172,7 @@ def _fits(name: str, device: torch.device) -> bool:
     max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
     if max_clusters < wanted:
         logger.warning(
-            "grouped GEMM: plain loop, because %d clusters of %s are needed and the GPU holds only %d",
+            "grouped GEMM: plain loop, because %d clusters of %s are needed, but the GPU can hold only %d at once",
             wanted,
             name,
             max_clusters,

@@ -31,7 +31,9 @@ def dgrad(gemm: RowsGemm) -> torch.Tensor:
 def wgrad(gemm: WgradGemm) -> None:
     """Write or add dW[g] = dy.T @ x; see `reference.wgrad`."""
     if gemm.is_fp8 or gemm.out.is_table:
-        raise BackendUnavailableError("backend 'torch' of grouped_gemm_wgrad takes bf16 and gradients in one tensor.")
+        raise BackendUnavailableError(
+            "backend 'torch' of grouped_gemm_wgrad supports only bf16, and gradients in one tensor."
+        )
     out = gemm.out.data
     if gemm.dy.shape[0] == 0:
         if not gemm.accumulate:
@@ -61,5 +63,5 @@ def plus_bias(out: torch.Tensor, gemm: RowsGemm) -> torch.Tensor:
 
 def _tensor(weights: ExpertWeights) -> torch.Tensor:
     if weights.is_table or weights.scale is not None:
-        raise BackendUnavailableError("backend 'torch' of grouped_gemm takes bf16 weights in one tensor.")
+        raise BackendUnavailableError("backend 'torch' of grouped_gemm supports only bf16 weights in one tensor.")
     return weights.data

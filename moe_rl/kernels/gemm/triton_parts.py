@@ -179,7 +179,9 @@ def must_meet(problem: GemmProblem) -> bool:
 def require_tensor_core_type(rows: torch.Tensor) -> None:
     """Refuse float32, which tensor cores would round to 10 bits without a word."""
     if rows.dtype == torch.float32:
-        raise BackendUnavailableError("backend 'triton' of grouped_gemm takes bf16 or FP8; use 'torch' for float32.")
+        raise BackendUnavailableError(
+            "backend 'triton' of grouped_gemm supports only bf16 and FP8; use 'torch' for float32."
+        )
 
 
 def set_descriptor_allocator(device: torch.device) -> None:

@@ -92,7 +92,8 @@ class ExpertWeights(ExpertMatrices):
         if self.is_table and self.scale is not None:
             require_table(self.scale, "scales of expert weights")
             require(
-                self.scale.shape == self.data.shape, "the table of weights and the table of their scales differ in G."
+                self.scale.shape == self.data.shape,
+                "the table of weights and the table of their scales must have equally many experts.",
             )
         elif self.scale is not None:
             require_form("scales", self.scale, (self.num_groups, *self.scale_shape), (self.scale_dtype,))
@@ -209,7 +210,7 @@ def require_alignment(data: torch.Tensor, what: str) -> None:
     """Refuse memory, or a first axis, that does not start at multiples of 16 bytes: loads would fault or crawl."""
     require(
         data.stride(0) * data.element_size() % ALIGNMENT == 0,
-        f"{what}: the first axis must step by multiples of {ALIGNMENT} bytes, got strides {data.stride()}.",
+        f"{what}: the stride of the first axis must be a multiple of {ALIGNMENT} bytes, got strides {data.stride()}.",
     )
     if not torch.compiler.is_compiling() and not isinstance(data, FakeTensor):
         require(

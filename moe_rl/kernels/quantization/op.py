@@ -176,7 +176,7 @@ def quantize_weights(
     room for those. All matrices have one dtype.
     """
     require_rounding("quantize_weights", rounding)
-    require(len(weights) == len(into), f"quantize_weights: {len(weights)} matrices, but room for {len(into)}.")
+    require(len(weights) == len(into), f"quantize_weights: got {len(weights)} matrices, but memory for {len(into)}.")
     if not weights:
         return
     sample, transpose = weights[0], into[0].transposed is not None

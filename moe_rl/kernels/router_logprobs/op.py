@@ -53,6 +53,6 @@ def gather_logprobs(
     require_form("gather_logprobs: expert_ids", expert_ids, (logits.shape[0], "K"), ID_DTYPES, beside=logits)
     require(
         1 <= logits.shape[1] <= MAX_EXPERTS,
-        f"gather_logprobs: E must be within 1 .. {MAX_EXPERTS}, got {logits.shape[1]}.",
+        f"gather_logprobs: E must be between 1 and {MAX_EXPERTS}, got {logits.shape[1]}.",
     )
     return _gather_logprobs(logits, expert_ids, score_function, backend)
