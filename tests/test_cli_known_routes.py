@@ -25,7 +25,7 @@ def test_rerouted_pairs_are_priced_as_they_occur_and_said(tmp_path: Path, trace:
     assert rerouted["setting"]["reroute"] == 0.3
     assert rerouted["policies"]["ultraep"]["imbalance"] > exact["policies"]["ultraep"]["imbalance"]
     assert rerouted["policies"]["ultraep"]["replicas_per_plan"] == exact["policies"]["ultraep"]["replicas_per_plan"]
-    assert any(note.startswith("30 % of the token-expert pairs go to another expert") for note in rerouted["notes"])
+    assert any(note.startswith("30 % of the token-expert pairs go to a different expert") for note in rerouted["notes"])
     refused = moe_rl("simulate", trace, *same, "--reroute", 1.5)
     assert refused.code == 2
     assert "--reroute must be between 0 and 1, got 1.5." in refused.err

@@ -336,7 +336,10 @@ class _Watch:
             except Exception as error:
                 if not self._closing.is_set():
                     kind = type(error).__name__
-                    self.failure = f"rank {self.rank}: the store of the sync is gone, its rank ended ({kind})."
+                    self.failure = (
+                        f"rank {self.rank}: the sync's key-value store cannot be reached, because "
+                        f"its rank ended ({kind})."
+                    )
                 return
             self._closing.wait(BEAT_S)
 

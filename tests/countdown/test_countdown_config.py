@@ -46,7 +46,7 @@ WRONG = {
     "train.replay=r4": "key 'train.replay' must be 'R3', 'R2' or 'off'",
     "train.precision=float16": "key 'train.precision' must be 'float32' or 'bfloat16', got 'float16'",
     "rollout.precision=fp8": "'float32', 'bfloat16', 'fp8-block' or 'fp8-block-pow2', got 'fp8'",
-    "balancer.recipe=fp8-block": "recipe 'fp8-block' needs experts: grouped",
+    "balancer.recipe=fp8-block": "recipe 'fp8-block' needs `experts: grouped`",
     "checks.export_kl_limit=0": "must be greater than 0, got 0",
     "train.loss_agg_mode=mean": "unknown loss_agg_mode 'mean'",
     "train.rollout_correction={rollout_iss: token}": "Did you mean 'rollout_is'?",
@@ -95,7 +95,7 @@ def test_the_command_ends_with_exit_code_2_and_leaves_nothing(
     wrong = {
         "unknown objective 'grp'": [str(empty), "train.objective=grp", f"out={out}"],
         "there is no file": [str(tmp_path / "missing.yaml"), f"out={out}"],
-        "holds ['thesis.tex'], which is not part of a run": [str(empty), f"out={foreign}"],
+        "contains ['thesis.tex'], which is not part of a run": [str(empty), f"out={foreign}"],
         "is a file: a run needs a folder": [str(empty), f"out={empty}"],
         "can be resumed or overwritten": [str(empty), f"out={out}", "--resume", "--overwrite"],
     }
