@@ -335,7 +335,7 @@ class Tuned:
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
-            name, more = self._grown_part(best, row)
+            name, more = self.grown_part(best, row)
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 sentences.append(
                     f"With EP{ep}, the step takes at least {longer:.1%} longer than the best step ({row.name}): {name} "
@@ -364,7 +364,7 @@ class Tuned:
             sentences.append(f"To get the same numbers: {best.command}")
         for other in others:
             behind = best.fastest / other.fastest - 1.0
-            name, more = self._grown_part(best.setting, other.setting)
+            name, more = self.grown_part(best.setting, other.setting)
             sentences.append(
                 f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} alone "
                 f"adds {more:.1%}."
@@ -372,7 +372,7 @@ class Tuned:
         return sentences
 
     @staticmethod
-    def _grown_part(best: TunedSetting, other: TunedSetting) -> tuple[str, float]:
+    def grown_part(best: TunedSetting, other: TunedSetting) -> tuple[str, float]:
         """Return the part by which the other's balanced step is longest beyond the best's, as a share of the latter."""
         longer = best.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu
         growth = {name: share * longer - best.parts.get(name, 0.0) for name, share in other.parts.items()}
