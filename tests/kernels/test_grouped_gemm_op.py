@@ -170,7 +170,7 @@ def test_peers_that_are_not_installed_say_so() -> None:
 
 def test_torch_refuses_what_it_cannot_read(device: str) -> None:
     operands = make_operands(GemmCase(sizes=(3, 2), n=16, k=16, scaling="block"), device)
-    with pytest.raises(BackendUnavailableError, match="takes bf16 weights in one tensor"):
+    with pytest.raises(BackendUnavailableError, match="supports only bf16 weights in one tensor"):
         grouped_gemm(operands.x, operands.weights, operands.m_offsets, backend="torch")
 
 
