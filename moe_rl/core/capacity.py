@@ -48,10 +48,10 @@ class Capacity:
         Ranks with unequal numbers are padded to whole chunks, above the fullest (`_HybridEPManager.setup_metadata` with
         moe_hybridep_pad_uneven_dispatch_inputs, without which numbers must be equal); equal ones may stay as they are.
         """
-        most = self.tokens.max(axis=2, initial=0)
-        uneven = self.tokens.min(axis=2, initial=np.iinfo(np.int64).max) < most
+        most_tokens_GM = self.tokens.max(axis=2, initial=0)
+        is_uneven_GM = self.tokens.min(axis=2, initial=np.iinfo(np.int64).max) < most_tokens_GM
         # -most % 64 is what the fullest rank lacks to a whole chunk: 100 tokens become 128, and 128 stay.
-        return np.where(uneven, most + -most % TOKEN_CHUNK, most)
+        return np.where(is_uneven_GM, most_tokens_GM + -most_tokens_GM % TOKEN_CHUNK, most_tokens_GM)
 
     @property
     def factor(self) -> float:
@@ -88,18 +88,23 @@ class Capacity:
         """Return a sentence for every cell in which `rows` [G, M, L, P] that occur are above the bound."""
         return [
             overflow_sentence(
-                group=g, micro_batch=m, layer=at, rank=p, rows=int(rows[g, m, at, p]), most=int(self.rows[g, m, at, p])
+                group=g,
+                micro_batch=m,
+                layer=layer,
+                rank=p,
+                rows=int(rows[g, m, layer, p]),
+                most=int(self.rows[g, m, layer, p]),
             )
-            for g, m, at, p in np.argwhere(rows > self.rows).tolist()
+            for g, m, layer, p in np.argwhere(rows > self.rows).tolist()
         ]
 
     def sentences(self) -> list[str]:
         """Return what a report says of the bound."""
-        g, m, at, p = np.unravel_index(int(self.rows.argmax()), self.rows.shape)
-        fullest = f"the largest load is on rank {p} of EP group {g} in micro-batch {m}, MoE layer {at}"
+        g, m, layer, p = np.unravel_index(int(self.rows.argmax()), self.rows.shape)
+        fullest_rank = f"the largest load is on rank {p} of EP group {g} in micro-batch {m}, MoE layer {layer}"
         sentences = [
             (
-                f"capacity: no rank receives more than {int(self.rows.max()):,} token-expert pairs ({fullest}) or "
+                f"capacity: no rank receives more than {int(self.rows.max()):,} token-expert pairs ({fullest_rank}) or "
                 f"{self.received_tokens():,} tokens. Set moe_expert_rank_capacity_factor to at least "
                 f"{self.factor:.4f}, or to {self.static_factor:.4f} if one buffer is allocated for all "
                 "micro-batches."
@@ -107,14 +112,14 @@ class Capacity:
         ]
         # With all routes known the bound is a count, and there is nothing to be sure or unsure of.
         if self.unknown_share:
-            sure = (
+            certainty = (
                 f"with probability {1 - self.risk:.4%} for the whole step"
                 if self.risk
                 else "whatever experts these tokens choose"
             )
             sentences.append(
                 f"capacity: {self.unknown_share:.1%} of the tokens have no known route. The capacity bound "
-                f"holds {sure}. The worst case is {int(self.worst_rows.max()):,} token-expert pairs on a rank, "
+                f"holds {certainty}. The worst case is {int(self.worst_rows.max()):,} token-expert pairs on a rank, "
                 f"a capacity factor of {self.worst_factor:.4f}."
             )
         return sentences

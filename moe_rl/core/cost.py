@@ -128,22 +128,24 @@ class LayerTime:
         return total
 
 
-def gemm_time(params: LayerCostParams, at: LayerRows, *, backward: bool = False) -> Floats:
+def gemm_time(params: LayerCostParams, layer_rows: LayerRows, *, backward: bool = False) -> Floats:
     """Return [..., P] seconds of each rank's expert MLP: affine in rows, with the weight read as its floor."""
     # A tile is computed whole: one row of an expert costs as much as `gemm_tile_rows` of them.
-    flops = at.padded_rows * params.gemm_flops_per_row / params.gemm_flops_per_s
+    product_s = layer_rows.padded_rows * params.gemm_flops_per_row / params.gemm_flops_per_s
     # Few rows leave the product bound by reading W: 37.7 MB of Qwen3-235B take 11 us at the H100's 3.35 TB/s.
-    weights = at.active_experts * params.expert_bytes / params.hbm_bytes_per_s
-    moved = at.rows * params.activation_bytes_per_row / params.hbm_bytes_per_s
+    weight_read_s = layer_rows.active_experts * params.expert_bytes / params.hbm_bytes_per_s
+    activation_s = layer_rows.rows * params.activation_bytes_per_row / params.hbm_bytes_per_s
     # dgrad and wgrad: two products and two launches.
     products, passes, launches = (
         (BACKWARD_GEMM_FACTOR, BACKWARD_ACTIVATION_FACTOR, 2.0) if backward else (1.0, 1.0, 1.0)
     )
-    time: Floats = products * np.maximum(flops, weights) + passes * moved + launches * params.gemm_fixed_s
+    time: Floats = (
+        products * np.maximum(product_s, weight_read_s) + passes * activation_s + launches * params.gemm_fixed_s
+    )
     return time
 
 
-def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
+def all_to_all_time(params: LayerCostParams, layer_rows: LayerRows) -> Floats:
     """Return [...] seconds of one dispatch or combine, barrier included.
 
     A rank's NVLink carries what it exchanges inside its node. A hierarchical kernel spreads what goes to other nodes
@@ -151,29 +153,32 @@ def all_to_all_time(params: LayerCostParams, at: LayerRows) -> Floats:
     (`a2a_nic_ranks`). A flat one also copies its rows where they come from, which is the mean rank. P = 1 stands for a
     rank of a balanced node.
     """
-    local = at.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
+    local_s = layer_rows.rank_visits.max(axis=-1) * params.a2a_row_bytes / params.nvlink_bytes_per_s
     # A NIC sends and receives at once, so the busier of the two directions decides.
-    nic_rows = np.maximum(_busiest_nic(params, at, at.nic_ingress), _busiest_nic(params, at, at.nic_egress))
-    remote = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
+    nic_rows = np.maximum(
+        _busiest_nic(params, layer_rows, layer_rows.nic_ingress),
+        _busiest_nic(params, layer_rows, layer_rows.nic_egress),
+    )
+    remote_s = nic_rows * params.a2a_row_bytes / params.rdma_bytes_per_s
     # A hierarchical kernel forwards what arrives over the NIC by NVLink: a quarter of the shorter stage is not hidden.
-    mixing_s = params.a2a_mixing * np.minimum(local, remote)
+    mixing_s = params.a2a_mixing * np.minimum(local_s, remote_s)
     if not params.a2a_hierarchical:
-        mixing_s = FLAT_COPY_PASSES * at.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
-    time: Floats = np.maximum(local, remote) + mixing_s + params.a2a_latency_s
+        mixing_s = FLAT_COPY_PASSES * layer_rows.rows.mean(axis=-1) * params.a2a_row_bytes / params.hbm_bytes_per_s
+    time: Floats = np.maximum(local_s, remote_s) + mixing_s + params.a2a_latency_s
     return time
 
 
-def _busiest_nic(params: LayerCostParams, at: LayerRows, rows: Floats) -> Floats:
+def _busiest_nic(params: LayerCostParams, layer_rows: LayerRows, rows: Floats) -> Floats:
     """Return [...] rows over the busiest NIC, from [..., N] by node or [..., P] by rank.
 
     Rows [9, 1, 2, 2] of four ranks in nodes of two: 9 if every rank has its own NIC, (9 + 1) / 2 = 5 if a node pools.
     """
-    ranks, by_rank = int(params.a2a_nic_ranks), rows.shape[-1] == at.rows.shape[-1]
+    ranks, by_rank = int(params.a2a_nic_ranks), rows.shape[-1] == layer_rows.rows.shape[-1]
     # One entry stands for the mean rank, whose NIC carries as much either way.
     if not params.a2a_hierarchical and ranks > 1 and by_rank and rows.shape[-1] > 1:
         rows = rows.reshape(*rows.shape[:-1], -1, ranks).mean(axis=-1)
-    most: Floats = rows.max(axis=-1)
-    return most
+    busiest_rows: Floats = rows.max(axis=-1)
+    return busiest_rows
 
 
 def exposed_time(transfer_s: Floats, window_s: Floats | float, contention: float) -> Floats:
@@ -192,18 +197,18 @@ def replica_transfers(params: LayerCostParams) -> float:
 
 def replicate_time(params: LayerCostParams, replicas: Floats) -> Floats:
     """Return [...] exposed seconds of in-node replicas: pushed while attention runs, returned beside its backward."""
-    moved = replicas * replica_transfers(params) * params.expert_bytes / params.replica_p2p_bytes_per_s
+    transfer_s = replicas * replica_transfers(params) * params.expert_bytes / params.replica_p2p_bytes_per_s
     # Four times 37.7 MB (Qwen3-235B) at the H100's 300 GB/s take 0.5 ms, of which 0.15 ms cost time.
-    exposed = exposed_time(moved, params.replica_hidden_s, params.replica_exposed)
-    time: Floats = exposed + np.where(replicas > 0, params.replica_fixed_s, 0.0)
+    exposed_s = exposed_time(transfer_s, params.replica_hidden_s, params.replica_exposed)
+    time: Floats = exposed_s + np.where(replicas > 0, params.replica_fixed_s, 0.0)
     return time
 
 
 def prefetch_time(params: LayerCostParams, cross_node_replicas: Floats) -> Floats:
     """Return [...] seconds by which cross-node replicas delay the layer, whose NIC is free outside its all-to-all."""
     # The same four at 43 GB/s take 3.5 ms of a NIC: seven times as long as over NVLink.
-    busy = cross_node_replicas * replica_transfers(params) * params.expert_bytes / params.prefetch_bytes_per_s
-    return exposed_time(busy, params.prefetch_hidden_s, params.replica_exposed)
+    transfer_s = cross_node_replicas * replica_transfers(params) * params.expert_bytes / params.prefetch_bytes_per_s
+    return exposed_time(transfer_s, params.prefetch_hidden_s, params.replica_exposed)
 
 
 def resident_transfers(params: LayerCostParams) -> float:
@@ -227,20 +232,20 @@ def resident_time(params: LayerCostParams, crossing: NDArray[np.int64], in_node:
     return seconds_of_bytes * (over_nic + over_nvlink)
 
 
-def layer_time(params: LayerCostParams, at: LayerRows) -> LayerTime:
+def layer_time(params: LayerCostParams, layer_rows: LayerRows) -> LayerTime:
     """Return the time of the MoE part of a layer, forward and backward as `params` says.
 
     Barriers separate the phases, so the maxima over ranks of forward and backward GEMM are taken apart.
     """
-    gemm = params.forward_passes * gemm_time(params, at).max(axis=-1)
-    gemm = gemm + params.backward_passes * gemm_time(params, at, backward=True).max(axis=-1)
+    gemm = params.forward_passes * gemm_time(params, layer_rows).max(axis=-1)
+    gemm = gemm + params.backward_passes * gemm_time(params, layer_rows, backward=True).max(axis=-1)
     # One dispatch and one combine in each.
     passes = 2.0 * (params.forward_passes + params.backward_passes)
     return LayerTime(
         expert_gemm_s=gemm,
-        all_to_all_s=passes * all_to_all_time(params, at),
-        replicate_s=replicate_time(params, at.replicas),
-        prefetch_s=prefetch_time(params, at.cross_node_replicas),
+        all_to_all_s=passes * all_to_all_time(params, layer_rows),
+        replicate_s=replicate_time(params, layer_rows.replicas),
+        prefetch_s=prefetch_time(params, layer_rows.cross_node_replicas),
     )
 
 
@@ -288,7 +293,9 @@ def layer_cost_params(
         gemm_flops_per_row=2.0 * model.expert_params,
         expert_bytes=float(model.expert_bytes),
         hbm_bytes_per_s=hardware.hbm_gb_per_s * 1e9,
-        activation_bytes_per_row=_activation_bytes(model, software, fp8=fp8, fused=fused_mlp, again=activation_again),
+        activation_bytes_per_row=_activation_bytes(
+            model, software, fp8=fp8, fused=fused_mlp, recomputes=activation_again
+        ),
         gemm_fixed_s=hardware.gemm_fixed_us * 1e-6,
         gemm_tile_rows=float(hardware.gemm_tile_rows),
         a2a_hierarchical=float(hierarchical),
@@ -307,7 +314,9 @@ def layer_cost_params(
     )
 
 
-def _activation_bytes(model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool, fused: bool, again: bool) -> float:
+def _activation_bytes(
+    model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool, fused: bool, recomputes: bool
+) -> float:
     """Return forward bytes of one row: permutation, activation, and the two casts of FP8.
 
     A fused gated activation moves 10 f, a squared ReLU without a gate 6 f; GELU is not fused in Megatron's grouped MLP
@@ -322,7 +331,7 @@ def _activation_bytes(model: MoeModelSpec, software: SoftwareCosts, *, fp8: bool
     if fused:
         return 8 * hidden + software.fused_mlp_share * (per_width["swiglu"] * width + casts)
     activation = per_width[model.activation] * width
-    if again:
+    if recomputes:
         # The two passes together move 1 + 1.7 times the bytes; a third of 1 more is spread over both.
         activation *= 1.0 + 1.0 / 3.0 / (1.0 + BACKWARD_ACTIVATION_FACTOR)
     return 8 * hidden + activation + casts

@@ -46,8 +46,8 @@ class DecodeBatches:
         total = int((start + lengths).max(initial=0))
         # Evenly spread decode steps; every one where there are few.
         times = np.unique(np.arange(max_batches) * total // max_batches) if total > max_batches else np.arange(total)
-        running = (start[None, :] <= times[:, None]) & (times[:, None] < (start + lengths)[None, :])
-        batch, sequence = np.nonzero(running)
+        is_running = (start[None, :] <= times[:, None]) & (times[:, None] < (start + lengths)[None, :])
+        batch, sequence = np.nonzero(is_running)
         row = trace.cu_seqlens[sequence] + times[batch] - start[sequence]
         order = np.lexsort((place[sequence], batch))
         # Rows without a route are decoded, too, but nobody knows where: they count for no expert.
@@ -76,10 +76,10 @@ class DecodeBatches:
 
 def _schedule(lengths: Ints, num_requests: int) -> tuple[Ints, Ints]:
     """Return ([S] step at which a sequence starts, [S] which of the requests that run at once it is)."""
-    free = [(0, place) for place in range(num_requests)]
+    ends_and_places = [(0, place) for place in range(num_requests)]
     start, place = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     for sequence, length in enumerate(lengths.tolist()):
         # The request that ends first takes the next sequence.
-        start[sequence], place[sequence] = heapq.heappop(free)
-        heapq.heappush(free, (int(start[sequence]) + length, int(place[sequence])))
+        start[sequence], place[sequence] = heapq.heappop(ends_and_places)
+        heapq.heappush(ends_and_places, (int(start[sequence]) + length, int(place[sequence])))
     return start, place

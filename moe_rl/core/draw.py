@@ -78,20 +78,20 @@ class DrawnSequences:
     @property
     def valid(self) -> NDArray[np.bool_]:
         """[T] True where a row has a route that planners are told; raises where the recording holds counts."""
-        recorded = self._routes()
-        valid = recorded.valid
-        known = (
+        trace = self._routes()
+        valid = trace.valid
+        is_known = (
             np.ones(self.num_tokens, np.bool_) if valid.all() else valid[self.recorded_rows(np.arange(self.num_tokens))]
         )
-        return known if self.visible is None else known & self.visible
+        return is_known if self.visible is None else is_known & self.visible
 
     def recorded_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the recording that the drawn `rows` are, [n] each."""
         ends = np.cumsum(self.sequence_lengths)
-        drawn = np.searchsorted(ends, rows, side="right")
-        first = self._routes().cu_seqlens[self.numbers[drawn]]
-        recorded: NDArray[np.int64] = first + rows - (ends[drawn] - self.sequence_lengths[drawn])
-        return recorded
+        sequence = np.searchsorted(ends, rows, side="right")
+        first_row = self._routes().cu_seqlens[self.numbers[sequence]]
+        row_in_recording: NDArray[np.int64] = first_row + rows - (ends[sequence] - self.sequence_lengths[sequence])
+        return row_in_recording
 
     def routes_of(self, rows: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
         """Return the experts [n, L, K] of the drawn `rows` [n]."""
@@ -125,8 +125,8 @@ class DrawnSequences:
 def _sums_of_runs(is_counted: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [S] how many entries of `is_counted` [T] are True in every run of `lengths` [S]."""
     ends = np.cumsum(lengths)
-    until = np.append(0, np.cumsum(is_counted, dtype=np.int64))
-    sums: NDArray[np.int64] = until[ends] - until[ends - lengths]
+    counted_until = np.append(0, np.cumsum(is_counted, dtype=np.int64))
+    sums: NDArray[np.int64] = counted_until[ends] - counted_until[ends - lengths]
     return sums
 
 

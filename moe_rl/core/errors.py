@@ -19,8 +19,8 @@ def nearest_name(name: str, candidates: Iterable[str], *, listed_by: str = "") -
     """
     names = sorted(candidates)
     # One name: a user who mistyped wants the fix, not a choice.
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {listed_by or ', '.join(names)}."
+    close_names = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {close_names[0]!r}?" if close_names else f" Known: {listed_by or ', '.join(names)}."
 
 
 def require(condition: bool, message: str) -> None:
@@ -45,9 +45,12 @@ def require_least(holder: object, *, whose: str = "", **least: float) -> None:
 def require_shapes(holder: object, sizes: Mapping[str, int], *, whose: str = "", **letters: str) -> None:
     """Raise unless each named array of `holder` is None or has the shape that its letters give, such as "TLK"."""
     for name, dimensions in letters.items():
-        array, wanted = getattr(holder, name), [sizes[letter] for letter in dimensions]
-        shape = wanted if array is None else list(array.shape)
-        require(shape == wanted, f"{whose}{name} must have shape [{', '.join(dimensions)}] = {wanted}, got {shape}.")
+        array, expected_shape = getattr(holder, name), [sizes[letter] for letter in dimensions]
+        shape = expected_shape if array is None else list(array.shape)
+        require(
+            shape == expected_shape,
+            f"{whose}{name} must have shape [{', '.join(dimensions)}] = {expected_shape}, got {shape}.",
+        )
 
 
 def require_positive(holder: object, *names: str, whose: str = "") -> None:

@@ -104,10 +104,11 @@ class ExpertMap:
 
     def _held_per_rank(self) -> NDArray[np.int32]:
         """Return [L, P, E] slots of rank p that hold expert e; raise for an expert that does not exist."""
-        for wrong in (int(self.slots.max(initial=0)), int(self.slots.min(initial=0))):
-            is_expert = 0 <= wrong < self.num_experts
+        for wrong_id in (int(self.slots.max(initial=0)), int(self.slots.min(initial=0))):
+            is_expert = 0 <= wrong_id < self.num_experts
             require(
-                is_expert, f"the expert map holds expert {wrong}, but expert ids must be 0 to {self.num_experts - 1}."
+                is_expert,
+                f"the expert map holds expert {wrong_id}, but expert ids must be 0 to {self.num_experts - 1}.",
             )
         return count_instances(self.slots, num_experts=self.num_experts, ep_size=self.ep_size)
 
@@ -122,20 +123,20 @@ class ExpertMap:
             f"the expert map has {self.slots_per_rank} slots per rank, but the model has only "
             f"{self.num_experts} experts.",
         )
-        filled = self.slots.copy()
-        for row, wanted in zip(filled, np.asarray(load, np.float64), strict=True):
-            _fill(row, wanted, self.slots_per_rank)
-        return replace(self, slots=filled)
+        slots = self.slots.copy()
+        for row, layer_load in zip(slots, np.asarray(load, np.float64), strict=True):
+            _fill(row, layer_load, self.slots_per_rank)
+        return replace(self, slots=slots)
 
 
 def _fill(row: NDArray[np.int32], load: NDArray[np.float64], slots_per_rank: int) -> None:
     """Empty the slots of second copies on a rank, then fill all that are empty."""
     by_rank = row.reshape(-1, slots_per_rank)
     for experts_of_rank in by_rank:
-        seen: set[int] = set()
+        experts_on_rank: set[int] = set()
         for slot, expert in enumerate(experts_of_rank.tolist()):
-            experts_of_rank[slot] = -1 if expert in seen else expert
-            seen.add(expert)
+            experts_of_rank[slot] = -1 if expert in experts_on_rank else expert
+            experts_on_rank.add(expert)
     copies = np.bincount(row[row >= 0], minlength=len(load))
     # An expert that no slot holds goes first, however little it is asked for.
     for slot in np.flatnonzero(row < 0).tolist():

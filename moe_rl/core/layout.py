@@ -42,12 +42,12 @@ class BatchLayout:
         require_shapes(self, {"S": count}, whose="layout: ", micro_batch="S", dp_rank="S", order="S")
         for name, size in (("micro_batch", self.num_micro_batches), ("dp_rank", self.num_dp_ranks)):
             column = getattr(self, name)
-            least, most = int(column.min(initial=size)), int(column.max(initial=-1))
-            fits = not count or (least >= 0 and most < size)
+            lowest_index, highest_index = int(column.min(initial=size)), int(column.max(initial=-1))
+            fits = not count or (lowest_index >= 0 and highest_index < size)
             require(
                 fits,
-                f"the values of {name} in a batch layout must be 0 to {size - 1}, but they range from {least} to "
-                f"{most}.",
+                f"the values of {name} in a batch layout must be 0 to {size - 1}, but they range from "
+                f"{lowest_index} to {highest_index}.",
             )
         # Equal orders would leave the place of tokens on their rank, and so their source rank, to the sort.
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
@@ -87,13 +87,13 @@ class BatchLayout:
         batch = self.micro_batch.astype(np.int64) * self.num_dp_ranks + self.dp_rank
         run = np.lexsort((self.order, batch))
         ends = np.cumsum(lengths[run])
-        before = ends - lengths[run]
+        tokens_before = ends - lengths[run]
         # Where a new micro-batch or rank begins, the running sum so far is its base.
         starts_batch = np.concatenate([[True], np.diff(batch[run]) != 0]) if len(run) else np.zeros(0, np.bool_)
-        base = np.maximum.accumulate(np.where(starts_batch, before, 0))
+        base = np.maximum.accumulate(np.where(starts_batch, tokens_before, 0))
         start = np.empty(len(run), np.int64)
         # Scattered back: `run` sorts by micro-batch, rank and order.
-        start[run] = before - base
+        start[run] = tokens_before - base
         return start
 
     def check(self, lengths: NDArray[np.int64]) -> None:
@@ -114,10 +114,10 @@ class BatchLayout:
     @classmethod
     def recorded(cls, micro_batch: NDArray[np.int32], dp_rank: NDArray[np.int32], *, num_dp_ranks: int) -> Self:
         """Return the layout that the framework recorded; raise where a sequence was not assigned."""
-        missing = np.flatnonzero((micro_batch < 0) | (dp_rank < 0))
+        unassigned = np.flatnonzero((micro_batch < 0) | (dp_rank < 0))
         require(
-            len(missing) == 0,
-            f"{len(missing)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank. Set "
+            len(unassigned) == 0,
+            f"{len(unassigned)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank. Set "
             "--micro-batch-tokens to the tokens per rank and micro-batch (such as 8192), or set "
             "--ep-group-tokens.",
         )
@@ -169,11 +169,11 @@ class BatchLayout:
 def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
     """Raise unless every sequence fits a micro-batch of `token_budget` tokens."""
     require(token_budget >= 1, f"the token budget must be at least 1, got {token_budget}.")
-    longest = int(lengths.argmax()) if len(lengths) else 0
-    fits = not len(lengths) or lengths[longest] <= token_budget
+    longest_sequence = int(lengths.argmax()) if len(lengths) else 0
+    fits = not len(lengths) or lengths[longest_sequence] <= token_budget
     require(
         fits,
-        f"sequence {longest} has {lengths.max(initial=0)} tokens, which is more than the token budget of a "
+        f"sequence {longest_sequence} has {lengths.max(initial=0)} tokens, which is more than the token budget of a "
         f"micro-batch ({token_budget}).",
     )
 
@@ -181,11 +181,11 @@ def check_token_budget(lengths: NDArray[np.int64], token_budget: int) -> None:
 def _close_before_exceeding(lengths: NDArray[np.int64], token_budget: int) -> NDArray[np.int32]:
     """Return the micro-batch of each sequence of a run: as many in a row as fit."""
     micro_batch = np.zeros(len(lengths), np.int32)
-    current = used = 0
+    bin_index = used_tokens = 0
     for position, length in enumerate(lengths.tolist()):
         # Next fit, no look back: frameworks that take sequences in order cannot reopen a micro-batch.
-        if used + length > token_budget:
-            current, used = current + 1, 0
-        used += length
-        micro_batch[position] = current
+        if used_tokens + length > token_budget:
+            bin_index, used_tokens = bin_index + 1, 0
+        used_tokens += length
+        micro_batch[position] = bin_index
     return micro_batch

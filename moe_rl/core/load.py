@@ -45,11 +45,11 @@ class StepLoad:
         require_shapes(self, dict(zip("GMLPE", self.pairs.shape, strict=True)), tokens="GMP")
         require(not self.pairs.size or int(self.pairs.min()) >= 0, "the expert loads contain a negative count.")
         if self.routes is not None:
-            cells, wanted = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
+            cells, expected_cells = len(self.routes.cell_start) - 1, self.num_ep_groups * self.num_micro_batches
             require(
-                cells == wanted,
+                cells == expected_cells,
                 f"the routes cover {cells} micro-batches (those of all EP groups together), but the expert loads "
-                f"cover {wanted}.",
+                f"cover {expected_cells}.",
             )
             layers, num_layers = len(self.routes.routes), self.num_layers
             require(
@@ -103,9 +103,9 @@ class StepLoad:
         says more about its experts than which micro-batch it is in, and of these sequences nothing is known. Tokens
         `of_known_sequences` choose as the known ones of their micro-batch do.
         """
-        missing = tokens - self.tokens
+        missing_tokens = tokens - self.tokens
         require(
-            not missing.size or int(missing.min()) >= 0,
+            not missing_tokens.size or int(missing_tokens.min()) >= 0,
             "a rank has fewer tokens in total than tokens in its expert loads.",
         )
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
@@ -113,8 +113,8 @@ class StepLoad:
             pairs_GMLE = self.per_expert()
             pairs_LE = np.where(pairs_GMLE.any(axis=3, keepdims=True), pairs_GMLE, pairs_LE)
         # Whole pairs, because planners count in integers and sums must stay those of top-k choices.
-        expected = expected_pairs(missing[:, :, None, :], pairs_LE, self.top_k)
-        return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing)
+        expected = expected_pairs(missing_tokens[:, :, None, :], pairs_LE, self.top_k)
+        return replace(self, pairs=self.pairs + expected, tokens=self.tokens + missing_tokens)
 
     @classmethod
     def joined(cls, loads: Collection[Self]) -> Self:
@@ -172,22 +172,23 @@ class StepLoad:
         require(tokens_per_rank >= 1, f"tokens per rank must be at least 1, got {tokens_per_rank}.")
         groups, micro_batches, layers, sources, experts = self.pairs.shape
         # 32 ranks and top-8 leave 2^31 / 256 = 8.4 M tokens per rank.
-        most = np.iinfo(np.int32).max // (sources * self.top_k)
+        most_tokens = np.iinfo(np.int32).max // (sources * self.top_k)
         require(
-            tokens_per_rank <= most,
+            tokens_per_rank <= most_tokens,
             f"{tokens_per_rank} tokens per rank are too many: with {sources} ranks and top-{self.top_k}, at "
-            f"most {most} can be counted.",
+            f"most {most_tokens} can be counted.",
         )
         target = np.where(self.tokens.sum(axis=2) > 0, tokens_per_rank * sources * self.top_k, 0)
         cells = self.pairs.reshape(groups * micro_batches, layers, sources * experts)
         scaled = np.empty_like(cells)
-        for cell, wanted, out in zip(cells, target.reshape(-1).tolist(), scaled, strict=True):  # one fits the cache
-            running = np.cumsum(cell, axis=1, dtype=np.int64)
-            factor = wanted / np.maximum(running[:, -1:], 1)
+        # One cell at a time: it fits the cache.
+        for cell, wanted_pairs, scaled_cell in zip(cells, target.reshape(-1).tolist(), scaled, strict=True):
+            cumulative_pairs = np.cumsum(cell, axis=1, dtype=np.int64)
+            factor = wanted_pairs / np.maximum(cumulative_pairs[:, -1:], 1)
             # Rounding the running sum keeps every entry within one pair of its share and the total exact.
-            rounded = np.rint(running * factor).astype(np.int64)
+            rounded = np.rint(cumulative_pairs * factor).astype(np.int64)
             rounded[:, 1:] -= rounded[:, :-1].copy()
-            out[:] = rounded
+            scaled_cell[:] = rounded
         tokens = np.where(self.tokens.sum(axis=2, keepdims=True) > 0, tokens_per_rank, 0)
         return replace(
             self,
@@ -211,16 +212,18 @@ class StepLoad:
         popularity /= np.maximum(popularity.sum(axis=4, keepdims=True), 1)
         popularity[..., -1] = 1 - popularity[..., :-1].sum(axis=4)  # where nothing was chosen, nothing moves
         # By counts, not by pair: 1 M tokens, 94 layers and top-8 are 752 M pairs.
-        staying = rng.binomial(self.pairs, 1 - share)
+        staying_pairs = rng.binomial(self.pairs, 1 - share)
         # Drawn by popularity, a pair may take its own expert again: it counts as one that moved.
-        moved = (self.pairs - staying).sum(axis=4)
-        pairs = staying + rng.multinomial(moved, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape))
+        moved_pairs = (self.pairs - staying_pairs).sum(axis=4)
+        pairs = staying_pairs + rng.multinomial(
+            moved_pairs, np.broadcast_to(np.maximum(popularity, 0), self.pairs.shape)
+        )
         room = self.tokens[:, :, None, :, None] - pairs
-        over = np.maximum(-room, 0).sum(axis=4, keepdims=True)
+        excess_pairs = np.maximum(-room, 0).sum(axis=4, keepdims=True)
         room = np.maximum(room, 0)
         # A token takes an expert once: pairs beyond a rank's tokens go to the experts that have room, in order.
         pairs = np.minimum(pairs, self.tokens[:, :, None, :, None])
-        pairs += np.clip(over - (np.cumsum(room, axis=4) - room), 0, room)
+        pairs += np.clip(excess_pairs - (np.cumsum(room, axis=4) - room), 0, room)
         cells = popularity.reshape(-1, self.num_layers, self.num_experts)
         routes = None if self.routes is None else self.routes.rerouted(share, cells, rng)
         return replace(self, pairs=pairs.astype(np.int32), routes=routes)
@@ -231,8 +234,8 @@ def expected_pairs(tokens: NDArray[np.int64], pairs_LE: NDArray[np.int64], top_k
 
     Every source's pairs are whole numbers that add up to `top_k` per token; all 0 where nothing is known.
     """
-    upto = np.cumsum(pairs_LE, axis=-1)[..., None, :]
+    cumulative_pairs = np.cumsum(pairs_LE, axis=-1)[..., None, :]
     # Whole parts of a running sum: the differences of every source add up to exactly top_k per token.
-    running = (tokens * top_k)[..., None] * upto // np.maximum(upto[..., -1:], 1)
-    expected: NDArray[np.int32] = np.diff(running, axis=-1, prepend=0).astype(np.int32)
+    cumulative_expected = (tokens * top_k)[..., None] * cumulative_pairs // np.maximum(cumulative_pairs[..., -1:], 1)
+    expected: NDArray[np.int32] = np.diff(cumulative_expected, axis=-1, prepend=0).astype(np.int32)
     return expected

@@ -48,12 +48,18 @@ def rank_load(plan: Plan, load: StepLoad) -> NDArray[np.int64]:
 
 def check_plan_fits(plan: Plan, load: StepLoad) -> None:
     """Raise unless the plan is for a load of this shape."""
-    replicas, placed = plan.replicas, plan.placement
-    have = (replicas.num_ep_groups, replicas.num_micro_batches, placed.num_layers, placed.ep_size, placed.num_experts)
+    replicas, placement = plan.replicas, plan.placement
+    plan_shape = (
+        replicas.num_ep_groups,
+        replicas.num_micro_batches,
+        placement.num_layers,
+        placement.ep_size,
+        placement.num_experts,
+    )
     require(
-        have == load.pairs.shape,
+        plan_shape == load.pairs.shape,
         "the plan and the expert loads have different shapes [EP groups, micro-batches, MoE layers, EP ranks, "
-        f"experts]: {list(have)} and {list(load.pairs.shape)}.",
+        f"experts]: {list(plan_shape)} and {list(load.pairs.shape)}.",
     )
 
 
@@ -62,10 +68,10 @@ def max_over_mean_per_layer(loads: NDArray[np.integer]) -> NDArray[np.float64]:
 
     `loads` is [G, M, L, X] with X ranks or nodes; a layer without load gives 1.
     """
-    largest = loads.max(axis=3).sum(axis=(0, 1), dtype=np.float64)
+    largest_L = loads.max(axis=3).sum(axis=(0, 1), dtype=np.float64)
     mean = loads.mean(axis=3).sum(axis=(0, 1))
     # A layer that no token reached counts as balanced.
-    return np.where(mean > 0, largest / np.maximum(mean, 1e-300), 1.0)
+    return np.where(mean > 0, largest_L / np.maximum(mean, 1e-300), 1.0)
 
 
 def node_load(loads: NDArray[np.int64], ranks_per_domain: int) -> NDArray[np.int64]:

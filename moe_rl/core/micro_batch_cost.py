@@ -63,13 +63,13 @@ class MicroBatchCost:
         All layers beside routed experts are priced as the mean layer. L may be some of the MoE layers: the others then
         count as dense ones, which is the same for every plan of those some.
         """
-        running = np.bincount(layout.micro_batch, minlength=layout.num_micro_batches) > 0
-        if not running.any():
+        has_sequences = np.bincount(layout.micro_batch, minlength=layout.num_micro_batches) > 0
+        if not has_sequences.any():
             return 0.0
         # Each part ends in a collective of the group, so the slowest rank of each counts, not the slowest of the sum.
         waits_s = [self._on_ranks(layout, part, topology).max(axis=2) for part in self.sequence_s]
-        busy = self._micro_batch_s(waits_s, routed_s)[:, running]
-        return float(busy.sum(axis=1).max()) * (1.0 + self.bubble / int(running.sum()))
+        busy_s = self._micro_batch_s(waits_s, routed_s)[:, has_sequences]
+        return float(busy_s.sum(axis=1).max()) * (1.0 + self.bubble / int(has_sequences.sum()))
 
     def balanced_s(self, layout: BatchLayout, topology: ClusterTopology) -> float:
         """Return the seconds of a step whose routed experts are balanced: all that lengths alone can say."""
@@ -81,8 +81,8 @@ class MicroBatchCost:
         share = 1.0 / (num_micro_batches * topology.num_dp_ranks)
         waits_s = [np.full((1, 1), share * part.sum()) for part in self.sequence_s]
         tokens = np.full((1, 1), share / topology.slices_per_dp_rank * self.sequence_tokens.sum())
-        busy = self._micro_batch_s(waits_s, self._balanced_layers_s(tokens))
-        return float(busy[0, 0]) * (num_micro_batches + self.bubble)
+        busy_s = self._micro_batch_s(waits_s, self._balanced_layers_s(tokens))
+        return float(busy_s[0, 0]) * (num_micro_batches + self.bubble)
 
     def _balanced_layers_s(self, tokens: Floats) -> Floats:
         """Return [G, M, L] seconds of balanced routed experts from [G, M] tokens of every rank."""

@@ -22,8 +22,8 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     """
     # Checked before hours of work, not after: a typing error in a path must not cost a result.
     files = not_none(paths)
-    written = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
-    for option, path in written.items():
+    output_files = {option: path for option, path in files.items() if (option, str(path)) != ("--json", "-")}
+    for option, path in output_files.items():
         name = f"{option} {path}".strip()
         require(str(path) != "-", f"{name} cannot be standard output: give a file name.")
         require(not path.is_dir(), f"{name} is a folder: give a file name.")
@@ -34,16 +34,16 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
                 path.resolve() != source.resolve() and not is_inside,
                 f"{name} would overwrite the input file {source}: choose another file.",
             )
-    document = written.get("--json")
+    document = output_files.get("--json")
     require(
         document is None or _may_hold_json(document),
         f"--json {document} would overwrite a file that does not contain JSON: give another file name, or - "
         "for standard output.",
     )
-    places = [path.resolve() for path in written.values() if not _is_stream(path)]
+    places = [path.resolve() for path in output_files.values() if not _is_stream(path)]
     require(
         len(set(places)) == len(places),
-        f"the options {', '.join(written)} name the same output file: give each its own.",
+        f"the options {', '.join(output_files)} name the same output file: give each its own.",
     )
 
 

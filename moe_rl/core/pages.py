@@ -17,10 +17,10 @@ def drop_pages(array: NDArray[np.generic]) -> None:
         return
     # Through numpy, since mmap objects do not tell their address.
     base = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-    begin = array.__array_interface__["data"][0] - base
+    first_byte = array.__array_interface__["data"][0] - base
     # Up at the start, down at the end: a page that other data share stays.
-    start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (begin + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    start = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (first_byte + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > start:
         # MADV_DONTNEED on a private writable mapping would throw data away: hence read-only ones alone.
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)

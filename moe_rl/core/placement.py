@@ -194,11 +194,11 @@ class ExpertPlacement:
             f"the expert-parallel size ({ep_size}) does not divide the number of experts ({num_experts}).",
         )
         per_rank = num_experts // ep_size
-        even = f"every rank must be the home rank of exactly {per_rank} experts in every layer."
-        require(bool(((home >= 0) & (home < ep_size)).all()), even)
+        even_sentence = f"every rank must be the home rank of exactly {per_rank} experts in every layer."
+        require(bool(((home >= 0) & (home < ep_size)).all()), even_sentence)
         layer_and_rank = np.arange(num_layers)[:, None] * ep_size + home
         experts_of_rank = np.bincount(layer_and_rank.ravel(), minlength=num_layers * ep_size)
-        require(bool((experts_of_rank == per_rank).all()), even)
+        require(bool((experts_of_rank == per_rank).all()), even_sentence)
         residents = np.zeros((num_layers, ep_size, 0), np.int32) if resident_experts is None else resident_experts
         is_table = residents.ndim == 3 and residents.shape[:2] == (num_layers, ep_size)
         require(
@@ -258,13 +258,13 @@ class ExpertMigration:
             "experts cannot be moved between these two placements: they differ in layers, experts, ranks or "
             "slots per rank.",
         )
-        before, after = old.physical_to_logical_map, new.physical_to_logical_map
+        old_map, new_map = old.physical_to_logical_map, new.physical_to_logical_map
         per_rank = old.slots_per_rank
-        layer, slot = np.nonzero((before != after) & (after >= 0))
-        expert = after[layer, slot]
+        layer, slot = np.nonzero((old_map != new_map) & (new_map >= 0))
+        expert = new_map[layer, slot]
         source = old.home_slot()[layer, expert]
         # A copy on the same rank costs no link; otherwise the home sends.
-        on_rank = before.reshape(len(before), -1, per_rank)[layer, slot // per_rank] == expert[:, None]
+        on_rank = old_map.reshape(len(old_map), -1, per_rank)[layer, slot // per_rank] == expert[:, None]
         local = (slot // per_rank * per_rank + on_rank.argmax(axis=1)).astype(source.dtype)
         source = np.where(on_rank.any(axis=1), local, source)
         return cls(
@@ -273,7 +273,7 @@ class ExpertMigration:
             source_slot=source,
             destination_slot=slot.astype(np.int32),
             # Slots that end empty are no moves: nothing travels, but the map must say -1.
-            cleared=np.argwhere((before >= 0) & (after < 0)).astype(np.int32),
+            cleared=np.argwhere((old_map >= 0) & (new_map < 0)).astype(np.int32),
             new_home_rank=new.home_rank,
             slots_per_rank=per_rank,
             expert_bytes=expert_bytes,

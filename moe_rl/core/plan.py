@@ -117,8 +117,8 @@ class ReplicaPlan:
         self.require_all_sources()
 
         def own_and_others(columns: NDArray[np.int32]) -> NDArray[np.int32]:
-            own = columns[:, rank].astype(np.int64)
-            return np.stack([own, columns.sum(axis=1, dtype=np.int64) - own], axis=1).astype(np.int32)
+            own_pairs = columns[:, rank].astype(np.int64)
+            return np.stack([own_pairs, columns.sum(axis=1, dtype=np.int64) - own_pairs], axis=1).astype(np.int32)
 
         return replace(
             self,
@@ -254,8 +254,8 @@ class Plan:
         """
         self.replicas.require_all_sources()
         parts = attributes(self, ("layout", "placement", "replicas", "migration"))
-        plain = [item.name for item in fields(self) if item.name not in (*parts, "capacity")]
-        facts: dict[str, Any] = attributes(self, plain)
+        plain_fields = [item.name for item in fields(self) if item.name not in (*parts, "capacity")]
+        facts: dict[str, Any] = attributes(self, plain_fields)
         lists = {"parameters": dict(self.parameters), "notes": list(self.notes)}
         write_archive(Path(path), parts, {**facts, **lists, "hash": self.hash})
 
@@ -277,8 +277,8 @@ class Plan:
 
     def cross_node_replicas_per_plan(self, node_of_rank: NDArray[np.int64]) -> float:
         """Return the mean number of copied replicas whose home is on another node."""
-        crosses = node_of_rank[self.replica_home_rank] != node_of_rank[self.replica_rank]
-        return int((crosses & ~self.replicas.resident).sum()) / max(1, len(self.replicas.offsets) - 1)
+        crosses_nodes = node_of_rank[self.replica_home_rank] != node_of_rank[self.replica_rank]
+        return int((crosses_nodes & ~self.replicas.resident).sum()) / max(1, len(self.replicas.offsets) - 1)
 
 
 def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -287,14 +287,14 @@ def token_ordinals(routed_experts: NDArray[np.integer]) -> NDArray[np.int64]:
     Example: tokens [[0, 1], [1, 2], [1, 0]] -> [[0, 0], [1, 0], [2, 1]].
     """
     # Ordinals count within one source rank, which needs no word from any other rank.
-    flat = np.asarray(routed_experts, np.int64).ravel()
+    flat_experts = np.asarray(routed_experts, np.int64).ravel()
     # Stable, so that equal experts stay in the order of the tokens.
-    order = np.argsort(flat, kind="stable")
-    ranked = flat[order]
-    new_run = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(flat) else np.zeros(0, np.bool_)
-    run_start = np.maximum.accumulate(np.where(new_run, np.arange(len(flat)), 0))
-    ordinals = np.empty(len(flat), np.int64)
-    ordinals[order] = np.arange(len(flat)) - run_start
+    order = np.argsort(flat_experts, kind="stable")
+    ranked = flat_experts[order]
+    new_run = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(flat_experts) else np.zeros(0, np.bool_)
+    run_start = np.maximum.accumulate(np.where(new_run, np.arange(len(flat_experts)), 0))
+    ordinals = np.empty(len(flat_experts), np.int64)
+    ordinals[order] = np.arange(len(flat_experts)) - run_start
     return ordinals.reshape(np.shape(routed_experts))
 
 
@@ -318,8 +318,8 @@ def split_point(quota: Any, share: Any, *, planned: Any, total: Any, actual: Any
     planned_rows = actual.clip(max=planned)
     planned, total = planned.clip(min=1), total.clip(min=1)
     # Integer floor division alone: floats would round differently on GPU and CPU, and ranks would disagree.
-    within = (steps * quota * planned_rows + step * planned) // (steps * planned)
-    return within + (steps * share * (actual - planned_rows) + step * total) // (steps * total)
+    rows_within_plan = (steps * quota * planned_rows + step * planned) // (steps * planned)
+    return rows_within_plan + (steps * share * (actual - planned_rows) + step * total) // (steps * total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,9 +348,9 @@ class PlannedSplit:
         shares_and_quota = np.concatenate([share, quota[:, sources]], axis=1)
         order = np.argsort(key, kind="stable")
         # Exclusive running sums, less their value where the expert's replicas begin: they restart at every expert.
-        running = np.cumsum(shares_and_quota[order], axis=0) - shares_and_quota[order]
+        sums_before = np.cumsum(shares_and_quota[order], axis=0) - shares_and_quota[order]
         before = np.empty_like(shares_and_quota)
-        before[order] = running - running[np.searchsorted(key[order], key[order])]
+        before[order] = sums_before - sums_before[np.searchsorted(key[order], key[order])]
         return cls(
             before=before[:, 1:],
             upto=before[:, 1:] + shares_and_quota[:, 1:],
@@ -360,12 +360,12 @@ class PlannedSplit:
             total=planned.sum(axis=1, dtype=np.int64)[:, None],
         )
 
-    def ranges(self, actual: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def ranges(self, actual_pairs: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first ordinal that each replica takes of each source, and the one after the last, both [n, P].
 
-        `actual` [n, P] are the pairs of the replica's expert that occur on each source.
+        `actual_pairs` [n, P] are the pairs of the replica's expert that occur on each source.
         """
-        sources, counts = actual.shape[1], actual.astype(np.int64)
+        sources, counts = actual_pairs.shape[1], actual_pairs.astype(np.int64)
         split = partial(split_point, planned=self.planned, total=self.total, actual=counts, num_sources=sources)
         source = np.arange(sources)
         return split(self.before, self.share_before, source=source), split(self.upto, self.share_upto, source=source)
@@ -391,11 +391,11 @@ def slot_map(
     if not len(replicated):
         return result
     ordinals = token_ordinals(experts)
-    actual = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
+    actual_pairs = np.bincount(experts[experts >= 0], minlength=plan.placement.num_experts)[replicated]
     # Only this rank's column is read below; the other sources' pairs do not matter to it.
-    everywhere = np.broadcast_to(actual[:, None], plan.replicas.source_quota[replicas_here].shape)
-    start, stop = PlannedSplit.of(plan.replicas, replicas_here, replicated).ranges(everywhere)
+    actual_pairs_of_sources = np.broadcast_to(actual_pairs[:, None], plan.replicas.source_quota[replicas_here].shape)
+    start, stop = PlannedSplit.of(plan.replicas, replicas_here, replicated).ranges(actual_pairs_of_sources)
     columns = (replicated, plan.replicas.physical_id[replicas_here], start[:, source_rank], stop[:, source_rank])
-    for expert, slot, begin, end in zip(*(column.tolist() for column in columns), strict=True):
-        result[(experts == expert) & (ordinals >= begin) & (ordinals < end)] = slot
+    for expert, slot, first_ordinal, end_ordinal in zip(*(column.tolist() for column in columns), strict=True):
+        result[(experts == expert) & (ordinals >= first_ordinal) & (ordinals < end_ordinal)] = slot
     return result

@@ -70,13 +70,13 @@ class PlacedRows:
     @classmethod
     def homes_only(cls, home: Floats, home_rank: NDArray[np.signedinteger], place_of_rank: Ints) -> "PlacedRows":
         """Return rows `home` [C, E] without replicas."""
-        none = np.zeros(0, np.int64)
+        no_replicas = np.zeros(0, np.int64)
         return cls(
             home=home,
             place_of_home=place_of_rank[home_rank],
-            cell=none,
-            place=none,
-            expert=none,
+            cell=no_replicas,
+            place=no_replicas,
+            expert=no_replicas,
             away=np.zeros(0),
             num_places=int(place_of_rank[-1]) + 1,
         )
@@ -102,19 +102,19 @@ class PlacedRows:
         if limit is None:
             return self.sum(log_stay(home), log_stay(away_share))
         group = limit.group_of_expert(picked.shape[1])
-        drawn, _ = limit.group_shares(picked)
+        group_shares, _ = limit.group_shares(picked)
         # Inside a group choices are independent again: count by (place, group) first.
-        within = replace(
+        rows_by_group = replace(
             self,
             place_of_home=self.place_of_home * limit.num_groups + group,
             place=self.place * limit.num_groups + group[self.expert],
             num_places=self.num_places * limit.num_groups,
         )
-        stays = within.sum(
-            log_stay(home / drawn[:, group]), log_stay(away_share / drawn[self.cell, group[self.expert]])
+        log_stays_of_groups = rows_by_group.sum(
+            log_stay(home / group_shares[:, group]), log_stay(away_share / group_shares[self.cell, group[self.expert]])
         )
-        by_group = stays.reshape(len(stays), self.num_places, limit.num_groups)
-        logs: Floats = log_stay(drawn[:, None, :] * -np.expm1(by_group)).sum(axis=2)
+        by_group = log_stays_of_groups.reshape(len(log_stays_of_groups), self.num_places, limit.num_groups)
+        logs: Floats = log_stay(group_shares[:, None, :] * -np.expm1(by_group)).sum(axis=2)
         return logs
 
 
@@ -150,37 +150,39 @@ class Replicas:
         num_places, num_experts = int(place_of_rank[-1]) + 1, per_expert.shape[1]
         place = place_of_rank[self.rank]
         # A replica on the node of its home moves no row to another node: only those that leave make a triple.
-        leaves = place != place_of_rank[self.home_rank]
+        leaves_home = place != place_of_rank[self.home_rank]
         home = per_expert.astype(np.float64)
-        np.subtract.at(home, (self.cell[leaves], self.expert[leaves]), self.taken[leaves])
+        np.subtract.at(home, (self.cell[leaves_home], self.expert[leaves_home]), self.taken[leaves_home])
         # Two replicas of one expert on one node are one triple there: a token visits the node once for both.
-        triples = (self.cell[leaves] * num_places + place[leaves]) * num_experts + self.expert[leaves]
-        distinct, which = np.unique(triples, return_inverse=True)
-        cell, place = np.divmod(distinct // num_experts, num_places)
+        triples = (self.cell[leaves_home] * num_places + place[leaves_home]) * num_experts + self.expert[leaves_home]
+        distinct_triples, triple_of_replica = np.unique(triples, return_inverse=True)
+        cell, place = np.divmod(distinct_triples // num_experts, num_places)
         return PlacedRows(
             home=home,
             place_of_home=place_of_rank[home_rank],
             cell=cell,
             place=place,
-            expert=distinct % num_experts,
-            away=np.bincount(which, weights=self.taken[leaves], minlength=len(distinct)).astype(np.float64),
+            expert=distinct_triples % num_experts,
+            away=np.bincount(
+                triple_of_replica, weights=self.taken[leaves_home], minlength=len(distinct_triples)
+            ).astype(np.float64),
             num_places=num_places,
         )
 
     def copied_slots(self, num_cells: int, topology: ClusterTopology) -> tuple[Floats, Floats]:
         """Return [C], [C]: most replicas that one rank receives, or sends, in its node and across."""
         node, source = topology.node_of_rank, self.source_rank(topology)
-        crosses = node[self.rank] != node[source]
+        crosses_nodes = node[self.rank] != node[source]
         shape = (num_cells, topology.ep_size)
 
         def busiest(kind: NDArray[np.bool_]) -> Floats:
-            moved = (self.copied & kind).astype(np.float64)
-            received, sent = (_scatter(self.cell, rank, moved, shape) for rank in (self.rank, source))
+            copies = (self.copied & kind).astype(np.float64)
+            received_copies, sent_copies = (_scatter(self.cell, rank, copies, shape) for rank in (self.rank, source))
             # A link carries both ways at once, so the busier direction counts; the busiest rank delays all.
-            most: Floats = np.maximum(received, sent).max(axis=1)
-            return most
+            busiest_copies: Floats = np.maximum(received_copies, sent_copies).max(axis=1)
+            return busiest_copies
 
-        return busiest(~crosses), busiest(crosses)
+        return busiest(~crosses_nodes), busiest(crosses_nodes)
 
     def source_rank(self, topology: ClusterTopology) -> Ints:
         """Return [R] the ranks that copies come from: a holder for the whole step on the same node, else the home.
@@ -189,16 +191,16 @@ class Replicas:
         rank 2. A copy on rank 3 comes from rank 2, one on rank 1 from rank 0.
         """
         node, source = topology.node_of_rank, self.home_rank.astype(np.int64)
-        far = self.copied & (node[self.rank] != node[source])
-        if self.copied.all() or not far.any():
+        is_far = self.copied & (node[self.rank] != node[source])
+        if self.copied.all() or not is_far.any():
             return source
         key = (self.cell.astype(np.int64) * (int(self.expert.max()) + 1) + self.expert) * topology.num_nodes
         key += node[self.rank]
         holders = np.flatnonzero(~self.copied)
-        keys, first = np.unique(key[holders], return_index=True)
-        near = np.searchsorted(keys, key[far]).clip(max=len(keys) - 1)
-        found = keys[near] == key[far]
-        source[np.flatnonzero(far)[found]] = self.rank[holders[first[near[found]]]]
+        keys, first_holder = np.unique(key[holders], return_index=True)
+        nearest_key = np.searchsorted(keys, key[is_far]).clip(max=len(keys) - 1)
+        has_holder = keys[nearest_key] == key[is_far]
+        source[np.flatnonzero(is_far)[has_holder]] = self.rank[holders[first_holder[nearest_key[has_holder]]]]
         return source
 
     def buffers(self, num_cells: int, topology: ClusterTopology) -> float:
@@ -244,5 +246,5 @@ def rows_of_plan(
 
 def _scatter(cell: Ints, place: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
     """Return [C, X] sums of values [R] at (cell, place)."""
-    flat = np.bincount(cell * shape[1] + place, weights=values, minlength=shape[0] * shape[1])
-    return flat.astype(np.float64).reshape(shape)
+    sums = np.bincount(cell * shape[1] + place, weights=values, minlength=shape[0] * shape[1])
+    return sums.astype(np.float64).reshape(shape)

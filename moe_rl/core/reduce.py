@@ -59,10 +59,10 @@ class _Segments:
     def between(self, start_row: int, stop_row: int) -> "_Segments":
         """Return the segments of rows first .. last - 1, counted from row `start_row`."""
         # The segment that holds row `start_row` may begin before it.
-        begin = int(np.searchsorted(self.start, start_row, side="right")) - 1
-        end = int(np.searchsorted(self.start, stop_row, side="left"))
-        start = np.clip(self.start[begin : end + 1], start_row, stop_row) - start_row
-        return _Segments(start=start, block=self.block[begin:end])
+        first_segment = int(np.searchsorted(self.start, start_row, side="right")) - 1
+        end_segment = int(np.searchsorted(self.start, stop_row, side="left"))
+        start = np.clip(self.start[first_segment : end_segment + 1], start_row, stop_row) - start_row
+        return _Segments(start=start, block=self.block[first_segment:end_segment])
 
     def of_rows(self, rows: NDArray[np.int64]) -> "_Segments":
         """Return the segments of the given ascending rows, as if they were the only ones."""
@@ -194,23 +194,24 @@ def count_runs(
 def _cut(lengths: NDArray[np.int64], layout: BatchLayout, topology: ClusterTopology) -> _Segments:
     """Return the segments of all rows: every sequence cut at the slice borders of its DP rank."""
     slices = topology.slices_per_dp_rank
-    filled = np.flatnonzero(lengths)
-    start = layout.token_start(lengths)[filled]
-    micro_batch, dp_rank = layout.micro_batch[filled].astype(np.int64), layout.dp_rank[filled].astype(np.int64)
+    filled_sequences = np.flatnonzero(lengths)
+    start = layout.token_start(lengths)[filled_sequences]
+    micro_batch = layout.micro_batch[filled_sequences].astype(np.int64)
+    dp_rank = layout.dp_rank[filled_sequences].astype(np.int64)
     held_tokens = layout.rank_tokens(lengths)[micro_batch, dp_rank]
     # Slices cut what a DP rank holds, not each sequence: 100 tokens on 8 slices are 12 or 13 on each.
     first_slice = start * slices // held_tokens
-    last_slice = (start + lengths[filled] - 1) * slices // held_tokens
+    last_slice = (start + lengths[filled_sequences] - 1) * slices // held_tokens
     # A sequence that crosses slice borders becomes one segment per slice.
     num_pieces = last_slice - first_slice + 1
-    sequence_of_piece = np.repeat(np.arange(len(filled)), num_pieces)
+    sequence_of_piece = np.repeat(np.arange(len(filled_sequences)), num_pieces)
     number_in_sequence = np.arange(len(sequence_of_piece)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     slice_index = first_slice[sequence_of_piece] + number_in_sequence
     # Slice s begins at the first position i with i * slices >= s * n.
-    begin = np.maximum(start[sequence_of_piece], -(-slice_index * held_tokens[sequence_of_piece] // slices))
-    row = (np.cumsum(lengths) - lengths)[filled]
+    piece_start = np.maximum(start[sequence_of_piece], -(-slice_index * held_tokens[sequence_of_piece] // slices))
+    row = (np.cumsum(lengths) - lengths)[filled_sequences]
     group, rank = topology.source_rank(dp_rank[sequence_of_piece], slice_index)
-    starts = np.append(row[sequence_of_piece] + begin - start[sequence_of_piece], int(lengths.sum()))
+    starts = np.append(row[sequence_of_piece] + piece_start - start[sequence_of_piece], int(lengths.sum()))
     block = (group * layout.num_micro_batches + micro_batch[sequence_of_piece]) * topology.ep_size + rank
     is_filled = np.diff(starts) > 0  # fewer tokens than slices leave slices empty
     return _Segments(start=np.append(starts[:-1][is_filled], starts[-1]), block=block[is_filled])
@@ -231,8 +232,8 @@ class _Counter:
         After such a row the counts are not to be used.
         """
         # reduceat takes no empty segment: `_cut` and `of_rows` leave none.
-        counted = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
-        np.add.at(self.tokens.reshape(-1), segments.block, counted)
+        rows_of_segments = np.add.reduceat(valid, segments.start[:-1], dtype=np.int64)
+        np.add.at(self.tokens.reshape(-1), segments.block, rows_of_segments)
         return _add_pairs(self.pairs, routes, valid, segments)
 
 
@@ -243,8 +244,10 @@ def _add_pairs(
     native = native_core()
     if native is None:
         return _add_routes(pairs, routes, valid, segments)
-    rows, counted = np.ascontiguousarray(routes), np.ascontiguousarray(valid)
-    bad_row: int = native.add_routes(pairs, rows, counted, segments.start, segments.block, num_threads)
+    contiguous_routes, contiguous_valid = np.ascontiguousarray(routes), np.ascontiguousarray(valid)
+    bad_row: int = native.add_routes(
+        pairs, contiguous_routes, contiguous_valid, segments.start, segments.block, num_threads
+    )
     return bad_row
 
 
@@ -261,8 +264,8 @@ def _add_routes(pairs: NDArray[np.int32], routes: Routes, valid: NDArray[np.bool
             tile_rows = slice(tile_start, min(stop, tile_start + TILE_TOKENS))
             tile = routes[tile_rows] if valid[tile_rows].all() else routes[tile_rows][valid[tile_rows]]
             if tile.size and int(tile.max()) >= num_experts:
-                outside = valid[tile_rows] & (routes[tile_rows] >= num_experts).any(axis=(1, 2))
-                return int(tile_start + np.argmax(outside))
+                is_outside = valid[tile_rows] & (routes[tile_rows] >= num_experts).any(axis=(1, 2))
+                return int(tile_start + np.argmax(is_outside))
             counts = np.bincount(np.add(tile, layer_key, dtype=key_dtype).ravel(), minlength=num_keys)
             pairs[group_micro_batch, :, source] += counts.reshape(num_layers, num_experts).astype(np.int32)
     return -1
@@ -289,14 +292,14 @@ def _add_drawn(counter: _Counter, drawn: DrawnSequences, segments: _Segments, fi
     lengths, valid_tokens = drawn.sequence_lengths, drawn.num_valid_tokens()
     ends = np.cumsum(lengths)
     owner = np.searchsorted(ends, segments.start[:-1], side="right")
-    recorded = DrawnSequences(recorded=drawn.recorded, numbers=np.arange(drawn.recorded.num_sequences))
-    as_recorded = valid_tokens == recorded.num_valid_tokens()[drawn.numbers]
+    all_recorded = DrawnSequences(recorded=drawn.recorded, numbers=np.arange(drawn.recorded.num_sequences))
+    as_recorded = valid_tokens == all_recorded.num_valid_tokens()[drawn.numbers]
     if filler is not Filler.NONE:
         as_recorded &= valid_tokens == lengths
     is_whole = as_recorded & (np.bincount(owner, minlength=len(lengths)) == 1)
-    whole = is_whole[owner]
-    blocks, numbers = segments.block[whole], drawn.numbers[owner[whole]]
-    np.add.at(counter.tokens.reshape(-1), blocks, valid_tokens[owner[whole]])
+    in_whole_sequence = is_whole[owner]
+    blocks, numbers = segments.block[in_whole_sequence], drawn.numbers[owner[in_whole_sequence]]
+    np.add.at(counter.tokens.reshape(-1), blocks, valid_tokens[owner[in_whole_sequence]])
     _add_recorded(counter, drawn.recorded, numbers, blocks, index)
     for places in _chunks_of_sequences(drawn, np.flatnonzero(~is_whole & (lengths > 0))):
         of_chunk = np.isin(owner, places)
@@ -333,9 +336,9 @@ def _pairs_of_sequences(trace: RoutingTrace | SequenceCounts, index: int) -> NDA
         pairs=np.zeros((trace.num_sequences, trace.num_layers, 1, trace.num_experts), np.int32),
         tokens=np.zeros((trace.num_sequences, 1), np.int64),
     )
-    filled = np.flatnonzero(trace.sequence_lengths)
-    starts = np.append(trace.cu_seqlens[filled], trace.num_tokens)
-    _add_trace(counter, trace, _Segments(start=starts, block=filled), Filler.NONE, index)
+    filled_sequences = np.flatnonzero(trace.sequence_lengths)
+    starts = np.append(trace.cu_seqlens[filled_sequences], trace.num_tokens)
+    _add_trace(counter, trace, _Segments(start=starts, block=filled_sequences), Filler.NONE, index)
     return counter.pairs[:, :, 0]
 
 
@@ -395,14 +398,14 @@ def _filler_routes(filler: Filler, position: NDArray[np.int64], like: RoutingTra
     if filler is Filler.ROUND_ROBIN:
         layers = np.asarray(like.moe_layer_ids)
         row_layer = position[:, None] * (layers[-1] + 1) + layers
-        counted: Routes = ((row_layer[:, :, None] * top_k + np.arange(top_k)) % like.num_experts).astype(dtype)
-        return counted
+        round_robin: Routes = ((row_layer[:, :, None] * top_k + np.arange(top_k)) % like.num_experts).astype(dtype)
+        return round_robin
     ids = np.arange(top_k, dtype=dtype) if filler is Filler.FIRST_EXPERTS else np.zeros(top_k, dtype)
     if filler is Filler.EXPERT_ZERO:
         ids = ids[:1]
     # A view with stride 0: padding of 1 M rows x 94 layers takes no memory.
-    same: Routes = np.broadcast_to(ids, (len(position), like.num_layers, len(ids)))
-    return same
+    equal_rows: Routes = np.broadcast_to(ids, (len(position), like.num_layers, len(ids)))
+    return equal_rows
 
 
 def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, filler: Filler) -> None:
@@ -413,15 +416,15 @@ def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, 
     filler_rows = np.zeros(len(sequence), np.int64)
     for segment, (owner, stop, block) in enumerate(zip(sequence, segments.start[1:], segments.block, strict=True)):
         length = int(counts.num_tokens[owner])
-        before = int(segments.start[segment] - (ends[owner] - length))
-        after = int(stop - (ends[owner] - length))
+        start_in_sequence = int(segments.start[segment] - (ends[owner] - length))
+        stop_in_sequence = int(stop - (ends[owner] - length))
         group_micro_batch, source = divmod(int(block), num_sources)
         # By share of rows: counts do not say which token chose which expert.
-        pairs = _share(counts.tokens_per_expert[owner].astype(np.int64), before, after, length)
+        pairs = _share(counts.tokens_per_expert[owner].astype(np.int64), start_in_sequence, stop_in_sequence, length)
         counter.pairs[group_micro_batch, :, source] += pairs.astype(np.int32)
-        valid = int(_share(counts.num_valid_tokens[owner], before, after, length))
-        counter.tokens[group_micro_batch, source] += valid
-        filler_rows[segment] = after - before - valid
+        valid_rows = int(_share(counts.num_valid_tokens[owner], start_in_sequence, stop_in_sequence, length))
+        counter.tokens[group_micro_batch, source] += valid_rows
+        filler_rows[segment] = stop_in_sequence - start_in_sequence - valid_rows
     if filler is not Filler.NONE:
         start = np.append(0, np.cumsum(filler_rows))
         has_filler = filler_rows > 0
@@ -433,9 +436,9 @@ def _add_counts(counter: _Counter, counts: SequenceCounts, segments: _Segments, 
         _add_filler(counter, _position_in_run(begins), segments_with_filler, filler, counts)
 
 
-def _share(total: NDArray[np.int64], before: int, after: int, length: int) -> NDArray[np.int64]:
+def _share(total: NDArray[np.int64], start: int, stop: int, length: int) -> NDArray[np.int64]:
     """Return the part of `total` that rows before .. after - 1 of `length` get; consecutive parts add up to `total`."""
     # Rounded running totals: consecutive parts add up exactly, and none is off by more than one pair.
     half = length // 2
-    share: NDArray[np.int64] = (total * after + half) // length - (total * before + half) // length
+    share: NDArray[np.int64] = (total * stop + half) // length - (total * start + half) // length
     return share

@@ -85,10 +85,10 @@ class RouteSample:
             return None
         lengths = np.concatenate([part.sequence_lengths for part in parts]).astype(np.int64)
         rows = np.flatnonzero(np.concatenate([_valid_rows(part) for part in parts]))
-        most, num_known = max(1, max_ids // (parts[0].num_layers * parts[0].top_k)), len(rows)
-        if len(rows) > most:
+        max_rows, num_known = max(1, max_ids // (parts[0].num_layers * parts[0].top_k)), len(rows)
+        if len(rows) > max_rows:
             # Evenly spread over the step, so that long sequences keep their share.
-            rows = rows[(np.arange(most) * len(rows) + len(rows) // 2) // most]
+            rows = rows[(np.arange(max_rows) * len(rows) + len(rows) // 2) // max_rows]
         if not len(rows):
             return None
         first_token = np.cumsum([0, *(int(part.sequence_lengths.sum()) for part in parts)])
@@ -100,14 +100,14 @@ class RouteSample:
         ends = np.cumsum(lengths)
         sequence, starts = np.searchsorted(ends, rows, side="right"), ends - lengths
         drawn_routes = np.concatenate(pieces).transpose(1, 0, 2)
-        none = np.zeros(0, np.int64)
+        no_ids = np.zeros(0, np.int64)
         return cls(
             routes=np.ascontiguousarray(drawn_routes, np.uint16),
             sequence=sequence,
             position=rows - starts[sequence],
-            token=none,
-            source=none.astype(np.int32),
-            cell_start=none,
+            token=no_ids,
+            source=no_ids.astype(np.int32),
+            cell_start=no_ids,
             share=len(rows) / num_known,
         ).under(layout, lengths, topology)
 
@@ -122,11 +122,11 @@ class RouteSample:
         count = int(row_counts.sum())
         if not count or native_core() is None:
             return None
-        flat = [routes for of_cell in drawn for routes in of_cell if len(routes)]
+        filled_cells = [routes for of_cell in drawn for routes in of_cell if len(routes)]
         run = np.repeat(np.arange(row_counts.size), row_counts.ravel())
         first_row = np.cumsum(row_counts.ravel()) - row_counts.ravel()
         return cls(
-            routes=np.ascontiguousarray(np.concatenate(flat).transpose(1, 0, 2), np.uint16),
+            routes=np.ascontiguousarray(np.concatenate(filled_cells).transpose(1, 0, 2), np.uint16),
             sequence=run,
             position=np.arange(count) - first_row[run],
             token=np.arange(count),
@@ -167,17 +167,19 @@ class RouteSample:
         A choice that moves draws its expert by `popularity` [G * M, L, E], the experts' shares in its cell and layer;
         one whose token has that expert already stays.
         """
-        routes, upto = self.routes.copy(), np.cumsum(popularity, axis=2)
+        routes, cumulative_shares = self.routes.copy(), np.cumsum(popularity, axis=2)
         cell = np.empty(routes.shape[1], np.int64)
         cell[self.token] = self.cells_in_order()
         # Drawn for every choice: a larger share moves the same choices and more.
-        moves, drawn = rng.random(routes.shape) < share, rng.random(routes.shape)
+        moves, draws = rng.random(routes.shape) < share, rng.random(routes.shape)
         for layer, choice in np.ndindex(routes.shape[0], routes.shape[2]):
             movers = np.flatnonzero(moves[layer, :, choice])
             # Inverse of the cumulative shares: the first expert whose share ends above the draw.
-            other = (upto[cell[movers], layer] <= drawn[layer, movers, choice, None]).sum(axis=1)
-            free = (other < upto.shape[2]) & ~(routes[layer, movers] == other[:, None]).any(axis=1)
-            routes[layer, movers[free], choice] = other[free]
+            new_expert = (cumulative_shares[cell[movers], layer] <= draws[layer, movers, choice, None]).sum(axis=1)
+            is_free = (new_expert < cumulative_shares.shape[2]) & ~(routes[layer, movers] == new_expert[:, None]).any(
+                axis=1
+            )
+            routes[layer, movers[is_free], choice] = new_expert[is_free]
         return replace(self, routes=routes)
 
     @classmethod
@@ -211,8 +213,8 @@ class RouteSample:
 
 
 def _has_routes(part: StepPart) -> bool:
-    recorded = part.recorded if isinstance(part, DrawnSequences) else part
-    return isinstance(recorded, RoutingTrace)
+    source = part.recorded if isinstance(part, DrawnSequences) else part
+    return isinstance(source, RoutingTrace)
 
 
 def _valid_rows(part: StepPart) -> NDArray[np.bool_]:

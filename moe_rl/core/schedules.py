@@ -34,35 +34,37 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
         f"{len(values)} values cannot be split into {parts} parts with equally many values.",
     )
     ascending = sorted((int(value), index) for index, value in enumerate(values))
-    together = parts if equal_size else 1
+    values_per_state = parts if equal_size else 1
     states: list[list[_Set]] = [
-        sorted(((value, 1, index, (index,)) for value, index in ascending[start : start + together]), reverse=True)
-        for start in range(0, len(ascending), together)
+        sorted(
+            ((value, 1, index, (index,)) for value, index in ascending[start : start + values_per_state]), reverse=True
+        )
+        for start in range(0, len(ascending), values_per_state)
     ]
     # The two states that differ most inside are merged, large against small, until one is left.
     heap = [(*_priority(sets, parts), sets) for sets in states]
     heapq.heapify(heap)
     while len(heap) > 1:
-        merged = _merged(heapq.heappop(heap)[-1], heapq.heappop(heap)[-1], parts)
-        heapq.heappush(heap, (*_priority(merged, parts), merged))
+        merged_state = _merged(heapq.heappop(heap)[-1], heapq.heappop(heap)[-1], parts)
+        heapq.heappush(heap, (*_priority(merged_state, parts), merged_state))
     parts_found = [sorted(items) for *_, items in (heap[0][-1] if heap else [])]
     return parts_found + [[] for _ in range(parts - len(parts_found))]
 
 
 def _priority(sets: list[_Set], parts: int) -> tuple[int, int, int, int]:
     """Order states: largest spread first, then largest first set. Sets that hold nothing are left out of a state."""
-    total, count, largest, _ = sets[0]
-    smallest = sets[-1][0] if len(sets) == parts else 0
-    return smallest - total, -total, -count, -largest
+    total, count, largest_index, _ = sets[0]
+    smallest_total = sets[-1][0] if len(sets) == parts else 0
+    return smallest_total - total, -total, -count, -largest_index
 
 
 def _merged(left: list[_Set], other: list[_Set], parts: int) -> list[_Set]:
     """Return the largest sets of one state with the smallest of the other."""
-    apart = parts - len(other)  # the first sets of `left` meet nothing
-    sets = left[:apart]
-    for own_set, other_set in zip(left[apart:], reversed(other), strict=False):
+    num_unmerged = parts - len(other)  # the first sets of `left` meet nothing
+    sets = left[:num_unmerged]
+    for own_set, other_set in zip(left[num_unmerged:], reversed(other), strict=False):
         sets.append((own_set[0] + other_set[0], own_set[1] + other_set[1], own_set[2], own_set[3] + other_set[3]))
-    sets += other[: len(other) - max(0, len(left) - apart)]
+    sets += other[: len(other) - max(0, len(left) - num_unmerged)]
     sets.sort(reverse=True)
     return sets
 
@@ -85,16 +87,16 @@ def verl_layout(
         part.sort(key=lambda sample: (work[sample], sample))
         # Every other one forward and then back: cheap sequences at both ends, as verl orders a rank.
         ranks.append([sample for sample in part[::2] + part[1::2][::-1] if sample < len(tokens)])
-    most = max(min(len(rank), -(-sum(tokens[s] for s in rank) // token_budget)) for rank in ranks)
-    count = -(-max(1, most) // multiple_of) * multiple_of
+    num_micro_batches = max(min(len(rank), -(-sum(tokens[s] for s in rank) // token_budget)) for rank in ranks)
+    count = -(-max(1, num_micro_batches) // multiple_of) * multiple_of
     while True:
-        cut = [karmarkar_karp([work[sample] for sample in rank], count) for rank in ranks]
-        cells = [[[rank[i] for i in part] for part in parts] for rank, parts in zip(ranks, cut, strict=True)]
+        parts_of_rank = [karmarkar_karp([work[sample] for sample in rank], count) for rank in ranks]
+        cells = [[[rank[i] for i in part] for part in parts] for rank, parts in zip(ranks, parts_of_rank, strict=True)]
         if all(sum(tokens[s] for s in cell) <= token_budget for row in cells for cell in row):
             break
         # One more micro-batch of every rank until all fit: equal counts, since all ranks meet in every micro-batch.
         count += multiple_of
-    for number, (parts, rank) in enumerate(zip(cut, ranks, strict=True)):
+    for number, (parts, rank) in enumerate(zip(parts_of_rank, ranks, strict=True)):
         parts.sort(key=lambda part: (sum(work[rank[i]] for i in part), part[0] if part else 0), reverse=True)
         cells[number] = [[rank[i] for i in part] for part in parts[::2][::-1] + parts[1::2]]
     return layout_of_cells(cells, len(tokens), token_budget)
@@ -119,7 +121,9 @@ def slime_layout(
     bins_held: list[int] = []
     for sample, length in enumerate(tokens):
         # First fit: the first micro-batch with room, of any rank.
-        place = next((index for index, used in enumerate(bins_held) if used + length <= token_budget), None)
+        place = next(
+            (index for index, tokens_of_bin in enumerate(bins_held) if tokens_of_bin + length <= token_budget), None
+        )
         if place is None:
             bins.append([sample])
             bins_held.append(length)
@@ -150,10 +154,10 @@ def _split_largest(bins: list[list[int]], count: int, tokens: Sequence[int]) -> 
             return
         halves: tuple[list[int], list[int]] = ([], [])
         for sample in sorted(bins[index], key=lambda s: -tokens[s]):
-            left, right = (sum(tokens[s] for s in half) for half in halves)
-            halves[left > right].append(sample)
-        bins[index], other = halves
-        bins.append(other)
+            left_tokens, right_tokens = (sum(tokens[s] for s in half) for half in halves)
+            halves[left_tokens > right_tokens].append(sample)
+        bins[index], second_half = halves
+        bins.append(second_half)
 
 
 def _slime_flops(model: MoeModelSpec, length: int) -> int:
@@ -242,8 +246,8 @@ def with_rule(layout: BatchLayout, framework: str, packing: str = "run", *, padd
         return replace(layout, fixed=True)
     if FRAMEWORK_RULES[framework] == ANY_COUNTS:
         return replace(layout, lengths_alone=True)
-    most = -(-layout.num_sequences // layout.num_dp_ranks)
-    return replace(layout, most_sequences=most, padding_samples=padding_samples, lengths_alone=True)
+    most_sequences = -(-layout.num_sequences // layout.num_dp_ranks)
+    return replace(layout, most_sequences=most_sequences, padding_samples=padding_samples, lengths_alone=True)
 
 
 def framework_layout(

@@ -38,11 +38,11 @@ class SequenceLoad:
             f"the counts by sequence must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
         )
         require_shapes(self, {"S": len(self.row)}, whose="counts by sequence: ", row="S")
-        least, most = int(self.row.min(initial=0)), int(self.row.max(initial=-1))
+        lowest_row, highest_row = int(self.row.min(initial=0)), int(self.row.max(initial=-1))
         require(
-            least >= 0 and most < len(self.counts),
+            lowest_row >= 0 and highest_row < len(self.counts),
             f"the values of row in counts by sequence must be 0 to {len(self.counts) - 1}, but they range from "
-            f"{least} to {most}.",
+            f"{lowest_row} to {highest_row}.",
         )
         negative = self.counts.size > 0 and int(self.counts.min()) < 0
         require(not negative, "the counts by sequence contain a negative count.")
@@ -72,8 +72,8 @@ class SequenceLoad:
 
     def of(self, sequences: NDArray[np.integer] | NDArray[np.bool_]) -> NDArray[np.int32]:
         """Return a copy of the counts of some sequences, [n, L, E]."""
-        copied: NDArray[np.int32] = self.counts[self.row[sequences]]
-        return copied
+        counts: NDArray[np.int32] = self.counts[self.row[sequences]]
+        return counts
 
     def per_cell(self, cell: NDArray[np.integer], num_cells: int) -> NDArray[np.int32]:
         """Return [C, L, E] counts of all sequences of each cell; sequence s lies in `cell[s]`, 0 .. C - 1."""
@@ -142,8 +142,8 @@ def known_tokens(parts: Sequence[StepPart]) -> NDArray[np.int64]:
         elif isinstance(part, DrawnSequences):
             tokens.append(part.num_valid_tokens())
         else:
-            until = np.append(0, np.cumsum(part.valid, dtype=np.int64))
-            tokens.append(np.diff(until[part.cu_seqlens]))
+            known_until = np.append(0, np.cumsum(part.valid, dtype=np.int64))
+            tokens.append(np.diff(known_until[part.cu_seqlens]))
     return np.concatenate(tokens).astype(np.int64)
 
 
@@ -155,17 +155,17 @@ def _different(part: StepPart) -> tuple[StepPart, NDArray[np.int64]]:
     """
     if not isinstance(part, DrawnSequences):
         return part, np.arange(len(part.sequence_lengths))
-    twin = part.numbers.copy()
+    kind_of_sequence = part.numbers.copy()
     if part.visible is not None:
-        told = part.num_valid_tokens()
-        whole = known_tokens([part.recorded])[part.numbers]
-        is_partial = (told > 0) & (told < whole)
+        told_tokens = part.num_valid_tokens()
+        all_tokens = known_tokens([part.recorded])[part.numbers]
+        is_partial = (told_tokens > 0) & (told_tokens < all_tokens)
         # Above the recorded numbers: those that are hidden as a whole, then each partly hidden one by itself.
-        recorded = part.recorded.num_sequences
-        twin[told < whole] += recorded
-        twin[is_partial] = 2 * recorded + np.flatnonzero(is_partial)
-    _, first, row = np.unique(twin, return_index=True, return_inverse=True)
-    return _drawn_again(part, first), row.reshape(-1)
+        num_recorded = part.recorded.num_sequences
+        kind_of_sequence[told_tokens < all_tokens] += num_recorded
+        kind_of_sequence[is_partial] = 2 * num_recorded + np.flatnonzero(is_partial)
+    _, first_of_kind, row = np.unique(kind_of_sequence, return_index=True, return_inverse=True)
+    return _drawn_again(part, first_of_kind), row.reshape(-1)
 
 
 def _drawn_again(part: DrawnSequences, drawn: NDArray[np.int64]) -> DrawnSequences:
@@ -189,8 +189,8 @@ def _count_into(counts: NDArray[np.int32], part: StepPart) -> None:
     # [L, E] counts of four bytes are worth so many tokens of [L, K] ids of one.
     tokens_of_counts = 4 * part.num_experts // part.top_k
     chunk_of = np.cumsum(part.sequence_lengths + tokens_of_counts) // CHUNK_TOKENS
-    for some in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(chunk_of)) + 1):
-        trace = part.copied(some) if isinstance(part, DrawnSequences) else part.select(some)
+    for chunk in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(chunk_of)) + 1):
+        trace = part.copied(chunk) if isinstance(part, DrawnSequences) else part.select(chunk)
         assert isinstance(trace, RoutingTrace)
         routes: Any = np.asarray(trace.routed_experts)  # of a coded trace, which count_runs takes whole
         pairs, bad_row = count_runs(routes, trace.valid, trace.cu_seqlens, num_experts=trace.num_experts)
@@ -199,4 +199,4 @@ def _count_into(counts: NDArray[np.int32], part: StepPart) -> None:
                 f"a sequence has expert id {int(routes[bad_row].max())}, but expert ids must be 0 to "
                 f"{trace.num_experts - 1}."
             )
-        counts[some] = pairs
+        counts[chunk] = pairs

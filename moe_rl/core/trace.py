@@ -58,10 +58,10 @@ def require_token_axis_first(shape: Sequence[int], *, num_layers: int | None = N
     `[48, 1387, 8]` is no sequence of 48 tokens in 1,387 layers.
     """
     tokens, layers = shape[:2]
-    swapped = tokens == num_layers and layers > tokens
-    possible = layers <= MAX_LAYERS or layers <= tokens
+    is_swapped = tokens == num_layers and layers > tokens
+    is_possible = layers <= MAX_LAYERS or layers <= tokens
     require(
-        possible and not swapped,
+        is_possible and not is_swapped,
         f"{what} have shape {list(shape)}, which would mean {tokens} tokens in {layers} layers. The axes must "
         "be [tokens, layers, top-k]: swap the first two (array.swapaxes(0, 1), or --axes LTK for an .npz "
         "file).",
@@ -83,8 +83,8 @@ def _nonzero_layers(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
     """Return `[L]`, True where some row names an expert other than 0."""
     num_tokens, num_layers, top_k = routes.shape
     # A maximum down the columns of a matrix is vectorized, `any` over two axes is not: 30 times as fast.
-    highest = routes.reshape(num_tokens, num_layers * top_k).max(axis=0, initial=0)
-    return np.asarray(highest.reshape(num_layers, top_k).any(axis=1), np.bool_)
+    highest_id = routes.reshape(num_tokens, num_layers * top_k).max(axis=0, initial=0)
+    return np.asarray(highest_id.reshape(num_layers, top_k).any(axis=1), np.bool_)
 
 
 def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
@@ -93,9 +93,9 @@ def _names_expert_twice(routes: NDArray[np.unsignedinteger]) -> NDArray[np.bool_
     # Comparing whole columns pairwise runs an order of magnitude faster than sorting each short row.
     columns = np.ascontiguousarray(routes.reshape(-1, top_k).T)
     duplicate = np.zeros(num_tokens * num_layers, np.bool_)
-    for later in range(1, top_k):
-        for earlier in range(later):
-            duplicate |= columns[later] == columns[earlier]
+    for later_choice in range(1, top_k):
+        for earlier_choice in range(later_choice):
+            duplicate |= columns[later_choice] == columns[earlier_choice]
     return duplicate.reshape(num_tokens, num_layers)
 
 

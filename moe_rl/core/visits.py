@@ -83,12 +83,12 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVi
     core, replicas = native_core(), plan.replicas
     rows = rows_taken(replicas, load).astype(np.int32)
     shape, sample = load.pairs.shape[:3], load.routes
-    counted = np.ones(shape[:2], np.bool_) if sample is None else (np.diff(sample.cell_start) > 0).reshape(shape[:2])
+    is_counted = np.ones(shape[:2], np.bool_) if sample is None else (np.diff(sample.cell_start) > 0).reshape(shape[:2])
     # Tokens are followed by the core alone: without it `RouteSample` draws none, and a load has no routes.
     if core is None:
-        rank_visits, between, nics = _rows_in_numpy(plan, load, topology, rows)
+        rank_visits, rows_between_nodes, nics = _rows_in_numpy(plan, load, topology, rows)
     else:
-        rank_visits, between, nics = core.count_visits(
+        rank_visits, rows_between_nodes, nics = core.count_visits(
             load.native(core, topology),
             home=plan.placement.home_rank,
             offsets=replicas.offsets,
@@ -99,8 +99,8 @@ def _counted(plan: Plan, load: StepLoad, topology: ClusterTopology) -> CountedVi
         )
     return CountedVisits(
         rank_visits=rank_visits.reshape(*shape, topology.ep_size),
-        between_nodes=between.reshape(*shape, topology.num_nodes, topology.num_nodes),
-        counted=counted,
+        between_nodes=rows_between_nodes.reshape(*shape, topology.num_nodes, topology.num_nodes),
+        counted=is_counted,
         nics=nics.reshape(*shape, 2, topology.ep_size) if sample is None else None,
     )
 
@@ -119,11 +119,11 @@ def _rows_in_numpy(
     index = plan.replicas.index_of_replica()
     np.add.at(rows.transpose(0, 2, 1), (index, plan.replica_rank), rows_of_copies)
     np.subtract.at(rows.transpose(0, 2, 1), (index, plan.replica_home_rank), rows_of_copies)
-    between = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
+    rows_between_nodes = rows.reshape(-1, nodes, width, nodes, width).sum(axis=(2, 4)) * ~np.eye(nodes, dtype=np.bool_)
     same_node = topology.node_of_rank[:, None] == topology.node_of_rank
     # What a rank sends to itself takes no link.
     in_node = rows * (same_node & ~np.eye(ranks, dtype=np.bool_))
     link: Floats = np.maximum(in_node.sum(axis=2), in_node.sum(axis=1))
     crossing = rows * ~same_node
     nics = np.stack([crossing.sum(axis=1), crossing.sum(axis=2)], axis=1)
-    return link, between.reshape(-1, nodes * nodes), nics
+    return link, rows_between_nodes.reshape(-1, nodes * nodes), nics
