@@ -128,9 +128,9 @@ def finish_plan(
 
 def _placement_before(problem: PlanProblem, like: ExpertPlacement) -> ExpertPlacement:
     """Return the placement in force, its slots as they are when there are as many of each kind as in `like`."""
-    current = problem.current_placement
-    if current is not None and current.slots_of_kinds == like.slots_of_kinds:
-        return current
+    placement_in_force = problem.current_placement
+    if placement_in_force is not None and placement_in_force.slots_of_kinds == like.slots_of_kinds:
+        return placement_in_force
     return problem.starting_placement(like.spare_slots, resident_slots=like.resident_slots)
 
 

@@ -121,9 +121,13 @@ class PlanProblem:
     def _check_sequences(self) -> None:
         num_sequences = self.layout.num_sequences
         if self.sequence_load is not None:
-            known, want = self.sequence_load, [num_sequences, self.load.num_layers, self.load.num_experts]
-            got = [known.num_sequences, known.num_layers, known.num_experts]
-            require(got == want, f"sequence_load must have shape [sequences, layers, experts] = {want}, got {got}.")
+            sequence_load = self.sequence_load
+            expected_shape = [num_sequences, self.load.num_layers, self.load.num_experts]
+            got = [sequence_load.num_sequences, sequence_load.num_layers, sequence_load.num_experts]
+            require(
+                got == expected_shape,
+                f"sequence_load must have shape [sequences, layers, experts] = {expected_shape}, got {got}.",
+            )
             require(self.sequence_tokens is not None, "sequence_load needs sequence_tokens: set both.")
         require(
             self.sequence_tokens is None or self.sequence_tokens.shape == (num_sequences,),
@@ -172,8 +176,10 @@ class PlanProblem:
             ).home_rank
         else:
             home = self.current_placement.home_rank
-        empty = np.full((num_layers, ranks, resident_slots), -1, np.int32)
-        return ExpertPlacement.from_home_rank(home, ep_size=ranks, spare_slots=spare_slots, resident_experts=empty)
+        no_residents = np.full((num_layers, ranks, resident_slots), -1, np.int32)
+        return ExpertPlacement.from_home_rank(
+            home, ep_size=ranks, spare_slots=spare_slots, resident_experts=no_residents
+        )
 
 
 class Planner(ABC):

@@ -58,24 +58,24 @@ def placement_bound(load: StepLoad, plan: Plan) -> Bound:
     The split of tokens over the instances is free. Exact: some split reaches it.
     """
     check_plan_fits(plan, load)
-    placed = plan.placement.instances_per_rank() > 0
+    has_instance_LPE = plan.placement.instances_per_rank() > 0
     ranks, experts, layers = load.ep_size, load.num_experts, load.num_layers
     # Instances that a cell can split an expert over: what the placement holds twice, and replicas with their homes.
-    twice = np.argwhere(placed & (placed.sum(axis=1, keepdims=True) > 1))
+    twice_placed = np.argwhere(has_instance_LPE & (has_instance_LPE.sum(axis=1, keepdims=True) > 1))
     cell, expert = plan.replicas.index_of_replica(), plan.replicas.expert.astype(np.int64)
     rank = plan.replicas.physical_id // plan.placement.slots_per_rank
-    home = placed.argmax(axis=1)[cell % layers, expert]
-    every = np.arange(load.pairs.shape[0] * load.num_micro_batches)[:, None] * layers + twice[:, 0]
-    resident = (every * experts + twice[:, 2]) * ranks + twice[:, 1]
+    home = has_instance_LPE.argmax(axis=1)[cell % layers, expert]
+    cells_of_layer = np.arange(load.pairs.shape[0] * load.num_micro_batches)[:, None] * layers + twice_placed[:, 0]
+    resident = (cells_of_layer * experts + twice_placed[:, 2]) * ranks + twice_placed[:, 1]
     replicated = (cell * experts + expert) * ranks
     instance = np.unique(np.concatenate([resident.ravel(), replicated + rank, replicated + home]))
     of_cell, holder = np.divmod(instance, ranks)
     cell_starts = np.append(np.flatnonzero(np.diff(of_cell, prepend=-1)), len(instance))
-    split = of_cell[cell_starts[:-1]]
+    split_expert = of_cell[cell_starts[:-1]]
     per_expert = load.per_expert()
-    pairs, alone = per_expert.reshape(-1)[split], per_expert.copy()
-    alone.reshape(-1)[split] = 0
-    fixed = np.einsum("gmle,lpe->gmlp", alone, placed.astype(np.int64)).reshape(-1, ranks)
-    cells = np.searchsorted(split // experts, np.arange(len(fixed) + 1))
-    most = least_max_rank_loads(fixed, cells, pairs, cell_starts, holder.astype(np.int32))
-    return Bound.of(most.reshape(load.pairs.shape[:3]), load)
+    pairs, unsplit_rows = per_expert.reshape(-1)[split_expert], per_expert.copy()
+    unsplit_rows.reshape(-1)[split_expert] = 0
+    fixed_rows = np.einsum("gmle,lpe->gmlp", unsplit_rows, has_instance_LPE.astype(np.int64)).reshape(-1, ranks)
+    cells = np.searchsorted(split_expert // experts, np.arange(len(fixed_rows) + 1))
+    least_rows = least_max_rank_loads(fixed_rows, cells, pairs, cell_starts, holder.astype(np.int32))
+    return Bound.of(least_rows.reshape(load.pairs.shape[:3]), load)

@@ -102,12 +102,12 @@ class CandidatePricing:
         if residents is None:
             residents = self._residents_in_force()
         cross_nodes &= self.crosses
-        every = 1
+        judged_stride = 1
         if cross_nodes and objective.in_seconds and not final:
-            every = max(1, load.num_micro_batches // JUDGED)
-        copies = self._copies(home, load, residents, cross_nodes=cross_nodes, every=every, final=final)
+            judged_stride = max(1, load.num_micro_batches // JUDGED)
+        copies = self._copies(home, load, residents, cross_nodes=cross_nodes, judged_stride=judged_stride, final=final)
         if objective.in_seconds:
-            cost = _seconds(copies, load, every)
+            cost = _seconds(copies, load, judged_stride)
         else:
             cost = self._rows_of_busiest_rank(load, copies["highest_load"], copies["offsets"], copies["kind"] == ACROSS)
         layout_cost = problem.micro_batch_cost if objective.in_seconds else None
@@ -131,8 +131,8 @@ class CandidatePricing:
         """Return the seconds that moving to its homes, and making its copies that stay, take of each step."""
         if self.problem.objective.moves_are_free:
             return 0.0
-        moved = migration_time(self.start, candidate.home, self.problem) / self.problem.steps_served
-        return moved + residents_time(candidate.residents, candidate.home, self.problem)
+        moves_s = migration_time(self.start, candidate.home, self.problem) / self.problem.steps_served
+        return moves_s + residents_time(candidate.residents, candidate.home, self.problem)
 
     def moves_by_layer(self, home: NDArray[np.int32], weights: SearchWeights) -> NDArray[np.float64]:
         """Return [L] seconds of moving there, every move at an even share of its link.
@@ -140,9 +140,9 @@ class CandidatePricing:
         The choice between whole candidates counts the busiest one.
         """
         start, node = self.start, self.problem.topology.node_of_rank
-        crosses = (node[home] != node[start]).sum(axis=1)
-        in_node = (home != start).sum(axis=1) - crosses
-        moves: NDArray[np.float64] = crosses * weights.move_cost + in_node * weights.move_inside_cost
+        crosses_nodes = (node[home] != node[start]).sum(axis=1)
+        in_node = (home != start).sum(axis=1) - crosses_nodes
+        moves: NDArray[np.float64] = crosses_nodes * weights.move_cost + in_node * weights.move_inside_cost
         return moves / PICOSECONDS
 
     def _copies(
@@ -152,7 +152,7 @@ class CandidatePricing:
         residents: NDArray[np.int32],
         *,
         cross_nodes: bool,
-        every: int,
+        judged_stride: int,
         final: bool,
     ) -> dict[str, NDArray[Any]]:
         """Return what the core chooses: `offsets` [C * L + 1] of the copies of every cell, and their arrays."""
@@ -171,26 +171,30 @@ class CandidatePricing:
             cross_gain_ppm=round(settings.cross_node_gain * PPM),
             num_threads=settings.num_threads,
             thorough=final and load.routes is not None,
-            every=every,
+            judged_stride=judged_stride,
         )
         return copies
 
     def _residents_in_force(self) -> NDArray[np.int32]:
         """Return [L, P, S] the copies that stay whatever is planned; none where the plan may choose them."""
-        load, slots, current = self.problem.load, self.problem.resident_slots, self.problem.current_placement
+        load, slots, placement = self.problem.load, self.problem.resident_slots, self.problem.current_placement
         residents = np.full((load.num_layers, load.ep_size, slots), -1, np.int32)
-        if current is not None and not self.may.choose_residents:
-            residents[:, :, : current.resident_slots] = current.resident_experts
+        if placement is not None and not self.may.choose_residents:
+            residents[:, :, : placement.resident_slots] = placement.resident_experts
         return residents
 
     def _rows_of_busiest_rank(
-        self, load: StepLoad, highest: NDArray[np.int64], offsets: NDArray[np.int64], crosses: NDArray[np.bool_]
+        self,
+        load: StepLoad,
+        busiest_rows: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        crosses_nodes: NDArray[np.bool_],
     ) -> NDArray[np.float64]:
         """Return [G, M, L] rows of the busiest rank, plus for every cross-node copy the rows it has to save."""
         shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
         mean = load.pairs.sum(axis=(3, 4), dtype=np.int64) / load.ep_size
-        crossing = np.diff(np.concatenate([[0], np.cumsum(crosses)])[offsets]).reshape(shape)
-        cost: NDArray[np.float64] = highest.reshape(shape) + self.settings.cross_node_gain * mean * crossing
+        crossing = np.diff(np.concatenate([[0], np.cumsum(crosses_nodes)])[offsets]).reshape(shape)
+        cost: NDArray[np.float64] = busiest_rows.reshape(shape) + self.settings.cross_node_gain * mean * crossing
         return cost
 
 
@@ -211,14 +215,14 @@ def _replica_plan(copies: dict[str, NDArray[Any]], load: StepLoad) -> ReplicaPla
     )
 
 
-def _seconds(copies: dict[str, NDArray[Any]], load: StepLoad, every: int) -> NDArray[np.float64]:
+def _seconds(copies: dict[str, NDArray[Any]], load: StepLoad, judged_stride: int) -> NDArray[np.float64]:
     """Return [G, M, L] seconds; micro-batches that were not judged take as long per token as those that were."""
     shape = (load.num_ep_groups, load.num_micro_batches, load.num_layers)
-    running = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
-    seconds: NDArray[np.float64] = copies["seconds"].reshape(shape) * running
-    if every == 1:
+    has_tokens = np.asarray(load.tokens.any(axis=2))[:, :, None]  # a micro-batch without tokens does not run
+    seconds: NDArray[np.float64] = copies["seconds"].reshape(shape) * has_tokens
+    if judged_stride == 1:
         return seconds
-    tokens, judged = load.tokens.sum(axis=2)[:, :, None], np.arange(shape[1]) % every == every // 2
-    judged_tokens = np.maximum(tokens[:, judged].sum(axis=1, keepdims=True), 1)
+    tokens, is_judged = load.tokens.sum(axis=2)[:, :, None], np.arange(shape[1]) % judged_stride == judged_stride // 2
+    judged_tokens = np.maximum(tokens[:, is_judged].sum(axis=1, keepdims=True), 1)
     seconds_per_token = seconds.sum(axis=1, keepdims=True) / judged_tokens
-    return np.where(judged[:, None], seconds, seconds_per_token * tokens)
+    return np.where(is_judged[:, None], seconds, seconds_per_token * tokens)

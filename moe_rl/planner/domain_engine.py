@@ -37,37 +37,37 @@ def level_exactly(loads: Ints, *, slots: int) -> tuple[NodeReplicas, Ints]:
     problems, ranks, _ = loads.shape
     total = loads.sum(axis=(1, 2))[:, None]
     excess = loads.sum(axis=2) - total // ranks - (np.arange(ranks) < total % ranks)
-    moved = np.zeros((problems, ranks, ranks), np.int64)  # [B, donor, receiver]
-    unequal = np.flatnonzero(excess.max(axis=1, initial=0) > 0)
-    while len(unequal):
-        of_open = excess[unequal]
+    moved_rows = np.zeros((problems, ranks, ranks), np.int64)  # [B, donor, receiver]
+    unequal_problems = np.flatnonzero(excess.max(axis=1, initial=0) > 0)
+    while len(unequal_problems):
+        of_open = excess[unequal_problems]
         giver, taker = of_open.argmax(axis=1), of_open.argmin(axis=1)
-        lacks = -of_open[np.arange(len(unequal)), taker]
-        moved[unequal, giver, taker] = lacks
-        excess[unequal, giver] -= lacks
-        excess[unequal, taker] = 0
-        unequal = unequal[excess[unequal].max(axis=1) > 0]
-    problem, donor = np.nonzero(moved.any(axis=2))
-    left, experts = moved[problem, donor], loads[problem, donor].copy()
-    replicas, used = NodeReplicas.empty(problems, ranks, slots), np.zeros((problems, ranks), np.int64)
+        lacking_rows = -of_open[np.arange(len(unequal_problems)), taker]
+        moved_rows[unequal_problems, giver, taker] = lacking_rows
+        excess[unequal_problems, giver] -= lacking_rows
+        excess[unequal_problems, taker] = 0
+        unequal_problems = unequal_problems[excess[unequal_problems].max(axis=1) > 0]
+    problem, donor = np.nonzero(moved_rows.any(axis=2))
+    rows_to_move, rows_of_experts = moved_rows[problem, donor], loads[problem, donor].copy()
+    replicas, used_slots = NodeReplicas.empty(problems, ranks, slots), np.zeros((problems, ranks), np.int64)
     unplaced = np.zeros(problems, np.int64)
-    giving = np.arange(len(problem))
-    while len(giving):
-        taker, expert = left[giving].argmax(axis=1), experts[giving].argmax(axis=1)
-        at, has_slot = problem[giving], used[problem[giving], taker] < slots
-        rows = np.minimum(left[giving, taker], experts[giving, expert])
-        np.add.at(unplaced, at[~has_slot], left[giving, taker][~has_slot])
-        left[giving[~has_slot], taker[~has_slot]] = 0
-        giver, at, taker = giving[has_slot], at[has_slot], taker[has_slot]
+    open_donors = np.arange(len(problem))
+    while len(open_donors):
+        taker, expert = rows_to_move[open_donors].argmax(axis=1), rows_of_experts[open_donors].argmax(axis=1)
+        problem_index, has_slot = problem[open_donors], used_slots[problem[open_donors], taker] < slots
+        rows = np.minimum(rows_to_move[open_donors, taker], rows_of_experts[open_donors, expert])
+        np.add.at(unplaced, problem_index[~has_slot], rows_to_move[open_donors, taker][~has_slot])
+        rows_to_move[open_donors[~has_slot], taker[~has_slot]] = 0
+        giver, problem_index, taker = open_donors[has_slot], problem_index[has_slot], taker[has_slot]
         expert, rows = expert[has_slot], rows[has_slot]
-        slot = used[at, taker]
-        replicas.donor[at, taker, slot] = donor[giver]
-        replicas.expert[at, taker, slot] = expert
-        replicas.quota[at, taker, slot] = rows
-        used[at, taker] += 1
-        left[giver, taker] -= rows
-        experts[giver, expert] -= rows
-        giving = giving[left[giving].any(axis=1)]
+        slot = used_slots[problem_index, taker]
+        replicas.donor[problem_index, taker, slot] = donor[giver]
+        replicas.expert[problem_index, taker, slot] = expert
+        replicas.quota[problem_index, taker, slot] = rows
+        used_slots[problem_index, taker] += 1
+        rows_to_move[giver, taker] -= rows
+        rows_of_experts[giver, expert] -= rows
+        open_donors = open_donors[rows_to_move[open_donors].any(axis=1)]
     return replicas, unplaced
 
 
@@ -110,8 +110,8 @@ class DomainEngine:
         layers, ranks = load.num_layers, load.ep_size
         pairs = load.pairs.reshape(-1, ranks, load.num_experts)
         cell = fixed.index_of_replica()
-        at_home = pairs.copy()  # [C, P, E] rows that fixed copies leave to the home, by source
-        np.subtract.at(at_home.transpose(0, 2, 1), (cell, fixed.expert), fixed.source_quota)
+        home_rows_CPE = pairs.copy()  # [C, P, E] rows that fixed copies leave to the home, by source
+        np.subtract.at(home_rows_CPE.transpose(0, 2, 1), (cell, fixed.expert), fixed.source_quota)
         slots_in_force = np.broadcast_to(
             placement.physical_to_logical_map, (len(pairs) // layers, layers, ranks * width)
         )
@@ -119,27 +119,29 @@ class DomainEngine:
         rows = np.zeros(slots_in_force.shape, np.int64)
         c, slot = np.nonzero(slots_in_force >= 0)
         is_home = slot % width < per_rank
-        rows[c[is_home], slot[is_home]] = at_home.sum(axis=1, dtype=np.int64)[
+        rows[c[is_home], slot[is_home]] = home_rows_CPE.sum(axis=1, dtype=np.int64)[
             c[is_home], slots_in_force[c[is_home], slot[is_home]]
         ]
-        which = np.full(slots_in_force.shape, -1, np.int64)
+        replica_in_slot = np.full(slots_in_force.shape, -1, np.int64)
         slots_in_force[cell, fixed.physical_id], rows[cell, fixed.physical_id] = fixed.expert, fixed.quota
-        which[cell, fixed.physical_id] = np.arange(len(cell))
+        replica_in_slot[cell, fixed.physical_id] = np.arange(len(cell))
 
         domain = problem.topology.ranks_per_domain
         engine_slots = self.slots(problem) if with_copies else 0
         split = self.split(rows.reshape(-1, domain, width), engine_slots)
-        at, taker, position = np.nonzero(split.donor >= 0)
-        copy_cell, node = np.divmod(at, problem.topology.num_nodes)
-        parent = (node * domain + split.donor[at, taker, position]) * width + split.expert[at, taker, position]
-        rank, quota = node * domain + taker, split.quota[at, taker, position]
+        domain_index, taker, position = np.nonzero(split.donor >= 0)
+        copy_cell, node = np.divmod(domain_index, problem.topology.num_nodes)
+        parent = (node * domain + split.donor[domain_index, taker, position]) * width + split.expert[
+            domain_index, taker, position
+        ]
+        rank, quota = node * domain + taker, split.quota[domain_index, taker, position]
         expert = slots_in_force[copy_cell, parent]
 
         # A copy takes rows of the instance that it relieves: of the same sources, those on its own rank first.
         key, of_parent = np.unique(copy_cell * slots_in_force.shape[1] + parent, return_inverse=True)
         parent_cell, parent_slot = np.divmod(key, slots_in_force.shape[1])
-        replica = which[parent_cell, parent_slot]
-        sources = at_home[parent_cell, :, slots_in_force[parent_cell, parent_slot]]
+        replica = replica_in_slot[parent_cell, parent_slot]
+        sources = home_rows_CPE[parent_cell, :, slots_in_force[parent_cell, parent_slot]]
         sources[replica >= 0] = fixed.source_quota[replica[replica >= 0]]
         rows_of_sources = proportional_source_quotas(
             sources[:, :, None],
@@ -150,23 +152,23 @@ class DomainEngine:
             quota=quota,
             local_first=True,
         )
-        left = fixed.source_quota.copy()
+        fixed_quota = fixed.source_quota.copy()
         relieved = replica[of_parent] >= 0
-        np.subtract.at(left, replica[of_parent[relieved]], rows_of_sources[relieved])
+        np.subtract.at(fixed_quota, replica[of_parent[relieved]], rows_of_sources[relieved])
 
         # One instance per (cell, expert, rank); rows that come back to the home need no copy.
-        foreign = rank != placement.home_rank[copy_cell % layers, expert]
-        every_cell = np.concatenate([cell, copy_cell[foreign]])
-        every_rank = np.concatenate([fixed.physical_id // width, rank[foreign]])
-        every_expert = np.concatenate([fixed.expert, expert[foreign]])
+        leaves_home = rank != placement.home_rank[copy_cell % layers, expert]
+        every_cell = np.concatenate([cell, copy_cell[leaves_home]])
+        every_rank = np.concatenate([fixed.physical_id // width, rank[leaves_home]])
+        every_expert = np.concatenate([fixed.expert, expert[leaves_home]])
         _, first_row, member = np.unique(
             (every_cell * ranks + every_rank) * load.num_experts + every_expert, return_index=True, return_inverse=True
         )
         source_quota = np.zeros((len(first_row), ranks), np.int32)
-        np.add.at(source_quota, member, np.concatenate([left, rows_of_sources[foreign]]))
-        stays = np.concatenate([fixed.resident, np.zeros(int(foreign.sum()), np.bool_)])[first_row]
-        is_used = stays | source_quota.any(axis=1)
-        first_row, source_quota, stays = first_row[is_used], source_quota[is_used], stays[is_used]
+        np.add.at(source_quota, member, np.concatenate([fixed_quota, rows_of_sources[leaves_home]]))
+        is_resident = np.concatenate([fixed.resident, np.zeros(int(leaves_home.sum()), np.bool_)])[first_row]
+        is_used = is_resident | source_quota.any(axis=1)
+        first_row, source_quota, is_resident = first_row[is_used], source_quota[is_used], is_resident[is_used]
         every_cell, every_rank, every_expert = every_cell[first_row], every_rank[first_row], every_expert[first_row]
         slots = per_rank + residents + problem.cross_node_slots + engine_slots
         return ExpertPlacement.from_home_rank(
@@ -179,19 +181,21 @@ class DomainEngine:
             cell=every_cell,
             expert=every_expert,
             physical_id=every_rank * slots
-            + _slots_in_rank(every_cell * ranks + every_rank, stays, per_rank + residents, first_row, fixed, width),
+            + _slots_in_rank(
+                every_cell * ranks + every_rank, is_resident, per_rank + residents, first_row, fixed, width
+            ),
             source_quota=source_quota,
-            resident=stays,
+            resident=is_resident,
         )
 
 
 def _slots_in_rank(
-    key: Ints, stays: NDArray[np.bool_], behind: int, first_row: Ints, fixed: ReplicaPlan, width: int
+    key: Ints, is_resident: NDArray[np.bool_], behind: int, first_row: Ints, fixed: ReplicaPlan, width: int
 ) -> Ints:
     """Return [N] slots inside their ranks: copies that stay keep theirs, the others of equal `key`s stand behind."""
     slot = np.empty(len(key), np.int64)
-    slot[stays] = fixed.physical_id[first_row[stays]] % width
-    moving = np.flatnonzero(~stays)
+    slot[is_resident] = fixed.physical_id[first_row[is_resident]] % width
+    moving = np.flatnonzero(~is_resident)
     order = moving[np.argsort(key[moving], kind="stable")]
     slot[order] = behind + np.arange(len(order)) - np.searchsorted(key[order], key[order])
     return slot
@@ -233,16 +237,16 @@ def within_domains(plan: ReplicaPlan, home_rank: NDArray[np.int32], *, width: in
     return is_in_domain
 
 
-def without_copies(plan: ReplicaPlan, gone: NDArray[np.bool_]) -> ReplicaPlan:
-    """Return the plan without the copies that `gone` [N] marks: their rows are the home's again."""
-    index = plan.index_of_replica()[~gone]
+def without_copies(plan: ReplicaPlan, is_dropped: NDArray[np.bool_]) -> ReplicaPlan:
+    """Return the plan without the copies that `is_dropped` [N] marks: their rows are the home's again."""
+    index = plan.index_of_replica()[~is_dropped]
     counts = np.bincount(index, minlength=len(plan.offsets) - 1)
     return replace(
         plan,
         offsets=np.append(0, np.cumsum(counts)),
-        expert=plan.expert[~gone],
-        physical_id=plan.physical_id[~gone],
-        source_quota=plan.source_quota[~gone],
-        source_pairs=plan.source_pairs[~gone],
-        resident=plan.resident[~gone],
+        expert=plan.expert[~is_dropped],
+        physical_id=plan.physical_id[~is_dropped],
+        source_quota=plan.source_quota[~is_dropped],
+        source_pairs=plan.source_pairs[~is_dropped],
+        resident=plan.resident[~is_dropped],
     )

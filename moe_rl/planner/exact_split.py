@@ -31,9 +31,9 @@ class Split:
     """[P, E] pairs of every expert that each rank computes."""
 
 
-def holders_of(holds: NDArray[np.bool_]) -> Holders:
-    """Return the ranks that hold each expert, from `holds` [P, E]."""
-    return [np.flatnonzero(column).tolist() for column in holds.T]
+def holders_of(is_holder: NDArray[np.bool_]) -> Holders:
+    """Return the ranks that hold each expert, from `is_holder` [P, E]."""
+    return [np.flatnonzero(column).tolist() for column in is_holder.T]
 
 
 def exact_split(loads: NDArray[np.int64], holders: Holders, ep_size: int) -> Split:
@@ -50,31 +50,31 @@ def exact_split(loads: NDArray[np.int64], holders: Holders, ep_size: int) -> Spl
 
 
 def least_max_rank_loads(
-    fixed: NDArray[np.int64],
+    fixed_loads: NDArray[np.int64],
     cells: NDArray[np.int64],
     pairs: NDArray[np.int64],
     first_holder: NDArray[np.int64],
     holder: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Return [C] the greatest rank load of such a split in every cell, whose ranks hold `fixed` [C, P] pairs beside it.
+    """Return [C] the greatest rank load of such a split in every cell; its ranks hold `fixed_loads` [C, P] pairs too.
 
     Experts `cells[c]` .. `cells[c + 1]` of a cell have `pairs` [X] and live on the ranks `holder[first[x]]` ..
     `holder[first[x + 1]]`, each named once.
     """
-    native, most = native_core(), np.zeros(len(fixed), np.int64)
+    native, least_max_loads = native_core(), np.zeros(len(fixed_loads), np.int64)
     if native is not None:
-        native.least_max_rank_loads(most, fixed, cells, pairs, first_holder, holder, 0)
-        return most
+        native.least_max_rank_loads(least_max_loads, fixed_loads, cells, pairs, first_holder, holder, 0)
+        return least_max_loads
     holders = [ranks.tolist() for ranks in np.split(holder, first_holder[1:-1])]
     for cell, (start, stop) in enumerate(pairwise(cells.tolist())):
-        best = _balanced(pairs[start:stop].tolist(), holders[start:stop], fixed[cell].tolist())
-        most[cell] = max(best.load)
-    return most
+        balanced_chains = _balanced(pairs[start:stop].tolist(), holders[start:stop], fixed_loads[cell].tolist())
+        least_max_loads[cell] = max(balanced_chains.load)
+    return least_max_loads
 
 
-def _balanced(loads: list[int], holders: Holders, fixed: list[int]) -> "_Chains":
-    chain = _Chains(loads, holders, fixed)
-    target = max(-(-sum(chain.load) // max(1, len(fixed))), max(chain.alone, default=0))
+def _balanced(loads: list[int], holders: Holders, fixed_loads: list[int]) -> "_Chains":
+    chain = _Chains(loads, holders, fixed_loads)
+    target = max(-(-sum(chain.load) // max(1, len(fixed_loads))), max(chain.unshared_load, default=0))
     while True:
         proof = chain.settle(target)
         if not proof:
@@ -86,8 +86,8 @@ def _balanced(loads: list[int], holders: Holders, fixed: list[int]) -> "_Chains"
 class _Chains:
     """Rank loads and the parts of every expert on its holders, changed by passing pairs along chains of ranks."""
 
-    def __init__(self, loads: list[int], holders: Holders, fixed: list[int]) -> None:
-        self.load = list(fixed)
+    def __init__(self, loads: list[int], holders: Holders, fixed_loads: list[int]) -> None:
+        self.load = list(fixed_loads)
         self.parts: list[dict[int, int]] = []
         for expert, ranks in enumerate(holders):
             if loads[expert] and not ranks:
@@ -97,10 +97,10 @@ class _Chains:
             self.parts.append(dict.fromkeys(ranks, 0))
             if len(ranks) == 1:
                 self._put(expert, ranks[0], loads[expert])
-        self.alone = list(self.load)
-        self.shared_on: list[list[int]] = [[] for _ in fixed]
-        shared = [e for e, ranks in enumerate(holders) if len(ranks) > 1 and loads[e] > 0]
-        for expert in sorted(shared, key=lambda e: -loads[e]):
+        self.unshared_load = list(self.load)
+        self.shared_on: list[list[int]] = [[] for _ in fixed_loads]
+        shared_experts = [e for e, ranks in enumerate(holders) if len(ranks) > 1 and loads[e] > 0]
+        for expert in sorted(shared_experts, key=lambda e: -loads[e]):
             self._pour(expert, loads[expert])
             for rank in holders[expert]:
                 self.shared_on[rank].append(expert)
@@ -112,21 +112,21 @@ class _Chains:
     def _pour(self, expert: int, amount: int) -> None:
         """Spread `amount` over the expert's holders, levelling the lowest first."""
         ranks = sorted(self.parts[expert], key=self.load.__getitem__)
-        total, filled = amount, 0
-        while filled < len(ranks) and total > self.load[ranks[filled]] * filled:
-            total += self.load[ranks[filled]]
-            filled += 1
-        base, extra = divmod(total, filled)
-        for position, rank in enumerate(ranks[:filled]):
+        total, num_filled = amount, 0
+        while num_filled < len(ranks) and total > self.load[ranks[num_filled]] * num_filled:
+            total += self.load[ranks[num_filled]]
+            num_filled += 1
+        base, extra = divmod(total, num_filled)
+        for position, rank in enumerate(ranks[:num_filled]):
             self._put(expert, rank, base + (position < extra) - self.load[rank])
 
     def settle(self, target: int) -> list[int]:
         """Bring every rank to `target` and return []; or return the ranks whose load proves that nothing can."""
         while True:
-            above = [rank for rank, load in enumerate(self.load) if load > target]
-            if not above:
+            overloaded_ranks = [rank for rank, load in enumerate(self.load) if load > target]
+            if not overloaded_ranks:
                 return []
-            came_from, end = self._reach(above, target)
+            came_from, end = self._reach(overloaded_ranks, target)
             if end < 0:
                 return list(came_from)
             self._pass_along(came_from, end, target)
@@ -144,13 +144,13 @@ class _Chains:
                 parts = self.parts[expert]
                 if not parts[rank]:
                     continue
-                for other in parts:
-                    if other in came_from:
+                for other_rank in parts:
+                    if other_rank in came_from:
                         continue
-                    came_from[other] = (rank, expert)
-                    if self.load[other] < target:
-                        return came_from, other
-                    queue.append(other)
+                    came_from[other_rank] = (rank, expert)
+                    if self.load[other_rank] < target:
+                        return came_from, other_rank
+                    queue.append(other_rank)
         return came_from, -1
 
     def _pass_along(self, came_from: dict[int, tuple[int, int]], end: int, target: int) -> None:

@@ -27,10 +27,10 @@ def idle_levers(plan: Plan, problem: PlanProblem, may: Levers) -> tuple[str, ...
     may_copy = may.replicate or may.cross_node
     if may_copy and not plan.replicas.copies:
         rows = rank_load(plan, problem.load)
-        unequal = imbalance(rows)
-        if unequal > WORTH_A_WORD:
+        imbalance_factor = imbalance(rows)
+        if imbalance_factor > WORTH_A_WORD:
             sentences.append(
-                f"no replicas: the rank loads have an imbalance of {unequal:.2f}, but "
+                f"no replicas: the rank loads have an imbalance of {imbalance_factor:.2f}, but "
                 f"{_why_no_replicas(rows, problem, may)}."
             )
     return tuple(sentences)
@@ -77,9 +77,13 @@ def _why_no_replicas(rows: NDArray[np.int64], problem: PlanProblem, may: Levers)
 
 def _largest_excess_s(rows: NDArray[np.int64], problem: PlanProblem) -> float:
     """Return by how many seconds the busiest rank's expert MLP takes longer than the mean rank's, at most."""
-    counted, none = rows.astype(np.float64), np.zeros(rows.shape)
-    unasked = dict.fromkeys(("rank_visits", "nic_ingress", "nic_egress", "replicas", "cross_node_replicas"), none)
-    at = LayerRows(rows=counted, padded_rows=counted, active_experts=none, **unasked)
+    float_rows, zeros = rows.astype(np.float64), np.zeros(rows.shape)
+    unused_fields = dict.fromkeys(
+        ("rank_visits", "nic_ingress", "nic_egress", "replicas", "cross_node_replicas"), zeros
+    )
+    layer_rows = LayerRows(rows=float_rows, padded_rows=float_rows, active_experts=zeros, **unused_fields)
     cost = problem.cost
-    seconds = cost.forward_passes * gemm_time(cost, at) + cost.backward_passes * gemm_time(cost, at, backward=True)
+    seconds = cost.forward_passes * gemm_time(cost, layer_rows) + cost.backward_passes * gemm_time(
+        cost, layer_rows, backward=True
+    )
     return float((seconds.max(axis=3) - seconds.mean(axis=3)).max(initial=0.0))

@@ -70,15 +70,17 @@ class LayoutSearch:
         proposals = [(self._contiguous(), problem.layout, problem.load)] if may_return else []
         proposals += [(home, layout, load) for home in [self.pricing.start, *homes]]
         candidates = [unmoved]
-        for home, at, its_load in proposals:
-            if not any(candidate.layout is at and np.array_equal(candidate.home, home) for candidate in candidates):
-                candidates.append(self.pricing.candidate(home, at, its_load))
+        for home, its_layout, its_load in proposals:
+            if not any(
+                candidate.layout is its_layout and np.array_equal(candidate.home, home) for candidate in candidates
+            ):
+                candidates.append(self.pricing.candidate(home, its_layout, its_load))
         if chooses:
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [candidate for candidate in candidates if candidate.layout is layout]
-        mixed = self._best_per_layer(same_layout, searcher.weights) if same_layout else self.pricing.start
-        if same_layout and not any(np.array_equal(mixed, candidate.home) for candidate in same_layout):
-            candidates.append(self.pricing.candidate(mixed, layout, load))
+        best_homes = self._best_per_layer(same_layout, searcher.weights) if same_layout else self.pricing.start
+        if same_layout and not any(np.array_equal(best_homes, candidate.home) for candidate in same_layout):
+            candidates.append(self.pricing.candidate(best_homes, layout, load))
         return candidates
 
     def packed_around_homes(self) -> Candidate:
@@ -114,8 +116,8 @@ class LayoutSearch:
         ]
         choice = np.argmin(np.stack(costs), axis=0)
         homes = np.stack([candidate.home for candidate in candidates])
-        mixed: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
-        return mixed
+        best_homes: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
+        return best_homes
 
     def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> list[Candidate]:
         """Return the candidates with the homes that suit those steps."""
@@ -124,9 +126,11 @@ class LayoutSearch:
         homes = [self.pricing.start, self._contiguous(), ordered.home]
         if not self.options.by_rank:
             homes.append(searcher.reorder(ordered, turn=self.rounds + 1, in_nodes=True).home)
-        judged = [self.pricing.candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
-        once = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
-        home = outlook.best_homes(homes, judged, [self.pricing.moves_by_layer(home, once) for home in homes])
+        judged_costs = [self.pricing.candidate(home, problem.layout, outlook.judged).cell_cost for home in homes]
+        weights_of_one_step = SearchWeights.of(problem, by_rank=self.options.by_rank, steps_served=1)
+        home = outlook.best_homes(
+            homes, judged_costs, [self.pricing.moves_by_layer(home, weights_of_one_step) for home in homes]
+        )
         state = searcher.run(replace(searcher.given(), home=home), reorders=False)
         layout = searcher.layout(state)
         if problem.resident_slots and self.pricing.may.choose_residents and problem.load.routes is not None:

@@ -7,25 +7,25 @@ from moe_rl.core.cost import reorder_time, resident_time
 from moe_rl.planner.base import PlanProblem
 
 
-def migration_time(before: NDArray[np.int32], after: NDArray[np.int32], problem: PlanProblem) -> float:
+def migration_time(old_home: NDArray[np.int32], new_home: NDArray[np.int32], problem: PlanProblem) -> float:
     """Return seconds to move weights and optimizer state of every expert whose home rank [L, E] changes.
 
     A NIC carries what crosses nodes, NVLink the rest, sending and receiving at once: the busiest rank's busier
     direction counts, and the two links one after the other.
     """
     topology, hardware = problem.topology, problem.topology.hardware
-    moved = before != after
-    source, destination = before[moved].astype(np.int64), after[moved].astype(np.int64)
-    crosses = topology.node_of_rank[source] != topology.node_of_rank[destination]
+    is_moved = old_home != new_home
+    source, destination = old_home[is_moved].astype(np.int64), new_home[is_moved].astype(np.int64)
+    crosses_nodes = topology.node_of_rank[source] != topology.node_of_rank[destination]
 
     def busiest_bytes(moves: NDArray[np.bool_]) -> NDArray[np.int64]:
-        sent = np.bincount(source[moves], minlength=topology.ep_size)
-        received = np.bincount(destination[moves], minlength=topology.ep_size)
-        most: NDArray[np.int64] = np.maximum(sent, received) * problem.model.expert_state_bytes
-        return most
+        sent_experts = np.bincount(source[moves], minlength=topology.ep_size)
+        received_experts = np.bincount(destination[moves], minlength=topology.ep_size)
+        bytes_P: NDArray[np.int64] = np.maximum(sent_experts, received_experts) * problem.model.expert_state_bytes
+        return bytes_P
 
-    return reorder_time(busiest_bytes(crosses), hardware.rdma_gb_per_s * 1e9) + reorder_time(
-        busiest_bytes(~crosses), hardware.nvlink_p2p_gb_per_s * 1e9
+    return reorder_time(busiest_bytes(crosses_nodes), hardware.rdma_gb_per_s * 1e9) + reorder_time(
+        busiest_bytes(~crosses_nodes), hardware.nvlink_p2p_gb_per_s * 1e9
     )
 
 
@@ -34,9 +34,9 @@ def residents_time(residents: NDArray[np.int32], home: NDArray[np.int32], proble
     topology = problem.topology
     layer, rank, slot = np.nonzero(residents >= 0)
     source = home[layer, residents[layer, rank, slot]].astype(np.int64)
-    crosses = topology.node_of_rank[source] != topology.node_of_rank[rank]
+    crosses_nodes = topology.node_of_rank[source] != topology.node_of_rank[rank]
 
     def at_both_ends(copies: NDArray[np.bool_]) -> NDArray[np.int64]:
         return np.stack([np.bincount(end[copies], minlength=topology.ep_size) for end in (source, rank)])
 
-    return problem.updates * resident_time(problem.cost, at_both_ends(crosses), at_both_ends(~crosses))
+    return problem.updates * resident_time(problem.cost, at_both_ends(crosses_nodes), at_both_ends(~crosses_nodes))

@@ -110,14 +110,14 @@ class MoeRlPlanner(Planner):
             problem, may = _packed_by_driver(problem, core), replace(may, pack=False)
             # Workers of slime keep what its schedule says wherever routes are replayed, so known.
             workers_deal = problem.layout.most_sequences is not None and problem.prices_layouts
-        stated, with_copies = problem, may.replicate
+        stated_problem, with_copies = problem, may.replicate
         if engine is not None:
             problem = engine.searched(problem)
-            alone = engine.exact and problem.topology.num_nodes == 1  # any homes are balanced there
-            may = replace(may, replicate=True, move_homes=may.move_homes and not alone)
+            homes_are_free = engine.exact and problem.topology.num_nodes == 1  # any homes are balanced there
+            may = replace(may, replicate=True, move_homes=may.move_homes and not homes_are_free)
         has_routes = problem.load.routes is not None
-        counted = has_routes and self.locality
-        searched = problem if counted else problem.without_routes()
+        follows_tokens = has_routes and self.locality
+        searched = problem if follows_tokens else problem.without_routes()
         portfolio = Portfolio(search=self._search(searched, may, core))
         best, notes = portfolio.best(), tuple[str, ...]()
         if workers_deal:
@@ -125,7 +125,7 @@ class MoeRlPlanner(Planner):
         if (self.static_buffers or problem.objective.is_peak) and portfolio.search.options.packs:
             best = portfolio.with_lower_peak(best)
         if engine is not None:
-            problem, best, notes = self._over(engine, portfolio, best, stated, with_copies=with_copies)
+            problem, best, notes = self._over(engine, portfolio, best, stated_problem, with_copies=with_copies)
         under_plan = replace(
             problem,
             layout=best.layout,
@@ -143,32 +143,46 @@ class MoeRlPlanner(Planner):
             replicas=best.replicas,
             may=may,
             notes=(*self._notes(problem, may, best), *notes),
-            predicted_cost_s=best.cost if best.objective.in_seconds and (engine or counted == has_routes) else None,
+            predicted_cost_s=best.cost
+            if best.objective.in_seconds and (engine or follows_tokens == has_routes)
+            else None,
         )
 
     def _over(
-        self, engine: DomainEngine, portfolio: Portfolio, best: Candidate, stated: PlanProblem, *, with_copies: bool
+        self,
+        engine: DomainEngine,
+        portfolio: Portfolio,
+        best: Candidate,
+        stated_problem: PlanProblem,
+        *,
+        with_copies: bool,
     ) -> tuple[PlanProblem, Candidate, tuple[str, ...]]:
         """Return the better of `best` and doing nothing over the engine, with its problem and notes.
 
         Prices count the engine's copies; the plan has them where they are `with_copies`.
         """
         pricing = portfolio.pricing
-        problem = replace(stated, replica_slots=pricing.problem.replica_slots)
-        start = pricing.candidate(pricing.start, stated.layout, stated.load)
-        priced = [(self._balanced_by(engine, candidate, problem), candidate) for candidate in (start, best)]
-        over, candidate = min(priced, key=lambda pair: pricing.with_moves(pair[0]))
-        notes = _over_engine(stated, priced[0][0], over)
+        problem = replace(stated_problem, replica_slots=pricing.problem.replica_slots)
+        start = pricing.candidate(pricing.start, stated_problem.layout, stated_problem.load)
+        balanced_pairs = [(self._balanced_by(engine, candidate, problem), candidate) for candidate in (start, best)]
+        balanced, candidate = min(balanced_pairs, key=lambda pair: pricing.with_moves(pair[0]))
+        notes = _over_engine(stated_problem, balanced_pairs[0][0], balanced)
         if with_copies:
-            return problem, over, notes
-        bare = self._balanced_by(engine, candidate, problem, with_copies=False)
-        return replace(stated, replica_slots=0), replace(over, replicas=bare.replicas), notes
+            return problem, balanced, notes
+        without_engine_copies = self._balanced_by(engine, candidate, problem, with_copies=False)
+        return (
+            replace(stated_problem, replica_slots=0),
+            replace(balanced, replicas=without_engine_copies.replicas),
+            notes,
+        )
 
     def _balanced_by(
         self, engine: DomainEngine, candidate: Candidate, problem: PlanProblem, *, with_copies: bool = True
     ) -> Candidate:
         """Return the candidate with the engine's copies inside domains, priced with `problem.cost`."""
-        under = replace(problem, layout=candidate.layout, load=candidate.load, sequence_load=None, sequence_tokens=None)
+        problem_of_layout = replace(
+            problem, layout=candidate.layout, load=candidate.load, sequence_load=None, sequence_tokens=None
+        )
         placement = ExpertPlacement.from_home_rank(
             candidate.home,
             ep_size=problem.load.ep_size,
@@ -177,13 +191,13 @@ class MoeRlPlanner(Planner):
         )
         domain = problem.topology.ranks_per_domain
         is_in_domain = within_domains(candidate.replicas, candidate.home, width=placement.slots_per_rank, domain=domain)
-        fixed = without_copies(candidate.replicas, is_in_domain)
-        placement, replicas = engine.balanced(under, placement, fixed, with_copies=with_copies)
-        plan = finish_plan(under, self, placement=placement, replicas=replicas, predicted_cost_s=0.0)
+        fixed_replicas = without_copies(candidate.replicas, is_in_domain)
+        placement, replicas = engine.balanced(problem_of_layout, placement, fixed_replicas, with_copies=with_copies)
+        plan = finish_plan(problem_of_layout, self, placement=placement, replicas=replicas, predicted_cost_s=0.0)
         cost: NDArray[np.float64] = (
-            cell_seconds(plan, under)
+            cell_seconds(plan, problem_of_layout)
             if candidate.objective.in_seconds
-            else rank_load(plan, under.load).max(axis=3).astype(np.float64)
+            else rank_load(plan, problem_of_layout.load).max(axis=3).astype(np.float64)
         )
         layout_cost = problem.micro_batch_cost if candidate.step_s is not None else None
         if layout_cost is None:
@@ -208,9 +222,9 @@ class MoeRlPlanner(Planner):
         )
 
     def _plan_by_reference(self, problem: PlanProblem, may: Levers) -> Plan:
-        current = problem.current_placement
+        placement_in_force = problem.current_placement
         require(
-            current is None or current.resident_slots == 0,
+            placement_in_force is None or placement_in_force.resident_slots == 0,
             f"the policy moe-rl needs the C++ core for replicas that stay for the whole step, but {why_not_native()}.",
         )
         options = ReferenceOptions(
@@ -225,13 +239,13 @@ class MoeRlPlanner(Planner):
     def _search_options(self, problem: PlanProblem, may: Levers) -> SearchOptions:
         topology = problem.topology
         by_rank = not may.replicate or problem.replica_slots == 0
-        fewer = RESIDENT_ROUNDS if may.choose_residents and problem.resident_slots else self.rounds
+        rounds = RESIDENT_ROUNDS if may.choose_residents and problem.resident_slots else self.rounds
         nothing_to_balance = topology.num_nodes == 1 and not by_rank and not problem.prices_layouts
         return SearchOptions(
             packs=may.pack and self._why_not_packed(problem) is None and not nothing_to_balance,
             reorders=may.move_homes,
             by_rank=by_rank,
-            rounds=min(self.rounds, fewer),
+            rounds=min(self.rounds, rounds),
             pack_iterations=self.pack_iterations,
             reorder_iterations=self.reorder_iterations,
             num_threads=self.num_threads,
@@ -274,9 +288,9 @@ def _over_engine(problem: PlanProblem, at_start: Candidate, best: Candidate) -> 
     """Return what homes and packing bring over the engine where one domain holds all ranks."""
     if problem.topology.num_nodes > 1:
         return ()
-    saved = 1.0 - best.price / at_start.price if at_start.price else 0.0
+    saved_share = 1.0 - best.price / at_start.price if at_start.price else 0.0
     return (
         f"{problem.domain_balance} balances the ranks of the only NVLink domain. Moving experts therefore saves "
-        f"nothing, and packing sequences saves {saved:.1%} of the planned time. The remaining use of a plan is to "
-        "bound how many token-expert pairs a rank can receive (plan.capacity).",
+        f"nothing, and packing sequences saves {saved_share:.1%} of the planned time. The remaining use of a plan is "
+        "to bound how many token-expert pairs a rank can receive (plan.capacity).",
     )

@@ -52,32 +52,37 @@ class Outlook:
         That is: homes serve one step, moves are free, or no earlier step in
         `PlanProblem.history` is of the same task.
         """
-        served, history = problem.steps_served, problem.history
-        if served == 1 or history is None or problem.objective.moves_are_free:
+        steps_served, history = problem.steps_served, problem.history
+        if steps_served == 1 or history is None or problem.objective.moves_are_free:
             return None
-        num_running, similar = len(_running(problem.load)), _of_the_same_task(problem.load, history)
-        if len(similar) < 2:
+        num_running, similar_batches = len(_running(problem.load)), _of_the_same_task(problem.load, history)
+        if len(similar_batches) < 2:
             return None
-        judged, learned = (_spread(half, num_running) for half in (similar[::2], similar[1::2]))
+        judged_batches, learned_batches = (
+            _spread(half, num_running) for half in (similar_batches[::2], similar_batches[1::2])
+        )
         return cls(
-            learned=history.micro_batches(learned),
-            learned_weight=len(similar[1::2]) / len(learned),
-            judged=history.micro_batches(judged),
-            judged_weight=served * num_running / len(judged),
-            steps=served * num_running / (num_running + len(similar[1::2])),
+            learned=history.micro_batches(learned_batches),
+            learned_weight=len(similar_batches[1::2]) / len(learned_batches),
+            judged=history.micro_batches(judged_batches),
+            judged_weight=steps_served * num_running / len(judged_batches),
+            steps=steps_served * num_running / (num_running + len(similar_batches[1::2])),
         )
 
     def best_homes(
-        self, homes: list[NDArray[np.int32]], judged: list[NDArray[np.float64]], moves: list[NDArray[np.float64]]
+        self,
+        homes: list[NDArray[np.int32]],
+        judged_seconds: list[NDArray[np.float64]],
+        moves_s: list[NDArray[np.float64]],
     ) -> NDArray[np.int32]:
         """Return [L, E] homes, in every layer those that surely save most over those in force, which stand first.
 
-        `homes` [L, E] have taken `judged` [G, M, L] seconds in the micro-batches on which they are judged, and `moves`
-        [L] seconds lead there. Sure is a sum of gains less `CHANCE` of its standard errors.
+        `homes` [L, E] have taken `judged_seconds` [G, M, L] in the micro-batches on which they are judged, and moves of
+        `moves_s` [L] seconds lead there. Sure is a sum of gains less `CHANCE` of its standard errors.
         """
 
         def saved(after: NDArray[np.float64]) -> NDArray[np.float64]:
-            gain = (judged[0] - after).sum(axis=0)
+            gain = (judged_seconds[0] - after).sum(axis=0)
             if len(gain) > 1:
                 error = np.sqrt(len(gain) * gain.var(axis=0, ddof=1))
             else:
@@ -85,9 +90,9 @@ class Outlook:
             sure: NDArray[np.float64] = gain.sum(axis=0) - CHANCE * error
             return sure * self.judged_weight
 
-        worth = np.stack([saved(after) - paid for after, paid in zip(judged, moves, strict=True)])
-        layers = np.arange(worth.shape[1])
-        best: NDArray[np.int32] = np.stack(homes)[np.argmax(worth, axis=0), layers]
+        gain_of_homes = np.stack([saved(after) - paid for after, paid in zip(judged_seconds, moves_s, strict=True)])
+        layers = np.arange(gain_of_homes.shape[1])
+        best: NDArray[np.int32] = np.stack(homes)[np.argmax(gain_of_homes, axis=0), layers]
         return best
 
 
@@ -97,27 +102,32 @@ def switched(load: StepLoad, earlier: StepLoad) -> bool:
     Experts' shares of a micro-batch scatter around their step's; means of M and H micro-batches of one kind differ with
     variance (1 / M + 1 / H) of that scatter. Summed over layers and experts, the observed difference is compared to it.
     """
-    now, before = _shares(load), _shares(earlier)
-    if min(len(now), len(before)) < 2:
+    shares, earlier_shares = _shares(load), _shares(earlier)
+    if min(len(shares), len(earlier_shares)) < 2:
         return False
-    scatter = (len(now) * now.var(axis=0) + len(before) * before.var(axis=0)).sum() / (len(now) + len(before) - 2)
-    expected = scatter * (1 / len(now) + 1 / len(before))
-    difference = now.mean(axis=0) - before.mean(axis=0)
+    scatter = (len(shares) * shares.var(axis=0) + len(earlier_shares) * earlier_shares.var(axis=0)).sum() / (
+        len(shares) + len(earlier_shares) - 2
+    )
+    expected_difference = scatter * (1 / len(shares) + 1 / len(earlier_shares))
+    difference = shares.mean(axis=0) - earlier_shares.mean(axis=0)
     total_variation = np.abs(difference).sum(axis=1).mean() / 2
-    return bool((difference**2).sum() > SWITCHED * expected and total_variation > DRIFT)
+    return bool((difference**2).sum() > SWITCHED * expected_difference and total_variation > DRIFT)
 
 
 def _of_the_same_task(load: StepLoad, history: StepLoad) -> NDArray[np.int64]:
     """Return the micro-batches of `history` that stand in stretches, as long as the step, of the step's own task."""
-    running, length = _running(history), max(1, len(_running(load)))
-    stretches = np.split(running, np.arange(len(running) % length or length, len(running), length))
-    similar = [stretch for stretch in stretches if not switched(load, history.micro_batches(stretch))]
-    return np.concatenate([np.zeros(0, np.int64), *similar])
+    running_batches, stretch_length = _running(history), max(1, len(_running(load)))
+    stretches = np.split(
+        running_batches,
+        np.arange(len(running_batches) % stretch_length or stretch_length, len(running_batches), stretch_length),
+    )
+    similar_stretches = [stretch for stretch in stretches if not switched(load, history.micro_batches(stretch))]
+    return np.concatenate([np.zeros(0, np.int64), *similar_stretches])
 
 
-def _spread(cells: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+def _spread(cells: NDArray[np.int64], max_cells: int) -> NDArray[np.int64]:
     """Return at most so many of the cells, evenly spread."""
-    count = min(most, len(cells))
+    count = min(max_cells, len(cells))
     spread: NDArray[np.int64] = cells[np.arange(count) * len(cells) // count]
     return spread
 

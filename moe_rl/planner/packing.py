@@ -93,14 +93,14 @@ def starts_for_routes(
     lengths alone.
     """
     starts = layouts_of_lengths(stated, cost, tokens, topology, core)
-    cheapest = _cheapest([stated, *starts.values()], cost, topology)
+    cheapest_layout = _cheapest([stated, *starts.values()], cost, topology)
     if stated.most_sequences:
-        cheapest = searched_again(cheapest, cost, tokens, topology, core)
-        drivers = [_unless_equal(stated, cheapest, cost, topology)]
+        cheapest_layout = searched_again(cheapest_layout, cost, tokens, topology, core)
+        drivers = [_unless_equal(stated, cheapest_layout, cost, topology)]
     else:
-        most = -(-stated.num_sequences // stated.num_dp_ranks)
-        equal = best_start(replace(stated, most_sequences=most), cost, tokens, topology, core)
-        drivers = [_unless_equal(stated, cheapest, cost, topology), replace(equal, most_sequences=None)]
+        most_sequences = -(-stated.num_sequences // stated.num_dp_ranks)
+        equal = best_start(replace(stated, most_sequences=most_sequences), cost, tokens, topology, core)
+        drivers = [_unless_equal(stated, cheapest_layout, cost, topology), replace(equal, most_sequences=None)]
     return _near(stated, starts, cost, topology), drivers
 
 
@@ -124,8 +124,8 @@ def _near(
     for name, layout in starts.items():
         kind, layout_s = name.partition(",")[0], cost.balanced_s(layout, topology)
         of_kind[kind] = min(of_kind.get(kind, (layout_s, layout)), (layout_s, layout), key=lambda pair: pair[0])
-    most = (1 + NEAR) * min([seconds, *(near_s for near_s, _ in of_kind.values())])
-    return [stated, *(layout for near_s, layout in of_kind.values() if near_s <= most)]
+    max_seconds = (1 + NEAR) * min([seconds, *(near_s for near_s, _ in of_kind.values())])
+    return [stated, *(layout for near_s, layout in of_kind.values() if near_s <= max_seconds)]
 
 
 def layouts_of_lengths(
@@ -247,13 +247,13 @@ def _by_groups(
     if place is None:
         return None
     step, rank = np.divmod(place, ranks)
-    longest = np.bincount(place, weights=work, minlength=groups * count * ranks).reshape(-1, ranks).max(axis=1)
+    busiest_work = np.bincount(place, weights=work, minlength=groups * count * ranks).reshape(-1, ranks).max(axis=1)
     group_of, batch_of = np.zeros((2, groups * count), np.int64)
     sums, members = np.zeros(groups), np.zeros(groups, np.int64)
-    for index in np.argsort(-longest, kind="stable"):
+    for index in np.argsort(-busiest_work, kind="stable"):
         group = int(np.argmin(np.where(members < count, sums, np.inf)))
         group_of[index], batch_of[index] = group, members[group]
-        sums[group] += longest[index]
+        sums[group] += busiest_work[index]
         members[group] += 1
     places: NDArray[np.int32] = ((batch_of[step] * groups + group_of[step]) * ranks + rank).astype(np.int32)
     return places
@@ -263,14 +263,14 @@ def searched_again(
     stated: BatchLayout, cost: MicroBatchCost, tokens: NDArray[np.int64], topology: ClusterTopology, core: Any
 ) -> BatchLayout:
     """Return the cheapest of a layout and of searches by lengths from it, each with a seed of its own."""
-    best, best_s, vain = stated, cost.balanced_s(stated, topology), 0
+    best, best_s, failed_attempts = stated, cost.balanced_s(stated, topology), 0
     for seed in range(1, MORE_SEARCHES + 1):
         layout = searched_by_lengths(stated, cost, tokens, topology, core, seed=seed, longer=LONGER)
         layout_s = cost.balanced_s(layout, topology)
-        vain = 0 if layout_s < (1.0 - WORTH_A_SEARCH) * best_s else vain + 1
+        failed_attempts = 0 if layout_s < (1.0 - WORTH_A_SEARCH) * best_s else failed_attempts + 1
         if layout_s < best_s:
             best, best_s = layout, layout_s
-        if vain == VAIN_SEARCHES:
+        if failed_attempts == VAIN_SEARCHES:
             break
     return best
 
@@ -309,14 +309,14 @@ def with_equal_counts(
     Sequences leave ranks that have too many for ranks that have room: always by the move after which the busiest ranks
     of the micro-batches have least work together. A move leaves no cell empty.
     """
-    most, ranks, place = stated.most_on_a_rank, stated.num_dp_ranks, place.copy()
-    assert most is not None
+    most_sequences, ranks, place = stated.most_on_a_rank, stated.num_dp_ranks, place.copy()
+    assert most_sequences is not None
     budget = stated.token_budget or int(stated.rank_tokens(tokens).max(initial=0))
     count = int(place.max(initial=-1)) // ranks + 1
     cell_tokens = np.bincount(place, weights=tokens, minlength=count * ranks)
     cell_work = np.bincount(place, weights=work, minlength=count * ranks)
     members = np.bincount(place, minlength=count * ranks)
-    surplus = np.bincount(place % ranks, minlength=ranks) - most
+    surplus = np.bincount(place % ranks, minlength=ranks) - most_sequences
     while surplus.max() > 0:
         movable = np.flatnonzero((surplus[place % ranks] > 0) & (members[place] > 1))
         targets = np.flatnonzero(np.tile(surplus < 0, count))
@@ -343,19 +343,23 @@ def _increase_of_moves(
     Example: a micro-batch with work 5 and 3 on its ranks; a sequence of work 2 that moves from the first to the second
     leaves 3 and 5: no increase. Of equal moves the one that leaves the receiver with least is a little cheaper.
     """
-    ranks, flat = cell_work.shape[1], cell_work.ravel()
+    ranks, work_of_cell = cell_work.shape[1], cell_work.ravel()
     busiest, second = np.zeros((2, len(cell_work)))
     busiest[:] = cell_work.max(axis=1)
     if ranks > 1:
         second[:] = np.partition(cell_work, -2, axis=1)[:, -2]
     batch = origin // ranks
-    is_busiest = flat[origin] == busiest[batch]
-    left = np.maximum(np.where(is_busiest, second[batch], busiest[batch]), flat[origin] - work)
-    received = flat[targets] + work[:, None]
+    is_busiest = work_of_cell[origin] == busiest[batch]
+    busiest_left = np.maximum(np.where(is_busiest, second[batch], busiest[batch]), work_of_cell[origin] - work)
+    receiver_work = work_of_cell[targets] + work[:, None]
     same_batch = batch[:, None] == targets // ranks
-    increase_of_cell = np.maximum(left[:, None], received) - busiest[batch][:, None]
-    between = (left - busiest[batch])[:, None] + np.maximum(received - busiest[targets // ranks], 0)
-    increase: NDArray[np.float64] = np.where(same_batch, increase_of_cell, between) + received / RESOLUTION
+    increase_of_cell = np.maximum(busiest_left[:, None], receiver_work) - busiest[batch][:, None]
+    increase_between = (busiest_left - busiest[batch])[:, None] + np.maximum(
+        receiver_work - busiest[targets // ranks], 0
+    )
+    increase: NDArray[np.float64] = (
+        np.where(same_batch, increase_of_cell, increase_between) + receiver_work / RESOLUTION
+    )
     return increase
 
 

@@ -49,24 +49,27 @@ class Portfolio:
 
     def best(self) -> Candidate:
         """Return the candidate whose predicted cost, moves included, is lowest."""
-        problem, crosses = self.pricing.problem, self.pricing.crosses and self.pricing.problem.objective.in_seconds
-        alone = crosses and not (
+        problem = self.pricing.problem
+        prices_cross_nodes = self.pricing.crosses and self.pricing.problem.objective.in_seconds
+        has_no_search = prices_cross_nodes and not (
             self.search.options.packs or self.search.options.reorders or self.pricing.may.choose_residents
         )
-        nothing = self.pricing.candidate(self.pricing.start, problem.layout, problem.load, final=alone)
-        candidates = [nothing]
-        if not alone:
-            candidates += self.searched(nothing)
+        unmoved = self.pricing.candidate(self.pricing.start, problem.layout, problem.load, final=has_no_search)
+        candidates = [unmoved]
+        if not has_no_search:
+            candidates += self.searched(unmoved)
         best = self._with_fewer_moves(candidates)
-        if not crosses:
+        if not prices_cross_nodes:
             return best
         # Judged by a part, it may be no better than nothing after all, or than the same without copies across.
-        bare = self.pricing.candidate(self.pricing.start, problem.layout, problem.load, cross_nodes=False)
-        finalists = [self._in_full(best, bare if best is nothing else None, priced=alone)]
-        unpacked = self._best_on(problem.layout, candidates)
-        if best.layout is not problem.layout and self._is_close(unpacked, best):
-            finalists.append(self._in_full(unpacked, bare if unpacked is nothing else None, priced=False))
-        return min([bare, *finalists], key=self.pricing.with_moves)
+        without_crossing = self.pricing.candidate(self.pricing.start, problem.layout, problem.load, cross_nodes=False)
+        finalists = [self._in_full(best, without_crossing if best is unmoved else None, priced=has_no_search)]
+        best_unpacked = self._best_on(problem.layout, candidates)
+        if best.layout is not problem.layout and self._is_close(best_unpacked, best):
+            finalists.append(
+                self._in_full(best_unpacked, without_crossing if best_unpacked is unmoved else None, priced=False)
+            )
+        return min([without_crossing, *finalists], key=self.pricing.with_moves)
 
     def _is_close(self, other: Candidate, best: Candidate) -> bool:
         """Return whether copies of every micro-batch may turn the order of two candidates round."""
@@ -85,7 +88,7 @@ class Portfolio:
         final = replace(final, across_save=1.0 - final.price / level.price if level.price else 0.0)
         return min(replace(level, across_save=0.0), final, key=self.pricing.with_moves)
 
-    def searched(self, nothing: Candidate) -> list[Candidate]:
+    def searched(self, unmoved: Candidate) -> list[Candidate]:
         """Return what the searches find: a portfolio, since none of them sees all that the final price counts.
 
         On the given layout; where packing is priced, on those of drivers who know lengths alone and on the one that is
@@ -94,29 +97,29 @@ class Portfolio:
         """
         options, cost = self.search.options, self.pricing.problem.micro_batch_cost
         if not options.packs:
-            return self.search.candidates(nothing)
-        unpacked = replace(options, packs=False)
-        first = self.search.searcher(unpacked).ordered()
-        searches, packing = [replace(self.search, options=unpacked, first=first)], options
-        near = 0  # of the searches, the one to start from before copies and moves are priced
+            return self.search.candidates(unmoved)
+        options_unpacked = replace(options, packs=False)
+        first_state = self.search.searcher(options_unpacked).ordered()
+        searches, packing = [replace(self.search, options=options_unpacked, first=first_state)], options
+        start_index = 0  # of the searches, the one to start from before copies and moves are priced
         if cost is not None and self.pricing.problem.prices_layouts:
             layouts = self._layouts_to_try(searches[0], cost)
-            near = int(layouts[0] is not self.pricing.problem.layout)
+            start_index = int(layouts[0] is not self.pricing.problem.layout)
             searches += [searches[0].on(layout) for layout in layouts if layout is not self.pricing.problem.layout]
             packing = replace(options, rounds=min(options.rounds, COOL_ROUNDS), cooler=COOLER)
-        by_search = [search.candidates(nothing) for search in searches]
+        by_search = [search.candidates(unmoved) for search in searches]
         best_of_search = [
             self._best_on(search.pricing.problem.layout, candidates)
             for search, candidates in zip(searches, by_search, strict=True)
         ]
-        cheapest = int(np.argmin([self.pricing.with_moves(best) for best in best_of_search]))
+        cheapest_index = int(np.argmin([self.pricing.with_moves(best) for best in best_of_search]))
         candidates = [candidate for of_search in by_search for candidate in of_search]
         if self.pricing.problem.prices_layouts:
             candidates += [self._dealt(best) for best in best_of_search]
-        for index in sorted({near, cheapest}):
-            candidates += replace(searches[index], options=packing).candidates(nothing)
+        for index in sorted({start_index, cheapest_index}):
+            candidates += replace(searches[index], options=packing).candidates(unmoved)
         if options.by_rank and options.reorders:
-            around_homes = replace(searches[near], options=replace(packing, reorders=False))
+            around_homes = replace(searches[start_index], options=replace(packing, reorders=False))
             candidates.append(around_homes.packed_around_homes())
         return candidates
 
@@ -140,8 +143,10 @@ class Portfolio:
         dealt = self._dealt(best, final=True)
         if dealt is best or not self.pricing.crosses:
             return dealt
-        bare = self.pricing.candidate(dealt.home, dealt.layout, dealt.load, dealt.residents, cross_nodes=False)
-        return replace(min(bare, dealt, key=self.pricing.with_moves), across_save=best.across_save)
+        without_crossing = self.pricing.candidate(
+            dealt.home, dealt.layout, dealt.load, dealt.residents, cross_nodes=False
+        )
+        return replace(min(without_crossing, dealt, key=self.pricing.with_moves), across_save=best.across_save)
 
     def _with_fewer_moves(self, candidates: list[Candidate]) -> Candidate:
         """Return the cheapest candidate, or a cheaper one whose homes move less, where moves are much of a step.
@@ -149,10 +154,10 @@ class Portfolio:
         On its layout, on the given one, and packed anew; `relibra`'s homes, too, which stay near those in force. The
         first of the candidates moves nothing.
         """
-        nothing, best = candidates[0], min(candidates, key=self.pricing.with_moves)
+        unmoved, best = candidates[0], min(candidates, key=self.pricing.with_moves)
         without_moves = min(candidates, key=lambda candidate: candidate.price)
-        small = self.pricing.problem.load.pairs.size <= MOST_COUNTS_SEARCHED_AGAIN
-        may_gain = self.search.options.reorders and self.search.outlook is None and small
+        is_small = self.pricing.problem.load.pairs.size <= MOST_COUNTS_SEARCHED_AGAIN
+        may_gain = self.search.options.reorders and self.search.outlook is None and is_small
         if not may_gain or self.pricing.moves_s(without_moves) < MOVES_MATTER * without_moves.price:
             return best
         homes = RelibraPlanner().homes(self.pricing.problem).astype(np.int32)
@@ -160,12 +165,12 @@ class Portfolio:
         if best.layout is not self.pricing.problem.layout:
             candidates.append(self.pricing.candidate(homes, best.layout, best.load))
         for price in DEARER_MOVES:
-            thrifty = replace(self.search, move_price=price)
-            candidates += thrifty.candidates(nothing)
+            thrifty_search = replace(self.search, move_price=price)
+            candidates += thrifty_search.candidates(unmoved)
             if self.search.options.packs:
-                unpacked = replace(thrifty, options=replace(self.search.options, packs=False))
-                candidates += unpacked.candidates(nothing)
-                candidates += unpacked.on(best.layout).candidates(nothing)
+                unpacked_search = replace(thrifty_search, options=replace(self.search.options, packs=False))
+                candidates += unpacked_search.candidates(unmoved)
+                candidates += unpacked_search.on(best.layout).candidates(unmoved)
         return min(candidates, key=self.pricing.with_moves)
 
     def _layouts_to_try(self, search: LayoutSearch, cost: MicroBatchCost) -> list[BatchLayout]:
@@ -176,15 +181,17 @@ class Portfolio:
         problem = self.pricing.problem
         assert problem.sequence_tokens is not None
         tokens = np.ascontiguousarray(problem.sequence_tokens, np.int64)
-        near, drivers = starts_for_routes(problem.layout, cost, tokens, problem.topology, self.pricing.core)
+        near_layouts, driver_layouts = starts_for_routes(
+            problem.layout, cost, tokens, problem.topology, self.pricing.core
+        )
         homes, _ = search.searched(search.searcher(search.options), several=False)
         starts = [
             self.pricing.candidate(homes[-1], layout, load_of_plan(problem, layout), cross_nodes=False)
-            for layout in near
+            for layout in near_layouts
         ]
         near_layout = min(starts, key=lambda start: start.price).layout
         layouts = [problem.layout if near_layout.same_cells(problem.layout) else near_layout]
-        for layout in drivers:
+        for layout in driver_layouts:
             if not any(layout.same_cells(other) for other in (problem.layout, *layouts)):
                 layouts.append(layout)
         return layouts

@@ -27,8 +27,8 @@ def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
 
 def cell_seconds(plan: Plan, problem: PlanProblem) -> NDArray[np.float64]:
     """Return [G, M, L] seconds of every MoE layer of every micro-batch, 0 where a micro-batch has no tokens."""
-    running = np.asarray(problem.load.tokens.any(axis=2))[..., None]
-    return np.where(running, layer_time(problem.cost, cell_rows(plan, problem)).total_s, 0.0)
+    has_tokens = np.asarray(problem.load.tokens.any(axis=2))[..., None]
+    return np.where(has_tokens, layer_time(problem.cost, cell_rows(plan, problem)).total_s, 0.0)
 
 
 def cell_rows(plan: Plan, problem: PlanProblem) -> LayerRows:
@@ -50,27 +50,25 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
     the time beside which copies travel grow together, the copies themselves do not. `problem` has the plan's layout.
     """
     load = problem.load
-    static = replace(
+    static_plan = replace(
         plan,
         placement=replace(problem, current_placement=None).starting_placement(),
         replicas=ReplicaPlan.empty(*load.pairs.shape[:4]),
     )
-    rows_of_both, running = (
-        [cell_rows(compared, problem) for compared in (static, plan)],
-        np.asarray(load.tokens.any(axis=2))[..., None],
-    )
+    rows_of_both = [cell_rows(compared_plan, problem) for compared_plan in (static_plan, plan)]
+    has_tokens = np.asarray(load.tokens.any(axis=2))[..., None]
 
     def gain(scale: float) -> float:
         cost = problem.cost
         cost = replace(
             cost, replica_hidden_s=cost.replica_hidden_s * scale, prefetch_hidden_s=cost.prefetch_hidden_s * scale
         )
-        grown = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
-        before, after = (
-            layer_time(cost, replace(rows, **{name: getattr(rows, name) * scale for name in grown})).total_s
+        scaled_fields = ("rows", "padded_rows", "rank_visits", "nic_ingress", "nic_egress")
+        static_s, plan_s = (
+            layer_time(cost, replace(rows, **{name: getattr(rows, name) * scale for name in scaled_fields})).total_s
             for rows in rows_of_both
         )
-        return float(((before - after) * running).sum())
+        return float(((static_s - plan_s) * has_tokens).sum())
 
     lower_scale, upper_scale = 2.0**-10, 2.0**10
     if gain(upper_scale) <= 0:
@@ -81,5 +79,5 @@ def break_even_tokens(plan: Plan, problem: PlanProblem) -> float | None:
             upper_scale = middle_scale
         else:
             lower_scale = middle_scale
-    per_rank = load.tokens.sum() / max(1, int(running.sum())) / load.ep_size
+    per_rank = load.tokens.sum() / max(1, int(has_tokens.sum())) / load.ep_size
     return upper_scale * float(per_rank)

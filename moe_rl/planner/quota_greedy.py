@@ -98,16 +98,16 @@ def replicate_by_quota(loads: Ints, *, slots: int, tolerance: float, min_tokens:
     # No target below the mean can be met; the busiest rank as it is needs no copy.
     low = -(-rank_load.sum(axis=1) // ranks)
     high = rank_load.max(axis=1)
-    close = np.maximum(1, np.floor(tolerance * low).astype(np.int64))
+    smallest_step = np.maximum(1, np.floor(tolerance * low).astype(np.int64))
     best = NodeReplicas.empty(num_problems, ranks, slots)
-    problem = np.flatnonzero(high - low > close) if slots else np.zeros(0, np.int64)
+    problem = np.flatnonzero(high - low > smallest_step) if slots else np.zeros(0, np.int64)
     target = low[problem]
     while len(problem):
         feasible, replicas = _attempt(loads[problem], target, slots=slots, min_tokens=min_tokens)
         best.copy_from(replicas, problem[feasible], np.flatnonzero(feasible))
         high[problem[feasible]] = target[feasible]
         low[problem[~feasible]] = target[~feasible]
-        problem = problem[high[problem] - low[problem] > close[problem]]
+        problem = problem[high[problem] - low[problem] > smallest_step[problem]]
         target = (low[problem] + high[problem]) // 2
     return best
 
@@ -119,7 +119,7 @@ def _attempt(loads: Ints, target: Ints, *, slots: int, min_tokens: int) -> tuple
     active = np.flatnonzero(greedy.excess.sum(axis=1) <= greedy.slack.sum(axis=1))
     while len(active):
         active = greedy.step(active, min_tokens)
-    return greedy.feasible, greedy.found
+    return greedy.feasible, greedy.replicas
 
 
 class _Greedy:
@@ -131,60 +131,60 @@ class _Greedy:
         self.loads = loads
         self.excess = np.maximum(rank_load - target[:, None], 0)
         self.slack = np.maximum(target[:, None] - rank_load, 0)
-        self.free = np.full((num_problems, ranks), slots)
+        self.free_slots = np.full((num_problems, ranks), slots)
         self.donors = np.argsort(-rank_load, axis=1, kind="stable")
         self.largest_first = np.argsort(-loads, axis=2, kind="stable")
-        self.found = NodeReplicas.empty(num_problems, ranks, slots)
+        self.replicas = NodeReplicas.empty(num_problems, ranks, slots)
         self.feasible = np.zeros(num_problems, np.bool_)
-        self.turn = np.zeros(num_problems, np.int64)
+        self.donor_index = np.zeros(num_problems, np.int64)
         self.position = np.zeros(num_problems, np.int64)
-        every = np.arange(num_problems)
+        problems = np.arange(num_problems)
         self.donor = self.donors[:, 0].copy()
-        self.need = self.excess[every, self.donor]
+        self.need = self.excess[problems, self.donor]
         self.expert = np.zeros(num_problems, np.int64)
         self.available = np.zeros(num_problems, np.int64)
-        self._take_up_expert(every)
+        self._take_up_expert(problems)
 
     def step(self, active: Ints, min_tokens: int) -> Ints:
         """Give one piece, or pass on to the next expert, in every problem of `active`; return those still open."""
-        gives, stuck = self._give(active, min_tokens)
-        served = self.need[active] == 0
-        self._next_donor(active[served])
-        next_expert = ~served & (~gives | (self.available[active] == 0))
+        is_moved, is_stuck = self._give(active, min_tokens)
+        is_served = self.need[active] == 0
+        self._next_donor(active[is_served])
+        next_expert = ~is_served & (~is_moved | (self.available[active] == 0))
         self.position[active[next_expert]] += 1
-        lost = stuck | (self.position[active] == self.loads.shape[2])
-        still_open = ~(lost | self.feasible[active])
-        self._take_up_expert(active[still_open & (served | next_expert)])
+        is_lost = is_stuck | (self.position[active] == self.loads.shape[2])
+        still_open = ~(is_lost | self.feasible[active])
+        self._take_up_expert(active[still_open & (is_served | next_expert)])
         open_problems: Ints = active[still_open]
         return open_problems
 
     def _give(self, active: Ints, min_tokens: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Move one piece to the rank with most room; return (where one moved, where no rank has room)."""
-        room = np.where(self.free[active] > 0, self.slack[active], 0)
+        room = np.where(self.free_slots[active] > 0, self.slack[active], 0)
         receiver = room.argmax(axis=1)
-        has_room = room[np.arange(len(active)), receiver]
-        amount = np.minimum(np.minimum(self.need[active], self.available[active]), has_room)
+        largest_room = room[np.arange(len(active)), receiver]
+        amount = np.minimum(np.minimum(self.need[active], self.available[active]), largest_room)
         # A short piece is worth a slot only where it ends the excess of its donor.
-        gives = (amount > 0) & ((amount >= min_tokens) | (amount == self.need[active]))
-        at, to, amount = active[gives], receiver[gives], amount[gives]
-        slot = self.found.donor.shape[2] - self.free[at, to]
-        self.found.donor[at, to, slot] = self.donor[at]
-        self.found.expert[at, to, slot] = self.expert[at]
-        self.found.quota[at, to, slot] = amount
-        self.free[at, to] -= 1
-        self.slack[at, to] -= amount
-        self.need[at] -= amount
-        self.available[at] -= amount
-        return gives, has_room == 0
+        is_moved = (amount > 0) & ((amount >= min_tokens) | (amount == self.need[active]))
+        problem, rank, amount = active[is_moved], receiver[is_moved], amount[is_moved]
+        slot = self.replicas.donor.shape[2] - self.free_slots[problem, rank]
+        self.replicas.donor[problem, rank, slot] = self.donor[problem]
+        self.replicas.expert[problem, rank, slot] = self.expert[problem]
+        self.replicas.quota[problem, rank, slot] = amount
+        self.free_slots[problem, rank] -= 1
+        self.slack[problem, rank] -= amount
+        self.need[problem] -= amount
+        self.available[problem] -= amount
+        return is_moved, largest_room == 0
 
     def _next_donor(self, problems: Ints) -> None:
         """Pass on to the rank with the next highest load; a problem where that one has no excess is solved."""
         ranks = self.donors.shape[1]
-        self.turn[problems] += 1
-        over = self.turn[problems] == ranks
-        self.donor[problems] = self.donors[problems, np.minimum(self.turn[problems], ranks - 1)]
+        self.donor_index[problems] += 1
+        is_last_turn = self.donor_index[problems] == ranks
+        self.donor[problems] = self.donors[problems, np.minimum(self.donor_index[problems], ranks - 1)]
         self.need[problems] = self.excess[problems, self.donor[problems]]
-        self.feasible[problems] = over | (self.need[problems] == 0)
+        self.feasible[problems] = is_last_turn | (self.need[problems] == 0)
         self.position[problems] = 0
 
     def _take_up_expert(self, problems: Ints) -> None:

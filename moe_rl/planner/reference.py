@@ -83,21 +83,24 @@ class ReferenceOptions:
     """Steps over which moved homes have to pay back."""
 
 
-def plan_by_reference(problem: PlanProblem, planner: Planner, options: ReferenceOptions, why: str) -> Plan:
-    """Return the plan of `planner` made here, with a note that says so and `why`.
+def plan_by_reference(problem: PlanProblem, planner: Planner, options: ReferenceOptions, reason: str) -> Plan:
+    """Return the plan of `planner` made here, with a note that says so and `reason`.
 
     Several homes are tried: as they are, Megatron's, those found, and in every layer the cheapest of these. What costs
     least in all wins, by predicted seconds, moves included, or by rows of the busiest rank under the objective
     "imbalance"; so no plan is worse than doing nothing.
     """
     tried = [_priced_plan(problem, planner, options, home) for home in _homes(problem, options)]
-    cheapest = np.argmin([candidate.per_layer for candidate in tried], axis=0)
-    mixed = np.stack([candidate.plan.placement.home_rank for candidate in tried])[cheapest, np.arange(len(cheapest))]
-    if len(set(cheapest.tolist())) > 1:
-        tried.append(_priced_plan(problem, planner, options, mixed))
+    cheapest_index_L = np.argmin([candidate.per_layer for candidate in tried], axis=0)
+    mixed_homes = np.stack([candidate.plan.placement.home_rank for candidate in tried])[
+        cheapest_index_L, np.arange(len(cheapest_index_L))
+    ]
+    if len(set(cheapest_index_L.tolist())) > 1:
+        tried.append(_priced_plan(problem, planner, options, mixed_homes))
     best = min(tried, key=lambda candidate: candidate.cost).plan
     note = (
-        f"this plan comes from the reference planner, without packing and without replicas across nodes, because {why}."
+        "this plan comes from the reference planner, without packing and without replicas across nodes, because "
+        f"{reason}."
     )
     return replace(best, notes=(note,))
 
@@ -133,22 +136,25 @@ def swap_homes(
     load = np.zeros((layers, bins, cells), np.int64)
     np.add.at(load, (layer[:, None], home // width), by_layer)
     cost = _cost_of_bins(load, peak=peak, power=power)
-    best, best_cost, worsening = home.copy(), cost.copy(), patience * cost
+    best_home, best_cost, allowed_increase = home.copy(), cost.copy(), patience * cost
     for step, (expert, partner) in enumerate(np.random.default_rng(seed).integers(0, experts, (proposals, 2, layers))):
         bin_of_one, bin_of_other = home[layer, expert] // width, home[layer, partner] // width
         change = by_layer[layer, partner] - by_layer[layer, expert]
-        after = load.copy()
-        after[layer, bin_of_one] += change
-        after[layer, bin_of_other] -= change
-        cost_after = _cost_of_bins(after, peak=peak, power=power)
-        at = np.flatnonzero(
-            (cost_after < cost + worsening * max(0.0, 1 - 2 * step / proposals)) & (bin_of_one != bin_of_other)
+        load_after = load.copy()
+        load_after[layer, bin_of_one] += change
+        load_after[layer, bin_of_other] -= change
+        cost_after = _cost_of_bins(load_after, peak=peak, power=power)
+        accepted_layers = np.flatnonzero(
+            (cost_after < cost + allowed_increase * max(0.0, 1 - 2 * step / proposals)) & (bin_of_one != bin_of_other)
         )
-        home[at, expert[at]], home[at, partner[at]] = home[at, partner[at]], home[at, expert[at]]
-        load[at], cost[at] = after[at], cost_after[at]
-        better = np.flatnonzero(cost < best_cost)
-        best[better], best_cost[better] = home[better], cost[better]
-    return best
+        home[accepted_layers, expert[accepted_layers]], home[accepted_layers, partner[accepted_layers]] = (
+            home[accepted_layers, partner[accepted_layers]],
+            home[accepted_layers, expert[accepted_layers]],
+        )
+        load[accepted_layers], cost[accepted_layers] = load_after[accepted_layers], cost_after[accepted_layers]
+        improved_layers = np.flatnonzero(cost < best_cost)
+        best_home[improved_layers], best_cost[improved_layers] = home[improved_layers], cost[improved_layers]
+    return best_home
 
 
 def _cost_of_bins(load: NDArray[np.int64], *, peak: bool, power: int) -> NDArray[np.int64] | NDArray[np.float64]:
@@ -213,16 +219,16 @@ def level(rows: Sequence[int], home: Sequence[int], *, ranks: int, slots: int, t
     strictly monotone in the target, so this finds a good target, not surely the best one.
     """
     load = np.bincount(home, weights=rows, minlength=ranks).astype(int).tolist()
-    low, high, best = -(-sum(load) // ranks), max(load), list[Copy]()
+    low, high, best_copies = -(-sum(load) // ranks), max(load), list[Copy]()
     target = low  # the mean itself first: it is often reached, and nothing is better
     while slots and high - low > tolerance:
         copies = fill(rows, home, load, target, slots=slots)
         if copies is None:
             low = target + 1
         else:
-            best, high = copies, target
+            best_copies, high = copies, target
         target = (low + high) // 2
-    return best
+    return best_copies
 
 
 def fill(
@@ -235,19 +241,19 @@ def fill(
     The giver may fall below the target itself and be filled later (Walker's alias method, at the grain of experts): a
     slot then carries more rows than the excess alone would put into it, and slots are what is scarce.
     """
-    load, left, free = list(load), list(rows), [slots] * len(load)
+    load, remaining_rows, free_slots = list(load), list(rows), [slots] * len(load)
     copies: dict[tuple[int, int], int] = {}
     while max(load) > target:
         giver = load.index(max(load))
         best = (False, 0, 0, 0)
         for rank in range(len(load)):
             hole = target - load[rank]
-            if free[rank] == 0 or hole < 1:
+            if free_slots[rank] == 0 or hole < 1:
                 continue
             for expert in range(len(rows)):
                 if home[expert] != giver or (expert, rank) in copies:
                     continue
-                piece = min(left[expert], hole)
+                piece = min(remaining_rows[expert], hole)
                 if piece > 0 and (piece == hole, piece) > best[:2]:
                     best = (piece == hole, piece, expert, rank)
         _, piece, expert, rank = best
@@ -256,28 +262,30 @@ def fill(
         copies[expert, rank] = piece
         load[giver] -= piece
         load[rank] += piece
-        left[expert] -= piece
-        free[rank] -= 1
+        remaining_rows[expert] -= piece
+        free_slots[rank] -= 1
     return [Copy(expert, rank, piece) for (expert, rank), piece in copies.items()]
 
 
 def _copies(problem: PlanProblem, options: ReferenceOptions, home: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return [N, 4] copies of all cells as (cell, expert, rank, rows): every node of every cell levelled by itself."""
     load, width = problem.load, problem.topology.ranks_per_domain
-    placed: list[tuple[int, int, int, int]] = []
+    copies_of_cells: list[tuple[int, int, int, int]] = []
     for cell, rows in enumerate(load.per_expert().reshape(-1, load.num_experts)):
-        at = home[cell % load.num_layers]
+        home_of_layer = home[cell % load.num_layers]
         for node in range(problem.topology.num_nodes):
-            experts = np.flatnonzero(at // width == node)
+            experts = np.flatnonzero(home_of_layer // width == node)
             copies = level(
                 rows[experts].tolist(),
-                (at[experts] - node * width).tolist(),
+                (home_of_layer[experts] - node * width).tolist(),
                 ranks=width,
                 slots=options.slots,
                 tolerance=int(options.tolerance * rows[experts].sum() / width),
             )
-            placed += [(cell, int(experts[copy.expert]), node * width + copy.rank, copy.rows) for copy in copies]
-    return np.array(placed, np.int64).reshape(-1, 4)
+            copies_of_cells += [
+                (cell, int(experts[copy.expert]), node * width + copy.rank, copy.rows) for copy in copies
+            ]
+    return np.array(copies_of_cells, np.int64).reshape(-1, 4)
 
 
 # 3. The split is `copies_in_slots`, shared with the other policies. Then the choice:
@@ -307,13 +315,13 @@ def _priced_plan(
     plan = plan_with(copies)
     objective = problem.objective
     if objective.copies_are_free:
-        highest = rank_load(plan, problem.load).max(axis=3).astype(np.float64)
-        return _PricedPlan(plan=plan, cost=objective.total(highest), per_layer=objective.by_layer(highest))
+        busiest_rows = rank_load(plan, problem.load).max(axis=3).astype(np.float64)
+        return _PricedPlan(plan=plan, cost=objective.total(busiest_rows), per_layer=objective.by_layer(busiest_rows))
     # A copy costs time of its own: a cell keeps its copies only where it is faster with them.
-    alone, seconds = cell_seconds(plan_with(copies[:0]), problem), cell_seconds(plan, problem)
-    pays = seconds < alone
+    seconds_without, seconds = cell_seconds(plan_with(copies[:0]), problem), cell_seconds(plan, problem)
+    pays = seconds < seconds_without
     if not pays.all():
-        plan, seconds = plan_with(copies[pays.ravel()[copies[:, 0]]]), np.minimum(seconds, alone)
+        plan, seconds = plan_with(copies[pays.ravel()[copies[:, 0]]]), np.minimum(seconds, seconds_without)
     start = problem.starting_placement().home_rank
     moved_s = migration_time(start, home, problem) / options.steps_served
     moved_in = np.arange(len(home))[:, None, None] == np.arange(len(home))[:, None]

@@ -45,17 +45,21 @@ def load_for_layout(
     start = layout.token_start(lengths)
     tokens_of_place = layout.rank_tokens(lengths)[layout.micro_batch, layout.dp_rank]
     # One entry per piece of a sequence, its pieces one after the other.
-    running = np.flatnonzero(lengths)
-    first_piece = start[running] * slices // tokens_of_place[running]
-    pieces = (start[running] + lengths[running] - 1) * slices // tokens_of_place[running] - first_piece + 1
-    sequence = np.repeat(running, pieces)
-    before = np.repeat(np.cumsum(pieces) - pieces, pieces)
-    piece = np.repeat(first_piece, pieces) + np.arange(len(sequence)) - before
-    begin = np.maximum(start[sequence], -(-piece * tokens_of_place[sequence] // slices))
+    filled_sequences = np.flatnonzero(lengths)
+    first_piece = start[filled_sequences] * slices // tokens_of_place[filled_sequences]
+    pieces = (
+        (start[filled_sequences] + lengths[filled_sequences] - 1) * slices // tokens_of_place[filled_sequences]
+        - first_piece
+        + 1
+    )
+    sequence = np.repeat(filled_sequences, pieces)
+    pieces_before = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    piece = np.repeat(first_piece, pieces) + np.arange(len(sequence)) - pieces_before
+    piece_start = np.maximum(start[sequence], -(-piece * tokens_of_place[sequence] // slices))
     stop = np.minimum((start + lengths)[sequence], -(-(piece + 1) * tokens_of_place[sequence] // slices))
     group, rank = np.divmod(layout.dp_rank[sequence].astype(np.int64) * slices + piece, topology.ep_size)
     block = (group * layout.num_micro_batches + layout.micro_batch[sequence]) * topology.ep_size + rank
-    np.add.at(tokens.reshape(-1), block, stop - begin)
+    np.add.at(tokens.reshape(-1), block, stop - piece_start)
     _add_pieces(
         pairs.reshape(-1, *pairs.shape[2:]),
         sequence_load,
@@ -107,13 +111,13 @@ def _add_pieces(
     if core is not None:
         core.add_sequences(pairs, sequence_load.counts, sequence_load.row, lengths, sequence, block, stop)
         return
-    assigned = np.zeros(sequence_load.counts.shape[1:], np.int64)
+    assigned_pairs = np.zeros(sequence_load.counts.shape[1:], np.int64)
     for index in range(len(sequence)):
-        of = int(sequence[index])
-        if index == 0 or of != sequence[index - 1]:
-            assigned = np.zeros_like(assigned)
-        counts = sequence_load.counts[sequence_load.row[of]].astype(np.int64)
-        upto = (counts * stop[index] + lengths[of] // 2) // lengths[of]
+        sequence_index = int(sequence[index])
+        if index == 0 or sequence_index != sequence[index - 1]:
+            assigned_pairs = np.zeros_like(assigned_pairs)
+        counts = sequence_load.counts[sequence_load.row[sequence_index]].astype(np.int64)
+        pairs_upto = (counts * stop[index] + lengths[sequence_index] // 2) // lengths[sequence_index]
         cell, rank = divmod(int(block[index]), pairs.shape[2])
-        pairs[cell, :, rank] += (upto - assigned).astype(np.int32)
-        assigned = upto
+        pairs[cell, :, rank] += (pairs_upto - assigned_pairs).astype(np.int32)
+        assigned_pairs = pairs_upto

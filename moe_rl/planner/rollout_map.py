@@ -32,14 +32,14 @@ def spread_copies(
     slots = rebalance_experts(
         totals, num_physical_experts=start.num_slots, num_groups=1, num_nodes=1, num_ranks=start.ep_size
     )
-    packed = _without_twins(replace(start, slots=slots), totals)
-    rank = np.tile(np.arange(start.num_slots) // start.slots_per_rank, (len(packed.slots), 1))
-    share = _share(load, packed)
+    packed_map = _without_twins(replace(start, slots=slots), totals)
+    rank = np.tile(np.arange(start.num_slots) // start.slots_per_rank, (len(packed_map.slots), 1))
+    share = _share(load, packed_map)
     order = _by_bin(_annealed(rank, share, start.ep_size, iterations=iterations, seed=seed))
-    swapped = _without_twins(replace(start, slots=np.take_along_axis(packed.slots, order, axis=1)), totals)
+    swapped_map = _without_twins(replace(start, slots=np.take_along_axis(packed_map.slots, order, axis=1)), totals)
     # Swaps may bring two copies together, and to part them again may cost more than all swaps saved.
-    better = _busiest(_share(load, swapped), start.ep_size) < _busiest(share, start.ep_size)
-    return replace(start, slots=np.where(better[:, None], swapped.slots, packed.slots))
+    is_better = _busiest(_share(load, swapped_map), start.ep_size) < _busiest(share, start.ep_size)
+    return replace(start, slots=np.where(is_better[:, None], swapped_map.slots, packed_map.slots))
 
 
 def _without_twins(expert_map: ExpertMap, totals: NDArray[np.float64]) -> ExpertMap:
@@ -51,17 +51,19 @@ def _without_twins(expert_map: ExpertMap, totals: NDArray[np.float64]) -> Expert
     for row, load in zip(slots, totals, strict=True):
         share = load / np.bincount(row, minlength=len(load))
         by_rank = row.reshape(expert_map.ep_size, -1)
-        while (twin := _twin(by_rank)) is not None:
-            rank, slot = twin
-            lacks = ~(by_rank == by_rank[rank, slot]).any(axis=1)
-            useful = lacks[:, None] & ~np.isin(by_rank, by_rank[rank])
-            if not useful.any():
+        while (twin_slot := _twin(by_rank)) is not None:
+            rank, slot = twin_slot
+            lacks_expert = ~(by_rank == by_rank[rank, slot]).any(axis=1)
+            is_useful = lacks_expert[:, None] & ~np.isin(by_rank, by_rank[rank])
+            if not is_useful.any():
                 break
             load_of_ranks = share[by_rank].sum(axis=1)
             change = share[by_rank] - share[by_rank[rank, slot]]
-            busier = np.where(useful, np.maximum(load_of_ranks[rank] + change, load_of_ranks[:, None] - change), np.inf)
-            other = np.unravel_index(int(busier.argmin()), busier.shape)
-            by_rank[rank, slot], by_rank[other] = by_rank[other], by_rank[rank, slot]
+            busier = np.where(
+                is_useful, np.maximum(load_of_ranks[rank] + change, load_of_ranks[:, None] - change), np.inf
+            )
+            swap_slot = np.unravel_index(int(busier.argmin()), busier.shape)
+            by_rank[rank, slot], by_rank[swap_slot] = by_rank[swap_slot], by_rank[rank, slot]
     return replace(expert_map, slots=slots).with_copies_for(totals)
 
 

@@ -84,10 +84,10 @@ class Searcher:
         self.problem, self.weights, self.options, self.core = problem, weights, options, core
         self.outlook = outlook
         self.current = problem.starting_placement().home_rank
-        largest = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
+        most_pairs = int(problem.load.pairs.sum(axis=(3, 4), dtype=np.int64).max(initial=0))
         require(
-            largest < 2**31,
-            f"the planner can handle up to 2^31 token-expert pairs per micro-batch, but one has {largest}.",
+            most_pairs < 2**31,
+            f"the planner can handle up to 2^31 token-expert pairs per micro-batch, but one has {most_pairs}.",
         )
         self.places = SequencePlaces(problem)
         self.routes = problem.load.routes if weights.copy_cost > 0 else None
@@ -151,10 +151,14 @@ class Searcher:
         counts = np.ones(len(load))
         if outlook is None:
             return load, tokens, counts
-        seen, weight = outlook.learned, outlook.learned_weight
-        before = seen.per_expert().reshape(-1, *load.shape[1:]).astype(np.int32)
-        counts = np.concatenate([counts, np.full(len(before), weight)])
-        return np.concatenate([load, before]), np.concatenate([tokens, seen.tokens.sum(axis=2).reshape(-1)]), counts
+        learned_load, weight = outlook.learned, outlook.learned_weight
+        learned_pairs = learned_load.per_expert().reshape(-1, *load.shape[1:]).astype(np.int32)
+        counts = np.concatenate([counts, np.full(len(learned_pairs), weight)])
+        return (
+            np.concatenate([load, learned_pairs]),
+            np.concatenate([tokens, learned_load.tokens.sum(axis=2).reshape(-1)]),
+            counts,
+        )
 
     def token_bits(
         self, state: SearchState, *, outlook: Outlook | None = None, most: int | None = None
@@ -171,19 +175,19 @@ class Searcher:
         cell, source = self._drawn_cells(routes, state)
         ids = routes.routes
         if outlook is not None and outlook.learned.routes is not None:
-            seen = outlook.learned.routes
-            first_cell = len(tokens) - len(seen.cell_start) + 1
+            learned_routes = outlook.learned.routes
+            first_cell = len(tokens) - len(learned_routes.cell_start) + 1
             cell, source = (
-                np.concatenate([cell, first_cell + seen.cells_in_order()]),
-                np.concatenate([source, seen.source]),
+                np.concatenate([cell, first_cell + learned_routes.cells_in_order()]),
+                np.concatenate([source, learned_routes.source]),
             )
-            ids = np.concatenate([ids, seen.routes[:, seen.token]], axis=1)
+            ids = np.concatenate([ids, learned_routes.routes[:, learned_routes.token]], axis=1)
         if most is None:
             fewest, most = SEARCHED_TOKENS
             if outlook is None and self.problem.resident_slots == 0:
                 most = min(most, max(fewest, TOKENS_PER_EXPERT * self.problem.load.num_experts))
-        drawn = len(cell)
-        looked_at = np.arange(min(drawn, most)) * drawn // min(drawn, most)
+        num_drawn = len(cell)
+        looked_at = np.arange(min(num_drawn, most)) * num_drawn // min(num_drawn, most)
         pools = max(1, min(num_cells, len(looked_at) // (POOL_TOKENS * topology.num_nodes)))
         pool_of_cell = np.arange(num_cells) * pools // num_cells
         pool = pool_of_cell[cell[looked_at]]
@@ -203,7 +207,7 @@ class Searcher:
             pools_of_row = -(-pools_of_row // LINE) * LINE
         row_start = np.cumsum(pools_of_row) - pools_of_row
         word = node * pools_of_row.sum() + row_start[nth // WORD] + np.argsort(largest_first)[pool]
-        bit = np.full(drawn, -1, np.int32)
+        bit = np.full(num_drawn, -1, np.int32)
         bit[looked_at] = word * WORD + nth % WORD
         stands_for = np.bincount(pool_of_cell, weights=tokens * counts, minlength=pools) / np.bincount(
             pool, minlength=pools
@@ -289,7 +293,7 @@ class Searcher:
         """Return [S, N] what it costs, in rows of the busiest bin, to send a sequence's tokens on from each node."""
         if self.routes is None:
             return None
-        topology, drawn = self.problem.topology, self.routes.routes.shape[1]
+        topology, num_drawn = self.problem.topology, self.routes.routes.shape[1]
         node_of = topology.node_of_rank[state.home].astype(np.int32)
         copies = self.core.sequence_travel(
             routes=self.routes.routes,
@@ -303,15 +307,15 @@ class Searcher:
         assert self.problem.sequence_tokens is not None
         # A copy less is a copy less on one of N nodes, on average; where all save, each waits for less.
         rows = self.weights.copy_cost / topology.num_nodes / self.weights.row_cost
-        rows *= float(self.problem.sequence_tokens.sum()) / drawn
+        rows *= float(self.problem.sequence_tokens.sum()) / num_drawn
         travel: NDArray[np.int64] = np.rint(copies * rows).astype(np.int64)
         return travel
 
     def _present(self, node_of: NDArray[np.int32], residents: NDArray[np.int32] | None) -> NDArray[np.uint8]:
         """Return [L, N, E], 1 where a node holds an expert: its home, or a copy that stays for the step."""
         topology = self.problem.topology
-        present: NDArray[np.uint8] = (node_of[:, None, :] == np.arange(topology.num_nodes)[:, None]).astype(np.uint8)
+        is_present: NDArray[np.uint8] = (node_of[:, None, :] == np.arange(topology.num_nodes)[:, None]).astype(np.uint8)
         if residents is not None:
             layer, rank, slot = np.nonzero(residents >= 0)
-            present[layer, topology.node_of_rank[rank], residents[layer, rank, slot]] = 1
-        return present
+            is_present[layer, topology.node_of_rank[rank], residents[layer, rank, slot]] = 1
+        return is_present

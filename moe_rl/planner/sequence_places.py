@@ -37,11 +37,13 @@ class SequencePlaces:
 
     def layout(self, place: NDArray[np.int32], order: NDArray[np.int32]) -> BatchLayout:
         """Return the layout with the sequences in these places and order; the given one if none moved."""
-        stated = self.problem.layout
+        stated_layout = self.problem.layout
         if np.array_equal(place, self.given_place) and np.array_equal(order, self.given_order):
-            return stated
-        micro_batch, dp_rank = np.divmod(place, stated.num_dp_ranks)
-        return replace(stated, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=order)
+            return stated_layout
+        micro_batch, dp_rank = np.divmod(place, stated_layout.num_dp_ranks)
+        return replace(
+            stated_layout, micro_batch=micro_batch.astype(np.int32), dp_rank=dp_rank.astype(np.int32), order=order
+        )
 
     def cell_of_place(self) -> NDArray[np.int32]:
         """Return [M * D] cell g * M + m of every place."""
@@ -88,6 +90,6 @@ class SequencePlaces:
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return recorded loads [C, L, E] and tokens [C] in the size of the problem's scaled load, shares kept."""
         target = self.problem.load.tokens.sum(axis=2).max(initial=0)
-        recorded = pairs.sum(axis=2, keepdims=True, dtype=np.int64)
-        scaled = np.rint(pairs * (target * self.problem.load.top_k / np.maximum(recorded, 1)))
+        recorded_pairs = pairs.sum(axis=2, keepdims=True, dtype=np.int64)
+        scaled = np.rint(pairs * (target * self.problem.load.top_k / np.maximum(recorded_pairs, 1)))
         return scaled.astype(np.int32), np.where(tokens > 0, target, 0)

@@ -50,26 +50,26 @@ def proportional_source_quotas(
         return np.zeros((0, pairs.shape[1]), np.int32)
     group, member = np.unique(cell * pairs.shape[2] + expert, return_inverse=True)
     group_cell, group_expert = np.divmod(group, pairs.shape[2])
-    remaining = pairs[group_cell, :, group_expert].astype(np.int64)
-    exported = np.bincount(member, weights=quota, minlength=len(group)).astype(np.int64)
-    home_rows = remaining.sum(axis=1) - exported
+    remaining_pairs = pairs[group_cell, :, group_expert].astype(np.int64)
+    replica_rows = np.bincount(member, weights=quota, minlength=len(group)).astype(np.int64)
+    home_rows = remaining_pairs.sum(axis=1) - replica_rows
     require(int(home_rows.min()) >= 0, "the replicas of an expert take more token-expert pairs than the expert has.")
     quota_of_sources = np.zeros((len(cell), pairs.shape[1]), np.int64)
     if local_first:
         # Homes keep their own pairs out of the replicas' reach, up to what homes take in all.
         group_home = np.zeros(len(group), np.int64)
         group_home[member] = home
-        every = np.arange(len(group))
-        remaining[every, group_home] -= np.minimum(remaining[every, group_home], home_rows)
-        local = np.minimum(quota, remaining[member, rank])
-        remaining[member, rank] -= local
+        groups = np.arange(len(group))
+        remaining_pairs[groups, group_home] -= np.minimum(remaining_pairs[groups, group_home], home_rows)
+        local = np.minimum(quota, remaining_pairs[member, rank])
+        remaining_pairs[member, rank] -= local
         quota_of_sources[np.arange(len(cell)), rank] = local
-    left = quota - quota_of_sources.sum(axis=1)
+    remaining_quota = quota - quota_of_sources.sum(axis=1)
     for turn in _turns(member):
-        at = member[turn]
-        part = _share(remaining[at], left[turn])
-        remaining[at] -= part
-        quota_of_sources[turn] += part
+        group_of_turn = member[turn]
+        taken_pairs = _share(remaining_pairs[group_of_turn], remaining_quota[turn])
+        remaining_pairs[group_of_turn] -= taken_pairs
+        quota_of_sources[turn] += taken_pairs
     return quota_of_sources.astype(np.int32)
 
 
@@ -82,9 +82,9 @@ def _turns(member: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [order[ordinal == turn] for turn in range(int(ordinal.max(initial=-1)) + 1)]
 
 
-def _share(available: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [N, P] with sums `wanted` [N], every entry within one of its share and at most `available` [N, P]."""
+def _share(available: NDArray[np.int64], amount: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [N, P] with sums `amount` [N], every entry within one of its share and at most `available` [N, P]."""
     ends = np.cumsum(available, axis=1)
-    upto = ends * wanted[:, None] // np.maximum(ends[:, -1:], 1)
-    part: NDArray[np.int64] = np.diff(upto, axis=1, prepend=0)
+    cumulative_share = ends * amount[:, None] // np.maximum(ends[:, -1:], 1)
+    part: NDArray[np.int64] = np.diff(cumulative_share, axis=1, prepend=0)
     return part

@@ -16,9 +16,9 @@ LOWEST_TEMPERATURE = 1e-3
 
 def smooth_max(loads: Floats, power: float) -> Floats:
     """Return (mean of loads ** power) ** (1 / power) over the last axis: near the maximum, but it feels every bin."""
-    most = loads.max(axis=-1)
-    scaled = loads / np.where(most > 0, most, 1.0)[..., None]
-    smooth: Floats = most * (scaled**power).mean(axis=-1) ** (1.0 / power)
+    largest_load = loads.max(axis=-1)
+    scaled = loads / np.where(largest_load > 0, largest_load, 1.0)[..., None]
+    smooth: Floats = largest_load * (scaled**power).mean(axis=-1) ** (1.0 / power)
     return smooth
 
 
@@ -49,34 +49,41 @@ def anneal_swaps(
     # An increase d is accepted when d < -T log(u).
     patience = np.stack([-np.log1p(-rng.random(iterations)) for rng in draws], axis=1)
 
-    current = bins.copy()
+    current_bins = bins.copy()
     loads = bin_loads(bins, contribution)
     num_away = ((settled >= 0) & (settled != bins)).sum(axis=1)
     cost = smooth_max(loads, power) @ price + move_price * num_away
-    best, best_cost = current.copy(), cost.copy()
+    best_bins, best_cost = current_bins.copy(), cost.copy()
     scale = temperature * cost
     for iteration in range(iterations):
         item, second = pairs[iteration]
-        a, b = current[row, item], current[row, second]
-        moved = loads.copy()
-        moved[row, :, a] += contribution[row, :, a, second] - contribution[row, :, a, item]
-        moved[row, :, b] += contribution[row, :, b, item] - contribution[row, :, b, second]
+        a, b = current_bins[row, item], current_bins[row, second]
+        moved_loads = loads.copy()
+        moved_loads[row, :, a] += contribution[row, :, a, second] - contribution[row, :, a, item]
+        moved_loads[row, :, b] += contribution[row, :, b, item] - contribution[row, :, b, second]
         moved_away = num_away + _more_away(settled[row, item], a, b) + _more_away(settled[row, second], b, a)
-        moved_cost = smooth_max(moved, power) @ price + move_price * moved_away
-        allowed = scale * LOWEST_TEMPERATURE ** (iteration / iterations) * patience[iteration]
-        accept = (a != b) & ((moved_cost < cost) | (moved_cost - cost < allowed))
-        at = row[accept]
-        current[at, item[at]], current[at, second[at]] = b[at], a[at]
-        loads[at], cost[at], num_away[at] = moved[at], moved_cost[at], moved_away[at]
-        better = cost < best_cost * (1.0 - 1e-12)
-        best[better], best_cost[better] = current[better], cost[better]
-    return best
+        moved_cost = smooth_max(moved_loads, power) @ price + move_price * moved_away
+        allowed_increase = scale * LOWEST_TEMPERATURE ** (iteration / iterations) * patience[iteration]
+        is_accepted = (a != b) & ((moved_cost < cost) | (moved_cost - cost < allowed_increase))
+        accepted_instances = row[is_accepted]
+        (
+            current_bins[accepted_instances, item[accepted_instances]],
+            current_bins[accepted_instances, second[accepted_instances]],
+        ) = b[accepted_instances], a[accepted_instances]
+        loads[accepted_instances], cost[accepted_instances], num_away[accepted_instances] = (
+            moved_loads[accepted_instances],
+            moved_cost[accepted_instances],
+            moved_away[accepted_instances],
+        )
+        is_better = cost < best_cost * (1.0 - 1e-12)
+        best_bins[is_better], best_cost[is_better] = current_bins[is_better], cost[is_better]
+    return best_bins
 
 
-def _more_away(settled: Ints, old: Ints, new: Ints) -> Ints:
-    """Return 1 where an item leaves the bin it is settled in for `new`, -1 where it comes back to it."""
-    more: Ints = (settled == old).astype(np.int64) - (settled == new)
-    return more
+def _more_away(settled_bin: Ints, old_bin: Ints, new_bin: Ints) -> Ints:
+    """Return 1 where an item leaves the bin it is settled in for `new_bin`, -1 where it comes back to it."""
+    increase: Ints = (settled_bin == old_bin).astype(np.int64) - (settled_bin == new_bin)
+    return increase
 
 
 def bin_loads(bins: Ints, contribution: Floats) -> Floats:

@@ -40,9 +40,9 @@ four seeds of the search, .402 to .415 with .25; steps are within .3 % of those,
 def seconds_per_row(cost: LayerCostParams) -> float:
     """Return by how much one more row on the slowest rank delays a layer, forward and backward, large groups."""
     gemm = cost.gemm_flops_per_row / cost.gemm_flops_per_s
-    moved = cost.activation_bytes_per_row / cost.hbm_bytes_per_s
-    slope = cost.forward_passes * (gemm + moved)
-    return slope + cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * moved)
+    activation_s = cost.activation_bytes_per_row / cost.hbm_bytes_per_s
+    slope = cost.forward_passes * (gemm + activation_s)
+    return slope + cost.backward_passes * (BACKWARD_GEMM_FACTOR * gemm + BACKWARD_ACTIVATION_FACTOR * activation_s)
 
 
 def _seconds_to_send_a_row(problem: PlanProblem) -> float:
@@ -82,14 +82,21 @@ class SearchWeights:
         """Return the weights; with `by_rank` the bins are ranks, because there will be no replicas."""
         topology, load = problem.topology, problem.load
         if not problem.objective.in_seconds:
-            free = np.zeros((1, problem.layout.num_sequences), np.int64)
-            return cls(row_cost=1, whole_row_cost=1, copy_cost=0, move_cost=0, move_inside_cost=0, sequence_cost=free)
+            free_move_prices = np.zeros((1, problem.layout.num_sequences), np.int64)
+            return cls(
+                row_cost=1,
+                whole_row_cost=1,
+                copy_cost=0,
+                move_cost=0,
+                move_inside_cost=0,
+                sequence_cost=free_move_prices,
+            )
         cost, hardware = problem.cost, topology.hardware
         row_s = seconds_per_row(cost) + _seconds_to_send_a_row(problem)
         row_s /= 1 if by_rank else topology.ranks_per_domain
-        level = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
+        has_copies = problem.cross_node_slots + problem.resident_slots > 0 and topology.num_nodes > 1
         whole_row_cost = max(1, round(row_s * PICOSECONDS))
-        if load.routes is not None and level:
+        if load.routes is not None and has_copies:
             row_s *= LEVELLED_OVER_ENGINE if problem.has_domain_engine else LEVELLED
         passes = 2.0 * (cost.forward_passes + cost.backward_passes)
         copy_s = passes * cost.a2a_row_bytes / cost.rdma_bytes_per_s / topology.ranks_per_domain

@@ -68,8 +68,10 @@ def kept_pieces(rows_E: Rows, home_E: NDArray[np.int32], ranks: int, slots: int)
     overlap = np.minimum.outer(ends, room_ends) - np.maximum.outer(starts, room_starts)
     kept = []
     for column, taker in enumerate(takers.tolist()):
-        largest = np.argsort(-overlap[:, column], kind="stable")[:slots]
-        kept += [(int(experts[row]), taker, int(overlap[row, column])) for row in largest if overlap[row, column] > 0]
+        largest_sources = np.argsort(-overlap[:, column], kind="stable")[:slots]
+        kept += [
+            (int(experts[row]), taker, int(overlap[row, column])) for row in largest_sources if overlap[row, column] > 0
+        ]
     return kept
 
 
@@ -79,6 +81,6 @@ def spilled(rows_E: Rows, home_E: NDArray[np.int32], mean: int) -> Rows:
     for rank in np.unique(home_E):
         experts = np.flatnonzero(home_E == rank)
         order = experts[np.argsort(rows_E[experts], kind="stable")]
-        beyond = np.maximum(np.cumsum(rows_E[order]) - mean, 0)
-        spill[order] = np.diff(beyond, prepend=0)
+        rows_beyond_mean = np.maximum(np.cumsum(rows_E[order]) - mean, 0)
+        spill[order] = np.diff(rows_beyond_mean, prepend=0)
     return spill

@@ -163,7 +163,7 @@ def rebalance_experts(
 
 
 def _check_divisions(num_experts: int, num_physical: int, num_groups: int, num_nodes: int, num_ranks: int) -> None:
-    for what, number, divisor_name, divisor in (
+    for dividend_name, number, divisor_name, divisor in (
         ("experts", num_experts, "expert groups", num_groups),
         ("expert groups", num_groups, "nodes", num_nodes),
         ("ranks", num_ranks, "nodes", num_nodes),
@@ -171,7 +171,7 @@ def _check_divisions(num_experts: int, num_physical: int, num_groups: int, num_n
     ):
         require(
             divisor >= 1 and number % divisor == 0,
-            f"EPLB: {number} {what} cannot be split evenly across {divisor} {divisor_name}.",
+            f"EPLB: {number} {dividend_name} cannot be split evenly across {divisor} {divisor_name}.",
         )
     require(
         num_physical >= num_experts,
@@ -190,14 +190,14 @@ def _pack(weight: NDArray[np.float64], num_packs: int) -> tuple[NDArray[np.int64
         return np.tile(np.arange(num_items), (rows, 1)), np.zeros((rows, num_items), np.int64)
     pack = np.zeros((rows, num_items), np.int64)
     position = np.zeros((rows, num_items), np.int64)
-    filled = np.zeros((rows, num_packs), np.int64)
+    items_in_pack = np.zeros((rows, num_packs), np.int64)
     total = np.zeros((rows, num_packs))
     row = np.arange(rows)
     for item in np.argsort(-weight, axis=1, kind="stable").T:
-        lightest = np.where(filled < per_pack, total, np.inf).argmin(axis=1)
+        lightest = np.where(items_in_pack < per_pack, total, np.inf).argmin(axis=1)
         pack[row, item] = lightest
-        position[row, item] = filled[row, lightest]
-        filled[row, lightest] += 1
+        position[row, item] = items_in_pack[row, lightest]
+        items_in_pack[row, lightest] += 1
         total[row, lightest] += weight[row, item]
     return pack, position
 

@@ -98,8 +98,8 @@ def _with_copies(problem: PlanProblem, homes: ExpertPlacement, sources: NDArray[
     heaviest = np.take_along_axis(slots_of_homes, np.argsort(-weight, axis=2, kind="stable"), axis=2)
     spare = np.full((layers, ranks, problem.spare_slots), -1, np.int32)
     links = len(sources)
-    copied = min(problem.replica_slots, slots_of_homes.shape[2]) // links * links if links else 0
-    for slot in range(copied):
+    num_copied = min(problem.replica_slots, slots_of_homes.shape[2]) // links * links if links else 0
+    for slot in range(num_copied):
         spare[:, :, slot] = heaviest[:, sources[slot % links], slot]
     slots = np.concatenate([slots_of_homes, spare], axis=2).reshape(layers, -1)
     return ExpertPlacement(physical_to_logical_map=slots, home_rank=homes.home_rank, ep_size=ranks)
@@ -116,8 +116,8 @@ def exactly_split(problem: PlanProblem, placement: ExpertPlacement) -> ReplicaPl
         layer = cell % load.num_layers
         expert, slot = copies[layer]
         rank = slot // placement.slots_per_rank
-        split = exact_split(loads, holders[layer], load.ep_size)
-        columns.append((np.full(len(expert), cell), expert, slot, rank, split.rows[rank, expert]))
+        rows_of_instances = exact_split(loads, holders[layer], load.ep_size)
+        columns.append((np.full(len(expert), cell), expert, slot, rank, rows_of_instances.rows[rank, expert]))
     cell_of, expert, slot, rank, quota = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     source_quota = proportional_source_quotas(
         load.pairs.reshape(-1, load.ep_size, load.num_experts),

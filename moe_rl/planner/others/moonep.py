@@ -46,16 +46,16 @@ class MoonEpPlanner(Planner):
         node_replicas, unplaced = level_exactly(
             loads_at_home(load, experts).reshape(-1, ranks, experts.shape[2]), slots=slots if may.replicate else 0
         )
-        at, taker, slot = np.nonzero(node_replicas.donor >= 0)
-        cell, node = np.divmod(at, problem.topology.num_nodes)
-        home = node * ranks + node_replicas.donor[at, taker, slot]
+        node_index, taker, slot = np.nonzero(node_replicas.donor >= 0)
+        cell, node = np.divmod(node_index, problem.topology.num_nodes)
+        home = node * ranks + node_replicas.donor[node_index, taker, slot]
         replicas = copies_in_slots(
             problem,
             placement,
             cell=cell,
-            expert=experts[cell % load.num_layers, home, node_replicas.expert[at, taker, slot]],
+            expert=experts[cell % load.num_layers, home, node_replicas.expert[node_index, taker, slot]],
             rank=node * ranks + taker,
-            quota=node_replicas.quota[at, taker, slot],
+            quota=node_replicas.quota[node_index, taker, slot],
         )
         return finish_plan(
             problem,

@@ -71,8 +71,8 @@ class RelibraPlanner(Planner):
         """Return [L, E] home ranks: nodes are chosen over all experts, then ranks inside every node."""
         topology = problem.topology
         total = problem.load.per_expert().sum(axis=(0, 1))
-        before = problem.starting_placement().home_rank.astype(np.int64)
-        node = before // topology.ranks_per_domain
+        old_home = problem.starting_placement().home_rank.astype(np.int64)
+        node = old_home // topology.ranks_per_domain
         if topology.num_nodes > 1:
             node = anneal_swaps(
                 node,
@@ -85,27 +85,27 @@ class RelibraPlanner(Planner):
                 power=self.power,
                 seed=problem.seed,
             )
-        home = _seated(before, node, problem)
+        home = _seated(old_home, node, problem)
         if topology.ranks_per_domain == 1:
             return home
-        return self._ranks_in_node(problem, total, before, home)
+        return self._ranks_in_node(problem, total, old_home, home)
 
-    def _ranks_in_node(self, problem: PlanProblem, total: Ints, before: Ints, home: Ints) -> Ints:
+    def _ranks_in_node(self, problem: PlanProblem, rows_LE: Ints, old_home: Ints, home: Ints) -> Ints:
         """Return `home` [L, E] after swaps between the ranks of each node, on computed rows alone.
 
         Experts that change their node move anyway: which of its ranks they go to costs nothing more.
         """
-        layers, experts = total.shape
+        layers, experts = rows_LE.shape
         nodes, ranks = problem.topology.num_nodes, problem.topology.ranks_per_domain
         node = home // ranks
         members = np.argsort(node, axis=1, kind="stable")
         in_node = (layers * nodes, experts // nodes)
-        loads = np.take_along_axis(total, members, axis=1).reshape(in_node).astype(np.float64)
+        loads = np.take_along_axis(rows_LE, members, axis=1).reshape(in_node).astype(np.float64)
         rank = anneal_swaps(
             np.take_along_axis(home % ranks, members, axis=1).reshape(in_node),
             np.broadcast_to(loads[:, None, None, :], (in_node[0], 1, ranks, in_node[1])),
             _prices(problem)[:1],
-            settled=np.take_along_axis(np.where(before == home, home % ranks, -1), members, axis=1).reshape(in_node),
+            settled=np.take_along_axis(np.where(old_home == home, home % ranks, -1), members, axis=1).reshape(in_node),
             move_price=_move_price(problem, problem.topology.hardware.nvlink_p2p_gb_per_s),
             iterations=self.iterations,
             temperature=self.temperature,
@@ -129,9 +129,9 @@ def _node_contribution(problem: PlanProblem, total: Ints) -> NDArray[np.float64]
     by_source = load.pairs.sum(axis=(0, 1), dtype=np.int64)
     rows_of_node = by_source.reshape(load.num_layers, nodes, topology.ranks_per_domain, load.num_experts).sum(axis=2)
     visits_per_pair = nodes * (1.0 - (1.0 - 1.0 / nodes) ** top_k) / top_k
-    received = (total[:, None, :] - rows_of_node) * visits_per_pair
-    computed = np.broadcast_to(total[:, None, :], received.shape)
-    return np.stack([computed, received], axis=1) / topology.ranks_per_domain
+    received_rows = (total[:, None, :] - rows_of_node) * visits_per_pair
+    computed_rows = np.broadcast_to(total[:, None, :], received_rows.shape)
+    return np.stack([computed_rows, received_rows], axis=1) / topology.ranks_per_domain
 
 
 def _prices(problem: PlanProblem) -> NDArray[np.float64]:
@@ -139,8 +139,8 @@ def _prices(problem: PlanProblem) -> NDArray[np.float64]:
     if not problem.objective.in_seconds:
         return np.array([1.0, 0.0])
     cost = problem.cost
-    sent = 2.0 * cost.a2a_row_bytes / cost.rdma_bytes_per_s
-    return np.array([seconds_per_row(cost), (cost.forward_passes + cost.backward_passes) * sent])
+    seconds_per_visit = 2.0 * cost.a2a_row_bytes / cost.rdma_bytes_per_s
+    return np.array([seconds_per_row(cost), (cost.forward_passes + cost.backward_passes) * seconds_per_visit])
 
 
 def _move_price(problem: PlanProblem, gb_per_s: float) -> float:
@@ -150,15 +150,15 @@ def _move_price(problem: PlanProblem, gb_per_s: float) -> float:
     return problem.model.expert_state_bytes / (gb_per_s * 1e9 * problem.topology.ep_size * problem.steps_served)
 
 
-def _seated(before: Ints, node: Ints, problem: PlanProblem) -> Ints:
+def _seated(old_home: Ints, node: Ints, problem: PlanProblem) -> Ints:
     """Return [L, E] homes in the given nodes: experts that keep their node keep their rank, the others fill up."""
     layers, experts = node.shape
     ranks = problem.topology.ranks_per_domain
     per_rank = experts // problem.load.ep_size
-    home = np.where(before // ranks == node, before, -1)
+    home = np.where(old_home // ranks == node, old_home, -1)
     for layer in range(layers):
-        free = per_rank - np.bincount(home[layer][home[layer] >= 0], minlength=problem.load.ep_size)
-        seats = np.repeat(np.arange(problem.load.ep_size), free)
+        free_seats = per_rank - np.bincount(home[layer][home[layer] >= 0], minlength=problem.load.ep_size)
+        seats = np.repeat(np.arange(problem.load.ep_size), free_seats)
         arrivals = np.flatnonzero(home[layer] < 0)
         # Seats run node by node, and every node has as many as experts arrive.
         home[layer, arrivals[np.argsort(node[layer, arrivals], kind="stable")]] = seats
