@@ -88,8 +88,8 @@ class DriverPacking:
         may have fewer sequences than others, by up to `padding_samples`.
         """
         ranks, core = self.topology.num_dp_ranks, native_core()
-        longest = int(lengths.max(initial=0))
-        if core is None or len(lengths) <= ranks or ranks == 1 or longest > self.token_budget:
+        longest_tokens = int(lengths.max(initial=0))
+        if core is None or len(lengths) <= ranks or ranks == 1 or longest_tokens > self.token_budget:
             return None
         run = TrainingRun(model=self.model, topology=self.topology, setting=self.setting)
         if stated is None:
@@ -136,24 +136,24 @@ def packed_shares(packing: DriverPacking, lengths: NDArray[np.int64], *, mini_ba
     positions = np.arange(len(lengths)).reshape(ranks, mini_batches, -1)
     members = [positions[:, number].ravel() for number in range(mini_batches)]
     layouts = [packing.layout(lengths[sequences]) for sequences in members]
-    packed = [layout for layout in layouts if layout is not None]
-    if len(packed) < mini_batches:
+    packed_layouts = [layout for layout in layouts if layout is not None]
+    if len(packed_layouts) < mini_batches:
         return None
     # The framework cuts every rank's share into mini-batches of one size.
-    size = max(int(np.bincount(layout.dp_rank, minlength=ranks).max()) for layout in packed)
+    size = max(int(np.bincount(layout.dp_rank, minlength=ranks).max()) for layout in packed_layouts)
     order, micro_batch = np.empty((2, ranks, mini_batches, size), np.int64)
     paddings = 0
-    for number, (layout, sequences) in enumerate(zip(packed, members, strict=True)):
-        filled = filled_up(layout, lengths[sequences], size)
-        if filled is None:  # no cell has room for a padding sample
+    for number, (layout, sequences) in enumerate(zip(packed_layouts, members, strict=True)):
+        filled_layout = filled_up(layout, lengths[sequences], size)
+        if filled_layout is None:  # no cell has room for a padding sample
             return packed_shares(replace(packing, padding_samples=0), lengths, mini_batches=mini_batches)
-        missing = len(filled.dp_rank) - len(sequences)
-        numbers = np.append(sequences, len(lengths) + paddings + np.arange(missing))
-        paddings += missing
+        num_missing = len(filled_layout.dp_rank) - len(sequences)
+        numbers = np.append(sequences, len(lengths) + paddings + np.arange(num_missing))
+        paddings += num_missing
         # Ranks one after the other, each by micro-batch: ranks have equally many, so the rows of a table are theirs.
-        by_rank = np.lexsort((filled.order, filled.micro_batch, filled.dp_rank))
+        by_rank = np.lexsort((filled_layout.order, filled_layout.micro_batch, filled_layout.dp_rank))
         order[:, number] = numbers[by_rank].reshape(ranks, -1)
-        micro_batch[:, number] = filled.micro_batch[by_rank].reshape(ranks, -1)
+        micro_batch[:, number] = filled_layout.micro_batch[by_rank].reshape(ranks, -1)
     return PackedShares(order=order.ravel(), micro_batch=micro_batch.ravel(), padding_samples=paddings)
 
 
@@ -163,8 +163,8 @@ def filled_up(layout: BatchLayout, lengths: NDArray[np.int64], size: int) -> Bat
     They go where a rank has fewest tokens.
     """
     tokens = layout.rank_tokens(lengths)
-    missing = size - np.bincount(layout.dp_rank, minlength=layout.num_dp_ranks)
-    dp_rank = np.repeat(np.arange(layout.num_dp_ranks, dtype=np.int32), missing)
+    missing_samples = size - np.bincount(layout.dp_rank, minlength=layout.num_dp_ranks)
+    dp_rank = np.repeat(np.arange(layout.num_dp_ranks, dtype=np.int32), missing_samples)
     micro_batch = np.empty_like(dp_rank)
     for index, rank in enumerate(dp_rank):
         micro_batch[index] = tokens[:, rank].argmin()

@@ -88,8 +88,10 @@ class PlanExchange:
             return value, tell(value)
 
         outcome, error = attempted(stepped)
-        everyone = self.gather_in_grid((None if outcome is None else outcome[1], told(error)))
-        said_by = self.gather_parts([[errors_of_ranks for _, errors_of_ranks in of_group] for of_group in everyone])
+        outcomes_in_grid = self.gather_in_grid((None if outcome is None else outcome[1], told(error)))
+        said_by = self.gather_parts(
+            [[errors_of_ranks for _, errors_of_ranks in of_group] for of_group in outcomes_in_grid]
+        )
         if error is not None:
             raise error
         for group, of_group in chain.from_iterable(map(enumerate, said_by)):
@@ -100,7 +102,7 @@ class PlanExchange:
                     )
         assert outcome is not None
         # no rank failed, so every value is set
-        return outcome[0], [[value for value, _ in of_group] for of_group in everyone]  # type: ignore[misc]
+        return outcome[0], [[value for value, _ in of_group] for of_group in outcomes_in_grid]  # type: ignore[misc]
 
     def gather_over_groups(self, message: T) -> list[T]:
         """Return what the ranks gave that hold the same experts in every EP group."""
@@ -121,17 +123,17 @@ class PlanExchange:
         All arrays have one dtype.
         """
         dtype = parts[0].dtype
-        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).view(np.uint8))
+        sent_bytes = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).view(np.uint8))
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape in shapes]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received_bytes = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(
-            received,
-            sent,
+            received_bytes,
+            sent_bytes,
             output_split_sizes=sizes,
             input_split_sizes=[part.nbytes for part in parts],
             group=self.ep,
         )
-        pieces = np.split(received.numpy(), np.cumsum(sizes)[:-1])
+        pieces = np.split(received_bytes.numpy(), np.cumsum(sizes)[:-1])
         return [piece.view(dtype).reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
@@ -174,13 +176,13 @@ def gathered(own_message: T, group: dist.ProcessGroup | None = None) -> list[T]:
         return [own_message]
     payload = pickle.dumps(own_message)
     message = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-    everyone = gather(np.resize(message[:SMALL_BYTES], SMALL_BYTES), group)
-    lengths = [8 + int.from_bytes(packet[:8].tobytes(), "little") for packet in everyone]
+    messages = gather(np.resize(message[:SMALL_BYTES], SMALL_BYTES), group)
+    lengths = [8 + int.from_bytes(packet[:8].tobytes(), "little") for packet in messages]
     if max(lengths) > SMALL_BYTES:
         overflow = np.zeros(max(lengths) - SMALL_BYTES, np.uint8)
         overflow[: max(0, len(message) - SMALL_BYTES)] = message[SMALL_BYTES:]
-        everyone = np.concatenate([everyone, gather(overflow, group)], axis=1)
-    return [pickle.loads(packet[8:length].tobytes()) for packet, length in zip(everyone, lengths, strict=True)]
+        messages = np.concatenate([messages, gather(overflow, group)], axis=1)
+    return [pickle.loads(packet[8:length].tobytes()) for packet, length in zip(messages, lengths, strict=True)]
 
 
 def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[Any]:
@@ -189,14 +191,14 @@ def gather(local: NDArray[Any], *groups: dist.ProcessGroup | None) -> NDArray[An
     """
     local = np.ascontiguousarray(local)
     # As bytes: NCCL and gloo know few of numpy's types.
-    everyone = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
+    values_of_ranks = torch.from_numpy(local.ravel().view(np.uint8)).to(_device_of(groups[0]))
     sizes = []
     for group in groups:
-        parts = [torch.empty_like(everyone) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, everyone, group=group)
-        everyone = torch.stack(parts)
+        parts = [torch.empty_like(values_of_ranks) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, values_of_ranks, group=group)
+        values_of_ranks = torch.stack(parts)
         sizes.append(len(parts))
-    result: NDArray[Any] = everyone.cpu().numpy().reshape(-1).view(local.dtype)
+    result: NDArray[Any] = values_of_ranks.cpu().numpy().reshape(-1).view(local.dtype)
     return result.reshape(*sizes[::-1], *local.shape)
 
 

@@ -128,10 +128,10 @@ class HomeChoice(Generic[Tables]):
         if passes is None or not rows or self._run.homes is None or not self._run.config.homes.reorders:
             return False
         self._log_prob_passes = None
-        everyone = gathered((passes.sequences, _keys_of(rows)))
-        update_keys = frozenset[int]().union(*(keys for _, keys in everyone))
+        keys_of_ranks = gathered((passes.sequences, _keys_of(rows)))
+        update_keys = frozenset[int]().union(*(keys for _, keys in keys_of_ranks))
         # Of every pass, by rank.
-        passes_of_ranks = [keys_of_passes for keys_of_passes, _ in everyone]
+        passes_of_ranks = [keys_of_passes for keys_of_passes, _ in keys_of_ranks]
         pass_keys = [frozenset[int]().union(*keys) for keys in zip(*passes_of_ranks, strict=True)]
         of_update = [not keys.isdisjoint(update_keys) for keys in pass_keys]
         if of_update[-1]:

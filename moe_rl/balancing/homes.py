@@ -78,14 +78,14 @@ class ExpertHomes:
         `GradientsWaitError` where gradients wait in layers that would change, and `ReorderError` where the move was
         given up; then `self.placement` tells, for the layers of this rank, where the experts are.
         """
-        current = self.placement
+        old_placement = self.placement
         require(
-            placement.home_rank.shape == current.home_rank.shape and placement.ep_size == current.ep_size,
+            placement.home_rank.shape == old_placement.home_rank.shape and placement.ep_size == old_placement.ep_size,
             "the placement does not match this run: its home_rank [MoE layers, experts] has shape "
             f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, this run has "
-            f"{list(current.home_rank.shape)} for {current.ep_size}.",
+            f"{list(old_placement.home_rank.shape)} for {old_placement.ep_size}.",
         )
-        home = placement.with_slots(resident_slots=current.resident_slots, spare_slots=current.spare_slots)
+        home = placement.with_slots(resident_slots=old_placement.resident_slots, spare_slots=old_placement.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
             self._move(self._state_placement, weights_only=True)
         return self._move(home, wants_no_gradients=True)
@@ -102,49 +102,49 @@ class ExpertHomes:
         if not self._ever_moved:
             yield
             return
-        current = self.placement
+        placement = self.placement
         self._move(self.own_placement, weights_only=weights_only)
         try:
             yield
         finally:
-            self._move(current, weights_only=weights_only)
+            self._move(placement, weights_only=weights_only)
 
     def _move(self, home: ExpertPlacement, *, weights_only: bool = False, wants_no_gradients: bool = False) -> int:
         """Move to `home`; agree on it first, and then on nothing more if nobody has anything to move."""
         layers = list(self._movable.layers)
-        old, new = home_experts(self.placement)[layers], home_experts(home)[layers]
+        old_experts, new_experts = home_experts(self.placement)[layers], home_experts(home)[layers]
         # Of all slots, so that ranks agree on residents too.
         digest = np.frombuffer(hashlib.sha256(home.physical_to_logical_map.tobytes()).digest(), np.int64)
-        moves = not np.array_equal(old, new)
+        moves = not np.array_equal(old_experts, new_experts)
         waits = moves and wants_no_gradients and self._movable.gradients_wait()
-        everyone = self.groups.gather_in_run(np.append(digest, [int(moves), int(waits)]))
+        facts_of_ranks = self.groups.gather_in_run(np.append(digest, [int(moves), int(waits)]))
         require(
-            bool((everyone[:, :-2] == digest).all()),
+            bool((facts_of_ranks[:, :-2] == digest).all()),
             "all ranks must be given the same expert placement, but the placements differ.",
         )
-        if everyone[:, -1].any():
+        if facts_of_ranks[:, -1].any():
             raise GradientsWaitError(
                 "experts cannot move now, because their gradients still wait for an optimizer step and would be "
                 "lost. Call reorder() after the step, or zero the gradients first (zero_grad_buffer() of the "
                 "model, zero_grad() of the optimizer)."
             )
-        received = 0
-        if everyone[:, -2].any():
-            received = self._carry_out(old, new, weights_only=weights_only)
+        received_bytes = 0
+        if facts_of_ranks[:, -2].any():
+            received_bytes = self._carry_out(old_experts, new_experts, weights_only=weights_only)
         self.placement = home
         if not weights_only:
             self._state_placement = home
-        return received
+        return received_bytes
 
-    def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
-        """Move experts from the home slots `old` [layers, E] to `new`; return the bytes that this rank received."""
+    def _carry_out(self, old_experts: NDArray[np.int32], new_experts: NDArray[np.int32], *, weights_only: bool) -> int:
+        """Move experts from `old_experts`, [layers, E] by home slot, to `new_experts`; return the bytes received here."""
         self._ever_moved = True
         experts, state_to_move = self._movable.ready()
         state = None if weights_only else state_to_move
         with ranges.range("reorder"):
             return migrate(
-                old,
-                new,
+                old_experts,
+                new_experts,
                 experts,
                 groups=self.groups,
                 state=state,
@@ -181,7 +181,7 @@ class ImaginedHomes(ExpertHomes):
         """True: nothing moves."""
         return True
 
-    def _carry_out(self, old: NDArray[np.int32], new: NDArray[np.int32], *, weights_only: bool) -> int:
+    def _carry_out(self, old_experts: NDArray[np.int32], new_experts: NDArray[np.int32], *, weights_only: bool) -> int:
         return 0
 
     @contextmanager

@@ -109,10 +109,10 @@ def common_num_micro_batches(notices: Notices) -> int | None:
 
 def require_one_number(numbers: Sequence[int | None]) -> None:
     """Raise unless all numbers of micro-batches are the same."""
-    listed = ", ".join(sorted(map(str, set(numbers))))
+    listed_numbers = ", ".join(sorted(map(str, set(numbers))))
     require(
         len(set(numbers)) == 1,
-        f"all ranks must have the same number of micro-batches with routes, but they have {listed}.",
+        f"all ranks must have the same number of micro-batches with routes, but they have {listed_numbers}.",
     )
 
 

@@ -49,9 +49,9 @@ class EarlierLoads:
 
     def then(self, load: StepLoad) -> StepLoad | None:
         """Return the loads before this one as one, None if there are none, and remember this one."""
-        earlier = StepLoad.joined(self._loads) if self._loads else None
+        earlier_load = StepLoad.joined(self._loads) if self._loads else None
         self._loads.append(load)
-        return earlier
+        return earlier_load
 
 
 def count_routes(
@@ -63,8 +63,8 @@ def count_routes(
     choice that is not known, and a row of which nothing is known is not counted. `layers` are the l layers to count,
     all by default. Raises `InvalidInputError` for another shape and for an id outside -1 .. E - 1.
     """
-    counted = range(num_layers) if layers is None else layers
-    pairs = np.zeros((len(routes), len(counted), num_experts), np.int32)
+    counted_layers = range(num_layers) if layers is None else layers
+    pairs = np.zeros((len(routes), len(counted_layers), num_experts), np.int32)
     rows = np.zeros(len(routes), np.int64)
     for micro_batch, routes_of_batch in enumerate(routes):
         ids = as_array(routes_of_batch)
@@ -73,20 +73,20 @@ def count_routes(
             f"the routes of micro-batch {micro_batch} must be integers of shape [tokens, {num_layers} MoE layers, "
             f"top-k], got {ids.dtype} {list(ids.shape)}.",
         )
-        ids = ids[:, _index(counted)]
+        ids = ids[:, _index(counted_layers)]
         if not ids.size:
             continue
-        lowest, highest = int(ids.min()), int(ids.max())
+        lowest_id, highest_id = int(ids.min()), int(ids.max())
         require(
-            lowest >= -1 and highest < num_experts,
+            lowest_id >= -1 and highest_id < num_experts,
             f"the expert ids in the routes of micro-batch {micro_batch} must be -1 to {num_experts - 1}, but they "
-            f"range from {lowest} to {highest}.",
+            f"range from {lowest_id} to {highest_id}.",
         )
-        unknown = int(lowest < 0)
+        unknown = int(lowest_id < 0)
         # Where some are not known, -1 becomes expert 0 and the others move up by one: the core takes unsigned ids.
-        moved = np.add(ids, unknown, dtype=route_dtype(num_experts + unknown), casting="unsafe", order="C")
+        shifted_ids = np.add(ids, unknown, dtype=route_dtype(num_experts + unknown), casting="unsafe", order="C")
         # One thread: every rank of a node counts at the same time, beside the training loop.
-        pairs[micro_batch] = count_rows(moved, num_experts=num_experts + unknown, num_threads=1)[0][:, unknown:]
+        pairs[micro_batch] = count_rows(shifted_ids, num_experts=num_experts + unknown, num_threads=1)[0][:, unknown:]
         rows[micro_batch] = int((ids >= 0).any(axis=(1, 2)).sum()) if unknown else len(ids)
     return pairs, rows
 

@@ -49,10 +49,10 @@ def plan_from_local(
         of_groups = gathered(of_groups[0], expert_dp_group)
     numbers = sorted({len(loads_of_rank) for of_group in of_groups for loads_of_rank in of_group})
     require(len(numbers) == 1, f"all ranks must have the same number of micro-batches, but they have {numbers}.")
-    everyone = np.array(of_groups, np.int32).transpose(0, 2, 3, 1, 4)
+    pairs_of_groups = np.array(of_groups, np.int32).transpose(0, 2, 3, 1, 4)
     load = StepLoad(
-        pairs=np.ascontiguousarray(everyone),
-        tokens=-(-everyone.sum(axis=4, dtype=np.int64).max(axis=2, initial=0) // model.top_k),
+        pairs=np.ascontiguousarray(pairs_of_groups),
+        tokens=-(-pairs_of_groups.sum(axis=4, dtype=np.int64).max(axis=2, initial=0) // model.top_k),
         top_k=model.top_k,
     )
     return plan_of_load(

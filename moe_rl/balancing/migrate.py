@@ -137,13 +137,15 @@ class _Transfer:
         return pieces
 
 
-def moves_between(old: NDArray[np.int32], new: NDArray[np.int32], layers: Sequence[LocalExperts]) -> list[ExpertMove]:
-    """Return the moves of the L layers from `old` to `new`, both [L, E] experts by home slot."""
+def moves_between(
+    old_experts: NDArray[np.int32], new_experts: NDArray[np.int32], layers: Sequence[LocalExperts]
+) -> list[ExpertMove]:
+    """Return the moves of the L layers from `old_experts` to `new_experts`, both [L, E] experts by home slot."""
     moves = []
     for layer, experts in enumerate(layers):
-        slot_of = np.argsort(old[layer])
-        for destination in np.flatnonzero(old[layer] != new[layer]).tolist():
-            source = int(slot_of[new[layer, destination]])
+        slot_of = np.argsort(old_experts[layer])
+        for destination in np.flatnonzero(old_experts[layer] != new_experts[layer]).tolist():
+            source = int(slot_of[new_experts[layer, destination]])
             moves.append(ExpertMove(experts=experts, source=source, destination=destination))
     return moves
 
@@ -176,8 +178,8 @@ def migrate(
         max_moves = max(MIN_MOVES, max_scratch_bytes // bytes_per_move)
         per_rank = new.shape[1] // groups.ep_size
         arrangements = arrangements_between(old, new, per_rank=per_rank, max_moves=max_moves)
-        for before, after in pairwise([old, *arrangements]):
-            moves = moves_between(before, after, layers)
+        for arrangement_before, arrangement_after in pairwise([old, *arrangements]):
+            moves = moves_between(arrangement_before, arrangement_after, layers)
             transfers.append(_transfer(moves, groups, state, num_state_tensors))
         scratch = _scratch(transfers, device=groups.device)
     except Exception as error:  # whatever it is, the other ranks wait in the next line
@@ -197,9 +199,9 @@ def migrate(
                 f"moving the experts failed in round {index + 1} of {len(transfers)}. Experts are where the earlier "
                 f"rounds put them, and each is complete: {error}"
             ) from error
-        for number, ((_, target), received) in enumerate(zip(transfer.receives, pieces, strict=True)):
+        for number, ((_, target), received_piece) in enumerate(zip(transfer.receives, pieces, strict=True)):
             for place in (target, *transfer.mirrors.get(number, ())):
-                place.copy_(received)
+                place.copy_(received_piece)
         on_commit(arrangement)
     return sum(transfer.received_bytes for transfer in transfers)
 
@@ -249,10 +251,10 @@ def _transfer(
                     offset = to_shards[to_group][0]
                     peer = groups.grid[from_group, source_rank]
                     for places in state.tensors(target):
-                        first, *others = (t[start - offset : stop - offset] for t in places)
-                        if others:  # Megatron's own tensor mirrors an offloaded master
-                            transfer.mirrors[len(transfer.receives)] = others
-                        transfer.receives.append((peer, first))
+                        first_tensor, *mirrors = (t[start - offset : stop - offset] for t in places)
+                        if mirrors:  # Megatron's own tensor mirrors an offloaded master
+                            transfer.mirrors[len(transfer.receives)] = mirrors
+                        transfer.receives.append((peer, first_tensor))
     return transfer
 
 
@@ -269,9 +271,9 @@ def _number_of_state_tensors(layers: Sequence[LocalExperts], groups: ExpertGrid,
         } or {-1}
     except Exception as error:  # whatever it is, the other ranks wait in the next line
         problem = f" The error on this rank: {error}"
-    everyone = groups.gather_in_run(np.array([min(counts), max(counts), int(not problem)], np.int64))
-    numbers = sorted(set(everyone[:, :2][everyone[:, :2] >= 0].tolist()))
-    if not everyone[:, 2].all():
+    counts_of_ranks = groups.gather_in_run(np.array([min(counts), max(counts), int(not problem)], np.int64))
+    numbers = sorted(set(counts_of_ranks[:, :2][counts_of_ranks[:, :2] >= 0].tolist()))
+    if not counts_of_ranks[:, 2].all():
         raise ReorderError(f"no expert was moved, because a rank could not find its optimizer state.{problem}")
     if len(numbers) > 1:
         raise ReorderError(
@@ -294,7 +296,7 @@ def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: Exper
     halves of fp32 masters as int16, a type that NCCL does not know.
     """
     me = dist.get_rank()
-    own = iter([tensor for rank, tensor in transfer.sends if rank == me])
+    own_tensors = iter([tensor for rank, tensor in transfer.sends if rank == me])
     operations = [
         dist.P2POp(dist.isend, tensor.to(groups.device).view(torch.uint8), rank, groups.grid_group)
         for rank, tensor in transfer.sends
@@ -302,7 +304,7 @@ def _exchange(transfer: _Transfer, pieces: Sequence[torch.Tensor], groups: Exper
     ]
     for (rank, _), piece in zip(transfer.receives, pieces, strict=True):
         if rank == me:
-            piece.copy_(next(own))
+            piece.copy_(next(own_tensors))
         else:
             operations.append(dist.P2POp(dist.irecv, piece.view(torch.uint8), rank, groups.grid_group))
     for work in dist.batch_isend_irecv(operations) if operations else []:

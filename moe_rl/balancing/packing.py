@@ -112,7 +112,7 @@ def packed_micro_batches(
         per_rank = tokens.sum() / topology.num_ranks / stated_layout.num_micro_batches
         run = TrainingRun(model=model, topology=topology, setting=step_setting(config, setting, forward_only=False))
         cost = cost_of_lengths(run, tokens, tokens_per_rank=per_rank)
-    packed = packed_on_their_ranks(
+    packed_layout = packed_on_their_ranks(
         stated_layout,
         load,
         tokens=tokens,
@@ -122,4 +122,4 @@ def packed_micro_batches(
         objective=objective,
         core=core,
     )
-    return {rank: packed[owner == index] for index, rank in enumerate(ranks)}
+    return {rank: packed_layout[owner == index] for index, rank in enumerate(ranks)}

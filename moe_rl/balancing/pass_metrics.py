@@ -111,9 +111,9 @@ class PassMetrics:
             values["moe_rl/largest_micro_batch_tokens"] = float(self.memory.largest_micro_batch)
         if self.predicted_rows is not None and self.predicted_rows.any():
             values["moe_rl/predicted_imbalance"] = imbalance(self.predicted_rows[None])
-            planned = self.actual_rows[: len(self.predicted_rows)]
-            difference = np.abs(self.predicted_rows - planned).sum()
-            values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(planned.sum())))
+            rows_of_planned = self.actual_rows[: len(self.predicted_rows)]
+            difference = np.abs(self.predicted_rows - rows_of_planned).sum()
+            values["moe_rl/misplaced_share"] = float(difference / 2 / max(1, int(rows_of_planned.sum())))
         if self.would_be is not None:
             values["moe_rl/would_be_imbalance"] = imbalance(self.would_be.rows[None])
             values["moe_rl/would_be_moe_layer_s"] = self.would_be.moe_layer_s
@@ -138,8 +138,8 @@ class PassMetrics:
         if self.micro_batches_in_flight is not None and self.actual_rows.any():
             per_micro_batch = self.actual_rows.sum(axis=1)
             window = min(self.micro_batches_in_flight, len(per_micro_batch))
-            held = np.lib.stride_tricks.sliding_window_view(per_micro_batch, window, axis=0).sum(axis=2)
-            values["moe/max_cum_overload_factor"] = float(held.max() / held.mean(axis=1).max())
+            rows_in_flight = np.lib.stride_tricks.sliding_window_view(per_micro_batch, window, axis=0).sum(axis=2)
+            values["moe/max_cum_overload_factor"] = float(rows_in_flight.max() / rows_in_flight.mean(axis=1).max())
         return values
 
 

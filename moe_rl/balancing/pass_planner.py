@@ -189,9 +189,9 @@ class PassPlanner:
         layer_shares: list[LayerShare] = []
         own_share = None
         if rows is not None:
-            own, layer_shares = self._exchange_shares(request, rows, notices)
+            exchanged_share, layer_shares = self._exchange_shares(request, rows, notices)
             if request.config.observe:
-                own_share = own.replicas
+                own_share = exchanged_share.replicas
         plan = request.plan
         if plan is None:
             plan = self._assembly.join_shares(request, layer_shares, num_micro_batches)

@@ -132,11 +132,11 @@ def joined(parts: Sequence[PlannedPass]) -> PlannedPass:
     """Return what is known of consecutive micro-batches as one pass; its plans are those of the first part."""
     if len(parts) == 1:
         return parts[0]
-    counted = [part.counted for part in parts if part.counted is not None]
+    counts_of_parts = [part.counted for part in parts if part.counted is not None]
     forecasts = [part.memory for part in parts if part.memory is not None]
     counted_rows = None
-    if counted:
-        counted_rows = replace(counted[0], pairs=np.concatenate([part.pairs for part in counted]))
+    if counts_of_parts:
+        counted_rows = replace(counts_of_parts[0], pairs=np.concatenate([part.pairs for part in counts_of_parts]))
     return replace(
         parts[0],
         predicted_rows=_concatenated([part.predicted_rows for part in parts]),

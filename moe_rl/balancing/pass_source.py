@@ -67,8 +67,10 @@ class PassSource:
         With `sequences`, routers are counted for the passes to come, and an update of which the log-prob pass counted
         every row is planned from those counts: replayed routes leave out the rows that the live router decides.
         """
-        named = _of_every_micro_batch(sequences, len(routes))
-        return cls(num_micro_batches=len(routes) or None, routes=tuple(routes), sequences=named, layout=layout)
+        sequences_of_batches = _of_every_micro_batch(sequences, len(routes))
+        return cls(
+            num_micro_batches=len(routes) or None, routes=tuple(routes), sequences=sequences_of_batches, layout=layout
+        )
 
     @classmethod
     def given(
@@ -190,10 +192,10 @@ class ExpectedOrReplayedRows(RowReader):
 
         Replayed routes are what will run. Where they leave rows out, what the log-prob pass counted is nearer.
         """
-        replayed = self._replayed.read()
-        if replayed.known < 1.0 and self._forecast.covers(self._sequences):
+        replayed_rows = self._replayed.read()
+        if replayed_rows.known < 1.0 and self._forecast.covers(self._sequences):
             return self._forecast.predict(self._sequences)
-        return replayed
+        return replayed_rows
 
 
 class ReadOnce(RowReader):

@@ -285,8 +285,8 @@ class PassCycle(RoutePlanner[Tables]):
                 choice.settle(() if source is None else source.sequences or ())
                 choice.move()
             return
-        coming = passes[0]
-        if not coming.forward_only and choice.settle(coming.source.sequences or ()):
+        next_pass = passes[0]
+        if not next_pass.forward_only and choice.settle(next_pass.source.sequences or ()):
             self._queue.prepare_again(choice.proposed.fresh)
         # A pass that was prepared for other homes than those proposed now keeps the experts where it expects them.
         homes = passes[0].homes

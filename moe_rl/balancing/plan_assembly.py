@@ -98,16 +98,16 @@ class PlanAssembly:
         num_layers, num_groups = self._model.num_moe_layers, 1
         if request.of_all_groups:
             num_groups = self._exchange.num_groups
-        like = ReplicaPlan.empty(
+        empty_plan = ReplicaPlan.empty(
             num_ep_groups=num_groups if request.whole_plan else 1,
             num_micro_batches=num_micro_batches,
             num_layers=num_layers,
             ep_size=request.placement.ep_size,
         )
         if not request.whole_plan:
-            like = like.of_source(self._exchange.rank)
+            empty_plan = empty_plan.of_source(self._exchange.rank)
         parts = [(share.layers, share.replicas) for share in shares if share.replicas is not None]
-        replicas = ReplicaPlan.joined(parts, num_layers=num_layers, like=like)
+        replicas = ReplicaPlan.joined(parts, num_layers=num_layers, like=empty_plan)
         placement = request.placement
         if request.of_all_groups:
             placement = _with_layers(placement, shares)
@@ -150,8 +150,10 @@ class PlanAssembly:
         if of_stage.own_source is None:
             of_stage = of_stage.of_source(self._exchange.rank)
         # All layers of the model, so that a layer has the same index on every stage.
-        like = self._no_replicas(of_stage.num_micro_batches, plan.placement.ep_size).of_source(self._exchange.rank)
-        replicas = ReplicaPlan.joined([(self._layers, of_stage)], num_layers=like.num_layers, like=like)
+        empty_plan = self._no_replicas(of_stage.num_micro_batches, plan.placement.ep_size).of_source(
+            self._exchange.rank
+        )
+        replicas = ReplicaPlan.joined([(self._layers, of_stage)], num_layers=empty_plan.num_layers, like=empty_plan)
         return replace(plan, replicas=replicas)
 
     def _is_of_other_stages(self, replicas: ReplicaPlan) -> bool:

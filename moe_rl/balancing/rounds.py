@@ -56,41 +56,41 @@ def arrangements_between(
     """
     require(max_moves >= MIN_MOVES, f"max_moves must be at least {MIN_MOVES}, got {max_moves}.")
     rounds: list[_Round] = []
-    for layer, (before, after) in enumerate(zip(old, new, strict=True)):
-        for cycle in _cycles(before, after):
-            earliest = 0  # the pieces of one cycle follow each other
+    for layer, (old_layer, new_layer) in enumerate(zip(old, new, strict=True)):
+        for cycle in _cycles(old_layer, new_layer):
+            first_round = 0  # the pieces of one cycle follow each other
             for piece in _pieces(cycle, per_rank=per_rank, max_moves=max_moves):
-                received = Counter(slot // per_rank for slot in piece)
+                received_of_rank = Counter(slot // per_rank for slot in piece)
                 index = next(
-                    (i for i in range(earliest, len(rounds)) if rounds[i].has_room_for(received, max_moves)),
+                    (i for i in range(first_round, len(rounds)) if rounds[i].has_room_for(received_of_rank, max_moves)),
                     len(rounds),
                 )
                 if index == len(rounds):
                     rounds.append(_Round())
                 rounds[index].cycles.append((layer, piece))
-                rounds[index].received += received
-                earliest = index + 1
-    arrangements, current = [], old
+                rounds[index].received += received_of_rank
+                first_round = index + 1
+    arrangements, arrangement = [], old
     for swaps in rounds:
-        current = current.copy()
+        arrangement = arrangement.copy()
         for layer, slots in swaps.cycles:
-            current[layer, slots] = current[layer, [*slots[1:], slots[0]]]
-        arrangements.append(current)
+            arrangement[layer, slots] = arrangement[layer, [*slots[1:], slots[0]]]
+        arrangements.append(arrangement)
     return arrangements
 
 
-def _cycles(before: NDArray[np.int32], after: NDArray[np.int32]) -> Iterator[list[int]]:
+def _cycles(old_layer: NDArray[np.int32], new_layer: NDArray[np.int32]) -> Iterator[list[int]]:
     """Yield the cycles of one layer, each from its lowest slot on: every slot is to take what the next one holds."""
-    source = np.argsort(before)[after]
-    seen = source == np.arange(len(source))
-    for start in np.flatnonzero(~seen).tolist():
-        if seen[start]:
+    source = np.argsort(old_layer)[new_layer]
+    is_seen = source == np.arange(len(source))
+    for start in np.flatnonzero(~is_seen).tolist():
+        if is_seen[start]:
             continue
         cycle, slot = [start], int(source[start])
         while slot != start:
             cycle.append(slot)
             slot = int(source[slot])
-        seen[cycle] = True
+        is_seen[cycle] = True
         yield cycle
 
 
@@ -98,10 +98,10 @@ def _pieces(cycle: list[int], *, per_rank: int, max_moves: int) -> Iterator[list
     """Yield cycles that make up `cycle` one after the other, none with more than `max_moves` slots of one rank."""
     start = 0
     while start < len(cycle) - 1:
-        received: Counter[int] = Counter()
+        received_of_rank: Counter[int] = Counter()
         stop = start
-        while stop < len(cycle) and received[cycle[stop] // per_rank] < max_moves:
-            received[cycle[stop] // per_rank] += 1
+        while stop < len(cycle) and received_of_rank[cycle[stop] // per_rank] < max_moves:
+            received_of_rank[cycle[stop] // per_rank] += 1
             stop += 1
         yield cycle[start:stop]
         start = stop - 1  # the slot that the next piece shares

@@ -40,13 +40,13 @@ class RunningPass(Generic[Tables]):
     @classmethod
     def of(cls, prepared: PreparedPass[Tables], planned: PlannedPass, *, plan_wait_s: float) -> Self:
         """Return a prepared pass that begins now, with the plan of its first part as it will be carried out."""
-        later = prepared.parts[1:]
+        later_parts = prepared.parts[1:]
         num_micro_batches = planned.plan.replicas.num_micro_batches
-        if later and prepared.source.num_micro_batches is not None:
+        if later_parts and prepared.source.num_micro_batches is not None:
             num_micro_batches = prepared.source.num_micro_batches
         return cls(
             planned=planned,
-            later=later,
+            later=later_parts,
             forward_only=prepared.forward_only,
             plan_wait_s=plan_wait_s,
             num_micro_batches=num_micro_batches,

@@ -158,10 +158,10 @@ def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequence
         for order, sample in enumerate(samples)
     ]
     columns = np.array(places, np.int64).reshape(-1, 4)
-    named = np.sort(columns[:, 0])
+    sample_numbers = np.sort(columns[:, 0])
     require(
-        np.array_equal(named, np.arange(num_sequences)),
-        f"the schedule must contain each of the {num_sequences} samples once, got {named.tolist()[:20]}.",
+        np.array_equal(sample_numbers, np.arange(num_sequences)),
+        f"the schedule must contain each of the {num_sequences} samples once, got {sample_numbers.tolist()[:20]}.",
     )
     by_sample = columns[np.argsort(columns[:, 0])].astype(np.int32)
     return BatchLayout(
@@ -227,9 +227,9 @@ def plan_of_load(
         whole_step = micro_batch_cost(step)
     moves_over = topology
     if config.homes.reorders and may.move_homes:  # and every export brings the weights home and back
-        slower = 1 + 2 * BF16_BYTES * model.expert_params / model.expert_state_bytes
+        update_factor = 1 + 2 * BF16_BYTES * model.expert_params / model.expert_state_bytes
         hardware, links = topology.hardware, ("rdma_gb_per_s", "nvlink_p2p_gb_per_s")
-        rates = {name: getattr(hardware, name) / slower for name in links}
+        rates = {name: getattr(hardware, name) / update_factor for name in links}
         moves_over = replace(topology, hardware=replace(hardware, **rates))
     slots = config.slots
     problem = PlanProblem(
@@ -302,16 +302,16 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     """Raise where the policy is unknown, has no slot limits, cannot leave experts at home, or leaves slots empty."""
     policy = POLICIES[config.policy]
 
-    usable = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
+    usable_policies = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
             f"policy {config.policy!r} puts any number of replicas on a rank, but a run has buffers for only "
-            f"{config.slots.spare}. Use one of {usable}."
+            f"{config.slots.spare}. Use one of {usable_policies}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
             f"policy {config.policy!r} moves experts to other home ranks in every plan. Inside Megatron, use one of "
-            f"{usable}."
+            f"{usable_policies}."
         )
     require_useful_slots(config)
 
@@ -337,8 +337,8 @@ def home_experts(placement: ExpertPlacement) -> NDArray[np.int32]:
     per_rank = placement.num_experts // placement.ep_size
     slots = placement.physical_to_logical_map.reshape(placement.num_layers, placement.ep_size, -1)
     experts = slots[:, :, :per_rank].reshape(placement.num_layers, -1)
-    complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
-    require(complete, f"the first {per_rank} slots of every rank must contain its {per_rank} home experts.")
+    is_complete = np.array_equal(np.sort(experts, axis=1), np.tile(np.arange(placement.num_experts), (len(experts), 1)))
+    require(is_complete, f"the first {per_rank} slots of every rank must contain its {per_rank} home experts.")
     return experts
 
 

@@ -99,9 +99,9 @@ class SlotTables:
         home = placement.home_slot()
         is_home = np.zeros(placement.physical_to_logical_map.shape, np.bool_)
         np.put_along_axis(is_home, home, True, axis=1)
-        wrong = np.flatnonzero(is_home[cell % num_layers, slot])
-        if len(wrong):
-            micro_batch, layer = divmod(int(cell[wrong[0]]), num_layers)
+        misplaced = np.flatnonzero(is_home[cell % num_layers, slot])
+        if len(misplaced):
+            micro_batch, layer = divmod(int(cell[misplaced[0]]), num_layers)
             raise InvalidInputError(
                 f"the plan puts a replica of micro-batch {micro_batch}, layer {layer} into the home slot of another "
                 "expert."
@@ -116,19 +116,19 @@ class SlotTables:
         np.put_along_axis(of_layer[4], home, 1, axis=1)
         np.put_along_axis(of_layer[6], home, 1, axis=1)
         terms = of_layer[:, cells % num_layers]
-        at_home = home[cell % num_layers, expert]
+        home_slot = home[cell % num_layers, expert]
         key = cell * num_experts + expert
         column = replicas.column_of(source_rank)
         split = PlannedSplit.of(replicas, part, key, slice(column, column + 1))
         total = np.maximum(split.total, 1)
-        planned = (split.planned, total)
-        of_replica = (split.before, split.upto, split.share_before, split.share_upto, *planned)
-        of_home = (split.upto, split.planned, split.share_upto, total, *planned)
+        planned_and_total = (split.planned, total)
+        of_replica = (split.before, split.upto, split.share_before, split.share_upto, *planned_and_total)
+        of_home = (split.upto, split.planned, split.share_upto, total, *planned_and_total)
         terms[0, table, slot] = expert
         order = np.argsort(key, kind="stable")  # of an expert's several replicas the last one tells the home
         for index, (shares_of_replica, homes) in enumerate(zip(of_replica, of_home, strict=True), start=1):
             terms[index, table, slot] = shares_of_replica[:, 0]
-            terms[index, table[order], at_home[order]] = homes[order, 0]
+            terms[index, table[order], home_slot[order]] = homes[order, 0]
         num_sources = placement.ep_size
         if shared[1] > 1:
             source_rank, num_sources = shared

@@ -18,36 +18,36 @@ BLOCK = 1024
 def _split_point(quota, share, planned, total, actual, source, num_sources):
     """`core.plan.split_point`, of int64."""
     steps, step = 2 * num_sources, 2 * source + 1
-    kept = tl.minimum(actual, planned)
+    rows_within = tl.minimum(actual, planned)
     planned, total = tl.maximum(planned, 1), tl.maximum(total, 1)
-    within = (steps * quota * kept + step * planned) // (steps * planned)
-    return within + (steps * share * (actual - kept) + step * total) // (steps * total)
+    share_within = (steps * quota * rows_within + step * planned) // (steps * planned)
+    return share_within + (steps * share * (actual - rows_within) + step * total) // (steps * total)
 
 
 @triton.jit
 def _to_slots(
-    probs, routing_map, actual, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots,
+    probs, routing_map, pairs_ptr, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots,
     source, num_sources, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     column = tl.load(expert + slot)
-    occurs = tl.load(actual + column)
+    actual_pairs = tl.load(pairs_ptr + column)
     planned, total = tl.load(split + 4 * num_slots + slot), tl.load(split + 5 * num_slots + slot)
     quota, share = tl.load(split + slot), tl.load(split + 2 * num_slots + slot)
-    first = _split_point(quota, share, planned, total, occurs, source, num_sources)
+    first_ordinal = _split_point(quota, share, planned, total, actual_pairs, source, num_sources)
     quota, share = tl.load(split + num_slots + slot), tl.load(split + 3 * num_slots + slot)
-    stop = _split_point(quota, share, planned, total, occurs, source, num_sources)
-    met = occurs * 0
+    stop_ordinal = _split_point(quota, share, planned, total, actual_pairs, source, num_sources)
+    num_met = actual_pairs * 0
     for start in range(0, num_rows, BLOCK):
         rows = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        there = rows < num_rows
-        chosen = tl.load(routing_map + rows * num_experts + column, mask=there, other=0).to(tl.int64)
-        ordinal = met + tl.cumsum(chosen, 0) - 1
-        taken = (chosen > 0) & (ordinal >= first) & (ordinal < stop)
-        weights = tl.load(probs + rows * num_experts + column, mask=taken, other=0.0)
-        tl.store(slot_probs + rows * num_slots + slot, weights, mask=there)
-        tl.store(slot_map + rows * num_slots + slot, taken.to(tl.uint8), mask=there)
-        met += tl.sum(chosen, 0)
+        is_row = rows < num_rows
+        is_chosen = tl.load(routing_map + rows * num_experts + column, mask=is_row, other=0).to(tl.int64)
+        ordinal = num_met + tl.cumsum(is_chosen, 0) - 1
+        is_taken = (is_chosen > 0) & (ordinal >= first_ordinal) & (ordinal < stop_ordinal)
+        weights = tl.load(probs + rows * num_experts + column, mask=is_taken, other=0.0)
+        tl.store(slot_probs + rows * num_slots + slot, weights, mask=is_row)
+        tl.store(slot_map + rows * num_slots + slot, is_taken.to(tl.uint8), mask=is_row)
+        num_met += tl.sum(is_chosen, 0)
 
 
 class ToSlots(torch.autograd.Function):
@@ -64,15 +64,15 @@ class ToSlots(torch.autograd.Function):
             split.contiguous(), slot_probs, slot_map, num_rows, probs.shape[1], num_slots, source, num_sources,
             BLOCK=BLOCK,
         )  # fmt: skip
-        found = slot_map.view(torch.bool)
-        ctx.mark_non_differentiable(found)
-        ctx.save_for_backward(found, expert)
+        is_in_slot = slot_map.view(torch.bool)
+        ctx.mark_non_differentiable(is_in_slot)
+        ctx.save_for_backward(is_in_slot, expert)
         ctx.num_experts = probs.shape[1]
-        return slot_probs, found
+        return slot_probs, is_in_slot
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         """Return the gradient of probs: of an expert, that of whichever slot has the pair."""
-        taken, expert = ctx.saved_tensors
+        is_in_slot, expert = ctx.saved_tensors
         column = gradient.new_zeros((len(gradient), ctx.num_experts))
-        return column.index_add_(1, expert, gradient * taken), None, None, None, None, None
+        return column.index_add_(1, expert, gradient * is_in_slot), None, None, None, None, None

@@ -39,7 +39,7 @@ class PassTables:
         slots = SlotTables.of_plan(planned.local_plan, group=0, source_rank=transport.rank, shared=part)
         cells = ReplicaCells.of_plan(
             planned.local_plan,
-            anywhere=planned.replicated_ML,
+            has_copies=planned.replicated_ML,
             rank=transport.rank,
             buffers=transport.buffers,
             chunks=[layers_of(chunk) for chunk in _chunks(states)],

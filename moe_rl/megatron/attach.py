@@ -64,10 +64,12 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     require_in_common(config)
     chunks_and_layers, experts = agreed(lambda: _looked_at(chunks, config))
-    shared = gathered(_digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group())
+    shared_digests = gathered(
+        _digest_of_shared(chunks_and_layers, experts), parallel_state.get_expert_model_parallel_group()
+    )
     agreed(
         lambda: require(
-            len(set(shared)) == 1,
+            len(set(shared_digests)) == 1,
             "an adapter that all experts share must be equal on all ranks of an EP group, but it differs.",
         )
     )
@@ -169,16 +171,16 @@ def _states(
         waits_for_all = config.slots.cross_node_slots > 0 and id(chunk) not in chunks_begun
         chunks_begun.add(id(chunk))
         if waits_for_all:
-            waiting = [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
+            waiting_experts = [moe_layer.experts for owner, moe_layer in chunks_and_layers if owner is chunk]
         else:
-            waiting = [layer.experts]
+            waiting_experts = [layer.experts]
         state = LayerState(
             layer=model.moe_layer_ids.index(layer.layer_number - 1),
             experts=view,
             clock=clocks[id(chunk)],
             original_class=type(layer),
             index=len(states),
-            gather=ParameterGather.of(chunk, waiting),
+            gather=ParameterGather.of(chunk, waiting_experts),
             overlapped=_overlaps(layer),
             placement_bitwise=config.kernels.placement_bitwise,
             home_dispatcher=layer.token_dispatcher,
@@ -232,14 +234,16 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     _refuse(layer.config, experimental=config.experimental, copies=copies, facts=facts)
     # From 0.18 on Megatron has another name for it.
     scopes = layer.config.cuda_graph_scope or getattr(layer.config, "cuda_graph_modules", None) or ("the whole layer",)
-    captured = {str(getattr(scope, "name", scope)) for scope in scopes}
+    captured_scopes = {str(getattr(scope, "name", scope)) for scope in scopes}
     require(
-        layer.config.cuda_graph_impl == "none" or captured <= CAPTURED,
-        f"cuda_graph_scope captures {', '.join(sorted(captured - CAPTURED))}, but a plan changes what an MoE layer "
-        f"does from one micro-batch to the next. Capture only {' or '.join(sorted(CAPTURED))}.",
+        layer.config.cuda_graph_impl == "none" or captured_scopes <= CAPTURED,
+        f"cuda_graph_scope captures {', '.join(sorted(captured_scopes - CAPTURED))}, but a plan changes what an MoE "
+        f"layer does from one micro-batch to the next. Capture only {' or '.join(sorted(CAPTURED))}.",
     )
     require(
-        layer.config.cuda_graph_impl == "none" or "moe_router" not in captured or layer.router.router_replay is None,
+        layer.config.cuda_graph_impl == "none"
+        or "moe_router" not in captured_scopes
+        or layer.router.router_replay is None,
         "cuda_graph_scope captures moe_router, so its graph would replay the routes of the capture. Remove "
         "moe_router from the scope, or turn moe_enable_routing_replay off.",
     )

@@ -32,7 +32,7 @@ class BackwardRanges:
         if not (ranges.is_enabled() and torch.is_grad_enabled()):
             return
         owner = object()
-        missing = sum(tensor.requires_grad for tensor in inputs)
+        num_open = sum(tensor.requires_grad for tensor in inputs)
 
         def enter(_: torch.Tensor) -> None:
             if self._owner is not owner:
@@ -42,9 +42,9 @@ class BackwardRanges:
                 self._owner = owner
 
         def leave(_: torch.Tensor) -> None:
-            nonlocal missing
-            missing -= 1
-            if not missing and self._owner is owner:
+            nonlocal num_open
+            num_open -= 1
+            if not num_open and self._owner is owner:
                 self._close()
 
         for tensors, hook in ((results, enter), (inputs, leave)):

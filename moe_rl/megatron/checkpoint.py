@@ -58,35 +58,39 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
         except InvalidInputError as error:
             broadcast[1] = str(error)
     dist.broadcast_object_list(broadcast, src=0)
-    saved, problem = broadcast
+    saved_placement, problem = broadcast
     require(not problem, problem)
-    if saved is None:
+    if saved_placement is None:
         logger.warning(
             "moe_rl: the file %s does not exist, so experts stay on the ranks where Megatron puts them.", path
         )
         return False
     own_placement = balancer.placement
     require(
-        saved.home_rank.shape == own_placement.home_rank.shape,
-        f"{path} does not match this model: it has [MoE layers, experts] = {list(saved.home_rank.shape)}, the model "
-        f"has {list(own_placement.home_rank.shape)}.",
+        saved_placement.home_rank.shape == own_placement.home_rank.shape,
+        f"{path} does not match this model: it has [MoE layers, experts] = {list(saved_placement.home_rank.shape)}, "
+        f"the model has {list(own_placement.home_rank.shape)}.",
     )
-    if saved.resident_slots > own_placement.resident_slots or (
-        saved.resident_slots and saved.ep_size != own_placement.ep_size
+    if saved_placement.resident_slots > own_placement.resident_slots or (
+        saved_placement.resident_slots and saved_placement.ep_size != own_placement.ep_size
     ):
         logger.warning(
             "moe_rl: the replicas for the whole step in %s do not fit this run, so the run starts without them.", path
         )
-        saved = ExpertPlacement.from_home_rank(saved.home_rank, ep_size=saved.ep_size)
-    if saved.ep_size != own_placement.ep_size:
+        saved_placement = ExpertPlacement.from_home_rank(saved_placement.home_rank, ep_size=saved_placement.ep_size)
+    if saved_placement.ep_size != own_placement.ep_size:
         logger.warning(
             "moe_rl: %s was saved with EP size %d. With EP size %d, experts that shared a rank stay together as "
             "far as possible.",
             path,
-            saved.ep_size,
+            saved_placement.ep_size,
             own_placement.ep_size,
         )
-    balancer.reorder(saved if saved.ep_size == own_placement.ep_size else resized(saved, ep_size=own_placement.ep_size))
+    balancer.reorder(
+        saved_placement
+        if saved_placement.ep_size == own_placement.ep_size
+        else resized(saved_placement, ep_size=own_placement.ep_size)
+    )
     return True
 
 

@@ -276,6 +276,6 @@ def _finished(
     """Add the returned gradients to the homes'; return those, with what found no `main_grad` added to them."""
     exchange.finish_return()
     gradients, trained = list(home_gradients), exchange.trained
-    for one in returning:
-        one.add_loose(gradients, trained, num_experts=exchange.experts.num_local_experts)
+    for home_gradient in returning:
+        home_gradient.add_loose(gradients, trained, num_experts=exchange.experts.num_local_experts)
     return gradients

@@ -62,14 +62,14 @@ class ExpertOptimizerState:
         if not parameter.requires_grad:
             return []
         owner, buffer = self._owner(parameter)
-        begin, end, bucket_index = buffer.param_index_map[parameter]
+        first_element, end_element, bucket_index = buffer.param_index_map[parameter]
         bucket = buffer.buckets[bucket_index]
         size = owner.data_parallel_group.size()
         per_shard = bucket.grad_data.numel() // size
         shards = []
         for rank in range(size):  # shards are cut without regard to parameters: one may lie in several
-            start = max(begin, bucket.offset + rank * per_shard) - begin
-            stop = min(end, bucket.offset + (rank + 1) * per_shard) - begin
+            start = max(first_element, bucket.offset + rank * per_shard) - first_element
+            stop = min(end_element, bucket.offset + (rank + 1) * per_shard) - first_element
             shards.append((start, max(start, stop)))
         return shards
 
@@ -132,15 +132,15 @@ class MegatronExperts:
         """Return whether an expert has a gradient other than zero that no optimizer step has used; waits for it."""
         if not any(state.clock.trained for state in self._states):
             return False
-        nonzero = []
+        nonzero_gradients = []
         for state in self._states:
             for slot in range(state.experts.num_local_experts):
                 for parameter in state.experts.parameters_of(slot):
-                    nonzero += [gradient.ne(0).any() for gradient in _gradients_of(parameter)]
+                    nonzero_gradients += [gradient.ne(0).any() for gradient in _gradients_of(parameter)]
         # One wait of the host for all of them.
-        if not nonzero:
+        if not nonzero_gradients:
             return False
-        return bool(torch.stack(nonzero).any())
+        return bool(torch.stack(nonzero_gradients).any())
 
     def _note_step(self, *_: Any) -> None:
         for state in self._states:

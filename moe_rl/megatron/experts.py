@@ -114,10 +114,10 @@ def home_parameters(experts: ExpertParameters) -> list[list[torch.nn.Parameter]]
 
 def filled_slots(rows_per_slot: Sequence[int], weights: Sequence[Weights | None], num_local_experts: int) -> list[int]:
     """Return home slots and filled replica slots, ascending; raise where tokens arrived in an empty one."""
-    filled = []
+    slots = []
     for slot, (rows, weight) in enumerate(zip(rows_per_slot, weights, strict=True)):
         if slot < num_local_experts or weight is not None:
-            filled.append(slot)
+            slots.append(slot)
         elif rows:
             raise RuntimeError(f"{rows} token-expert pairs arrived in slot {slot}, which has no replica.")
-    return filled
+    return slots

@@ -57,9 +57,9 @@ def make_room(dispatcher: Any, rows: torch.Tensor, tokens: int) -> None:
         for name in names
         if name in parameters and hasattr(manager.config, option)
     }
-    most = max(rows.shape[-2], tokens)
-    most += -most % getattr(_fused_a2a(), "HYBRIDEP_TOKEN_ALIGNMENT", 1)
-    allocate(manager.group, rows.shape[-1], most, manager.num_local_experts, fp8_dispatch=False, **options)
+    buffer_tokens = max(rows.shape[-2], tokens)
+    buffer_tokens += -buffer_tokens % getattr(_fused_a2a(), "HYBRIDEP_TOKEN_ALIGNMENT", 1)
+    allocate(manager.group, rows.shape[-1], buffer_tokens, manager.num_local_experts, fp8_dispatch=False, **options)
 
 
 def limit_rows(dispatcher: Any, rows: int | None, *, factor: float | None = None) -> None:

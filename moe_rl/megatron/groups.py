@@ -88,9 +88,9 @@ class ExpertGroups(ExpertGrid):
 def plan_exchange(groups: ExpertGroups) -> PlanExchange:
     """Return host groups of the EP and expert-DP ranks for planning alone; a collective of all ranks of the run."""
     kinds = (groups.ep, groups.expert_dp, groups.expert_tp)[: 3 if groups.expert_tp.size() > 1 else 2]
-    everyone = gathered([tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
+    groups_of_ranks = gathered([tuple(dist.get_process_group_ranks(kind)) for kind in kinds])
     process_groups = [
-        own_group(ranks, backend="gloo", timeout=_timeout(groups.ep)) for ranks in zip(*everyone, strict=True)
+        own_group(ranks, backend="gloo", timeout=_timeout(groups.ep)) for ranks in zip(*groups_of_ranks, strict=True)
     ]
     return PlanExchange(**dict(zip(("ep", "expert_dp", "expert_tp"), process_groups, strict=False)))
 
@@ -101,18 +101,19 @@ def check_groups(ep_size: int) -> None:
         parallel_state.model_parallel_is_initialized(),
         "Megatron's model-parallel groups are not initialized: call initialize_model_parallel before attach.",
     )
-    have = parallel_state.get_expert_model_parallel_world_size()
+    megatron_ep_size = parallel_state.get_expert_model_parallel_world_size()
     require(
-        have == ep_size,
-        f"the model was built with expert_model_parallel_size {ep_size}, but Megatron's groups have {have} EP ranks.",
+        megatron_ep_size == ep_size,
+        f"the model was built with expert_model_parallel_size {ep_size}, but Megatron's groups have "
+        f"{megatron_ep_size} EP ranks.",
     )
 
 
 def _device() -> torch.device:
-    current: Any = torch.cuda.current_device()
-    if isinstance(current, torch.device):
-        return current
-    return torch.device("cuda", current)
+    device_index: Any = torch.cuda.current_device()
+    if isinstance(device_index, torch.device):
+        return device_index
+    return torch.device("cuda", device_index)
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:

@@ -99,11 +99,12 @@ def _guard_walker(walker: Walker, module: ModuleType) -> None:
             return function(*args, **kwargs)
         return _checked_at_first(lambda: require_home(chunks, walker.does), lambda: function(*args, **kwargs))
 
-    original = getattr(holder, name)
+    original_function = getattr(holder, name)
     wrap(holder, name, guarded)
-    for other in list(sys.modules.values()):  # that have said `from ... import` before; None stands for a barred import
-        if not owner and other is not None and getattr(other, "__dict__", {}).get(name) is original:
-            setattr(other, name, getattr(holder, name))
+    # Those that have said `from ... import` before; None stands for a barred import.
+    for importer in list(sys.modules.values()):
+        if not owner and importer is not None and getattr(importer, "__dict__", {}).get(name) is original_function:
+            setattr(importer, name, getattr(holder, name))
 
 
 def _checked_at_first(check: Callable[[], None], items: Callable[[], Iterable[Any]]) -> Iterator[Any]:

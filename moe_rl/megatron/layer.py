@@ -198,24 +198,24 @@ class ElasticMoELayer(MoELayer):
         if state is None:
             return super().routed_experts_compute(hidden_states, probs)
         rows, rows_per_slot, row_probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        arrived, counts, most = len(rows), rows_per_slot, state.buffer_rows
-        if most is None:
+        num_arrived, counts, buffer_rows = len(rows), rows_per_slot, state.buffer_rows
+        if buffer_rows is None:
             counts = rows_per_slot.tolist()
             if state.counts:
                 state.rows[state.micro_batch] = sum(counts)
-        elif arrived < most:  # more of them run as they are, and end_pass() raises
-            short = most - arrived
-            rows, row_probs = F.pad(rows, (0, 0, 0, short)), F.pad(row_probs, (0, short))
+        elif num_arrived < buffer_rows:  # more of them run as they are, and end_pass() raises
+            missing_rows = buffer_rows - num_arrived
+            rows, row_probs = F.pad(rows, (0, 0, 0, missing_rows)), F.pad(row_probs, (0, missing_rows))
         with self._range("expert_gemm"):
             if state.current is not None:
                 output = state.current.replicated.compute(rows, counts, row_probs)
-            elif most is None:
+            elif buffer_rows is None:
                 output = state.experts.forward_homes(rows, rows_per_slot, row_probs)
             else:
-                nothing = [None] * state.experts.num_local_experts
-                output = state.experts.forward(rows, counts, row_probs, nothing, nothing)
-        if len(output) > arrived:
-            output = output[:arrived]
+                no_replicas = [None] * state.experts.num_local_experts
+                output = state.experts.forward(rows, counts, row_probs, no_replicas, no_replicas)
+        if len(output) > num_arrived:
+            output = output[:num_arrived]
         self._mark_backward("expert_gemm", (rows, row_probs), (output,))
         return self.token_dispatcher.combine_preprocess(output), None
 
@@ -263,9 +263,9 @@ class ElasticMoELayer(MoELayer):
 
     def require_home(self, what: str) -> None:
         """Raise if experts are not where Megatron puts them; `what` nobody can do with them then: saved, loaded."""
-        moved = self._elastic is not None and self._elastic.home_table is not None
+        homes_have_moved = self._elastic is not None and self._elastic.home_table is not None
         require(
-            not moved,
+            not homes_have_moved,
             f"nothing can be {what} now, because the experts of layer {self.layer_number} are not on the ranks "
             "where Megatron puts them: do it inside `with balancer.canonical():`.",
         )
@@ -319,12 +319,12 @@ def _expert_order(expert_of_slot: torch.Tensor, rows_of_slot: torch.Tensor, toke
 
 def elastic_spec(spec: ModuleSpec) -> ModuleSpec:
     """Return a transformer-layer spec whose MoE layer is an `ElasticMoELayer`; raise if it has none."""
-    changed = copy.deepcopy(spec)
-    moe = getattr(changed.submodules, "mlp", None)
-    changed.submodules.mlp = built_as(moe, MoELayer, ElasticMoELayer)
-    if changed.submodules.mlp is None:
+    elastic = copy.deepcopy(spec)
+    moe = getattr(elastic.submodules, "mlp", None)
+    elastic.submodules.mlp = built_as(moe, MoELayer, ElasticMoELayer)
+    if elastic.submodules.mlp is None:
         raise ValueError(f"the layer spec must have MoELayer at submodules.mlp, but has {moe!r}.")
-    return changed
+    return elastic
 
 
 def dispatcher_over_slots(layer: MoELayer, *, num_slots: int) -> MoETokenDispatcher:

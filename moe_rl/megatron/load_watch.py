@@ -61,8 +61,8 @@ class LoadWatch:
         self.give_up()
         if not counts:
             return {}
-        nothing = torch.zeros_like(next(iter(counts.values())))
-        by_layer = [counts.get((m, layer), nothing) for m in range(micro_batches) for layer in range(self._num_layers)]
+        no_rows = torch.zeros_like(next(iter(counts.values())))
+        by_layer = [counts.get((m, layer), no_rows) for m in range(micro_batches) for layer in range(self._num_layers)]
         rows = torch.stack(by_layer)
         dist.all_reduce(rows, group=parallel_state.get_expert_model_parallel_group())
         ep_size = parallel_state.get_expert_model_parallel_world_size()

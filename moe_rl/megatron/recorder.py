@@ -76,9 +76,9 @@ class RoutingRecorder:
         spec = model_spec(layers[0].config)
         self._num_experts, self._top_k, self._layer_ids = spec.num_experts, spec.top_k, spec.moe_layer_ids
         self._model, self._provenance = model, provenance
-        self._where = RowSlice.current()
+        self._row_slice = RowSlice.current()
         require(
-            self._where.tp_size == 1 or layers[0].config.sequence_parallel,
+            self._row_slice.tp_size == 1 or layers[0].config.sequence_parallel,
             "recording needs sequence parallelism, because without it every tensor-parallel rank has all tokens.",
         )
         self._dp_rank = parallel_state.get_data_parallel_rank()
@@ -128,8 +128,8 @@ class RoutingRecorder:
         dist.barrier()
         dist.destroy_process_group(self._group)
 
-    def _hooked(self, wrapped: torch.nn.Module) -> _Chunk:
-        module = unwrapped(wrapped)
+    def _hooked(self, wrapped_chunk: torch.nn.Module) -> _Chunk:
+        module = unwrapped(wrapped_chunk)
         chunk = _Chunk(layer_ids=[], boundaries=[], micro_batches=[], side_by_side=[])
         for layer in module.modules():
             if not isinstance(layer, MoELayer):
@@ -146,15 +146,15 @@ class RoutingRecorder:
             if not self._recording:
                 return
             chunk.running = {}
-            packed = kwargs.get("packed_seq_params")
-            if packed is not None:
-                padded = getattr(packed, "cu_seqlens_q_padded", None)
-                ends = packed.cu_seqlens_q if padded is None else padded
+            packed_params = kwargs.get("packed_seq_params")
+            if packed_params is not None:
+                padded_ends = getattr(packed_params, "cu_seqlens_q_padded", None)
+                ends = packed_params.cu_seqlens_q if padded_ends is None else padded_ends
                 chunk.boundaries.append(ends.detach().cpu().numpy().astype(np.int64))
             else:
                 batch, length = (args[0] if args else kwargs["input_ids"]).shape
-                chunk.boundaries.append(np.arange(batch + 1) * length * self._where.cp_size)
-            chunk.side_by_side.append(packed is None)
+                chunk.boundaries.append(np.arange(batch + 1) * length * self._row_slice.cp_size)
+            chunk.side_by_side.append(packed_params is None)
 
         return begin
 
@@ -172,10 +172,10 @@ class RoutingRecorder:
 
     def _end_hook(self, chunk: _Chunk) -> Any:
         def end(*_: Any) -> None:
-            running, chunk.running = chunk.running, None
-            if running is None:
+            routes_of_layers, chunk.running = chunk.running, None
+            if routes_of_layers is None:
                 return
-            ids_of_layers, valid_of_layers = zip(*subset(running, chunk.layer_ids).values(), strict=True)
+            ids_of_layers, valid_of_layers = zip(*subset(routes_of_layers, chunk.layer_ids).values(), strict=True)
             ids = torch.stack(ids_of_layers, dim=1).int().cpu().numpy()
             valid = torch.stack(valid_of_layers, dim=1).cpu().numpy()
             chunk.micro_batches.append((ids, valid))
@@ -183,37 +183,39 @@ class RoutingRecorder:
         return end
 
     def _append(self, step: int, columns: Mapping[str, NDArray[np.integer]]) -> None:
-        own_record = (self._where, [(chunk.layer_ids, chunk.micro_batches) for chunk in self._chunks])
-        parts: list[Any] | None = [None] * dist.get_world_size(self._group) if self._writer is not None else None
-        dist.gather_object(own_record, parts, dst=dist.get_global_rank(self._group, 0), group=self._group)
-        if self._writer is None or parts is None:
+        own_record = (self._row_slice, [(chunk.layer_ids, chunk.micro_batches) for chunk in self._chunks])
+        records_of_ranks: list[Any] | None = (
+            [None] * dist.get_world_size(self._group) if self._writer is not None else None
+        )
+        dist.gather_object(own_record, records_of_ranks, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        if self._writer is None or records_of_ranks is None:
             return
         chunk_of_ids = self._chunks[0]
         require(
             bool(chunk_of_ids.boundaries),
             "nothing was recorded in this step, because the recorded model ran no forward pass.",
         )
-        sequences, valid, micro_batch = [], [], []
+        routes_of_sequences, valid_of_sequences, micro_batch = [], [], []
         for index, (ends, side_by_side) in enumerate(
             zip(chunk_of_ids.boundaries, chunk_of_ids.side_by_side, strict=True)
         ):
             ids, valid_rows = _whole_micro_batch(
-                parts, index, ends, side_by_side=side_by_side, num_layers=len(self._layer_ids)
+                records_of_ranks, index, ends, side_by_side=side_by_side, num_layers=len(self._layer_ids)
             )
             for start, stop in pairwise(ends.tolist()):
-                sequences.append(ids[start:stop])
-                valid.append(np.all(valid_rows[start:stop], axis=1))
+                routes_of_sequences.append(ids[start:stop])
+                valid_of_sequences.append(np.all(valid_rows[start:stop], axis=1))
                 micro_batch.append(index)
-        count = len(sequences)
+        count = len(routes_of_sequences)
         numbers = (self._num_sequences + np.arange(count)) * self._dp_size + self._dp_rank
         self._num_sequences += count
         columns_given = {"sample_id": numbers, "group_id": columns.get("sample_id", numbers), **columns}
         self._writer.append(
             RoutingTrace.from_sequences(
-                sequences,
+                routes_of_sequences,
                 num_experts=self._num_experts,
                 moe_layer_ids=self._layer_ids,
-                valid=valid,
+                valid=valid_of_sequences,
                 model=self._model,
                 provenance=self._provenance,
                 step=np.full(count, step),
@@ -231,14 +233,14 @@ def _whole_micro_batch(
     top_k = parts[0][1][0][1][index][0].shape[2]
     num_tokens = int(boundaries[-1])
     ids = np.zeros((num_tokens, num_layers, top_k), np.int32)
-    valid = np.zeros((num_tokens, num_layers), np.bool_)
-    for where, chunks in parts:
-        rows = held_positions(boundaries, where, side_by_side=side_by_side)
+    is_valid = np.zeros((num_tokens, num_layers), np.bool_)
+    for row_slice, chunks in parts:
+        rows = held_positions(boundaries, row_slice, side_by_side=side_by_side)
         for layer_ids, micro_batches in chunks:
             part_ids, part_valid = micro_batches[index]
             ids[rows[:, None], layer_ids] = part_ids
-            valid[rows[:, None], layer_ids] = part_valid
-    return ids, valid
+            is_valid[rows[:, None], layer_ids] = part_valid
+    return ids, is_valid
 
 
 def _sharing_group(dp_rank: int) -> dist.ProcessGroup:

@@ -141,13 +141,13 @@ class ReplicaBuffers:
         host.
         """
         size, slots = self.message_numel, self.replica_slots + across * self.cross_node_slots
-        flat = self.weights.view(-1).view(torch.uint8)
+        weight_bytes = self.weights.view(-1).view(torch.uint8)
         row_bytes = self.numel * self.weights.element_size()
         places = []
         for slot in range(slots):
             row = self.row(slot, half)
             start = -(-row * row_bytes // torch.float32.itemsize) * torch.float32.itemsize
-            places.append(flat[start : start + size * torch.float32.itemsize].view(torch.float32))
+            places.append(weight_bytes[start : start + size * torch.float32.itemsize].view(torch.float32))
         for row in range(len(self.gradients)):
             if row not in hosted_rows:
                 places += [self.gradients[row, i * size : (i + 1) * size] for i in range(self.gradient_numel // size)]

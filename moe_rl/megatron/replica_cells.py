@@ -33,7 +33,7 @@ class ReplicaCells:
     filled: NDArray[np.bool_]
     """[M * L, 2] whether some rank fills rows in the node, across nodes."""
     any_across: bool
-    anywhere: NDArray[np.bool_]
+    has_copies: NDArray[np.bool_]
     """[M * L] whether some rank of any EP group holds a replica, or a copy for the step."""
     half: Ints
     """[M * L] which half of the cross-node rows the cell uses, 0 or 1."""
@@ -45,14 +45,14 @@ class ReplicaCells:
         cls,
         plan: Plan,
         *,
-        anywhere: NDArray[np.bool_],
+        has_copies: NDArray[np.bool_],
         rank: int,
         buffers: ReplicaBuffers,
         chunks: Sequence[Sequence[int]],
     ) -> Self:
         """Return the cells of the plan of one EP group.
 
-        `anywhere` [M, L] says where some EP group has replicas; `chunks` are the layers of this rank's model chunks,
+        `has_copies` [M, L] says where some EP group has replicas; `chunks` are the layers of this rank's model chunks,
         in their order.
 
         An example of ordinals, capacities and rounds: experts in bf16, R = 1, C = 0, and rank 0's expert 3 has replicas
@@ -67,14 +67,15 @@ class ReplicaCells:
         replicas, placement = plan.replicas, plan.placement
         num_layers = replicas.num_layers
         cell, expert, physical_id = replicas.index_of_replica(), replicas.expert, replicas.physical_id
-        used = np.stack([cell, physical_id], axis=1)
+        cell_and_slot = np.stack([cell, physical_id], axis=1)
         require(
-            len(np.unique(used, axis=0)) == len(used), "the plan puts two replicas of one layer into the same slot."
+            len(np.unique(cell_and_slot, axis=0)) == len(cell_and_slot),
+            "the plan puts two replicas of one layer into the same slot.",
         )
         first_slot = placement.slots_per_rank - placement.spare_slots
-        stays = placement.physical_to_logical_map[cell % num_layers, physical_id] == expert
-        stays &= physical_id % placement.slots_per_rank < first_slot  # these are pushed once, and not by the cell
-        cell, expert, physical_id = cell[~stays], expert[~stays], physical_id[~stays]
+        is_resident = placement.physical_to_logical_map[cell % num_layers, physical_id] == expert
+        is_resident &= physical_id % placement.slots_per_rank < first_slot  # these are pushed once, and not by the cell
+        cell, expert, physical_id = cell[~is_resident], expert[~is_resident], physical_id[~is_resident]
         resident = np.any(placement.resident_experts >= 0, axis=(1, 2))
         return cls._of_copies(
             placement,
@@ -86,7 +87,7 @@ class ReplicaCells:
             rank=rank,
             buffers=buffers,
             chunks=chunks,
-            anywhere=(anywhere | resident).ravel(),
+            has_copies=(has_copies | resident).ravel(),
         )
 
     @classmethod
@@ -105,7 +106,7 @@ class ReplicaCells:
             rank=rank,
             buffers=buffers,
             chunks=[],
-            anywhere=np.any(residents >= 0, axis=(1, 2)),
+            has_copies=np.any(residents >= 0, axis=(1, 2)),
         )
 
     @classmethod
@@ -121,7 +122,7 @@ class ReplicaCells:
         rank: int,
         buffers: ReplicaBuffers,
         chunks: Sequence[Sequence[int]],
-        anywhere: NDArray[np.bool_],
+        has_copies: NDArray[np.bool_],
     ) -> Self:
         """Return the cells of N copies; the slots of their kind begin at `first_slot` of every rank."""
         num_layers, per_rank = placement.num_layers, placement.slots_per_rank
@@ -129,32 +130,32 @@ class ReplicaCells:
         home_rank, home_slot = np.divmod(placement.home_slot()[cell % num_layers, expert].astype(np.int64), per_rank)
         host_rank, host_slot = np.divmod(physical_id.astype(np.int64), per_rank)
         host_slot -= first_slot
-        wrong = np.flatnonzero((host_slot < 0) | (host_rank == home_rank))
-        if len(wrong):
-            at = int(wrong[0])
+        misplaced = np.flatnonzero((host_slot < 0) | (host_rank == home_rank))
+        if len(misplaced):
+            bad_copy = int(misplaced[0])
             raise InvalidInputError(
-                f"the plan puts the replica of expert {expert[at]} (micro-batch {cell[at] // num_layers}, layer "
-                f"{cell[at] % num_layers}) into slot {physical_id[at]}, which is not a replica slot of another "
-                "rank."
+                f"the plan puts the replica of expert {expert[bad_copy]} (micro-batch {cell[bad_copy] // num_layers}, "
+                f"layer {cell[bad_copy] % num_layers}) into slot {physical_id[bad_copy]}, which is not a replica slot "
+                "of another rank."
             )
         # By home first, so that the ordinal of a copy among those of its home is its place after the first of them.
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))
         columns = [column[order] for column in (cell, home_rank, home_slot, host_rank, host_slot)]
         cell, home_rank, home_slot, host_rank, host_slot = columns
         ranks = placement.ep_size
-        hosted = np.bincount(cell * ranks + host_rank, minlength=num_cells * ranks)
-        at_home = cell * ranks + home_rank
+        hosted_replicas = np.bincount(cell * ranks + host_rank, minlength=num_cells * ranks)
+        cell_and_home = cell * ranks + home_rank
         is_cross_node = host_slot >= buffers.replica_slots
-        filled = np.zeros((num_cells, 2), np.bool_)
-        filled[cell, is_cross_node.astype(np.int64)] = True
+        has_kind = np.zeros((num_cells, 2), np.bool_)
+        has_kind[cell, is_cross_node.astype(np.int64)] = True
         capacity = np.array(
             [
-                [buffers.staging_capacity(hosted=count, across=bool(used)) for count in range(buffers.num_slots + 1)]
-                for used in (0, 1)
+                [buffers.staging_capacity(hosted=count, across=bool(across)) for count in range(buffers.num_slots + 1)]
+                for across in (0, 1)
             ]
         )
-        ordinal = np.arange(len(cell)) - np.searchsorted(at_home, at_home)
-        home_capacity = capacity[filled[cell, 1].astype(np.int64), hosted[at_home]]
+        ordinal = np.arange(len(cell)) - np.searchsorted(cell_and_home, cell_and_home)
+        home_capacity = capacity[has_kind[cell, 1].astype(np.int64), hosted_replicas[cell_and_home]]
         # Both sides of a return derive its rounds, so that no rank makes one more than another.
         rounds = np.zeros(num_cells, np.int64)  # of a cell, those of the home that needs most
         np.maximum.at(
@@ -167,17 +168,17 @@ class ReplicaCells:
             num_layers=num_layers,
             start=np.searchsorted(cell[is_local], np.arange(num_cells + 1)),
             copies=copies,
-            filled=filled,
-            any_across=bool(filled[:, 1].any()),
-            anywhere=anywhere,
-            half=_halves(filled[:, 1].reshape(-1, num_layers), chunks).ravel(),
+            filled=has_kind,
+            any_across=bool(has_kind[:, 1].any()),
+            has_copies=has_copies,
+            half=_halves(has_kind[:, 1].reshape(-1, num_layers), chunks).ravel(),
             rounds=rounds,
         )
 
     def cell(self, micro_batch: int, layer: int) -> ReplicaCell | None:
         """Return one cell, empty where all copies are resident or other EP groups'; None where there are none."""
         index = micro_batch * self.num_layers + layer
-        if not self.anywhere[index]:
+        if not self.has_copies[index]:
             return None
         in_node, cross_node = self.filled[index]
         half = int(self.half[index])

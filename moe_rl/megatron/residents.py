@@ -111,9 +111,9 @@ class ResidentCopies:
             return
         if placement is not self._placement:
             self._follow(placement)
-        same = self._pushed is not None and torch.equal(self._checksums(), self._pushed)
+        are_pushed = self._pushed is not None and torch.equal(self._checksums(), self._pushed)
         # One rank whose weights changed makes all push: a push takes both ends.
-        keeps = self._groups.all_true(same)
+        keeps = self._groups.all_true(are_pushed)
         for layer in self.layers.values():
             transport = layer.transport
             transport.settle()

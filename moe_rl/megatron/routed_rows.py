@@ -149,7 +149,7 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
                 "moe_enable_routing_replay."
             )
         lists.append(list(replay.replay_backward_list))
-    counts = {len(recorded) for recorded in lists}
+    counts = {len(routes_of_list) for routes_of_list in lists}
     require(
         len(counts) == 1 and counts != {0},
         "the replay targets of every layer must be set once per micro-batch, but the routers have targets for "

@@ -158,17 +158,17 @@ def _own_choice(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         return group_limited_topk(scores, router.topk, *scores.shape, *groups)[1], scores.new_full(rows.shape[:1], -1)
     if router.topk == scores.shape[1]:
         return scores.topk(router.topk, dim=1).indices, scores.new_full(rows.shape[:1], -1)
-    best = scores.topk(router.topk + 1, dim=1)
-    gap = best.values[:, -2] - best.values[:, -1]
-    return best.indices[:, :-1], gap / scores.abs().amax(dim=1).clamp_min(1e-9)
+    best_scores = scores.topk(router.topk + 1, dim=1)
+    gap = best_scores.values[:, -2] - best_scores.values[:, -1]
+    return best_scores.indices[:, :-1], gap / scores.abs().amax(dim=1).clamp_min(1e-9)
 
 
 def _on_the_way(columns: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
     if not columns[0].is_cuda:
         return columns, None
     host = [torch.empty(column.shape, dtype=column.dtype, pin_memory=True) for column in columns]
-    for there, column in zip(host, columns, strict=True):
-        there.copy_(column, non_blocking=True)
+    for host_column, column in zip(host, columns, strict=True):
+        host_column.copy_(column, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return host, event

@@ -178,15 +178,17 @@ class MegatronLayers(RunLayers[PassTables]):
     def _of_all_stages(self, table: NDArray[np.int32], own_layers: list[int]) -> NDArray[np.int32]:
         own_rows = np.full_like(table, -2)  # below -1, which an empty slot has
         own_rows[own_layers] = table[own_layers]
-        merged: NDArray[np.int32] = self.groups.gather_in_run(own_rows.astype(np.int64)).max(axis=0).astype(table.dtype)
-        return merged
+        merged_rows: NDArray[np.int32] = (
+            self.groups.gather_in_run(own_rows.astype(np.int64)).max(axis=0).astype(table.dtype)
+        )
+        return merged_rows
 
     def _rows_that_ran(self, gathering: RowGathering[PassTables]) -> NDArray[np.int64]:
         """Return [M, L, P] rows that every rank of the EP group computed, in the micro-batches that ran."""
         if self.static_rows.limits_pass:
             by_sender = gathering.of_all_ranks(self.static_rows.sent)
-            received: NDArray[np.int64] = np.sum(by_sender, axis=0)
-            return received
+            received_rows: NDArray[np.int64] = np.sum(by_sender, axis=0)
+            return received_rows
         return np.stack(gathering.of_all_ranks(self._own_rows), axis=2)
 
     def _own_rows(self, micro_batches: range) -> NDArray[np.int64]:
@@ -219,18 +221,18 @@ class StaticRows:
         rows = None if planned.misfit else planned.most_rows
         most_tokens = 0 if planned.tokens is None else int(planned.tokens.max(initial=0))
         if rows is None and self._says_dynamic:
-            why = "its routes are not replayed, or some routes are not known and capacity_risk is not set"
+            reason = "its routes are not replayed, or some routes are not known and capacity_risk is not set"
             logger.warning(
-                "moe_rl: static_rows cannot bound the buffers of this pass (%s), so they are sized dynamically.", why
+                "moe_rl: static_rows cannot bound the buffers of this pass (%s), so they are sized dynamically.", reason
             )
         self._says_dynamic &= rows is not None
-        most = None if rows is None else int(rows.max(initial=0))
+        buffer_rows = None if rows is None else int(rows.max(initial=0))
         if self.fixed_factor is not None:
             agreed(lambda: self._require_within(planned))
         if most_tokens > self._states[0].most_tokens:
             flex.forget_room(self._states[0].slot_dispatcher)
         for state in self._states:
-            state.capacity_rows, state.most_tokens = most, max(state.most_tokens, most_tokens)
+            state.capacity_rows, state.most_tokens = buffer_rows, max(state.most_tokens, most_tokens)
             state.sent.clear()
 
     def end_pass(self, actual_rows: NDArray[np.int64]) -> None:
@@ -238,11 +240,11 @@ class StaticRows:
 
         Asked after the pass: a vote in every layer would make the host wait for the device.
         """
-        most = self._states[0].capacity_rows
+        buffer_rows = self._states[0].capacity_rows
         for state in self._states:
             state.capacity_rows = None
-        if most is not None:
-            agreed(lambda: self._require_fits(actual_rows, most))
+        if buffer_rows is not None:
+            agreed(lambda: self._require_fits(actual_rows, buffer_rows))
 
     def sent(self, micro_batches: range) -> NDArray[np.int64]:
         """Return [M, L, P] rows that this rank sent to every rank."""
@@ -255,32 +257,34 @@ class StaticRows:
 
     def _require_within(self, planned: PlannedPass) -> None:
         """Raise where the buffer of a pass is larger than Megatron's fixed factor lets it be."""
-        rows, tokens, allowed = planned.most_rows, planned.tokens, self.fixed_factor or 0.0
+        rows, tokens, fixed_factor = planned.most_rows, planned.tokens, self.fixed_factor or 0.0
         if planned.misfit or rows is None or tokens is None:
             return
-        most = Capacity(
+        capacity = Capacity(
             rows=rows[None], worst_rows=rows[None], tokens=tokens[None],
             top_k=self._model.top_k, risk=0.0, unknown_share=0.0,
         )  # fmt: skip
-        sentence = f"this pass needs a moe_expert_rank_capacity_factor of at least {most.static_factor:.4f} on EP group"
-        sentence += (
-            f" {self.groups.expert_dp.rank()}, but it is set to {allowed}. Raise it, or allow more replica slots per "
-            "rank."
+        sentence = (
+            f"this pass needs a moe_expert_rank_capacity_factor of at least {capacity.static_factor:.4f} on EP group"
         )
-        require(most.static_factor <= allowed, sentence)
+        sentence += (
+            f" {self.groups.expert_dp.rank()}, but it is set to {fixed_factor}. Raise it, or allow more replica slots "
+            "per rank."
+        )
+        require(capacity.static_factor <= fixed_factor, sentence)
 
-    def _require_fits(self, rows: NDArray[np.int64], most: int) -> None:
-        """Raise for the cell of `rows` [M, l, P] that is furthest above `most`."""
+    def _require_fits(self, rows: NDArray[np.int64], buffer_rows: int) -> None:
+        """Raise for the cell of `rows` [M, l, P] that is furthest above `buffer_rows`."""
         micro_batch, layer, rank = (int(i) for i in np.unravel_index(int(rows.argmax()), rows.shape))
         require(
-            int(rows.max(initial=0)) <= most,
+            int(rows.max(initial=0)) <= buffer_rows,
             overflow_sentence(
                 group=self.groups.expert_dp.rank(),
                 micro_batch=micro_batch,
                 layer=self._states[layer].layer,
                 rank=rank,
                 rows=int(rows.max(initial=0)),
-                most=most,
+                most=buffer_rows,
             ),
         )
 

@@ -81,9 +81,9 @@ class GradientReturn:
         per_expert = len(gradients) // num_experts
         for slot, sums in self.loose.items():
             for position, extra in enumerate(sums, start=slot * per_expert):
-                own = gradients[position]
+                home_sums = gradients[position]
                 # None: all of the expert's tokens were at its copies.
-                total = extra if own is None else own + extra
+                total = extra if home_sums is None else home_sums + extra
                 gradients[position] = total.to(trained[position].dtype)
 
 
@@ -183,8 +183,8 @@ class Transport:
         """Send and receive the messages of one round."""
         cell, buffers = returning.cell, self.buffers
         size, messages = buffers.message_numel, buffers.messages
-        hosted = [buffers.row(copy.host_slot, cell.half) for copy in cell.copies if copy.host_rank == self.rank]
-        places = buffers.staging(hosted, half=cell.half, across=cell.across)
+        hosted_rows = [buffers.row(copy.host_slot, cell.half) for copy in cell.copies if copy.host_rank == self.rank]
+        places = buffers.staging(hosted_rows, half=cell.half, across=cell.across)
         operations: list[dist.P2POp] = []
         returning.received = []
         for copy in cell.copies:
@@ -206,18 +206,18 @@ class Transport:
     def _fold(
         self,
         copy: ReplicaCopy,
-        received: torch.Tensor,
+        received_elements: torch.Tensor,
         start: int,
         experts: Experts,
         loose: dict[int, list[torch.Tensor]],
     ) -> None:
-        """Add `received`, elements from `start` on of the expert's flat gradient, to the home's trained parameters."""
+        """Add `received_elements`, from `start` on of the expert's flat gradient, to the home's trained parameters."""
         everything = zip(experts.parameters_of(copy.home_slot), self.buffers.trained, strict=True)
         parameters = [parameter for parameter, trains in everything if trains]
-        begin, stop = 0, start + received.numel()
+        parameter_start, stop = 0, start + received_elements.numel()
         for index, parameter in enumerate(parameters):
-            end = begin + parameter.numel()
-            low, high = max(begin, start), min(end, stop)
+            parameter_end = parameter_start + parameter.numel()
+            low, high = max(parameter_start, start), min(parameter_end, stop)
             if low < high:
                 target = getattr(parameter, "main_grad", None)
                 if target is None:
@@ -225,8 +225,10 @@ class Transport:
                         copy.home_slot, [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
                     )
                     target = sums[index]
-                target.view(-1)[low - begin : high - begin].add_(received[low - start : high - start])
-            begin = end
+                target.view(-1)[low - parameter_start : high - parameter_start].add_(
+                    received_elements[low - start : high - start]
+                )
+            parameter_start = parameter_end
 
     def _operation(self, kind: Callable[..., Any], tensor: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, rank), self.group)

@@ -89,9 +89,9 @@ class MegatronExpertReader:
             position=self._position,
             homes={layer: np.asarray(self._placement.home_rank[layer], np.int32) for layer in self._experts},
         )
-        every: list[_LayersOfRank | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own_layers)
-        ranks = [layers_of_rank for layers_of_rank in every if layers_of_rank is not None]
+        layouts_of_ranks: list[_LayersOfRank | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(layouts_of_ranks, own_layers)
+        ranks = [layers_of_rank for layers_of_rank in layouts_of_ranks if layers_of_rank is not None]
         sizes = np.array([layers_of_rank.position for layers_of_rank in ranks]).max(axis=0) + 1
         numbers = np.full(sizes, -1, np.int32)
         homes: dict[int, NDArray[np.int32]] = {}

@@ -139,7 +139,7 @@ def test_copies_have_their_homes_weights_and_homes_their_copies_gradients(
         layers = [Experts(layer, rank, dtype=dtype, frozen=frozen) for layer in range(LAYERS)]
         buffers = ReplicaBuffers(layers, replica_slots=replica_slots, cross_node_slots=cross_node_slots)  # type: ignore[arg-type]
         transport = Transport(group=group, buffers=buffers)
-        cells = ReplicaCells.of_plan(plan, anywhere=anywhere, rank=rank, buffers=buffers, chunks=[range(LAYERS)])
+        cells = ReplicaCells.of_plan(plan, has_copies=anywhere, rank=rank, buffers=buffers, chunks=[range(LAYERS)])
         assert buffers.num_bytes == sum(part.nbytes for part in (buffers.weights, buffers.gradients)), "of both"
         copies, hosted_gradients = [], []
         for number in range(2):  # passes
@@ -205,7 +205,7 @@ def test_a_return_that_is_dropped_and_pushes_that_nobody_waited_for_reach_no_lat
         experts: Any = Experts(layer, rank, dtype=torch.float32, frozen=())
         buffers = ReplicaBuffers([experts], replica_slots=1, cross_node_slots=0)
         transport = Transport(group=group, buffers=buffers)
-        cells = ReplicaCells.of_plan(plan, anywhere=anywhere, rank=rank, buffers=buffers, chunks=[range(LAYERS)])
+        cells = ReplicaCells.of_plan(plan, has_copies=anywhere, rank=rank, buffers=buffers, chunks=[range(LAYERS)])
         cell = cells.cell(micro_batch, layer)
         assert cell is not None
         transport.start_push(cell, 0, experts)

@@ -43,7 +43,7 @@ def test_layers_in_which_only_residents_are_have_cells_on_every_rank() -> None:
     for rank in range(2):
         cells = ReplicaCells.of_plan(
             plan,
-            anywhere=anywhere,
+            has_copies=anywhere,
             rank=rank,
             buffers=ReplicaBuffers([OneExpert()], replica_slots=1, cross_node_slots=0),  # type: ignore[list-item]
             chunks=[[0, 1, 2]],

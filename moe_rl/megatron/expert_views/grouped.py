@@ -86,8 +86,8 @@ class GroupedSlots:
 
     def forward_homes(self, rows: torch.Tensor, rows_per_slot: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return [T, H] for home slots alone."""
-        nothing = [None] * self.num_local_experts
-        return self.forward(rows, rows_per_slot.tolist(), probs, nothing, nothing)
+        no_replicas = [None] * self.num_local_experts
+        return self.forward(rows, rows_per_slot.tolist(), probs, no_replicas, no_replicas)
 
     def forward(
         self,
@@ -102,10 +102,10 @@ class GroupedSlots:
         Counts that are a tensor stay on their device; rows behind the last slot's are nobody's then.
         """
         host_counts = None if isinstance(rows_per_slot, torch.Tensor) else rows_per_slot
-        filled = filled_slots(host_counts or [0] * len(weights), weights, self.num_local_experts)
-        operands = [weights[slot] or self.parameters_of(slot) for slot in filled]
+        filled_slot_ids = filled_slots(host_counts or [0] * len(weights), weights, self.num_local_experts)
+        operands = [weights[slot] or self.parameters_of(slot) for slot in filled_slot_ids]
         run = _Run(view=self)
-        for slot, operand in zip(filled, operands, strict=True):
+        for slot, operand in zip(filled_slot_ids, operands, strict=True):
             if slot >= self.num_local_experts:
                 index = slot - self.num_local_experts
                 run.replicas.append(_Replica.of(index, weights=operand, gradients=gradients[slot] or ()))
@@ -117,12 +117,12 @@ class GroupedSlots:
             rows = hand_over(run.handed_over, rows, home_weights)
         if isinstance(rows_per_slot, torch.Tensor):
             counts = rows_per_slot.to(rows.device, torch.int32, non_blocking=True)
-            if len(filled) < len(weights):
-                counts = counts.index_select(0, _sent(filled, rows.device))
+            if len(filled_slot_ids) < len(weights):
+                counts = counts.index_select(0, _sent(filled_slot_ids, rows.device))
             offsets = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         else:
             offsets = _sent(
-                list(itertools.accumulate((rows_per_slot[slot] for slot in filled), initial=0)), rows.device
+                list(itertools.accumulate((rows_per_slot[slot] for slot in filled_slot_ids), initial=0)), rows.device
             )
         fc1, fc2 = self._tables_of(operands, run.replicas)
         fc1_bias, fc2_bias = _stacked_biases(operands)
@@ -152,13 +152,13 @@ class GroupedSlots:
         for index in range(MATRICES):
             codes = self._home_codes[index * homes : (index + 1) * homes]
             codes += [self.replica_codes[replica.slot, index] for replica in replicas]
-            plain, transposed = [], []
+            plain_codes, transposed_codes = [], []
             for codes_of_slot in codes:
-                plain.append(codes_of_slot.plain)
+                plain_codes.append(codes_of_slot.plain)
                 if codes_of_slot.transposed is not None:
-                    transposed.append(codes_of_slot.transposed)
-            transposed_table = self._codes(transposed) if transposed else None
-            tables.append(ExpertMatrix(weights=self._codes(plain), transposed=transposed_table))
+                    transposed_codes.append(codes_of_slot.transposed)
+            transposed_table = self._codes(transposed_codes) if transposed_codes else None
+            tables.append(ExpertMatrix(weights=self._codes(plain_codes), transposed=transposed_table))
         return tables
 
     def _wide(self, weights: Sequence[torch.Tensor]) -> ExpertWeights:
@@ -187,13 +187,13 @@ class GroupedSlots:
         table = self._table(parts, "weight gradients")
         return ExpertGradients(data=table, shape=_matrix_shape(parts[0]), dtype=torch.float32, owners=tuple(parts))
 
-    def _table(self, parts: Sequence[torch.Tensor], what: str, **alignment: int) -> torch.Tensor:
+    def _table(self, parts: Sequence[torch.Tensor], content: str, **alignment: int) -> torch.Tensor:
         """Return int64 addresses of `parts`; kept, because a copy to the device costs more than a look."""
         key = tuple(part.data_ptr() for part in parts)
         if key not in self._tables:
             while len(self._tables) >= KEPT_TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = pointer_table(parts, what, **alignment)
+            self._tables[key] = pointer_table(parts, content, **alignment)
         return self._tables[key]
 
     def _gradient_targets(self, slot: int) -> list[torch.Tensor]:
@@ -226,8 +226,10 @@ class GroupedSlots:
         weights = {
             (replica.slot, index): weight for replica in replicas for index, weight in enumerate(replica.weights)
         }
-        new = [key for key in weights if key not in self.replica_codes]
-        self.replica_codes.update(zip(new, self._compute.room_for([weights[key] for key in new]), strict=True))
+        new_keys = [key for key in weights if key not in self.replica_codes]
+        self.replica_codes.update(
+            zip(new_keys, self._compute.room_for([weights[key] for key in new_keys]), strict=True)
+        )
         self._compute.quantize(list(weights.values()), [self.replica_codes[key] for key in weights])
 
     @property
@@ -247,9 +249,9 @@ class _Replica:
     @classmethod
     def of(cls, slot: int, *, weights: Weights, gradients: Gradients) -> "_Replica":
         """Return the matrices of a slot; a frozen one has no gradient."""
-        trained = [gradient for gradient in gradients if gradient is not None]
+        targets = [gradient for gradient in gradients if gradient is not None]
         matrices = [weight.detach() for weight in _matrices(weights)]
-        return cls(slot=slot, weights=matrices, gradients=_matrices(trained))
+        return cls(slot=slot, weights=matrices, gradients=_matrices(targets))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -64,13 +64,13 @@ def glu_spec(config: TransformerConfig) -> GluSpec:
         bool(config.gated_linear_unit) and config.activation_func in alphas,
         "experts='grouped' needs gated experts (gated_linear_unit=True) with silu or quick_gelu as activation.",
     )
-    refused = {
+    refusals = {
         "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",
         "use_te_activation_func": "moe_rl computes the activation itself",
         "activation_func_fp8_input_store": "GroupedExperts saves the input of the activation unchanged",
         "moe_mlp_glu_interleave_size": "GroupedExperts expects the rows of the gate matrix first",
     }
-    for option, reason in refused.items():
+    for option, reason in refusals.items():
         require(not getattr(config, option, False), f"experts='grouped' does not support {option}: {reason}.")
     clamp = config.activation_func_clamp_value
     return GluSpec(

@@ -39,8 +39,8 @@ def grouped_spec(spec: ModuleSpec, *, recipe: str = "bf16", backend: str = "auto
 
     `recipe` is a name in `moe_rl.kernels.recipes`, `backend` one of the grouped GEMM's that take tables.
     """
-    changed = copy.deepcopy(spec)
-    mlp_parts = submodules_of(getattr(changed.submodules, "mlp", None))
+    changed_spec = copy.deepcopy(spec)
+    mlp_parts = submodules_of(getattr(changed_spec.submodules, "mlp", None))
     experts = getattr(mlp_parts, "experts", None)
     grouped = built_as(experts, SequentialMLP, GroupedExpertsMLP, recipe=recipe, backend=backend)
     if grouped is None:
@@ -48,4 +48,4 @@ def grouped_spec(spec: ModuleSpec, *, recipe: str = "bf16", backend: str = "auto
             f"the layer spec must have SequentialMLP at submodules.mlp.submodules.experts, but has {experts!r}."
         )
     mlp_parts.experts = grouped
-    return changed
+    return changed_spec

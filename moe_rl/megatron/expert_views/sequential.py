@@ -43,14 +43,14 @@ class SequentialExperts(ComputingView):
     ) -> torch.Tensor:
         """Return [T, H]: every slot's rows through its expert; see `Experts.forward`. Gradients go to autograd."""
         num_homes = self.num_local_experts
-        filled = filled_slots(rows_per_slot, weights, num_homes)
+        filled_slot_ids = filled_slots(rows_per_slot, weights, num_homes)
         operands = list(weights)
         if fuses(self._module.config, weights[0] or self.parameters_of(0)):
             homes = [weights[slot] or self.parameters_of(slot) for slot in range(num_homes)]
             rows, operands = fused_operands(self, rows, [*homes, *weights[num_homes:]], gradients)
         outputs = []
         split_rows, split_probs = torch.split(rows, list(rows_per_slot)), torch.split(probs, list(rows_per_slot))
-        for slot in filled:
+        for slot in filled_slot_ids:
             expert = self._module.local_experts[slot if slot < num_homes else 0]
             weight, arguments = operands[slot], (split_rows[slot], split_probs[slot])
             if weight is None:

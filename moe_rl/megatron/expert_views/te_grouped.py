@@ -61,7 +61,7 @@ class TEGroupedExperts(ComputingView):
     ) -> torch.Tensor:
         """Return [T, H]: every slot's rows through its expert; see `Experts.forward`."""
         num_homes = self.num_local_experts
-        filled = filled_slots(rows_per_slot, weights, num_homes)
+        filled_slot_ids = filled_slots(rows_per_slot, weights, num_homes)
         operands = [
             weights[slot] or (self.parameters_of(slot) if slot < num_homes else None) for slot in range(len(weights))
         ]
@@ -74,7 +74,7 @@ class TEGroupedExperts(ComputingView):
         (home_rows, copy_rows), (home_probs, copy_probs) = torch.split(rows, sizes), torch.split(probs, sizes)
         homes = self._run(self._module, home_rows, rows_per_slot[:num_homes], home_probs, operands[:num_homes])
         spare = [
-            operands[slot] or operands[filled[-1]] for slot in range(num_homes, len(weights))
+            operands[slot] or operands[filled_slot_ids[-1]] for slot in range(num_homes, len(weights))
         ]  # no rows: any weights
         return torch.cat([homes, self._run(self._copies, copy_rows, rows_per_slot[num_homes:], copy_probs, spare)])
 
@@ -82,12 +82,14 @@ class TEGroupedExperts(ComputingView):
         self, module: Any, rows: torch.Tensor, rows_per_slot: Sequence[int], probs: torch.Tensor, weights: Sequence[Any]
     ) -> torch.Tensor:
         """Return the output of `module` with these weights, one expert's per GEMM, in place of its own."""
-        named = {
+        parameters_by_name = {
             f"{name}{slot}": part
             for slot, parts in enumerate(weights)
             for name, part in zip(self._names, parts, strict=True)
         }
-        output: torch.Tensor = functional_call(module, named, (rows, torch.tensor(rows_per_slot), probs))[0]
+        output: torch.Tensor = functional_call(module, parameters_by_name, (rows, torch.tensor(rows_per_slot), probs))[
+            0
+        ]
         return output
 
 
