@@ -137,7 +137,7 @@ class ExpertHomes:
         return received_bytes
 
     def _carry_out(self, old_experts: NDArray[np.int32], new_experts: NDArray[np.int32], *, weights_only: bool) -> int:
-        """Move experts from `old_experts`, [layers, E] by home slot, to `new_experts`; return the bytes received here."""
+        """Move experts from slots `old_experts` [layers, E] to `new_experts`; return the bytes received here."""
         self._ever_moved = True
         experts, state_to_move = self._movable.ready()
         state = None if weights_only else state_to_move

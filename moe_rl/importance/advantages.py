@@ -21,14 +21,14 @@ def group_normalized_advantages(
     `compute_grpo_outcome_advantage`). Computed in float64.
     """
     values, size, total = _groups(rewards, group_ids)
-    alone = size == 1
+    is_alone = size == 1
     mean = total(values) / size
     std = (total((values - mean).square()) / (size - 1.0).clamp(min=1.0)).sqrt()
     # Equal rewards have no spread, whatever their rounded mean leaves: 0.1 three times has a std of 1.7e-17.
     std = torch.where(std > 1e-12 * mean.abs(), std, 0.0)
-    centered = torch.where(alone, values, values - mean)
+    centered = torch.where(is_alone, values, values - mean)
     if normalize_by_std:
-        centered = centered / (torch.where(alone, 1.0, std) + epsilon)
+        centered = centered / (torch.where(is_alone, 1.0, std) + epsilon)
     return centered.to(working_dtype(rewards))
 
 
@@ -182,16 +182,16 @@ def gae(
         f"lam must be one number, or have shape [{layout.num_sequences}] (one per sequence), got {tuple(decay.shape)}.",
     )
     next_value = padded_values.new_zeros(layout.num_sequences)
-    running = torch.zeros_like(next_value)
+    advantage = torch.zeros_like(next_value)
     columns = torch.zeros_like(padded_values)
     # One step per column for all sequences at once: as many small kernels as the longest response has tokens.
     for t in reversed(range(padded_values.shape[1])):
         valid_now = valid[:, t]
         delta = padded_rewards[:, t] + gamma * next_value - padded_values[:, t]
         # A masked token, such as a tool's output, hands on what stands behind it.
-        running = torch.where(valid_now > 0, delta + gamma * decay * running, running)
+        advantage = torch.where(valid_now > 0, delta + gamma * decay * advantage, advantage)
         next_value = torch.where(valid_now > 0, padded_values[:, t], next_value)
-        columns[:, t] = running * valid_now
+        columns[:, t] = advantage * valid_now
     advantages = layout.from_padded(columns)
     returns = (advantages + clean_values) * mask
     return (_whitened(advantages, mask.to(advantages)) if whiten else advantages), returns

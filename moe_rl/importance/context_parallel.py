@@ -78,14 +78,14 @@ class ContextParallel(Options):
         if self.size == 1:
             return torch.zeros_like(chunk_sums)
         # All parts, since a zigzag split gives a rank two that lie apart: [N, size * parts], in the sequence's order.
-        every = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
-        every[:, list(self.chunks)] = chunk_sums.detach()
-        columns = self.sum(every).unbind(dim=1)
-        behind = [torch.zeros_like(columns[0])]
+        sums_of_chunks = chunk_sums.new_zeros(chunk_sums.shape[0], self.size * len(self.chunks))
+        sums_of_chunks[:, list(self.chunks)] = chunk_sums.detach()
+        columns = self.sum(sums_of_chunks).unbind(dim=1)
+        sums_behind = [torch.zeros_like(columns[0])]
         # From the last part back: behind part i stand part i + 1 and what stands behind that.
         for sums in reversed(columns[1:]):
-            behind.append(sums + behind[-1])
-        return torch.stack(behind[::-1], dim=1)[:, list(self.chunks)]
+            sums_behind.append(sums + sums_behind[-1])
+        return torch.stack(sums_behind[::-1], dim=1)[:, list(self.chunks)]
 
 
 class _Sum(torch.autograd.Function):

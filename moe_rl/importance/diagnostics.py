@@ -56,8 +56,8 @@ def binary_kl(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
     """
     p, q = (log_probs.to(torch.float64).exp().clamp(1e-8, 1.0 - 1e-8) for log_probs in (log_prob, other_log_prob))
     token, complement = (p / q).log(), ((1.0 - p) / (1.0 - q)).log()
-    larger = torch.maximum(p * token + (1.0 - p) * complement, -q * token - (1.0 - q) * complement)
-    return larger.to(working_dtype(log_prob, other_log_prob))
+    larger_term = torch.maximum(p * token + (1.0 - p) * complement, -q * token - (1.0 - q) * complement)
+    return larger_term.to(working_dtype(log_prob, other_log_prob))
 
 
 @torch.no_grad()

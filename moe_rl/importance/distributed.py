@@ -34,8 +34,8 @@ def context_parallel_of(
 
 def group_like(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
     """Return another group of the ranks of `group`, whose messages cross no other's; a collective of all ranks."""
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
-    group_by_ranks = {tuple(ranks): dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, everyone))}
-    own_group: dist.ProcessGroup = group_by_ranks[tuple(everyone[dist.get_rank()])]
+    groups_of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(groups_of_ranks, dist.get_process_group_ranks(group))
+    group_by_ranks = {tuple(ranks): dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, groups_of_ranks))}
+    own_group: dist.ProcessGroup = group_by_ranks[tuple(groups_of_ranks[dist.get_rank()])]
     return own_group

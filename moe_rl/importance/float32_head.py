@@ -19,8 +19,8 @@ def float32_head(model: nn.Module) -> None:
     its gradient to a buffer of its own, past the cast (`gradient_accumulation_fusion`).
     """
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] in HEADS]
-    earlier = any(getattr(module, "post_process", True) is False for module in model.modules())
-    require(bool(heads) or earlier, f"the model has no layer named {' or '.join(HEADS)}.")
+    is_earlier_stage = any(getattr(module, "post_process", True) is False for module in model.modules())
+    require(bool(heads) or is_earlier_stage, f"the model has no layer named {' or '.join(HEADS)}.")
     for head in heads:
         fused = getattr(head, "gradient_accumulation_fusion", False)
         require(not fused, "gradient_accumulation_fusion must be False for an output layer in float32.")

@@ -22,15 +22,15 @@ def m2po_mask(
     old, rollout, mask, _ = usable_pair(response_mask, pair)
     if not mask.numel():
         return mask
-    valid = mask.flatten()
+    is_valid = mask.flatten()
     squares = (old - rollout).to(torch.float64).square().flatten()
-    ordered = torch.where(valid, squares, torch.full_like(squares, -1.0)).sort(descending=True)
+    ordered = torch.where(is_valid, squares, torch.full_like(squares, -1.0)).sort(descending=True)
     # Masked tokens were sorted to the end by -1 and count as 0 from here on.
     values = ordered.values.clamp(min=0.0)
-    place, count = torch.arange(len(values), device=values.device), valid.sum()
+    place, count = torch.arange(len(values), device=values.device), is_valid.sum()
     # Sums from the end: the mean of the tokens that are left when those before are gone.
-    left = values.flip(0).cumsum(0).flip(0) / (count - place).clamp(min=1)
+    means_of_rest = values.flip(0).cumsum(0).flip(0) / (count - place).clamp(min=1)
     # The mean of those left falls along the order, so that the first place below the threshold is a count of the rest.
-    dropped = torch.minimum(((left >= threshold) & (place < count)).sum(), (count - 1).clamp(min=0))
-    stays = torch.zeros_like(valid).scatter(0, ordered.indices, place >= dropped)
-    return (stays & valid).view_as(mask)
+    num_dropped = torch.minimum(((means_of_rest >= threshold) & (place < count)).sum(), (count - 1).clamp(min=0))
+    is_kept = torch.zeros_like(is_valid).scatter(0, ordered.indices, place >= num_dropped)
+    return (is_kept & is_valid).view_as(mask)

@@ -225,8 +225,8 @@ def _usable(
         unusable["rollout_is_weights is negative or not finite"] = ~((weights >= 0) & (weights < math.inf))
     if gamma is not None:
         unusable["router_shift_ratio leaves [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
-    finite = {**log_probs, "advantages": inputs.advantages}
-    return usable_tokens(inputs.response_mask, finite, non_finite, agree, unusable=unusable)
+    finite_tensors = {**log_probs, "advantages": inputs.advantages}
+    return usable_tokens(inputs.response_mask, finite_tensors, non_finite, agree, unusable=unusable)
 
 
 def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
@@ -270,7 +270,9 @@ def _weighted(rule: Objective, loss: Tensor, batch: ObjectiveBatch, use: RouterS
     return loss
 
 
-def _metrics(terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, lost: Mapping[str, Tensor]) -> Metrics:
+def _metrics(
+    terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, lost_counts: Mapping[str, Tensor]
+) -> Metrics:
     """Return what was measured; the sums over tokens cross the context-parallel group in one collective."""
     keep, zero = batch.valid.keep, batch.valid.keep.new_zeros(())
     negative = (batch.advantages < 0).to(keep.dtype)  # advantages are 0 at masked tokens
@@ -291,4 +293,4 @@ def _metrics(terms: TokenLoss, batch: ObjectiveBatch, response_mask: Tensor, los
     metrics = {name: value / tokens.clamp(min=1.0) for name, value in zip(marks, sums, strict=True)}
     metrics["actor/non_finite_tokens"] = num_asked - tokens
     metrics["actor/frac_negative_zero_grad"] = silent / negatives.clamp(min=1.0)
-    return measured(metrics | {name: value.detach() for name, value in terms.metrics.items()}, lost)
+    return measured(metrics | {name: value.detach() for name, value in terms.metrics.items()}, lost_counts)

@@ -103,16 +103,16 @@ def apply_rollout_correction(
             weights = weights / factor
             metrics["rollout_is_batch_norm_factor"] = factor
 
-    stays = mask
+    is_kept = mask
     if config.rollout_token_veto_threshold is not None:
         within, counts = veto_mask(old - rollout, mask, layout, config.rollout_token_veto_threshold)
-        stays, metrics = stays & within, metrics | counts
+        is_kept, metrics = is_kept & within, metrics | counts
     if config.rollout_rs is not None:
         band_by_statistic = parse_rs_thresholds(parse_rs_options(config.rollout_rs), config.rollout_rs_threshold)
         within, counts = rejection_mask(old, rollout, mask, layout, band_by_statistic)
-        stays, metrics = stays & within, metrics | counts
+        is_kept, metrics = is_kept & within, metrics | counts
     # In the input's dtype: verl multiplies by the mask, and other frameworks index with it.
-    modified = torch.where(stays, response_mask, torch.zeros_like(response_mask))
+    modified = torch.where(is_kept, response_mask, torch.zeros_like(response_mask))
     return weights, modified, measured({f"rollout_corr/{name}": value for name, value in metrics.items()}, unusable)
 
 
@@ -150,20 +150,21 @@ def _weights(
             second > 0, mean.square() / second.clamp(min=1e-300), torch.zeros_like(mean)
         ),
     }
-    every = torch.ones_like(layout.lengths, dtype=torch.bool)  # verl counts rows without a valid token as well
+    all_sequences = torch.ones_like(layout.lengths, dtype=torch.bool)  # verl counts rows without a valid token as well
     if of_sequence is not None:
         ratio = bounded_exp(of_sequence)
-        highest, lowest = extreme(ratio, every), -extreme(-ratio, every)
-        above, below = mean_of((ratio > upper).to(ratio.dtype), every), mean_of((ratio < low).to(ratio.dtype), every)
+        highest_weight, lowest_weight = extreme(ratio, all_sequences), -extreme(-ratio, all_sequences)
+        share_above = mean_of((ratio > upper).to(ratio.dtype), all_sequences)
+        share_below = mean_of((ratio < low).to(ratio.dtype), all_sequences)
     else:
-        highest, lowest = layout.token_max(weights, mask), layout.token_min(weights, mask)
-        above, below = tokens["high"], tokens["low"]
-    metrics |= {"rollout_is_max": highest, "rollout_is_min": lowest}
-    metrics |= {"rollout_is_ratio_fraction_high": above, "rollout_is_ratio_fraction_low": below}
+        highest_weight, lowest_weight = layout.token_max(weights, mask), layout.token_min(weights, mask)
+        share_above, share_below = tokens["high"], tokens["low"]
+    metrics |= {"rollout_is_max": highest_weight, "rollout_is_min": lowest_weight}
+    metrics |= {"rollout_is_ratio_fraction_high": share_above, "rollout_is_ratio_fraction_low": share_below}
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = tokens["high"] + tokens["low"]
     rows = sequence_metrics(
-        layout.mean(weights, mask), every, bounded=layout.mean(raw, mask), lower=low, upper=upper, center=1.0
+        layout.mean(weights, mask), all_sequences, bounded=layout.mean(raw, mask), lower=low, upper=upper, center=1.0
     )
     return weights, metrics | {f"rollout_is_{name}": value for name, value in rows.items()}
 
@@ -180,8 +181,8 @@ def _batch_mean(
         sums = layout.context.sum(torch.stack([weights.sum(), mask.sum().to(weights.dtype)]))
     else:
         # At sequence level every sequence weighs the same, whatever its length.
-        counted = (layout.count(mask, weights.dtype) > 0) | config.rollout_is_count_empty
-        sums = torch.stack([layout.mean(weights, mask).sum(), counted.sum().to(weights.dtype)])
+        is_counted = (layout.count(mask, weights.dtype) > 0) | config.rollout_is_count_empty
+        sums = torch.stack([layout.mean(weights, mask).sum(), is_counted.sum().to(weights.dtype)])
     if sum_over_ranks is not None:
         sums = sum_over_ranks(sums)
     mean = sums[0] / sums[1].clamp(min=1.0)

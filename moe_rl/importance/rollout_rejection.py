@@ -24,16 +24,18 @@ def rejection_mask(
     old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, layout: SequenceLayout, bands: dict[str, Band]
 ) -> Rejection:
     """Apply every option of `bands`; inputs are clean log-probabilities and a bool mask of one shape."""
-    stays = mask
+    is_kept = mask
     metrics: dict[str, Tensor] = {}
     for option, band in bands.items():
         statistic, per_sequence = _statistic(option, old_log_prob, rollout_log_prob, mask, layout)
         in_band = (statistic >= band.lower) & (statistic <= band.upper)
-        stays = stays & in_band  # a token stays only where every option keeps it
+        is_kept = is_kept & in_band  # a token stays only where every option keeps it
         metrics |= _option_metrics(option, statistic, per_sequence, in_band, mask, layout, band)
-    metrics["rollout_rs_masked_fraction"] = layout.token_mean(~stays, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(stays, mask, layout).sum() / max(layout.num_sequences, 1)
-    return stays, metrics
+    metrics["rollout_rs_masked_fraction"] = layout.token_mean(~is_kept, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = _any_rejected(is_kept, mask, layout).sum() / max(
+        layout.num_sequences, 1
+    )
+    return is_kept, metrics
 
 
 @torch.no_grad()
@@ -41,8 +43,8 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, layout: SequenceLayout, threshold
     """Drop every sequence that has a valid token with w below `threshold`."""
     catastrophic = (log_ratio < math.log(threshold)) & mask  # in log space nothing underflows
     vetoed = layout.max(catastrophic.to(log_ratio.dtype), mask) > 0
-    stays = mask & ~layout.expand(vetoed, mask)
-    return stays, {
+    is_kept = mask & ~layout.expand(vetoed, mask)
+    return is_kept, {
         "rollout_is_catastrophic_token_fraction": layout.token_mean(catastrophic, mask),
         "rollout_is_veto_fraction": vetoed.sum() / max(layout.num_sequences, 1),
     }
@@ -83,9 +85,9 @@ def _statistic(
     return layout.expand(per_sequence, values), per_sequence
 
 
-def _any_rejected(stays: Tensor, mask: Tensor, layout: SequenceLayout) -> Tensor:
+def _any_rejected(is_kept: Tensor, mask: Tensor, layout: SequenceLayout) -> Tensor:
     """Return [N]: 1 where a valid token of the sequence was rejected."""
-    rejected = (mask & ~stays).to(torch.float32)
+    rejected = (mask & ~is_kept).to(torch.float32)
     return (layout.sum(rejected) > 0).to(torch.float32)
 
 
@@ -101,13 +103,13 @@ def _option_metrics(
     """verl's metrics of one option; 0 where there is no valid token."""
     dtype = statistic.dtype
     count = layout.count(mask, dtype)
-    valid = count > 0
+    has_tokens = count > 0
     if per_sequence is None:
         sequences = layout.mean(statistic * mask, mask)
     else:
         sequences = per_sequence
-    rows = sequence_metrics(sequences, valid, bounded=sequences, lower=band.lower, upper=band.upper)
-    rows["seq_masked_fraction"] = mean_of(_any_rejected(in_band & mask, mask, layout).to(dtype), valid)
+    rows = sequence_metrics(sequences, has_tokens, bounded=sequences, lower=band.lower, upper=band.upper)
+    rows["seq_masked_fraction"] = mean_of(_any_rejected(in_band & mask, mask, layout).to(dtype), has_tokens)
     # The std is that of the statistic cut to its band; k2, k3 and binary_kl end at 0 below.
     clamped = statistic.clamp(min=band.lower if option.endswith("k1") else 0.0, max=band.upper)
     tokens = layout.token_means(

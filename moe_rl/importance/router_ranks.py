@@ -23,9 +23,9 @@ def part_of_rank(keys: Tensor, num_rows: int) -> Tensor:
     if keys.shape[0] == num_rows:
         return keys
     megatron: Any = sys.modules.get("megatron.core.parallel_state")
-    split = megatron is not None and megatron.model_parallel_is_initialized()
+    is_parallel = megatron is not None and megatron.model_parallel_is_initialized()
     parts = 1
-    if split:
+    if is_parallel:
         parts = megatron.get_tensor_model_parallel_world_size()
     require(
         keys.shape[0] == parts * num_rows,
@@ -51,7 +51,7 @@ def between_stages(sums: Tensor, group: "dist.ProcessGroup | None", *, num_chunk
         yield lambda chunk, keys: None
         return
     ranks, own_stage = dist.get_process_group_ranks(group), dist.get_rank(group)
-    sent = torch.zeros_like(sums)
+    sent_sums = torch.zeros_like(sums)
     sending: list[tuple[Any, Tensor]] = []  # with the tensor, which must live until it has left
 
     @torch.no_grad()
@@ -60,14 +60,14 @@ def between_stages(sums: Tensor, group: "dist.ProcessGroup | None", *, num_chunk
         is_last = chunk == num_chunks - 1 and own_stage == len(ranks) - 1
         rows = keys.to(sums.device) + 1
         if not is_first:
-            before = torch.empty_like(sums[:, rows])
-            dist.recv(before, src=ranks[own_stage - 1], group=group)
-            sums[:, rows] += before - sent[:, rows]
+            sums_before = torch.empty_like(sums[:, rows])
+            dist.recv(sums_before, src=ranks[own_stage - 1], group=group)
+            sums[:, rows] += sums_before - sent_sums[:, rows]
         if not is_last:
-            running = sums[:, rows].contiguous()
-            sent[:, rows] = running
+            running_sums = sums[:, rows].contiguous()
+            sent_sums[:, rows] = running_sums
             next_rank = ranks[(own_stage + 1) % len(ranks)]
-            sending.append((dist.isend(running, dst=next_rank, group=group), running))
+            sending.append((dist.isend(running_sums, dst=next_rank, group=group), running_sums))
 
     try:
         yield pass_on

@@ -66,8 +66,8 @@ def router_log_probs(logits: Tensor, expert_ids: Tensor, *, score_function: Scor
     )
     ids = expert_ids.to(torch.int64)
     if ids.numel() and ids.device.type == "cpu":  # elsewhere the look would wait for the device, whose gather refuses
-        largest = int(ids.max())
-        require(largest < logits.shape[1], f"expert id {largest} is out of range for {logits.shape[1]} experts.")
+        largest_id = int(ids.max())
+        require(largest_id < logits.shape[1], f"expert id {largest_id} is out of range for {logits.shape[1]} experts.")
     log_probs = torch.empty(ids.shape, dtype=working_dtype(logits), device=logits.device)
     for start in range(0, ids.shape[0], _CHUNK):
         rows = slice(start, start + _CHUNK)
@@ -145,13 +145,13 @@ class RouterShiftAccumulator:
         layer: int | None = None,
     ) -> None:
         """Add one layer from what the old pass stored and the new router's logits [T, E], rounded alike."""
-        new = stored.rounded(router_log_probs(logits, stored.expert_ids, score_function=score_function))
-        floored = stored.floored(new)
+        new_log_probs = stored.rounded(router_log_probs(logits, stored.expert_ids, score_function=score_function))
+        floored = stored.floored(new_log_probs)
         if self._floored is None:
             self._floored = floored
         else:
             self._floored = self._floored + floored
-        self.add_layer(new, stored.log_probs, valid=stored.valid, layer=layer)
+        self.add_layer(new_log_probs, stored.log_probs, valid=stored.valid, layer=layer)
 
     def finish(
         self, *, floor: float = DEFAULT_FLOOR, noise: float | Tensor = 0.0, sum_over_ranks: SumReducer | None = None
@@ -226,9 +226,9 @@ def shift_of(
     shift = total / count.clamp(min=1.0)
     raw = torch.exp(-(shift - noise).clamp(min=0.0))
     # A NaN stays in `ratio`, where policy_loss counts it, and out of the metrics.
-    routed = (count > 0) & ~shift.isnan()
+    is_routed = (count > 0) & ~shift.isnan()
     ratio = torch.where(count > 0, raw.clamp(min=floor), torch.ones_like(raw))
-    percentiles = _percentiles(shift, routed, (0.5, 0.9, 0.99))
+    percentiles = _percentiles(shift, is_routed, (0.5, 0.9, 0.99))
     values = {
         f"layer_{layer}/shift": sums_of_layer[0] / sums_of_layer[1].clamp(min=1.0)
         for layer, sums_of_layer in layers.items()
@@ -242,9 +242,9 @@ def shift_of(
         "clipfrac_gamma_0_8": shift > -math.log(0.8),
     }.items():
         # A masked sum, not an index: indexing by a bool mask would wait for the device.
-        values[name] = torch.where(routed, statistic.to(shift.dtype), 0.0).sum() / routed.sum().clamp(min=1)
-    lowest = torch.where(routed, ratio, 1.0)
-    values["gamma_min"] = lowest.min() if lowest.numel() else lowest.new_ones(())
+        values[name] = torch.where(is_routed, statistic.to(shift.dtype), 0.0).sum() / is_routed.sum().clamp(min=1)
+    lowest_ratio = torch.where(is_routed, ratio, 1.0)
+    values["gamma_min"] = lowest_ratio.min() if lowest_ratio.numel() else lowest_ratio.new_ones(())
     # gamma falls with the shift: its 1st percentile is exp of minus the shift's 99th.
     for name, sums_of_layer in zip(("p50", "p10", "p01"), torch.exp(-percentiles).unbind(), strict=True):
         values[f"gamma_raw_{name}"] = sums_of_layer
@@ -259,9 +259,9 @@ def _percentiles(values: Tensor, valid: Tensor, shares: tuple[float, ...]) -> Te
     count = valid.sum()
     # Tokens without a route sort to the end; `count` says where the others stop.
     ordered = torch.where(valid, values, torch.full_like(values, math.inf)).sort().values
-    wanted = torch.tensor(shares, dtype=torch.float64, device=values.device)
-    places = ((count - 1).clamp(min=0) * wanted).round().long()
-    return torch.where(count > 0, ordered[places], torch.zeros_like(wanted, dtype=values.dtype))
+    wanted_shares = torch.tensor(shares, dtype=torch.float64, device=values.device)
+    places = ((count - 1).clamp(min=0) * wanted_shares).round().long()
+    return torch.where(count > 0, ordered[places], torch.zeros_like(wanted_shares, dtype=values.dtype))
 
 
 def router_shift_ratio(

@@ -78,9 +78,9 @@ class StoredRouterLogProbs:
         What lies below the end is read as the end, so that the shift of these entries is too small.
         """
         codes, _ = self._unpacked()
-        routed = codes < self._last_code
+        is_routed = codes < self._last_code
         at_end = (codes == self._last_code - 1) | (self._codes(log_probs) == self._last_code - 1)
-        return torch.stack([(at_end & routed).sum(), routed.sum()]).to(torch.float32)
+        return torch.stack([(at_end & is_routed).sum(), is_routed.sum()]).to(torch.float32)
 
     @property
     def _last_code(self) -> int:
@@ -89,8 +89,8 @@ class StoredRouterLogProbs:
 
     def _codes(self, log_probs: Tensor) -> Tensor:
         # float64: an int32 word with 1,024 experts has steps of 4e-6, and float32 near 16 only 1e-6 of its own.
-        wide = log_probs.to(torch.float64).clamp(min=LOWEST, max=HIGHEST)
-        return ((HIGHEST - wide) / self.step).round().to(torch.int64)
+        float64_log_probs = log_probs.to(torch.float64).clamp(min=LOWEST, max=HIGHEST)
+        return ((HIGHEST - float64_log_probs) / self.step).round().to(torch.int64)
 
     def _values(self, codes: Tensor) -> Tensor:
         return (HIGHEST - codes.to(torch.float64) * self.step).to(torch.float32)
@@ -122,12 +122,12 @@ def store_router_log_probs(
     bits = _code_bits(num_experts, word)
     require(bits >= _LEAST_BITS, f"{num_experts} experts leave only {bits} bits of a {word} word: use torch.int32.")
     if expert_ids.numel() and expert_ids.device.type == "cpu":  # elsewhere the look would wait for the device
-        largest = int(expert_ids.max())
-        require(largest < num_experts, f"expert id {largest} is out of range for {num_experts} experts.")
+        largest_id = int(expert_ids.max())
+        require(largest_id < num_experts, f"expert id {largest_id} is out of range for {num_experts} experts.")
     empty = StoredRouterLogProbs(words=torch.empty(0, 0, dtype=word), num_experts=num_experts)
     values = log_probs.to(working_dtype(log_probs))
-    routed = (expert_ids >= 0) & ~values.isnan()
-    codes = torch.where(routed, empty._codes(values.nan_to_num(0.0, neginf=LOWEST)), empty._last_code)
+    is_routed = (expert_ids >= 0) & ~values.isnan()
+    codes = torch.where(is_routed, empty._codes(values.nan_to_num(0.0, neginf=LOWEST)), empty._last_code)
     unsigned = (expert_ids.to(torch.int64).clamp(min=0) << bits) | codes
     return StoredRouterLogProbs(words=(unsigned + torch.iinfo(word).min).to(word), num_experts=num_experts)
 

@@ -78,9 +78,9 @@ class UpdatePass:
         """Add a router's logits [R, E] of the tokens `keys` [R]; return the old policy's ids [R, K] there."""
         self.store.require_keys(keys, "tap.rows contains")
         stored = self.store.of(router, keys)
-        new = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
-        sums = layer_sums(new, stored.log_probs.to(new), stored.valid)
-        self._floored += stored.floored(new)
+        new_log_probs = stored.rounded(log_probs(logits, stored.expert_ids, score_function=score_function))
+        sums = layer_sums(new_log_probs, stored.log_probs.to(new_log_probs), stored.valid)
+        self._floored += stored.floored(new_log_probs)
         # index_add, not assignment: each layer adds to what those before it left.
         self.sums.index_add_(1, keys + 1, sums)
         self._layers[router] = self._layers.get(router, 0.0) + sums.sum(dim=1)
@@ -254,19 +254,19 @@ class RouterTap:
                 hooks.callback(chunk.register_forward_pre_hook(tell(number)).remove)
             yield
 
-    def _agree(self, where: RouterStore | UpdatePass, keys: Tensor, logits: Tensor, ids: Tensor) -> None:
+    def _agree(self, holder: RouterStore | UpdatePass, keys: Tensor, logits: Tensor, ids: Tensor) -> None:
         """Add a router's share of agreement at its tokens."""
         if not self._agreement:
             return
-        store = where if isinstance(where, RouterStore) else where.store
-        if where.agreement is None:
-            where.agreement = torch.zeros(0, device=logits.device)
-        missing = store.num_tokens - len(where.agreement)
-        if missing:
-            where.agreement = nn.functional.pad(where.agreement, (0, missing))
+        store = holder if isinstance(holder, RouterStore) else holder.store
+        if holder.agreement is None:
+            holder.agreement = torch.zeros(0, device=logits.device)
+        missing_rows = store.num_tokens - len(holder.agreement)
+        if missing_rows:
+            holder.agreement = nn.functional.pad(holder.agreement, (0, missing_rows))
         own_choice = logits.topk(ids.shape[1], dim=1).indices
         share = router_agreement(ids[:, None], own_choice[:, None]) / len(self)
-        where.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
+        holder.agreement.index_add_(0, keys.clamp(min=0), share * (keys >= 0))
 
     @contextmanager
     def _hooked(
@@ -286,8 +286,8 @@ class RouterTap:
             for place, (module, router_kind) in zip(self._place, self._routers, strict=True):
                 hooks.callback(module.register_forward_hook(self._hook(place, router_kind, take)).remove)
             for number, chunk in enumerate(self._chunks):
-                after = self._after_chunk(number, store, pass_on, update)
-                hooks.callback(chunk.register_forward_hook(after, with_kwargs=True).remove)
+                after_hook = self._after_chunk(number, store, pass_on, update)
+                hooks.callback(chunk.register_forward_hook(after_hook, with_kwargs=True).remove)
             try:
                 yield
             finally:
@@ -345,10 +345,10 @@ class RouterTap:
     def _look_for_unseen(self, places: set[int], old: RouterStore | None) -> None:
         """Raise, or warn in the old pass, if some routers of a chunk were not seen where others were."""
         if old is not None:
-            lost = [self._places[place] for place in sorted(places) if old.read_by(place)]
+            lost_routers = [self._places[place] for place in sorted(places) if old.read_by(place)]
             require(
-                not lost,
-                f"the old pass read {', '.join(lost)}, but in this forward pass the tap did not see them run. "
+                not lost_routers,
+                f"the old pass read {', '.join(lost_routers)}, but in this forward pass the tap did not see them run. "
                 f"{_COMPILED_BEFORE}",
             )
         elif places:

@@ -87,9 +87,9 @@ class SequenceLayout:
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
         """Largest valid value of each sequence, [N]; 0 for a sequence without a valid token."""
-        filled = values.masked_fill(~mask, float("-inf")).reshape(-1)
-        lowest = filled.new_full((self.num_sequences,), float("-inf"))
-        largest = lowest.scatter_reduce(0, self.sequence_of_token, filled, "amax")
+        filled_values = values.masked_fill(~mask, float("-inf")).reshape(-1)
+        lowest_values = filled_values.new_full((self.num_sequences,), float("-inf"))
+        largest = lowest_values.scatter_reduce(0, self.sequence_of_token, filled_values, "amax")
         return finite_or_zero(self.context.max(largest))
 
     def count(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,9 +142,9 @@ class SequenceLayout:
     def cumsum(self, values: Tensor) -> Tensor:
         """Running sum inside each whole sequence, token shape, detached."""
         # In float64, since what comes later is taken off the sequence's sum: float32 would keep 7 digits of that sum.
-        wide = values.detach().to(torch.float64)
-        later = self._sum_to_end(wide) - wide
-        return (self.expand(self.sum(wide), wide) - later).to(values.dtype)
+        float64_values = values.detach().to(torch.float64)
+        later_sums = self._sum_to_end(float64_values) - float64_values
+        return (self.expand(self.sum(float64_values), float64_values) - later_sums).to(values.dtype)
 
     def _sum_to_end(self, values: Tensor) -> Tensor:
         """Sum of what stands at a token and behind it in its whole sequence, token shape; `values` are detached."""
@@ -265,8 +265,8 @@ def _sums_to_end(values: Tensor, group: Tensor) -> Tensor:
     """
     step, length = 1, values.shape[0]
     while step < length:
-        further = values[step:] * (group[step:] == group[:-step])
-        values = values + torch.nn.functional.pad(further, (0, step))
+        further_sums = values[step:] * (group[step:] == group[:-step])
+        values = values + torch.nn.functional.pad(further_sums, (0, step))
         step *= 2
     return values
 

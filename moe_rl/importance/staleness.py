@@ -97,10 +97,10 @@ def _filtered(
         metric = bounded_exp(metric) if by_sequence else raw
     # Without a lower bound nothing is too small: k1 is negative for half of all tokens.
     lower = -math.inf if rule.lower is None else rule.lower
-    outside = ((metric > rule.upper) | (metric < lower)) & mask
+    is_outside = ((metric > rule.upper) | (metric < lower)) & mask
     if rule.action == "mask":
-        return raw * (mask & ~outside), outside
-    weights = torch.where(outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask
+        return raw * (mask & ~is_outside), is_outside
+    weights = torch.where(is_outside, raw.clamp(min=max(lower, 0.0), max=rule.upper), raw) * mask
     return weights, (weights != raw) & mask
 
 
@@ -120,9 +120,9 @@ def staleness_metrics(
         return {}
     age = (current_version - policy_version).to(torch.float32) * mask
     # The oldest and the youngest token differ.
-    mixed = layout.max(age, mask) != -layout.max(-age, mask)
+    is_mixed = layout.max(age, mask) != -layout.max(-age, mask)
     return {
         "staleness/mean": layout.token_mean(age, mask),
         "staleness/max": layout.token_max(age, mask),
-        "staleness/mixed_version_seq_fraction": mixed.sum() / max(layout.num_sequences, 1),
+        "staleness/mixed_version_seq_fraction": is_mixed.sum() / max(layout.num_sequences, 1),
     }

@@ -103,27 +103,27 @@ def usable_tokens(
     alone would leave the others waiting in their next collective.
     """
     require_word("non_finite", non_finite, NonFinite)
-    valid = response_mask != 0
+    is_valid = response_mask != 0
     bad = {f"{name} is not finite": ~value.isfinite() for name, value in finite.items() if value is not None}
     bad |= unusable or {}
     if response_mask.dtype != torch.bool:
-        bad["response_mask holds values other than 0 and 1"] = valid & (response_mask != 1)
-    number = valid.sum()
-    lost = {what: torch.stack([(where & valid).sum(), number]) for what, where in bad.items()}
+        bad["response_mask holds values other than 0 and 1"] = is_valid & (response_mask != 1)
+    number = is_valid.sum()
+    lost_counts = {what: torch.stack([(where & is_valid).sum(), number]) for what, where in bad.items()}
     if non_finite == "raise":
         # One collective and one wait for all inputs, and only where a bad token must raise.
-        if lost:
-            counts = torch.stack([counts_lost[0] for counts_lost in lost.values()]).float()
+        if lost_counts:
+            counts = torch.stack([counts_lost[0] for counts_lost in lost_counts.values()]).float()
         else:
             counts = torch.zeros(0)
-        for what, count in zip(lost, (counts if agree is None else agree(counts)).tolist(), strict=True):
+        for what, count in zip(lost_counts, (counts if agree is None else agree(counts)).tolist(), strict=True):
             require(count == 0, f"{what} at {int(count)} valid token(s).")
-        return valid, lost
-    usable = valid
+        return is_valid, lost_counts
+    is_usable = is_valid
     for where in bad.values():
-        usable = usable & ~where
-    say_losses(lost)
-    return usable, lost
+        is_usable = is_usable & ~where
+    say_losses(lost_counts)
+    return is_usable, lost_counts
 
 
 # What a GPU has counted and the host has not read: the sentences, counts [N, 2] in pinned memory, their copy's event.
@@ -148,10 +148,10 @@ def say_losses(lost: Mapping[str, Tensor], *, consequence: str = LEFT_OUT) -> No
     elif not torch.cuda.is_current_stream_capturing():
         while _ON_THE_WAY and _ON_THE_WAY[0][2].query():
             _warn_of_losses(*_ON_THE_WAY.popleft()[:2])
-        copied = counts.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        _ON_THE_WAY.append((sentences, copied, arrived))
+        host_counts = counts.to("cpu", non_blocking=True)
+        copy_event = torch.cuda.Event()
+        copy_event.record()
+        _ON_THE_WAY.append((sentences, host_counts, copy_event))
 
 
 def _warn_of_losses(sentences: tuple[str, ...], counts: Tensor) -> None:

@@ -32,8 +32,8 @@ def value_loss(
     dtype = working_dtype(values, old_values, returns)
     current, old, target = values.to(dtype), old_values.detach().to(dtype), returns.detach().to(dtype)
     # The larger of both: the clip may slow the critic down, and never hides a large error.
-    clipped = torch.clamp(current, old - clip_width, old + clip_width)
-    loss = 0.5 * torch.maximum((current - target).square(), (clipped - target).square())
+    clipped_values = torch.clamp(current, old - clip_width, old + clip_width)
+    loss = 0.5 * torch.maximum((current - target).square(), (clipped_values - target).square())
     return agg_loss(
         loss, response_mask, loss_agg_mode, totals=totals, cu_seqlens=cu_seqlens, context_parallel=context_parallel
     )

@@ -84,14 +84,14 @@ class _Nesting:
         self._ranges: dict[str, list[tuple[HostRange, RangeName, Call, int]]] = defaultdict(list)
         self._starts: dict[str, list[float]] = defaultdict(list)
         open_ranges: dict[str, list[int]] = defaultdict(list)
-        seen: dict[RangeName, int] = defaultdict(int)
+        num_seen: dict[RangeName, int] = defaultdict(int)
         # By start, the longer first: a range comes before those inside it.
         for item in sorted(host_ranges, key=lambda r: (r.start_us, -r.end_us)):
             name = RangeName.parse(item.name)
             if name is None:
                 continue
-            call = Call(layer=name.layer, micro_batch=name.micro_batch, phase=name.phase, occurrence=seen[name])
-            seen[name] += 1
+            call = Call(layer=name.layer, micro_batch=name.micro_batch, phase=name.phase, occurrence=num_seen[name])
+            num_seen[name] += 1
             closed_ranges, stack = self._ranges[item.thread], open_ranges[item.thread]
             while stack and closed_ranges[stack[-1]][0].end_us <= item.start_us:
                 stack.pop()
@@ -206,15 +206,15 @@ def busy_time(attributed: Sequence[AttributedWork]) -> BusyTime:
     for item in attributed:
         intervals = communicating if item.is_communication else computing
         intervals.append((item.work.start_us, item.work.end_us))
-    busy = computing + communicating
-    starts, ends = zip(*busy, strict=True)
+    intervals_us = computing + communicating
+    starts, ends = zip(*intervals_us, strict=True)
     computing_s, communicating_s = _covered(computing), _covered(communicating)
     return BusyTime(
         span_s=max(ends) * 1e-6 - min(starts) * 1e-6,
         computing_s=computing_s,
         communicating_s=communicating_s,
         # |A and B| = |A| + |B| - |A or B|; rounding may leave -1e-17.
-        hidden_s=max(0.0, computing_s + communicating_s - _covered(busy)),
+        hidden_s=max(0.0, computing_s + communicating_s - _covered(intervals_us)),
     )
 
 

@@ -29,12 +29,12 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
         events = document
     if not isinstance(events, list):
         raise InvalidInputError(f"{path} is not a Chrome trace: it has no list of traceEvents.")
-    complete, ranges, on_gpu, operators = [], [], [], []
+    all_events, ranges, on_gpu, operators = [], [], [], []
     for fields in events:
         if not isinstance(fields, dict) or fields.get("ph") != "X":
             continue
         event = _Event.parse(fields, path)
-        complete.append(event)
+        all_events.append(event)
         if event.category == "user_annotation":
             ranges.append(event.as_range())
         elif event.category in GPU_WORK:
@@ -43,7 +43,7 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
             operators.append(event)
     require(bool(on_gpu or operators), f"{path} contains neither GPU kernels nor CPU operators.")
     if on_gpu:
-        device, work = "cuda", _gpu_work(on_gpu, complete)
+        device, work = "cuda", _gpu_work(on_gpu, all_events)
     else:
         device, work = "cpu", _self_time(operators)
     rank = _object(document, "distributedInfo").get("rank")

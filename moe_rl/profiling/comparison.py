@@ -79,9 +79,11 @@ def compare(
             predicted[part] = predicted.get(part, 0.0) + scale * seconds
     measured = {part: seconds for part, seconds in measured_s.items() if seconds > 0}
     if not attention_marked:
-        for side in (predicted, measured):
-            if "attention" in side:
-                side[OUTSIDE_EXPERTS] = side.get(OUTSIDE_EXPERTS, 0.0) + side.pop("attention")
+        for seconds_of_part in (predicted, measured):
+            if "attention" in seconds_of_part:
+                seconds_of_part[OUTSIDE_EXPERTS] = seconds_of_part.get(OUTSIDE_EXPERTS, 0.0) + seconds_of_part.pop(
+                    "attention"
+                )
     rows = []
     for part in dict.fromkeys(PART_OF_PREDICTION.values()):
         if part in predicted or part in measured:

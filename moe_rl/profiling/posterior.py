@@ -105,8 +105,8 @@ class Prior:
                 hardware[name] = hardware.get(name, getattr(self.hardware, name)) * factor
             for name in knob.software:
                 costs[name] = costs.get(name, getattr(self.software.costs, name)) * factor
-        moved = replace(self.hardware, **hardware)  # type: ignore[arg-type]  # all of these fields are floats
-        return moved, replace(self.software.costs, **costs)
+        moved_hardware = replace(self.hardware, **hardware)  # type: ignore[arg-type]  # all of these fields are floats
+        return moved_hardware, replace(self.software.costs, **costs)
 
     def log_seconds(self, price: Price, logs: Floats) -> Floats:
         """Return [N] logarithms of seconds with the knobs moved."""
@@ -116,8 +116,8 @@ class Prior:
     def slopes(self, price: Price, logs: Floats) -> tuple[Floats, Floats]:
         """Return [N] logarithms of seconds, and [N, K] how each of them moves with the knobs."""
         base = self.log_seconds(price, logs)
-        moved = [self.log_seconds(price, logs + NUDGE * unit) for unit in np.eye(len(logs))]
-        return base, (np.array(moved).reshape(len(logs), len(base)) - base).T / NUDGE
+        moved_log_seconds = [self.log_seconds(price, logs + NUDGE * unit) for unit in np.eye(len(logs))]
+        return base, (np.array(moved_log_seconds).reshape(len(logs), len(base)) - base).T / NUDGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +185,11 @@ class Posterior:
         figures = self.figures(price)
         return [figures.interval(index) for index in range(len(figures))]
 
-    def ratio(self, price: Price, other: Price) -> Interval:
+    def ratio(self, price: Price, other_price: Price) -> Interval:
         """Return the ratio of seconds of two settings (each N = 1): what they share cancels."""
 
         def both(hardware: HardwareSpec, costs: SoftwareCosts) -> Floats:
-            return np.concatenate([price(hardware, costs), other(hardware, costs)])
+            return np.concatenate([price(hardware, costs), other_price(hardware, costs)])
 
         return self.figures(both).ratio(0, 1)
 
@@ -198,15 +198,15 @@ class Posterior:
         component, count = self.likeliest, len(self.likeliest.left)
         knobs, moves = component.prior.knobs, np.abs(component.logs)
         farthest = np.argsort(-moves, kind="stable")[:MOVED]
-        moved = farthest[moves[farthest] >= NUDGE].tolist()
-        largest = [f"{knobs[index].name} x{exp(component.logs[index]):.2f}" for index in moved]
+        moved_knobs = farthest[moves[farthest] >= NUDGE].tolist()
+        factors = [f"{knobs[index].name} x{exp(component.logs[index]):.2f}" for index in moved_knobs]
         if len(self.components) > 1:
             weight = f" ({component.weight:.0%})"
         else:
             weight = ""
         return (
             f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
-            f"{'; moved most: ' if largest else ', as shipped'}{', '.join(largest)}."
+            f"{'; moved most: ' if factors else ', as shipped'}{', '.join(factors)}."
         )
 
 
@@ -224,9 +224,9 @@ class ComponentFigures:
     slopes: Floats
     """[N, K] how each moves with the knobs."""
 
-    def spread(self, direction: Floats, alone: float) -> float:
+    def spread(self, direction: Floats, unexplained: float) -> float:
         """Return the standard deviation of a sum of logarithms that moves by `direction` [K] with the knobs."""
-        return sqrt(float(direction @ self.component.covariance @ direction) + alone**2)
+        return sqrt(float(direction @ self.component.covariance @ direction) + unexplained**2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,27 +242,28 @@ class Figures:
     def _weights(self) -> tuple[float, ...]:
         return tuple(part.component.weight for part in self.parts)
 
-    def interval(self, index: int, *, alone: float | None = None, beside: float = 1.0) -> Interval:
+    def interval(self, index: int, *, unexplained: float | None = None, constants_share: float = 1.0) -> Interval:
         """Return one figure with its interval.
 
-        `alone`: standard deviation of what no constant explains; None: the software's. `beside`: share of the
-        constants' spread that counts; 0 where the setting itself was timed, which is then known whatever they are.
+        `unexplained`: standard deviation of what no constant explains; None: the software's. `constants_share`: share
+        of the constants' spread that counts; 0 where the setting itself was timed, which is then known whatever they
+        are.
         """
         normals = []
         for part in self.parts:
-            left_open = part.component.prior.left_open if alone is None else alone
-            normals.append((float(part.base[index]), part.spread(beside * part.slopes[index], left_open)))
+            left_open = part.component.prior.left_open if unexplained is None else unexplained
+            normals.append((float(part.base[index]), part.spread(constants_share * part.slopes[index], left_open)))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
 
-    def ratio(self, index: int, other: int, *, alone: float | None = None) -> Interval:
+    def ratio(self, index: int, other: int, *, unexplained: float | None = None) -> Interval:
         """Return the ratio of two figures: what they share cancels.
 
-        `alone`: standard deviation of what the constants do not explain of it. By default that of two settings, each
-        of which is off by itself.
+        `unexplained`: standard deviation of what the constants do not explain of it. By default that of two settings,
+        each of which is off by itself.
         """
         normals = []
         for part in self.parts:
-            left_open = sqrt(2.0) * part.component.prior.left_open if alone is None else alone
+            left_open = sqrt(2.0) * part.component.prior.left_open if unexplained is None else unexplained
             spread = part.spread(part.slopes[index] - part.slopes[other], left_open)
             normals.append((float(part.base[index] - part.base[other]), spread))
         return Mixture(weights=self._weights, parts=tuple(normals)).interval()
@@ -270,37 +271,39 @@ class Figures:
 
 def _maximum(prior: Prior, known_steps: Sequence[KnownStep]) -> tuple[Component, float]:
     """Return the posterior under one kind of software, of weight 1, and its log-evidence (Laplace)."""
-    spreads, alone = prior.spreads, prior.left_open
+    spreads, unexplained = prior.spreads, prior.left_open
     precision = np.diag(spreads**-2.0)
     logs: Floats = np.zeros(len(spreads))
     if not known_steps:
         return Component(prior=prior, logs=logs, covariance=np.diag(spreads**2), weight=1.0, left={}), 0.0
-    measured = np.log([step.seconds for step in known_steps])
+    measured_logs = np.log([step.seconds for step in known_steps])
 
-    def linear(at: Floats) -> tuple[Floats, Floats]:
+    def linear(logs_of_knobs: Floats) -> tuple[Floats, Floats]:
         forecasts, slopes_of_steps = [], []
         for step in known_steps:
-            step_forecast, step_slopes = prior.slopes(step.price, at)
+            step_forecast, step_slopes = prior.slopes(step.price, logs_of_knobs)
             forecasts.append(step_forecast[0])
             slopes_of_steps.append(step_slopes[0])
         return np.array(forecasts), np.array(slopes_of_steps)
 
     for _ in range(ROUNDS):
         forecast, slopes = linear(logs)
-        normal = precision + slopes.T @ slopes / alone**2
-        move = np.linalg.solve(normal, slopes.T @ (measured - forecast) / alone**2 - precision @ logs)
+        normal = precision + slopes.T @ slopes / unexplained**2
+        move = np.linalg.solve(normal, slopes.T @ (measured_logs - forecast) / unexplained**2 - precision @ logs)
         logs = logs + np.clip(move, -LARGEST_MOVE, LARGEST_MOVE)
         if float(np.abs(move).max(initial=0.0)) < NUDGE / 4:
             break
     forecast, slopes = linear(logs)
-    covariance: Floats = np.asarray(np.linalg.inv(precision + slopes.T @ slopes / alone**2), np.float64)
+    covariance: Floats = np.asarray(np.linalg.inv(precision + slopes.T @ slopes / unexplained**2), np.float64)
     # How far the measured steps lie from what the prior expects, and how far they may.
-    offset = measured - forecast + slopes @ logs
-    expected = slopes @ np.diag(spreads**2) @ slopes.T + np.diag(np.full(len(known_steps), alone**2))
-    misfit = float(offset @ np.linalg.solve(expected, offset))
-    log_determinant = float(np.linalg.slogdet(expected)[1])
-    left = {step.name: float(residual) for step, residual in zip(known_steps, measured - forecast, strict=True)}
-    component = Component(prior=prior, logs=logs, covariance=covariance, weight=1.0, left=left)
+    offset = measured_logs - forecast + slopes @ logs
+    expected_covariance = slopes @ np.diag(spreads**2) @ slopes.T + np.diag(np.full(len(known_steps), unexplained**2))
+    misfit = float(offset @ np.linalg.solve(expected_covariance, offset))
+    log_determinant = float(np.linalg.slogdet(expected_covariance)[1])
+    residuals = {
+        step.name: float(residual) for step, residual in zip(known_steps, measured_logs - forecast, strict=True)
+    }
+    component = Component(prior=prior, logs=logs, covariance=covariance, weight=1.0, left=residuals)
     return component, -0.5 * (misfit + log_determinant)
 
 

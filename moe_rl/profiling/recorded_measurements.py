@@ -63,8 +63,8 @@ def derive_measurements(
             rows.append(_row(shape, "expert_gemm", phase, seconds))
         else:
             remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
-    refused = _why_no_transfers(len(per_rank), waiting, shape)
-    if waiting is None or refused:
+    refusal = _why_no_transfers(len(per_rank), waiting, shape)
+    if waiting is None or refusal:
         measured = {}
     else:
         measured = waiting.transfers_s
@@ -74,12 +74,12 @@ def derive_measurements(
             rows.append(_row(shape, "all_to_all", phase, transfers))
         else:
             remarks.append(f"no all_to_all rows of {phase}: no all-to-all lies in a moe_rl range of that phase.")
-    return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refused] if refused else [])))
+    return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refusal] if refusal else [])))
 
 
-def _why_no_transfers(recorded: int, waiting: WaitSplit | None, shape: RecordedShape) -> str:
-    if recorded != shape.ep_size:
-        return f"no all_to_all rows: {recorded} of {shape.ep_size} ranks were recorded, so waiting is not known."
+def _why_no_transfers(num_recordings: int, waiting: WaitSplit | None, shape: RecordedShape) -> str:
+    if num_recordings != shape.ep_size:
+        return f"no all_to_all rows: {num_recordings} of {shape.ep_size} ranks were recorded, so waiting is not known."
     if shape.model.num_expert_groups > 1:
         return f"no all_to_all rows: the router of {shape.model.name} is limited to groups, calibration knows none."
     if waiting is None:

@@ -72,9 +72,9 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
     Needs recordings of two ranks or more, ranges around dispatch and combine, and the same all-to-alls on every rank.
     """
     require(len(per_rank) > 1, "separating waiting from transfer needs recordings of at least two ranks.")
-    measured = [all_to_all_seconds(attributed) for attributed in per_rank]
-    keys = set(measured[0])
-    for rank, durations in enumerate(measured):
+    durations_of_ranks = [all_to_all_seconds(attributed) for attributed in per_rank]
+    keys = set(durations_of_ranks[0])
+    for rank, durations in enumerate(durations_of_ranks):
         require(
             set(durations) == keys,
             f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, but recording 0 has {len(keys)}: "
@@ -82,13 +82,13 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
         )
     require(bool(keys), "no all-to-all is in a moe_rl range, so waiting cannot be separated from transfer.")
     # The rank that joins last waits for nobody: its time is the transfer.
-    transfers = dict(measured[0])
-    for durations in measured[1:]:
+    transfers = dict(durations_of_ranks[0])
+    for durations in durations_of_ranks[1:]:
         for key, seconds in durations.items():
             transfers[key] = min(transfers[key], seconds)
     transfer = sum(transfers.values())
     return WaitSplit(
         transfers_s=transfers,
-        wait_s=tuple(sum(durations.values()) - transfer for durations in measured),
+        wait_s=tuple(sum(durations.values()) - transfer for durations in durations_of_ranks),
         experts_s=expert_seconds_of_ranks(per_rank),
     )

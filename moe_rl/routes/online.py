@@ -81,9 +81,9 @@ def load_metrics(counts: NDArray[np.integer], previous: NDArray[np.integer] | No
         "moe_rl/hottest_layer": float(load.max(axis=1, initial=0).argmax()) if len(load) else -1.0,
     }
     if previous is not None:
-        before = previous / np.maximum(previous.sum(axis=1, keepdims=True), 1)
+        previous_shares = previous / np.maximum(previous.sum(axis=1, keepdims=True), 1)
         # Half the sum of differences: a token that moves leaves one expert and comes to another.
-        drift = np.abs(counts / np.maximum(total, 1) - before).sum(axis=1) / 2
+        drift = np.abs(counts / np.maximum(total, 1) - previous_shares).sum(axis=1) / 2
         values["moe_rl/load_drift"] = float(drift.mean())
     return values
 
@@ -91,9 +91,9 @@ def load_metrics(counts: NDArray[np.integer], previous: NDArray[np.integer] | No
 def nodes_per_token(routes: NDArray[np.integer], node: NDArray[np.integer], own_node: int) -> float:
     """Return to how many other nodes a token is sent per layer: `routes` [n, L, K], `node` [E] or [L, E] of experts."""
     node = np.broadcast_to(node, (routes.shape[1], node.shape[-1]))
-    visited = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
+    visited_nodes = np.sort(np.take_along_axis(node[None], routes.astype(np.int64), axis=2), axis=2)
     # Sorted, the first of equal nodes is the one visit.
-    is_new = np.diff(visited, axis=2, prepend=-1) > 0
+    is_new = np.diff(visited_nodes, axis=2, prepend=-1) > 0
     if not len(routes):
         return 0.0
-    return float((is_new & (visited != own_node)).sum(axis=2).mean())
+    return float((is_new & (visited_nodes != own_node)).sum(axis=2).mean())

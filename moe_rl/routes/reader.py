@@ -130,12 +130,12 @@ class RoutesReader:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Return [n, l, K] ids (u8, or u16 above 256 experts) of some rows and layers (their places among the L)."""
-        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
-        begin, end = _bounds(rows, self.length(key))
+        layer_indices = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        first_row, end_row = _bounds(rows, self.length(key))
         if out is None:
-            out = np.zeros((end - begin, len(picked), self.top_k), route_dtype(self.num_experts))
-        for extent, at in self._pieces(key, begin, end):
-            self._decode(extent, picked, out[at : at + extent.rows])
+            out = np.zeros((end_row - first_row, len(layer_indices), self.top_k), route_dtype(self.num_experts))
+        for extent, place in self._pieces(key, first_row, end_row):
+            self._decode(extent, layer_indices, out[place : place + extent.rows])
         return out
 
     def combine_weights(
@@ -145,29 +145,29 @@ class RoutesReader:
 
         Raises `InvalidInputError` if the stream was written without them.
         """
-        picked = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
-        begin, end = _bounds(rows, self.length(key))
-        out = np.zeros((end - begin, len(picked), self.top_k), np.float32)
+        layer_indices = range(len(self.layer_ids))[layers] if isinstance(layers, slice) else layers
+        first_row, end_row = _bounds(rows, self.length(key))
+        out = np.zeros((end_row - first_row, len(layer_indices), self.top_k), np.float32)
         self._check_map()
         with located(self._name or "routes"):
-            for extent, at in self._pieces(key, begin, end):
+            for extent, place in self._pieces(key, first_row, end_row):
                 start_row, stop_row = self._routed(extent)
-                routed = self._weights_of(extent.chunk, start_row, stop_row, picked)
-                out[at : at + extent.rows][self._valid(extent)] = routed
+                routed_weights = self._weights_of(extent.chunk, start_row, stop_row, layer_indices)
+                out[place : place + extent.rows][self._valid(extent)] = routed_weights
         return out
 
     def valid(self, key: int, rows: slice = slice(None)) -> NDArray[np.bool_]:
         """Return [n] True where a row holds a route."""
-        begin, end = _bounds(rows, self.length(key))
-        out = np.ones(end - begin, np.bool_)
-        for extent, at in self._pieces(key, begin, end):
-            out[at : at + extent.rows] = self._valid(extent)
-        return out
+        first_row, end_row = _bounds(rows, self.length(key))
+        is_valid = np.ones(end_row - first_row, np.bool_)
+        for extent, place in self._pieces(key, first_row, end_row):
+            is_valid[place : place + extent.rows] = self._valid(extent)
+        return is_valid
 
     def policy_version(self, key: int) -> NDArray[np.int32]:
         """Return [T] version of the policy that made each row."""
-        out = np.zeros(self.length(key), np.int32)
-        for extent, at in self._pieces(key, 0, len(out)):
+        versions = np.zeros(self.length(key), np.int32)
+        for extent, place in self._pieces(key, 0, len(versions)):
             runs = self._chunks[extent.chunk].tables.versions
             run = (
                 np.searchsorted(
@@ -175,34 +175,36 @@ class RoutesReader:
                 )
                 - 1
             )
-            out[at : at + extent.rows] = runs["value"][run] if len(runs) else 0
-        return out
+            versions[place : place + extent.rows] = runs["value"][run] if len(runs) else 0
+        return versions
 
     def _check_same(self, chunk: Chunk, head: Chunk) -> None:
-        like = (self._chunks[0] if self._chunks else head).tables
-        same = chunk.tables.shape == like.shape and np.array_equal(chunk.tables.layer_ids, like.layer_ids)
-        require(same, "the chunks come from different models: they differ in experts, top-k or layers.")
+        first_tables = (self._chunks[0] if self._chunks else head).tables
+        is_same = chunk.tables.shape == first_tables.shape and np.array_equal(
+            chunk.tables.layer_ids, first_tables.layer_ids
+        )
+        require(is_same, "the chunks come from different models: they differ in experts, top-k or layers.")
 
-    def _pieces(self, key: int, begin: int, end: int) -> Iterator[tuple[_Extent, int]]:
+    def _pieces(self, key: int, first_row: int, end_row: int) -> Iterator[tuple[_Extent, int]]:
         """Yield (rows of a chunk, where they stand among the rows asked for)."""
         row = 0
         for extent in self._extents[key]:
-            low, high = max(begin - row, 0), min(end - row, extent.rows)
+            low, high = max(first_row - row, 0), min(end_row - row, extent.rows)
             if high > low:
-                yield _Extent(extent.chunk, extent.start_row + low, high - low), row + low - begin
+                yield _Extent(extent.chunk, extent.start_row + low, high - low), row + low - first_row
             row += extent.rows
 
     def _routed(self, extent: _Extent) -> tuple[int, int]:
         """Return which routed rows of its chunk the extent's are."""
-        ends, before = self._gaps[extent.chunk]
-        if not len(ends):
+        gap_ends, rows_before = self._gaps[extent.chunk]
+        if not len(gap_ends):
             return extent.start_row, extent.start_row + extent.rows
         gaps = self._chunks[extent.chunk].tables.gaps["first"]
-        place = []
+        routed_rows = []
         for row in (extent.start_row, extent.start_row + extent.rows):
             gap = int(np.searchsorted(gaps, row, side="right")) - 1
-            place.append(row if gap < 0 else row - int(before[gap]) + max(0, int(ends[gap]) - row))
-        return place[0], place[1]
+            routed_rows.append(row if gap < 0 else row - int(rows_before[gap]) + max(0, int(gap_ends[gap]) - row))
+        return routed_rows[0], routed_rows[1]
 
     def _valid(self, extent: _Extent) -> NDArray[np.bool_]:
         ends, _ = self._gaps[extent.chunk]
@@ -221,29 +223,31 @@ class RoutesReader:
             if stop_row - start_row == extent.rows:
                 chunk.read(layers, start_row, out)
             else:
-                routed = np.empty((stop_row - start_row, *out.shape[1:]), out.dtype)
-                chunk.read(layers, start_row, routed)
-                out[self._valid(extent)] = routed
+                routed_ids = np.empty((stop_row - start_row, *out.shape[1:]), out.dtype)
+                chunk.read(layers, start_row, routed_ids)
+                out[self._valid(extent)] = routed_ids
 
     def _weights_of(self, number: int, start_row: int, stop_row: int, layers: Sequence[int]) -> NDArray[np.float32]:
         chunk, size = self._chunks[number], block_rows(self.top_k)
         column = chunk.weights
         if column is None:
             raise InvalidInputError("these routes were stored without combine weights.")
-        out = np.empty((stop_row - start_row, len(layers), self.top_k), np.float32)
+        weights = np.empty((stop_row - start_row, len(layers), self.top_k), np.float32)
         for block in range(start_row // size, -(-stop_row // size)):
             low, high = max(start_row, block * size), min(stop_row, (block + 1) * size)
             wanted_rows = slice(low - block * size, high - block * size)
             for place, layer in enumerate(layers):
-                out[low - start_row : high - start_row, place] = column.read(layer, block)[wanted_rows]
-        return out
+                weights[low - start_row : high - start_row, place] = column.read(layer, block)[wanted_rows]
+        return weights
 
     def _check_map(self) -> None:
         """Raise if the file was cut since it was opened: reading behind its end would end the process."""
         if self._map is None:
             return
-        size, left = len(self._map), self._map.size()
-        require(left >= size, f"{self._name} has been truncated from {size} to {left} bytes since it was opened.")
+        size, file_size = len(self._map), self._map.size()
+        require(
+            file_size >= size, f"{self._name} has been truncated from {size} to {file_size} bytes since it was opened."
+        )
 
 
 def _sound_bytes(data: NDArray[np.uint8]) -> int:

@@ -109,10 +109,10 @@ def read_rows(
     """
     _, num_layers, top_k = routes[0].shape
     experts = max(round_robin, *(sequence.num_experts for sequence in routes))
-    out = np.zeros((_count(rows), len(layers), top_k), route_dtype(experts))
-    begin = 0
+    ids = np.zeros((_count(rows), len(layers), top_k), route_dtype(experts))
+    first_row = 0
     for span in rows:
-        place = out[begin : begin + span.rows]
+        place = ids[first_row : first_row + span.rows]
         if span.sequence >= 0:
             length = len(routes[span.sequence])
             require(
@@ -125,8 +125,8 @@ def read_rows(
             # Row r, layer l, choice k goes to expert ((r L + l) K + k) mod E: no expert gets all of the padding.
             ordinal = np.arange(span.first, span.first + span.rows)[:, None] * num_layers + np.asarray(layers)
             place[:] = (ordinal[:, :, None] * top_k + np.arange(top_k)) % round_robin
-        begin += span.rows
-    return out
+        first_row += span.rows
+    return ids
 
 
 def _filler(rows: int) -> Span:
@@ -142,21 +142,21 @@ def _padded(rows: int, multiple: int) -> int:
 
 
 def _padded_to(spans: list[Span], rows: int) -> list[Span]:
-    missing = rows - _count(spans)
-    if missing:
-        return [*spans, _filler(missing)]
+    missing_rows = rows - _count(spans)
+    if missing_rows:
+        return [*spans, _filler(missing_rows)]
     return spans
 
 
 def _share(spans: Sequence[Span], part: int, parts: int) -> list[Span]:
     """Return one of the parts into which the spans are cut, each of as many rows."""
-    size, spans_kept, at = _count(spans) // parts, [], 0
-    begin, end = size * part, size * (part + 1)
+    rows_of_part, spans_kept, row = _count(spans) // parts, [], 0
+    first_row, end_row = rows_of_part * part, rows_of_part * (part + 1)
     for span in spans:
-        low, high = max(begin - at, 0), min(end - at, span.rows)
+        low, high = max(first_row - row, 0), min(end_row - row, span.rows)
         if high > low:
             spans_kept.append(replace(span, first=span.first + low, rows=high - low))
-        at += span.rows
+        row += span.rows
     return spans_kept
 
 

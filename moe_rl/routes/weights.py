@@ -33,25 +33,25 @@ class WeightColumn:
 
     def read(self, layer: int, block: int) -> NDArray[np.float32]:
         """Return the weights [n, K] of a block; raise in one sentence if they are damaged."""
-        before = self.size.reshape(-1)[: layer * self.size.shape[1] + block]
-        begin, size = int(before.sum(dtype=np.int64)), int(self.size[layer, block])
-        data = self.body[begin : begin + size].tobytes()
+        sizes_before = self.size.reshape(-1)[: layer * self.size.shape[1] + block]
+        first_byte, size = int(sizes_before.sum(dtype=np.int64)), int(self.size[layer, block])
+        data = self.body[first_byte : first_byte + size].tobytes()
         damaged = InvalidInputError(f"the combine weights of block {block} are corrupt.")
         if len(data) < PLANES.size or zlib.crc32(data) != self.crc[layer, block]:
             raise damaged
         count = min(self.block_rows, self.num_rows - block * self.block_rows) * self.top_k
         sizes = PLANES.unpack_from(data)
-        planes, at = np.empty((4, count), np.uint8), PLANES.size
+        planes, plane_start = np.empty((4, count), np.uint8), PLANES.size
         for place, plane_size in enumerate(sizes):
-            plane = data[at : at + plane_size]
+            plane = data[plane_start : plane_start + plane_size]
             if plane_size != count:
                 # At most `count` bytes and one more: a small bomb cannot take gigabytes.
                 plane = _inflated(plane, count)
             if len(plane) != count:
                 raise damaged
             planes[place] = np.frombuffer(plane, np.uint8)
-            at += plane_size
-        if at != len(data):
+            plane_start += plane_size
+        if plane_start != len(data):
             raise damaged
         return np.ascontiguousarray(planes.T).view("<f4").reshape(-1, self.top_k)
 
@@ -85,12 +85,12 @@ def encode_weights(weights: NDArray[np.float32], block_rows: int) -> WeightColum
 
 def _block_of(weights: NDArray[np.float32]) -> bytes:
     planes = np.ascontiguousarray(weights, "<f4").view(np.uint8).reshape(-1, 4).T
-    stored = []
+    stored_planes = []
     for plane in planes:
-        plain = plane.tobytes()
-        packed = zlib.compress(plain, 1)
-        stored.append(packed if len(packed) < len(plain) else plain)
-    return PLANES.pack(*map(len, stored)) + b"".join(stored)
+        plane_bytes = plane.tobytes()
+        compressed = zlib.compress(plane_bytes, 1)
+        stored_planes.append(compressed if len(compressed) < len(plane_bytes) else plane_bytes)
+    return PLANES.pack(*map(len, stored_planes)) + b"".join(stored_planes)
 
 
 def in_order_of(ids: NDArray[np.integer], weights: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -92,10 +92,10 @@ class RoutesWriter:
         is known before it, or some rows have weights and others not.
         """
         rows = np.asarray(ids)
-        expected = (len(self.layer_ids), self.shape.top_k)
+        expected_shape = (len(self.layer_ids), self.shape.top_k)
         require(
-            rows.ndim == 3 and rows.shape[1:] == expected,
-            f"the routes must have shape [tokens, {expected[0]}, {expected[1]}], got {list(rows.shape)}.",
+            rows.ndim == 3 and rows.shape[1:] == expected_shape,
+            f"the routes must have shape [tokens, {expected_shape[0]}, {expected_shape[1]}], got {list(rows.shape)}.",
         )
         if valid is None:
             has_route = np.ones(len(rows), np.bool_)
@@ -114,18 +114,18 @@ class RoutesWriter:
             )
         sequence = _Leader(key=key, ids=sets.ids, valid=has_route, weights=weights)
         parent, start, skip = self._prefix(start, parent, group, sequence)
-        stored = has_route[skip:]
-        self._length[key] = start + len(stored)
-        self._pieces.append((key, parent, start, len(stored)))
-        columns = {"ids": _rows_of(sets.ids, skip, stored), "valid": stored, "versions": versions[skip:]}
+        is_stored = has_route[skip:]
+        self._length[key] = start + len(is_stored)
+        self._pieces.append((key, parent, start, len(is_stored)))
+        columns = {"ids": _rows_of(sets.ids, skip, is_stored), "valid": is_stored, "versions": versions[skip:]}
         if weights is not None:
-            columns["weights"] = _rows_of(weights, skip, stored)
+            columns["weights"] = _rows_of(weights, skip, is_stored)
         for name, column in columns.items():
             self._columns[name].append(column)
-        self._num_rows += len(stored)
+        self._num_rows += len(is_stored)
         if self._num_rows >= self._chunk_rows:
             self.flush()
-        return len(stored)
+        return len(is_stored)
 
     def flush(self) -> int:
         """Write the rows that wait as one chunk; return its bytes."""
@@ -138,13 +138,13 @@ class RoutesWriter:
             starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
         else:
             starts = np.zeros(0, int)
-        missing = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
+        gap_edges = np.flatnonzero(np.diff(np.concatenate([[True], valid, [True]]).astype(np.int8)))
         data = encode_chunk(
             columns["ids"],
             shape=self.shape,
             layer_ids=self.layer_ids,
             pieces=np.array(self._pieces, PIECE),
-            gaps=_runs(missing[::2], missing[1::2] - missing[::2]),
+            gaps=_runs(gap_edges[::2], gap_edges[1::2] - gap_edges[::2]),
             versions=_runs(starts, versions[starts]),
             weights=columns.get("weights"),
         )
@@ -179,9 +179,9 @@ class RoutesWriter:
         """Return weights in the order of ascending ids."""
         if self._has_weights is None:
             self._has_weights = weights is not None
-        mixed = self._has_weights != (weights is not None)
+        is_mixed = self._has_weights != (weights is not None)
         require(
-            not mixed,
+            not is_mixed,
             "combine weights must be given for all tokens or for none, but some tokens have them and others do not.",
         )
         if weights is None:
@@ -202,11 +202,11 @@ class RoutesWriter:
         """Return (parent or -1, rows that come from it, rows of the sequence's own among these)."""
         if start:
             parent = sequence.key if parent is None else parent
-            have = self._length.get(parent)
-            if have is None or start > have:
+            parent_length = self._length.get(parent)
+            if parent_length is None or start > parent_length:
                 raise InvalidInputError(
                     f"sequence {sequence.key} is to share the first {start} tokens of sequence {parent}, which has "
-                    f"only {have or 0}."
+                    f"only {parent_length or 0}."
                 )
             return parent, start, 0
         if group is None:
@@ -218,9 +218,9 @@ class RoutesWriter:
                 self._leaders.popitem(last=False)
             return -1, 0, 0
         leader = self._leaders[group]
-        shared = leader.shared_rows(sequence, self._length[leader.key])
-        if shared:
-            return (leader.key, shared, shared)
+        num_shared = leader.shared_rows(sequence, self._length[leader.key])
+        if num_shared:
+            return (leader.key, num_shared, num_shared)
         return (-1, 0, 0)
 
 
@@ -249,12 +249,12 @@ class _Leader:
         return int(np.argmin(equal))
 
 
-def _rows_of(column: NDArray[Any], skip: int, stored: NDArray[np.bool_]) -> NDArray[Any]:
+def _rows_of(column: NDArray[Any], skip: int, is_stored: NDArray[np.bool_]) -> NDArray[Any]:
     """Return the rows from `skip` on that are stored, without a copy if all are."""
     rows = column[skip:]
-    if stored.all():
+    if is_stored.all():
         return rows
-    return rows[stored]
+    return rows[is_stored]
 
 
 def _runs(starts: NDArray[np.integer], value: NDArray[np.integer]) -> NDArray[Any]:

@@ -42,8 +42,8 @@ class StepIntervals:
         if not seconds or not speedup:
             return memory
         index, static = self.names.index(name), self.names.index(BASELINE)
-        step = self.figures.interval(index, alone=self.alone, beside=1.0 if self.alone is None else 0.0)
-        ratio = self.figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(log(speedup)), LEAST_SPREAD))
+        step = self.figures.interval(index, unexplained=self.alone, constants_share=1.0 if self.alone is None else 0.0)
+        ratio = self.figures.ratio(static, index, unexplained=max(GAIN_SPREAD * abs(log(speedup)), LEAST_SPREAD))
         if name == BASELINE:
             gains = [1.0, 1.0]
         else:

@@ -134,8 +134,10 @@ class TrainingPasses:
         static, intervals = names.index("static"), {}
         for index, name in enumerate(names):
             gain = priced_steps["static"].step_time_s / priced_steps[name].step_time_s
-            ratio = figures.ratio(static, index, alone=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
-            step = figures.interval(index, beside=0.0 if self.own_step.left_open is not None else 1.0, alone=left_open)
+            ratio = figures.ratio(static, index, unexplained=max(GAIN_SPREAD * abs(float(np.log(gain))), LEAST_SPREAD))
+            step = figures.interval(
+                index, constants_share=0.0 if self.own_step.left_open is not None else 1.0, unexplained=left_open
+            )
             speedup = [1.0, 1.0]
             if name != "static":
                 speedup = around(gain, ratio)

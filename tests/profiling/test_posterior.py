@@ -86,7 +86,7 @@ def test_the_software_that_explains_the_step_gets_the_weight() -> None:
 def test_what_two_settings_share_cancels_in_their_ratio() -> None:
     posterior = Posterior.of([PRIOR])
     twice = posterior.figures(lambda *constants: host_seconds()(*constants) * np.array([1.0, 2.0]))
-    same = twice.ratio(0, 1, alone=1e-6)
+    same = twice.ratio(0, 1, unexplained=1e-6)
     assert (same.value, same.low) == (pytest.approx(0.5), pytest.approx(0.5, rel=1e-3))
     unlike = posterior.ratio(host_seconds(), host_seconds(share=0.0))
     assert log(unlike.high) == pytest.approx(NORMAL_80 * sqrt(0.3**2 + 2 * 0.1**2), rel=1e-3)

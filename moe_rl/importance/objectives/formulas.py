@@ -27,9 +27,9 @@ def clipped_surrogate(
     b: ObjectiveBatch, ratio: Tensor, clipped_ratio: Tensor, dual_clip: Tensor | float | None
 ) -> TokenLoss:
     """PPO's pessimistic loss: max(-A ratio, -A clipped), and where A < 0 min(that, -A dual_clip)."""
-    plain, clipped = -b.advantages * ratio, -b.advantages * clipped_ratio
+    plain_loss, clipped_loss = -b.advantages * ratio, -b.advantages * clipped_ratio
     # The larger loss wins: the clip takes a gradient only where it makes the loss worse.
-    loss, took, capped = torch.maximum(plain, clipped), clipped > plain, None
+    loss, took, capped = torch.maximum(plain_loss, clipped_loss), clipped_loss > plain_loss, None
     if dual_clip is not None:
         bound = torch.where(b.advantages < 0, torch.minimum(loss, -b.advantages * dual_clip), loss)
         loss, capped = bound, bound < loss
@@ -182,17 +182,17 @@ def gmpo(b: ObjectiveBatch, *, clip_ratio_low: float = 0.4, clip_ratio_high: flo
     Source: arXiv 2507.20673; verl `compute_policy_loss_geo_mean`.
     """
     d, sign = b.token_log_ratio, b.advantages.sign()
-    clipped = d.clamp(-clip_ratio_low, clip_ratio_high)
+    clipped_drift = d.clamp(-clip_ratio_low, clip_ratio_high)
     # PPO's pessimism in log space: the smaller of A d and A clip(d).
-    bounded = sign * torch.minimum(sign * d, sign * clipped)
+    bounded = sign * torch.minimum(sign * d, sign * clipped_drift)
     ratio = b.valid.mean(bounded).clamp(max=SAFETY_BOUND).exp()
     loss = b.valid.layout.expand(-b.valid.mean(b.advantages) * ratio, d)
-    outside = clipped != d
+    is_outside = clipped_drift != d
     return TokenLoss(
         loss=loss * b.valid.keep,
-        clipped=outside & (sign > 0),
-        clipped_lower=outside & (sign < 0),
-        zero_gradient=sign * d > sign * clipped,
+        clipped=is_outside & (sign > 0),
+        clipped_lower=is_outside & (sign < 0),
+        zero_gradient=sign * d > sign * clipped_drift,
     )
 
 
@@ -225,9 +225,9 @@ def aspo(
     # upper / sg(upper)^2 has the value 1 / rho, and its gradient is that of log pi, divided by rho.
     weight = torch.where(bad, lower, upper / upper.detach().square())
     large = weight.detach() > clip_ratio_c
-    clipped = torch.where(bad, lower, upper) != ratio
+    is_clipped = torch.where(bad, lower, upper) != ratio
     loss = -b.advantages * torch.where(large, clip_ratio_c * b.log_prob, weight)
-    return TokenLoss(loss=loss, clipped=clipped, clipped_lower=large, zero_gradient=clipped)
+    return TokenLoss(loss=loss, clipped=is_clipped, clipped_lower=large, zero_gradient=is_clipped)
 
 
 def reinforce(b: ObjectiveBatch) -> TokenLoss:
@@ -284,8 +284,8 @@ def vespo(
         layout.expand((k * log_w + scale * (1.0 - log_w.exp())).exp(), d)
         for k, scale in ((k_pos, lambda_pos), (k_neg, lambda_neg))
     )
-    weighted = torch.where(b.advantages >= 0, good, bad) * b.advantages
-    return TokenLoss(loss=-weighted * b.log_prob, zero_gradient=weighted == 0)
+    weighted_advantages = torch.where(b.advantages >= 0, good, bad) * b.advantages
+    return TokenLoss(loss=-weighted_advantages * b.log_prob, zero_gradient=weighted_advantages == 0)
 
 
 def cispo(b: ObjectiveBatch, *, clip_ratio_low: float = 10.0, clip_ratio_high: float = 0.2) -> TokenLoss:
@@ -311,8 +311,8 @@ def dppo_tv(
 
     Source: arXiv 2602.04879; verl `compute_policy_loss_dppo_tv`.
     """
-    dropped = _beyond(b, _change(b), clip_ratio_low, clip_ratio_high)
-    return _kept(b, b.weight, dropped, clip_ratio_c)
+    is_dropped = _beyond(b, _change(b), clip_ratio_low, clip_ratio_high)
+    return _kept(b, b.weight, is_dropped, clip_ratio_c)
 
 
 def dppo_kl(
@@ -329,8 +329,8 @@ def dppo_kl(
     complement = ((1.0 - q + _BINARY_KL_EPS) / (1.0 - p + _BINARY_KL_EPS)).log()
     # -q d = q (log q - log p), the first term of the KL.
     divergence = -q * b.moved.detach() + (1.0 - q) * complement
-    dropped = _beyond(b, divergence * (p - q).sign(), clip_ratio_low, clip_ratio_high)
-    return _kept(b, b.weight, dropped, clip_ratio_c)
+    is_dropped = _beyond(b, divergence * (p - q).sign(), clip_ratio_low, clip_ratio_high)
+    return _kept(b, b.weight, is_dropped, clip_ratio_c)
 
 
 def prime_rl(
@@ -386,12 +386,12 @@ def clip_cov(
     terms = ppo(b, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c)
     covariance = _covariance(b)
     # verl draws among tokens that still have a gradient: dropping a clipped one would change nothing.
-    allowed = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & b.valid.mask
+    is_allowed = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & b.valid.mask
     assert terms.clipped is not None
     assert b.draw is not None
-    drawn = _largest(b, b.draw.to(covariance.dtype), allowed & ~terms.clipped, clip_cov_ratio)
-    silent = either(terms.zero_gradient, drawn)
-    return TokenLoss(loss=terms.loss * ~drawn, clipped=drawn, zero_gradient=silent)
+    is_drawn = _largest(b, b.draw.to(covariance.dtype), is_allowed & ~terms.clipped, clip_cov_ratio)
+    silent = either(terms.zero_gradient, is_drawn)
+    return TokenLoss(loss=terms.loss * ~is_drawn, clipped=is_drawn, zero_gradient=silent)
 
 
 def kl_cov(b: ObjectiveBatch, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> TokenLoss:
@@ -413,17 +413,17 @@ def _damped(b: ObjectiveBatch) -> Tensor:
     return b.advantages * b.gamma_before_clip
 
 
-def _square(moved: Tensor) -> Tensor:
-    return moved.clamp(-_LARGEST, _LARGEST).square()  # at most 1e12: sums over 1e6 tokens stay within float32
+def _square(log_change: Tensor) -> Tensor:
+    return log_change.clamp(-_LARGEST, _LARGEST).square()  # at most 1e12: sums over 1e6 tokens stay within float32
 
 
-def _kept(b: ObjectiveBatch, weight: Tensor, dropped: Tensor, cap: float = math.inf) -> TokenLoss:
+def _kept(b: ObjectiveBatch, weight: Tensor, is_dropped: Tensor, cap: float = math.inf) -> TokenLoss:
     """-A min(weight, cap) log pi where not dropped."""
     return TokenLoss(
-        loss=-b.advantages * weight.clamp(max=cap) * ~dropped * b.log_prob,
-        clipped=dropped,
-        clipped_lower=(weight > cap) & ~dropped,
-        zero_gradient=dropped,
+        loss=-b.advantages * weight.clamp(max=cap) * ~is_dropped * b.log_prob,
+        clipped=is_dropped,
+        clipped_lower=(weight > cap) & ~is_dropped,
+        zero_gradient=is_dropped,
     )
 
 
@@ -442,11 +442,11 @@ def _beyond(b: ObjectiveBatch, upwards: Tensor, low: float, high: float) -> Tens
     return torch.where(b.advantages > 0, upwards > high, -upwards > low)
 
 
-def _prime_rl(b: ObjectiveBatch, dropped: Tensor, adv_tau: float, kl_tau: float) -> TokenLoss:
+def _prime_rl(b: ObjectiveBatch, is_dropped: Tensor, adv_tau: float, kl_tau: float) -> TokenLoss:
     """prime-rl's loss and its names: mismatch KL of masked and kept tokens, and the share masked by sign of A."""
-    loss = -adv_tau * b.advantages * ~dropped * b.log_ratio.exp() + kl_tau * _square(b.moved)
+    loss = -adv_tau * b.advantages * ~is_dropped * b.log_ratio.exp() + kl_tau * _square(b.moved)
     mismatch_kl = kl_estimate(b.old_log_prob, b.log_prob.detach(), "k3")
-    masked, unmasked = dropped & b.valid.mask, ~dropped & b.valid.mask
+    masked, unmasked = is_dropped & b.valid.mask, ~is_dropped & b.valid.mask
     high, low, mean = masked & (b.advantages > 0), masked & (b.advantages < 0), b.valid.layout.token_means
     metrics = {
         **mean({"masked_mismatch_kl": mismatch_kl}, masked),
@@ -455,7 +455,7 @@ def _prime_rl(b: ObjectiveBatch, dropped: Tensor, adv_tau: float, kl_tau: float)
         **mean({"masked_advantage_positive": high, "masked_advantage_negative": low}, masked),
     }
     # A masked token still feels the squared log-ratio, unless kl_tau is 0.
-    return TokenLoss(loss=loss, clipped=dropped, zero_gradient=dropped if kl_tau == 0 else None, metrics=metrics)
+    return TokenLoss(loss=loss, clipped=is_dropped, zero_gradient=is_dropped if kl_tau == 0 else None, metrics=metrics)
 
 
 def _covariance(b: ObjectiveBatch) -> Tensor:
@@ -465,18 +465,18 @@ def _covariance(b: ObjectiveBatch) -> Tensor:
     return (b.advantages - means["advantages"]) * (log_prob - means["log_prob"])
 
 
-def _largest(b: ObjectiveBatch, scores: Tensor, allowed: Tensor, share: float) -> Tensor:
-    """True at the `share` of the valid tokens, but at least one, that have the largest scores where `allowed`.
+def _largest(b: ObjectiveBatch, scores: Tensor, is_allowed: Tensor, share: float) -> Tensor:
+    """True at the `share` of the valid tokens, but at least one, that have the largest scores where `is_allowed`.
 
     All tokens of the call choose, over its context-parallel group, in the order of the whole batch, so that the choice
     does not depend on how sequences are split; micro-batches choose among their own, as in verl.
     """
     layout = b.valid.layout
     count = (b.valid.counts.sum().to(torch.float64) * share).floor().clamp(min=1.0)
-    everywhere = layout.everywhere(scores.masked_fill(~allowed, -torch.inf))
+    group_scores = layout.everywhere(scores.masked_fill(~is_allowed, -torch.inf))
     # topk needs a number that the host knows: a bound from the shape, which `is_among` cuts to the real count.
-    most = min(max(int(everywhere.numel() * share), 1), everywhere.numel())
-    largest = everywhere.topk(most)
-    is_among = largest.values.isfinite() & (torch.arange(most, device=scores.device) < count)
-    marks = torch.zeros_like(everywhere).scatter(0, largest.indices, is_among.to(scores.dtype))
+    most_tokens = min(max(int(group_scores.numel() * share), 1), group_scores.numel())
+    largest_scores = group_scores.topk(most_tokens)
+    is_among = largest_scores.values.isfinite() & (torch.arange(most_tokens, device=scores.device) < count)
+    marks = torch.zeros_like(group_scores).scatter(0, largest_scores.indices, is_among.to(scores.dtype))
     return layout.here(marks, scores) > 0
