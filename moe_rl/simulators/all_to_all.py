@@ -52,8 +52,8 @@ class Destinations:
     @classmethod
     def of_alike_sources(cls, rows: LayerRows, topology: ClusterTopology) -> "Destinations":
         """Return `rows` with copies that all other nodes of a node send alike."""
-        between = copies_of_alike_sources(rows.nic_ingress, topology)
-        return cls(rows=rows, between_nodes=between.sum(axis=(0, 1, 2)))
+        rows_between_nodes = copies_of_alike_sources(rows.nic_ingress, topology)
+        return cls(rows=rows, between_nodes=rows_between_nodes.sum(axis=(0, 1, 2)))
 
 
 def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterTopology) -> Destinations:
@@ -64,9 +64,9 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
     micro-batches. A scaled load scales its visits: it has another number of tokens, whose experts meet as recorded.
     """
     assert load.routes is not None
-    counts, drawn = visits.count_visits(plan, load, topology), np.diff(load.routes.cell_start)
+    counts, num_drawn = visits.count_visits(plan, load, topology), np.diff(load.routes.cell_start)
     # 256 drawn of 512 tokens weigh 256 / (256 + 128) = 0.67; where every token was drawn the weight is 1.
-    drawn_weight = drawn / np.maximum(drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
+    drawn_weight = num_drawn / np.maximum(num_drawn + TELLING_TOKENS * (1 - load.routes.share), 1)
     weight = drawn_weight.reshape(load.tokens.shape[:2])[:, :, None, None]
     independent_copies = copies_of_alike_sources(rows.nic_ingress, topology)
     counts = replace(
@@ -75,16 +75,18 @@ def count_visits(rows: LayerRows, plan: Plan, load: StepLoad, topology: ClusterT
         between_nodes=_estimated(counts.between_nodes, independent_copies, weight[..., None]),
         counted=np.ones_like(counts.counted),  # what was not counted is estimated now
     )
-    counted = counts.put_into(rows)
-    ingress = _ratio(rows.nic_ingress, counted.nic_ingress)
-    egress = _ratio(rows.nic_egress, counted.nic_egress)
+    counted_rows = counts.put_into(rows)
+    ingress = _ratio(rows.nic_ingress, counted_rows.nic_ingress)
+    egress = _ratio(rows.nic_egress, counted_rows.nic_egress)
     difference = VisitDifference(
         tokens=len(load.routes.token),
         share=load.routes.share,
-        rank_visits=_ratio(rows.rank_visits, counted.rank_visits),
+        rank_visits=_ratio(rows.rank_visits, counted_rows.rank_visits),
         nic_rows=max(ingress, egress, key=abs),
     )
-    return Destinations(rows=counted, between_nodes=counts.between_nodes.sum(axis=(0, 1, 2)), difference=difference)
+    return Destinations(
+        rows=counted_rows, between_nodes=counts.between_nodes.sum(axis=(0, 1, 2)), difference=difference
+    )
 
 
 def _estimated(counted: Floats, independent: Floats, weight: Floats) -> Floats:
@@ -93,10 +95,10 @@ def _estimated(counted: Floats, independent: Floats, weight: Floats) -> Floats:
     Where nothing was counted in any micro-batch the ratio is 1.
     """
     is_drawn = weight > 0
-    seen, independent_sum = (
+    counted_sum, independent_sum = (
         np.where(is_drawn, part, 0.0).sum(axis=1, keepdims=True) for part in (counted, independent)
     )
-    ratio = np.divide(seen, independent_sum, out=np.ones_like(seen), where=independent_sum > 0)
+    ratio = np.divide(counted_sum, independent_sum, out=np.ones_like(counted_sum), where=independent_sum > 0)
     estimated: Floats = weight * counted + (1 - weight) * ratio * independent
     return estimated
 

@@ -99,29 +99,29 @@ class BalancedBatch(TrainingRun):
         pricing = StepPricing.without_windows(self)
         pricing = replace(pricing, passes=pricing.passes[:1])
         seconds = pricing.seconds(self.rows, self.work, micro_batches=num_micro_batches)
-        once = {name: float(part[0, 0]) for name, part in seconds.items()}
+        once_s = {name: float(part[0, 0]) for name, part in seconds.items()}
         tokens = float(self.work.tokens.mean())
-        parts = {name: seconds * num_micro_batches for name, seconds in once.items()}
+        parts = {name: seconds * num_micro_batches for name, seconds in once_s.items()}
         breakdown = pipelined(pricing, parts, tokens=tokens, micro_batches=num_micro_batches)
         breakdown |= once_per_step(pricing, breakdown, micro_batches=num_micro_batches)
         breakdown = {name: self.setting.software.everything * seconds for name, seconds in breakdown.items()}
         # All S stages work on the same tokens: a GPU is credited with 1 / S of them.
-        done = tokens * num_micro_batches / self.setting.pipeline_model_parallel_size
-        tokens_per_s = done / sum(breakdown.values())
+        tokens_of_step = tokens * num_micro_batches / self.setting.pipeline_model_parallel_size
+        tokens_per_s = tokens_of_step / sum(breakdown.values())
         flops_per_s = tokens_per_s * flops_per_token(self.model, self.sequence_length)
-        imbalance_s = sum(once[name] for name in IMBALANCE_PARTS)
+        imbalance_s = sum(once_s[name] for name in IMBALANCE_PARTS)
         return BalancedStep(
             breakdown_s=breakdown,
             tokens_per_s_per_gpu=tokens_per_s,
             tflops_per_s_per_gpu=flops_per_s / 1e12,
-            phi=imbalance_s / sum(once.values()),
+            phi=imbalance_s / sum(once_s.values()),
         )
 
 
 def micro_batch_cost(step: TrainingStep) -> MicroBatchCost:
     """Return the cost of a step's micro-batches by their lengths alone, priced as the step is."""
-    running = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
-    mean = float(running.mean()) if running.size else 2.0
+    running_tokens = step.load.tokens[step.load.tokens.sum(axis=2) > 0]
+    mean = float(running_tokens.mean()) if running_tokens.size else 2.0
     cost = cost_of_lengths(step, step.lengths, tokens_per_rank=mean)
     if step.load.scaled:
         return replace(cost, scaled_tokens=round(mean))
@@ -152,7 +152,7 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
     if attends_to_rows(model, setting):
         # A row of the mean micro-batch, whose tokens are all attended to.
         attended = lengths * float(one_length or mean * run.topology.slices_per_dp_rank)
-    waits = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
+    waits_s = pricing.waits(float(attended.sum()) / max(1.0, float(lengths.sum())))
 
     def host_s(*, moe_layer: bool) -> float:
         return sum(
@@ -162,11 +162,11 @@ def cost_of_lengths(run: TrainingRun, sequence_lengths: NDArray[np.int64], *, to
 
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
     return MicroBatchCost(
-        sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits])
+        sequence_s=np.stack([part.per_token * lengths + part.per_square * attended for part in waits_s])
         / run.topology.slices_per_dp_rank,
         sequence_tokens=lengths,
         routed_token_s=2.0 * (mean_s - half) / mean,
-        fixed_s=sum(part.fixed_s for part in waits),
+        fixed_s=sum(part.fixed_s for part in waits_s),
         # A line through T / 2 and T meets zero tokens at twice the first less the second.
         routed_fixed_s=max(0.0, 2.0 * half - mean_s),
         num_layers=model.num_layers,

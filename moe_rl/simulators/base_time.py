@@ -64,7 +64,7 @@ class SourceWork:
         tokens = load.tokens.astype(np.float64)
         if step.setting.sequence_length is not None:
             return cls.alike(tokens, step.setting.sequence_length, step)
-        recorded = layout.rank_tokens(lengths).astype(np.float64)
+        tokens_of_places = layout.rank_tokens(lengths).astype(np.float64)
 
         def by_source(per_sequence: Floats) -> Floats:
             cells = np.zeros((layout.num_micro_batches, layout.num_dp_ranks))
@@ -74,12 +74,12 @@ class SourceWork:
         def by_cell(cells: Floats) -> Floats:
             if not load.scaled:
                 return _by_source(cells / topology.slices_per_dp_rank, topology)
-            per_token = cells.sum(axis=1, keepdims=True) / np.maximum(recorded.sum(axis=1, keepdims=True), 1.0)
-            effective = np.where(recorded > 0, cells / np.maximum(recorded, 1.0), per_token)
+            per_token = cells.sum(axis=1, keepdims=True) / np.maximum(tokens_of_places.sum(axis=1, keepdims=True), 1.0)
+            effective = np.where(tokens_of_places > 0, cells / np.maximum(tokens_of_places, 1.0), per_token)
             return tokens * _by_source(effective, topology)
 
         whole_rows = attends_to_rows(step.model, step.setting)
-        squares = by_cell(recorded**2) if whole_rows else by_source(attention_squares(lengths, step.model))
+        squares = by_cell(tokens_of_places**2) if whole_rows else by_source(attention_squares(lengths, step.model))
         return cls(tokens=tokens, squares=by_source(lengths.astype(np.float64) ** 2), attention_squares=squares)
 
     @classmethod
@@ -110,11 +110,11 @@ def attention_squares(lengths: NDArray[np.int64], model: MoeModelSpec) -> Floats
     n^2 for a sequence of n tokens; 2 n w - w^2 in layers with a window of w < n tokens. All layers of a
     step are priced as the mean layer.
     """
-    full = lengths.astype(np.float64) ** 2
+    full_squares = lengths.astype(np.float64) ** 2
     # Every query after the first w sees w keys: pairs are n w - w^2 / 2, twice that is 2 n w - w^2.
     window = np.minimum(lengths, model.sliding_window).astype(np.float64)
     share = model.num_sliding_window_layers / model.num_layers
-    mean: Floats = (1.0 - share) * full + share * window * (2.0 * lengths - window)
+    mean: Floats = (1.0 - share) * full_squares + share * window * (2.0 * lengths - window)
     return mean
 
 
@@ -144,13 +144,13 @@ class LinearTime:
         linear = self.per_token * tokens + self.per_square * squares + self.fixed_s
         if not self.hidden_per_token:
             return linear
-        left: Floats = linear + np.maximum(self.hidden_per_token * tokens - self.beside_per_square * squares, 0.0)
-        return left
+        exposed_s: Floats = linear + np.maximum(self.hidden_per_token * tokens - self.beside_per_square * squares, 0.0)
+        return exposed_s
 
     def exposed(self, squares_per_token: float) -> "LinearTime":
         """Return this part as a linear one, where sequences have so many squares per token."""
-        left = max(0.0, self.hidden_per_token - self.beside_per_square * squares_per_token)
-        return replace(self, per_token=self.per_token + left, hidden_per_token=0.0, beside_per_square=0.0)
+        exposed_per_token = max(0.0, self.hidden_per_token - self.beside_per_square * squares_per_token)
+        return replace(self, per_token=self.per_token + exposed_per_token, hidden_per_token=0.0, beside_per_square=0.0)
 
     def plus(self, parts: "Parts", times: float) -> "LinearTime":
         """Return this and all the parts, so many times."""
@@ -166,9 +166,10 @@ Parts = Mapping[str, LinearTime]
 
 def rank_seconds(parts: Parts, work: SourceWork) -> dict[str, Floats]:
     """Return [G, M, P] seconds of each part; 0 where the EP group has no token."""
-    running = work.tokens.sum(axis=2, keepdims=True) > 0
+    has_tokens = work.tokens.sum(axis=2, keepdims=True) > 0
     return {
-        name: np.where(running, part.seconds(work.tokens, work.attention_squares), 0.0) for name, part in parts.items()
+        name: np.where(has_tokens, part.seconds(work.tokens, work.attention_squares), 0.0)
+        for name, part in parts.items()
     }
 
 
@@ -183,8 +184,8 @@ def layer_parts(
     model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool, moe_layer: bool
 ) -> Parts:
     """Return the parts of one layer outside its routed experts, for one forward or backward pass."""
-    again = backward and not moe_layer and "mlp" in setting.recompute_modules
-    times = 2.0 + again if backward else 1.0
+    is_recomputed = backward and not moe_layer and "mlp" in setting.recompute_modules
+    times = 2.0 + is_recomputed if backward else 1.0
     if moe_layer:
         ffn_width = model.shared_expert_ffn_hidden_size
     else:
@@ -304,17 +305,17 @@ def host_seconds(run: TrainingRun, *, backward_passes: float, moe_layer: bool) -
     hardware, setting, software = run.topology.hardware, run.setting, run.setting.software
     if setting.cuda_graph.spares_all_launches:
         return 0.0
-    left = software.launched(setting.cuda_graph)
+    launched_share = software.launched(setting.cuda_graph)
     wider = 1.0 + software.host_per_tensor_rank * (setting.tensor_model_parallel_size - 1)
     # A dense layer has neither router nor dispatcher: taken as half of the launches.
-    layer = hardware.host_layer_ms * left * wider * (1.0 if moe_layer else 0.5)
+    layer = hardware.host_layer_ms * launched_share * wider * (1.0 if moe_layer else 0.5)
     if moe_layer and not setting.fused_grouped_mlp:
         expert_ms = hardware.host_expert_ms * (1.0 + software.host_fp8 * (setting.precision == "fp8"))
         layer += expert_ms * run.model.num_experts / run.topology.ep_size
-    again = software.host_recompute_ms * left * len(setting.recompute_modules) * backward_passes
+    recompute_ms = software.host_recompute_ms * launched_share * len(setting.recompute_modules) * backward_passes
     forwards = setting.forward_passes if backward_passes else 1
     in_pieces = 1.0 + software.overlap_host * (setting.overlap_all_to_all and backward_passes > 0)
-    return 1e-3 * software.host * in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + again)
+    return 1e-3 * software.host * in_pieces * (layer * (forwards + 2.0 * backward_passes) / 3.0 + recompute_ms)
 
 
 def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting, *, backward: bool) -> LinearTime:
@@ -323,12 +324,12 @@ def _attention(model: MoeModelSpec, hardware: HardwareSpec, setting: StepSetting
         flops_per_s = _linear_flops_per_s(hardware, setting, columns, depth)
         linear_s += flops_per_product * columns * depth / flops_per_s
     handled = model.query_channels + model.key_value_channels
-    moved = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
+    moved_values = NORM_PASSES[backward] * model.hidden_size + QKV_PASSES[backward] * handled
     core_s = core_attention_seconds(model, hardware, setting, backward=backward)
     if backward and "core_attn" in setting.recompute_modules:
         core_s += core_s / BACKWARD_ATTENTION_FLOPS
     return LinearTime(
-        per_token=linear_s + BF16_BYTES * moved / (hardware.hbm_gb_per_s * 1e9),
+        per_token=linear_s + BF16_BYTES * moved_values / (hardware.hbm_gb_per_s * 1e9),
         per_square=core_s,
     )
 

@@ -43,7 +43,7 @@ def like(model: SequenceModel, trace: RoutingTrace) -> SequenceModel:
     Tried on a draw of a few layers, among which the contingency differs by some tenths of itself. Raises where experts
     meet so much in no trace of this model.
     """
-    wanted, low, high = coactivation(trace), *SIGMAS
+    wanted_coactivation, low, high = coactivation(trace), *SIGMAS
     model = replace(model, num_topics=model.num_topics or TOPICS)
     sample = replace(model, num_layers=SAMPLE[0], num_sequences=SAMPLE[1], num_steps=1)
 
@@ -51,30 +51,30 @@ def like(model: SequenceModel, trace: RoutingTrace) -> SequenceModel:
         return coactivation(synthetic_trace(replace(sample, topic_sigma=sigma)))
 
     require(
-        wanted <= reached(high),
+        wanted_coactivation <= reached(high),
         f"some experts of the trace are chosen together more often than {model.num_topics} topics can produce "
-        f"(mean-square contingency {wanted:.2f}). Set num_topics to a lower number.",
+        f"(mean-square contingency {wanted_coactivation:.2f}). Set num_topics to a lower number.",
     )
     # Eight halvings of 0 .. 8 leave 0.03, finer than draws of one sigma are alike.
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if reached(middle) < wanted else (low, middle)
+        low, high = (middle, high) if reached(middle) < wanted_coactivation else (low, middle)
     return replace(model, topic_sigma=round((low + high) / 2, 2))
 
 
 def _of_layer(experts: NDArray[np.unsignedinteger], half: NDArray[np.integer], num_experts: int) -> float:
     """Return the contingency of [T, K] experts, whose tokens are of two halves."""
-    differences, expected = [], np.zeros((num_experts, num_experts))
+    differences, expected_shares = [], np.zeros((num_experts, num_experts))
     for part in (experts[half == 0], experts[half == 1]):
         is_chosen = np.zeros((len(part), num_experts), np.float32)
         np.put_along_axis(is_chosen, part.astype(np.intp), 1.0, axis=1)
-        together = (is_chosen.T @ is_chosen).astype(np.float64)
-        np.fill_diagonal(together, 0.0)
-        load = together.sum(axis=1)
+        joint_counts = (is_chosen.T @ is_chosen).astype(np.float64)
+        np.fill_diagonal(joint_counts, 0.0)
+        load = joint_counts.sum(axis=1)
         independent = np.outer(load, load)
         np.fill_diagonal(independent, 0.0)
         independent /= max(independent.sum(), 1.0)
-        differences.append(together / max(together.sum(), 1.0) - independent)
-        expected += independent / 2
+        differences.append(joint_counts / max(joint_counts.sum(), 1.0) - independent)
+        expected_shares += independent / 2
     product = differences[0] * differences[1]
-    return float((product[expected > 0] / expected[expected > 0]).sum())
+    return float((product[expected_shares > 0] / expected_shares[expected_shares > 0]).sum())

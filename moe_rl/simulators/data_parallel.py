@@ -54,8 +54,8 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
         fullest_s = 0.0
         for stage in stages:
             stage_s = 0.0
-            for params, of in zip(stage_params(run, stage), shards, strict=True):
-                stage_s += collective_seconds(bytes_each * params, *of)
+            for params, shard in zip(stage_params(run, stage), shards, strict=True):
+                stage_s += collective_seconds(bytes_each * params, *shard)
             fullest_s = max(fullest_s, stage_s)
         return fullest_s
 
@@ -65,10 +65,10 @@ def exposed_seconds(run: TrainingRun, *, micro_batch_s: float, micro_batches: in
     if setting.use_megatron_fsdp:
         # Backward gathers weights again, and reduces gradients the other way round on the same links.
         forward_s, second = _exposed(gathered, forward, True), _exposed(gathered + reduced, backward, True)
-        back = reduced / (gathered + reduced) if reduced else 0.0
+        returned_share = reduced / (gathered + reduced) if reduced else 0.0
         return {
-            "grad_reduce": micro_batches * back * second,
-            "param_gather": micro_batches * (forward_s + (1.0 - back) * second),
+            "grad_reduce": micro_batches * returned_share * second,
+            "param_gather": micro_batches * (forward_s + (1.0 - returned_share) * second),
         }
     return {
         "grad_reduce": _exposed(reduced, backward, setting.overlap_grad_reduce),

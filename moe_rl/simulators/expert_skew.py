@@ -25,12 +25,12 @@ def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats
         imbalance < ep_size,
         f"an imbalance of {imbalance} is impossible with {ep_size} ranks: it must be less than {ep_size}.",
     )
-    drawn = np.random.default_rng(1).standard_normal(num_experts)
+    draws = np.random.default_rng(1).standard_normal(num_experts)
     low, high = 0.0, 16.0
     shares = np.full(num_experts, 1.0 / num_experts)
     for _ in range(50):
         spread = (low + high) / 2
-        shares = np.exp(spread * (drawn - drawn.max()))
+        shares = np.exp(spread * (draws - draws.max()))
         shares /= shares.sum()
         if float(shares.reshape(ep_size, -1).sum(axis=1).max()) * ep_size < imbalance:
             low = spread
@@ -70,10 +70,10 @@ def slowest_rank_s(
     """
     pairs = np.asarray(pairs, np.float64)[..., None]
     of_rank = (*pairs.shape[:-1], ep_size, len(shares) // ep_size)
-    touched = (1.0 - np.exp(-pairs * shares)).reshape(of_rank).mean(axis=-1)
+    touched_share = (1.0 - np.exp(-pairs * shares)).reshape(of_rank).mean(axis=-1)
     load = ep_size * shares.reshape(ep_size, -1).sum(axis=1)
-    read = np.asarray(read_s, np.float64)[..., None] + touched * experts_read_s
+    read = np.asarray(read_s, np.float64)[..., None] + touched_share * experts_read_s
     of_experts = load * np.asarray(experts_computed_s, np.float64)[..., None]
-    computed = np.asarray(computed_s, np.float64)[..., None] + of_experts
-    slowest: Floats = np.maximum(read, computed).max(axis=-1)
+    rank_seconds = np.asarray(computed_s, np.float64)[..., None] + of_experts
+    slowest: Floats = np.maximum(read, rank_seconds).max(axis=-1)
     return slowest

@@ -71,8 +71,8 @@ class MemoryForecast:
         """Return the sentence about a pass that is printed before it runs."""
         sentence = f"rank {self.fullest_rank} has the highest predicted peak memory, {self.peak_bytes / GIB:.1f} GiB"
         if self.fits:
-            most = f"Micro-batches of up to {self.largest_micro_batch:,} tokens per rank would fit"
-            return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB. {most}"
+            limit_sentence = f"Micro-batches of up to {self.largest_micro_batch:,} tokens per rank would fit"
+            return f"{sentence} of {self.hbm_bytes / GIB:.1f} GiB. {limit_sentence}"
         gpu = f"but the GPU has only {self.hbm_bytes / GIB:.1f} GiB"
         return f"predicted out of memory: {sentence}, {gpu}. Any of these would fit: {'; '.join(self.remedies)}"
 
@@ -148,7 +148,7 @@ def forecast_memory(
         of_layers = np.arange(layers) * stages // layers
     else:
         of_layers = np.full(layers, stage)
-    most = float(tokens.max(initial=0.0))
+    most_tokens = float(tokens.max(initial=0.0))
 
     num_resident = _resident_slots(placement)
 
@@ -160,18 +160,18 @@ def forecast_memory(
         resident: int = num_resident,
     ) -> MemoryForecast:
         """Return the forecast where every `width` ranks share their rows."""
-        how = replace(run, setting=replace(setting, recompute=recompute))
-        common = [_common_parts(how, resident, slots, most, stage) for stage in range(stages)]
-        leveled, received = (
+        run_of_forecast = replace(run, setting=replace(setting, recompute=recompute))
+        common = [_common_parts(run_of_forecast, resident, slots, most_tokens, stage) for stage in range(stages)]
+        leveled_rows, received_rows = (
             _leveled(values, width) for values in (rows, rows if setting.dispatcher.sends_rows else visits)
         )
-        routed = _routed_bytes(leveled, received, of_layers, how)
-        per_rank = routed + np.array([sum(parts.values()) for parts in common])[:, None]
+        routed_bytes = _routed_bytes(leveled_rows, received_rows, of_layers, run_of_forecast)
+        per_rank = routed_bytes + np.array([sum(parts.values()) for parts in common])[:, None]
         if stage is None:
-            worst = int(per_rank.max(axis=1).argmax())
+            worst_stage = int(per_rank.max(axis=1).argmax())
         else:
-            worst = stage
-        parts = {name: round(value) for name, value in common[worst].items()}
+            worst_stage = stage
+        parts = {name: round(value) for name, value in common[worst_stage].items()}
         of_peak = per_rank.max(axis=0) if stage is None else per_rank[stage]
         # Rows that stand for all ranks (P = 1) give every rank the same peak.
         peaks: NDArray[np.int64] = np.broadcast_to(np.rint(of_peak).astype(np.int64), topology.ep_size)
@@ -180,7 +180,7 @@ def forecast_memory(
             parts_bytes=parts,
             rank_peak_bytes=peaks,
             hbm_bytes=hbm_bytes or round(topology.hardware.hbm_gib * GIB),
-            tokens=int(most),
+            tokens=int(most_tokens),
         )
 
     stated_forecast, domain, ranks = forecast(), topology.ranks_per_domain, topology.ep_size
@@ -194,7 +194,7 @@ def forecast_memory(
         alternatives["replicas for the whole step that balance all ranks"] = forecast(
             width=ranks, resident=max(num_resident, 1)
         )
-    fitting = [name for name, other in alternatives.items() if other.fits]
+    fitting = [name for name, alternative in alternatives.items() if alternative.fits]
     return replace(
         stated_forecast, remedies=(f"micro-batches with {stated_forecast.tokens_that_fit:.0%} of the tokens", *fitting)
     )
@@ -207,24 +207,30 @@ def _leveled(values: Floats, width: int) -> Floats:
     return np.repeat(values.reshape(*values.shape[:3], -1, width).mean(axis=4), width, axis=3)
 
 
-def _routed_bytes(rows: Floats, received: Floats, of_layers: NDArray[np.int64], run: TrainingRun) -> Floats:
+def _routed_bytes(rows: Floats, received_rows: Floats, of_layers: NDArray[np.int64], run: TrainingRun) -> Floats:
     """Return [stages, P] bytes of routed rows in every rank's worst group and micro-batch."""
     model, setting = run.model, run.setting
     stages = setting.pipeline_model_parallel_size
-    saved, transient = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
+    saved_bytes, transient_bytes = saved_row_bytes(model, setting), transient_row_bytes(model, setting)
     # The inputs of one layer are on their way to the host.
-    transient += saved_row_bytes(model, replace(setting, offload_modules=())) - saved
+    transient_bytes += saved_row_bytes(model, replace(setting, offload_modules=())) - saved_bytes
     updates = not setting.forward_only
-    largest = np.stack([rows[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2)
-    rows_in_flight = largest
+    most_rows = np.stack([rows[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2)
+    rows_in_flight = most_rows
     if not setting.recompute.repeats_experts and updates:
         in_stage = np.stack([rows[:, :, of_layers == stage].sum(axis=2) for stage in range(stages)], axis=2)
         rows_in_flight = np.stack(
             [_window_sum(in_stage[:, :, stage], in_flight(setting, stage)) for stage in range(stages)], axis=2
         )
-    arrived = np.stack([received[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2)
-    routed = rows_in_flight * saved + (largest * transient if updates else 0) + arrived * BF16_BYTES * model.hidden_size
-    by_stage: Floats = routed.max(axis=(0, 1))
+    most_received = np.stack(
+        [received_rows[:, :, of_layers == stage].max(axis=2, initial=0.0) for stage in range(stages)], axis=2
+    )
+    bytes_of_rows = (
+        rows_in_flight * saved_bytes
+        + (most_rows * transient_bytes if updates else 0)
+        + most_received * BF16_BYTES * model.hidden_size
+    )
+    by_stage: Floats = bytes_of_rows.max(axis=(0, 1))
     return by_stage
 
 
@@ -241,12 +247,12 @@ def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float
         params = sharded + params / layers
     micro_batches = in_flight(setting, stage) if updates else 1
     if not setting.recompute.repeats_layer and updates:
-        saved = _attention_bytes(model, setting)
+        saved_bytes = _attention_bytes(model, setting)
     else:
-        saved = BF16_BYTES * model.hidden_size
-    once = _attention_bytes(model, replace(setting, offload_modules=()))
+        saved_bytes = BF16_BYTES * model.hidden_size
+    bytes_before_offload = _attention_bytes(model, replace(setting, offload_modules=()))
     is_last = stage == stages - 1
-    foreign = held_expert_bytes(model, setting)
+    held_bytes = held_expert_bytes(model, setting)
     return {
         "weights": WEIGHT_BYTES * params,
         "gradients": gradient_bytes(setting) * params * updates,
@@ -254,10 +260,10 @@ def _common_parts(run: TrainingRun, resident: int, buffers: float, tokens: float
         * (MASTER_BYTES + 2 * (BF16_BYTES if setting.bf16_moments else 4))
         * sharded
         * updates,
-        "attention_activations": tokens * (layers * micro_batches * saved + once),
+        "attention_activations": tokens * (layers * micro_batches * saved_bytes + bytes_before_offload),
         "logits": LOGIT_BYTES * tokens * model.vocab_size * is_last,
-        "replica_slots": foreign * buffers,
-        "resident_slots": foreign * moe_layers * resident,
+        "replica_slots": held_bytes * buffers,
+        "resident_slots": held_bytes * moe_layers * resident,
     }
 
 
@@ -288,8 +294,8 @@ def _resident_slots(placement: ExpertPlacement | None) -> int:
     """Return the experts that the fullest rank holds for the whole step beside its homes, in every layer."""
     if placement is None:
         return 0
-    filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
-    num_resident = int(filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
+    is_filled = (placement.physical_to_logical_map >= 0).reshape(-1, placement.ep_size, placement.slots_per_rank)
+    num_resident = int(is_filled.sum(axis=2).max()) - placement.num_experts // placement.ep_size
     return max(num_resident, placement.resident_slots)  # their buffers are there, filled or not
 
 
@@ -312,18 +318,20 @@ def _attention_bytes(model: MoeModelSpec, setting: StepSetting) -> float:
     the MoE layer its shared experts are computed again as well. In FP8 the inputs of the projections take one byte.
     """
     hidden, outputs = model.hidden_size, model.num_attention_heads * model.kv_channels
-    product = 1 if setting.precision == "fp8" else BF16_BYTES
-    gone, again = setting.offload_modules, setting.recompute_modules
-    shared = model.shared_expert_ffn_hidden_size
+    bytes_per_input = 1 if setting.precision == "fp8" else BF16_BYTES
+    offloaded_modules, recomputed_modules = setting.offload_modules, setting.recompute_modules
+    shared_width = model.shared_expert_ffn_hidden_size
     if setting.recompute.repeats_experts:
-        shared = 0
-    saved = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared
-    saved += BF16_BYTES * hidden * (("attn_norm" not in gone) + ("mlp_norm" not in gone))
-    if "layernorm" not in again:
-        saved += BF16_BYTES * hidden + ("qkv_linear" not in gone) * product * hidden
-    if "mla_up_proj" not in again and "core_attn" not in gone:
-        saved += BF16_BYTES * (model.query_channels + model.key_value_channels)
-    return saved + ("attn_proj" not in gone) * product * outputs
+        shared_width = 0
+    saved_bytes = BF16_BYTES * hidden + (FIRST_PRODUCT_SAVED + ACTIVATION_SAVED) * shared_width
+    saved_bytes += (
+        BF16_BYTES * hidden * (("attn_norm" not in offloaded_modules) + ("mlp_norm" not in offloaded_modules))
+    )
+    if "layernorm" not in recomputed_modules:
+        saved_bytes += BF16_BYTES * hidden + ("qkv_linear" not in offloaded_modules) * bytes_per_input * hidden
+    if "mla_up_proj" not in recomputed_modules and "core_attn" not in offloaded_modules:
+        saved_bytes += BF16_BYTES * (model.query_channels + model.key_value_channels)
+    return saved_bytes + ("attn_proj" not in offloaded_modules) * bytes_per_input * outputs
 
 
 def in_flight(setting: StepSetting, stage: int) -> float:

@@ -43,8 +43,8 @@ def moved_bytes(plan: Plan, pricing: StepPricing) -> int:
 
 def _steps_of_homes(plan: Plan, pricing: StepPricing) -> int:
     """Return the steps that share a migration: the interval of the setting if it states one, else the policy's own."""
-    stated = pricing.setting.reorder_interval
-    return stated if stated > 1 else plan.migration.steps_served
+    stated_interval = pricing.setting.reorder_interval
+    return stated_interval if stated_interval > 1 else plan.migration.steps_served
 
 
 def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
@@ -58,16 +58,16 @@ def _copies_still_there(plan: Plan, pricing: StepPricing) -> int:
     if setting.forward_only or setting.overlap_all_to_all or setting.num_virtual_stages > 1:
         return 0
     layers, node = replicas.num_layers, pricing.topology.node_of_rank
-    cell, copied = replicas.index_of_replica(), ~replicas.resident
+    cell, is_copied = replicas.index_of_replica(), ~replicas.resident
     home = placement.home_rank[cell % layers, replicas.expert]
     is_crossing = node[home] != node[replicas.physical_id // placement.slots_per_rank]
     counts = np.zeros((2, replicas.num_ep_groups, replicas.num_micro_batches, layers), np.int64)
-    np.add.at(counts.reshape(2, -1), (is_crossing[copied].astype(np.int64), cell[copied]), 1)
+    np.add.at(counts.reshape(2, -1), (is_crossing[is_copied].astype(np.int64), cell[is_copied]), 1)
     # Under 1F1B only the last stage runs a backward right after its forward.
     stages = setting.pipeline_model_parallel_size
     counts[..., : round(layers * (stages - 1) / stages)] = 0
-    anywhere = (counts.sum(axis=(0, 1)) > 0) | np.any(placement.resident_experts >= 0, axis=(1, 2))
-    from_last = anywhere[:, ::-1]
+    has_copies = (counts.sum(axis=(0, 1)) > 0) | np.any(placement.resident_experts >= 0, axis=(1, 2))
+    from_last = has_copies[:, ::-1]
     of_last = (from_last.cumsum(axis=1) * from_last == 1)[:, ::-1]
     of_last_two = np.cumsum(counts[1, ..., ::-1] > 0, axis=-1)[..., ::-1] <= 2
     return int(counts[0][:, of_last].sum() + counts[1][of_last_two].sum())
@@ -99,9 +99,9 @@ def once_per_step(run: TrainingRun, pipelined: Mapping[str, float], *, micro_bat
     """Return the seconds of `STEP_PARTS`; `pipelined` are those of the step's micro-batches by part."""
     if run.setting.forward_only or micro_batches == 0:
         return dict.fromkeys(STEP_PARTS, 0.0)
-    busy = sum(seconds for name, seconds in pipelined.items() if name != "pipeline_bubble")
-    exposed = exposed_seconds(run, micro_batch_s=busy / micro_batches, micro_batches=micro_batches)
-    return exposed | {"step_fixed": run.topology.hardware.step_fixed_s, "optimizer": optimizer_time(run)}
+    busy_s = sum(seconds for name, seconds in pipelined.items() if name != "pipeline_bubble")
+    exposed_s = exposed_seconds(run, micro_batch_s=busy_s / micro_batches, micro_batches=micro_batches)
+    return exposed_s | {"step_fixed": run.topology.hardware.step_fixed_s, "optimizer": optimizer_time(run)}
 
 
 def optimizer_time(run: TrainingRun) -> float:

@@ -33,15 +33,15 @@ def stage_layers(model: MoeModelSpec, setting: StepSetting) -> tuple[float, ...]
     if layers < chunks or (layers % chunks == 0 and prediction == 0):
         return (layers / stages,) * stages
     per_chunk = -(-(layers + 1) // chunks)
-    free = per_chunk * chunks - layers
+    free_places = per_chunk * chunks - layers
     num_last = 1
-    if not (free == 2 and prediction == 0):
-        num_last = min(free, per_chunk - prediction)
-    split = [float(per_chunk * virtual)] * stages
-    split[-1] -= num_last
-    for place in range(free - num_last):
-        split[place % max(1, stages - 1)] -= 1
-    return tuple(split)
+    if not (free_places == 2 and prediction == 0):
+        num_last = min(free_places, per_chunk - prediction)
+    layers_of_stages = [float(per_chunk * virtual)] * stages
+    layers_of_stages[-1] -= num_last
+    for place in range(free_places - num_last):
+        layers_of_stages[place % max(1, stages - 1)] -= 1
+    return tuple(layers_of_stages)
 
 
 def steady_share(setting: StepSetting, micro_batches: Floats | int) -> Floats:
@@ -51,8 +51,8 @@ def steady_share(setting: StepSetting, micro_batches: Floats | int) -> Floats:
     the mean stage and (V - 1) S (NVIDIA/Megatron-LM:megatron/core/pipeline_parallel/schedules.py).
     """
     stages, virtual = setting.pipeline_model_parallel_size, setting.num_virtual_stages
-    alone = 1 + (stages - 1) + (virtual - 1) * stages
-    share: Floats = np.maximum(0.0, 1.0 - alone / np.maximum(1, np.asarray(micro_batches) * virtual))
+    num_warm_up = 1 + (stages - 1) + (virtual - 1) * stages
+    share: Floats = np.maximum(0.0, 1.0 - num_warm_up / np.maximum(1, np.asarray(micro_batches) * virtual))
     return share
 
 
@@ -71,8 +71,8 @@ def send_seconds(run: TrainingRun, *, tokens: float, stage_s: float) -> float:
     rate = 1e9 * (hardware.nvlink_gb_per_s if in_domain else hardware.rdma_gb_per_s)
     directions = 1 if setting.forward_only else 2
     window = 0.0 if virtual == 1 else stage_s
-    sent = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate
-    return max(0.0, sent - window)
+    send_s = directions * virtual * tokens * BF16_BYTES * run.model.hidden_size / rate
+    return max(0.0, send_s - window)
 
 
 def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, micro_batches: int) -> dict[str, float]:
@@ -83,21 +83,21 @@ def pipelined(run: TrainingRun, parts: Mapping[str, float], *, tokens: float, mi
     stages, virtual = run.setting.pipeline_model_parallel_size, run.setting.num_virtual_stages
     breakdown = in_units(parts, stages)
     total, head = sum(parts.values()), parts["head"]
-    split = stage_layers(run.model, run.setting)
-    dense, chunk = run.model.num_layers - run.model.num_moe_layers, split[0] / virtual
+    layers_of_stages = stage_layers(run.model, run.setting)
+    dense, chunk = run.model.num_layers - run.model.num_moe_layers, layers_of_stages[0] / virtual
     saved = 0.0
     if run.model.moe_layer_ids[0] == dense > 0:
         # Dense layers come first, so that they shorten the first stages alone: all others wait for stages without one.
-        saved = sum(parts[name] for name in ONLY_MOE) / (sum(split) - dense) - parts["dense_mlp"] / dense
-    layer = (total - head + dense * saved) / sum(split)
+        saved = sum(parts[name] for name in ONLY_MOE) / (sum(layers_of_stages) - dense) - parts["dense_mlp"] / dense
+    layer = (total - head + dense * saved) / sum(layers_of_stages)
     busy_s = []
-    for stage, count in enumerate(split):
+    for stage, count in enumerate(layers_of_stages):
         dense_here = min(chunk, max(0.0, dense - stage * chunk))
         busy_s.append(count * layer - saved * dense_here)
     busy_s[-1] += head  # the output layer stands on the last stage alone
     breakdown["pipeline_imbalance"] = max(0.0, max(busy_s) - total / stages)
-    busy = total / stages / max(1, micro_batches)
-    breakdown["pipeline_p2p"] = micro_batches * send_seconds(run, tokens=tokens, stage_s=busy)
+    stage_s = total / stages / max(1, micro_batches)
+    breakdown["pipeline_p2p"] = micro_batches * send_seconds(run, tokens=tokens, stage_s=stage_s)
     mean = total / stages + breakdown["pipeline_p2p"]
     breakdown["pipeline_bubble"] = mean * (stages - 1) / (max(1, micro_batches) * virtual)
     return breakdown

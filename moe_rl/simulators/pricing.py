@@ -48,14 +48,14 @@ class StepPricing(TrainingRun):
         """
         blind, work = cls.without_windows(step), SourceWork.of(step)
         rows = uniform_rows(step.load, blind.topology, tile_rows=blind.tile_rows)  # for its products alone
-        running = step.load.tokens.sum(axis=2) > 0
+        has_tokens = step.load.tokens.sum(axis=2) > 0
 
         def with_windows(params: LayerCostParams) -> LayerCostParams:
-            if not running.any():
+            if not has_tokens.any():
                 return replace(params, prefetch_hidden_s=0.0, replica_hidden_s=0.0)
-            before = whole(blind._layer_base(params, work, moe_layer=True))[running].mean()
-            products = layer_time(params, rows).expert_gemm_s.mean(axis=2)[running].mean()
-            return replace(params, prefetch_hidden_s=float(before + products), replica_hidden_s=float(before))
+            attention_s = whole(blind._layer_base(params, work, moe_layer=True))[has_tokens].mean()
+            products = layer_time(params, rows).expert_gemm_s.mean(axis=2)[has_tokens].mean()
+            return replace(params, prefetch_hidden_s=float(attention_s + products), replica_hidden_s=float(attention_s))
 
         return replace(blind, passes=tuple(map(with_windows, blind.passes)))
 
@@ -103,29 +103,29 @@ class StepPricing(TrainingRun):
 
         `micro_batches` are those of the step where `work` holds one that stands for all.
         """
-        running = (work.tokens.sum(axis=2) > 0).sum(axis=1, keepdims=True)[..., None]
-        steady = steady_share(self.setting, running if micro_batches is None else micro_batches)
+        num_running = (work.tokens.sum(axis=2) > 0).sum(axis=1, keepdims=True)[..., None]
+        steady_part = steady_share(self.setting, num_running if micro_batches is None else micro_batches)
         parts = {name: np.zeros(work.tokens.shape[:2]) for name in BREAKDOWN_PARTS}
         for params in self.passes:
-            for name, seconds in self._pass_seconds(params, rows, work, steady).items():
+            for name, seconds in self._pass_seconds(params, rows, work, steady_part).items():
                 parts[name] = parts[name] + seconds
         return parts
 
     def _pass_seconds(
-        self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady: Floats
+        self, params: LayerCostParams, rows: LayerRows, work: SourceWork, steady_part: Floats
     ) -> dict[str, Floats]:
-        running = (work.tokens.sum(axis=2) > 0)[:, :, None]
+        has_tokens = (work.tokens.sum(axis=2) > 0)[:, :, None]
         time = layer_time(params, rows)
-        routed = {name: np.where(running, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
+        routed_s = {name: np.where(has_tokens, getattr(time, f"{name}_s"), 0.0) for name in ROUTED_PARTS}
         moe_base = self._layer_base(params, work, moe_layer=True)
         dense_base = self._layer_base(params, work, moe_layer=False)
-        hidden = self._hidden(params, routed, moe_base, steady)
-        launches = self._waits_for_host(params, whole(moe_base)[:, :, None] + whole(routed) - hidden, moe_layer=True)
+        hidden = self._hidden(params, routed_s, moe_base, steady_part)
+        launches = self._waits_for_host(params, whole(moe_base)[:, :, None] + whole(routed_s) - hidden, moe_layer=True)
         moe_layers, dense_layers = self.model.num_moe_layers, self.model.num_layers - self.model.num_moe_layers
         # A layer of multi-token prediction is priced as the mean MoE layer.
         prediction = self._prediction_layers(params)
-        grown = 1.0 + prediction / moe_layers
-        parts: dict[str, Floats] = {name: grown * seconds.sum(axis=2) for name, seconds in routed.items()}
+        layer_factor = 1.0 + prediction / moe_layers
+        parts: dict[str, Floats] = {name: layer_factor * seconds.sum(axis=2) for name, seconds in routed_s.items()}
         for base, layers in ((moe_base, moe_layers + prediction), (dense_base, dense_layers)):
             for name, seconds in base.items():
                 parts[name] = parts.get(name, 0.0) + layers * seconds
@@ -134,9 +134,9 @@ class StepPricing(TrainingRun):
             head = head_parts(self.model, self.topology.hardware, backward=backward)
             heads.append(slowest_rank(head, work)["head"])
         parts["head"] = (1 + prediction) * np.sum(heads, axis=0)
-        parts["overlap"] = -grown * hidden.sum(axis=2)
+        parts["overlap"] = -layer_factor * hidden.sum(axis=2)
         dense_launches = self._waits_for_host(params, whole(dense_base), moe_layer=False)
-        parts["host"] = grown * launches.sum(axis=2) + dense_layers * dense_launches
+        parts["host"] = layer_factor * launches.sum(axis=2) + dense_layers * dense_launches
         return parts
 
     def _waits_for_host(self, params: LayerCostParams, device: Floats, *, moe_layer: bool) -> Floats:
@@ -147,8 +147,8 @@ class StepPricing(TrainingRun):
         """
         host = host_seconds(self, backward_passes=params.backward_passes, moe_layer=moe_layer)
         layer_s = (device**SMOOTH + host**SMOOTH) ** (1.0 / SMOOTH)
-        waits: Floats = np.where((device > 0) & (host > 0), layer_s - device, 0.0)
-        return waits
+        waits_s: Floats = np.where((device > 0) & (host > 0), layer_s - device, 0.0)
+        return waits_s
 
     def _layer_base(self, params: LayerCostParams, work: SourceWork, *, moe_layer: bool) -> dict[str, Floats]:
         """Return [G, M] seconds of one layer outside its routed experts, by part, all phases of a pass."""
@@ -160,20 +160,22 @@ class StepPricing(TrainingRun):
         return total
 
     def _hidden(
-        self, params: LayerCostParams, routed: Mapping[str, Floats], base: Mapping[str, Floats], steady: Floats
+        self, params: LayerCostParams, routed_s: Mapping[str, Floats], base: Mapping[str, Floats], steady_part: Floats
     ) -> Floats:
         """Return [G, M, L] seconds that overlap hides.
 
-        Forward beside backward (updates only, in the `steady` share of a step) hides all but `overlap_left` of the
+        Forward beside backward (updates only, in the `steady_part` share of a step) hides all but `overlap_left` of the
         shorter of computation and all-to-all. Shared experts run beside one of a pass's two all-to-alls, where the
         first does not apply.
         """
-        all_to_all = routed["all_to_all"]
+        all_to_all = routed_s["all_to_all"]
         if self.setting.overlap_all_to_all and params.backward_passes > 0:
-            computation = whole(base)[:, :, None] + routed["expert_gemm"] + routed["replicate"] + routed["prefetch"]
-            exposed = exposed_time(all_to_all, computation, self.setting.software.overlap_left)
-            overlapped: Floats = steady * (all_to_all - exposed)
-            return overlapped
+            computation = (
+                whole(base)[:, :, None] + routed_s["expert_gemm"] + routed_s["replicate"] + routed_s["prefetch"]
+            )
+            exposed_s = exposed_time(all_to_all, computation, self.setting.software.overlap_left)
+            overlapped_s: Floats = steady_part * (all_to_all - exposed_s)
+            return overlapped_s
         if self.setting.overlap_shared_experts:
             return np.minimum(base["shared_experts"][:, :, None], 0.5 * all_to_all)
         return np.zeros(all_to_all.shape)

@@ -360,9 +360,9 @@ def rollout_of(
     # Samples that wait behind a full batch of waiting ones change nothing.
     in_flight = min(setting.in_flight(len(lengths)), len(lengths) + slots)
     waves = _waves(lengths / setting.accepted_tokens + wait, in_flight, slots)
-    counted = waves[len(waves) // 2 :]
-    seconds = sum(engine.wave_seconds(wave, prompt_tokens) for wave in counted) / len(counted)
-    tokens = sum(float((wave.end - wave.start).sum()) for wave in counted) / len(counted)
+    counted_waves = waves[len(waves) // 2 :]
+    seconds = sum(engine.wave_seconds(wave, prompt_tokens) for wave in counted_waves) / len(counted_waves)
+    tokens = sum(float((wave.end - wave.start).sum()) for wave in counted_waves) / len(counted_waves)
     return Rollout(seconds=seconds, decoded_tokens=tokens * setting.accepted_tokens)
 
 
@@ -386,33 +386,35 @@ def _waves(lengths: Floats, in_flight: int, slots: int) -> list[_Wave]:
     rng = np.random.default_rng(0)
     # Steps train on the same lengths in another order, with as many more as are in flight at the end.
     stream = np.concatenate([rng.permutation(lengths) for _ in range(steps + -(-in_flight // count))])
-    left, done, waves, num_started = stream[:in_flight], np.zeros(in_flight), [], in_flight
-    new = in_flight
+    remaining_tokens, decoded_tokens, waves, num_started = stream[:in_flight], np.zeros(in_flight), [], in_flight
+    num_new = in_flight
     for _ in range(steps):
-        start, end = _scheduled(left, slots)
+        start, end = _scheduled(remaining_tokens, slots)
         order = np.argsort(end, kind="stable")
         last_end = float(end[order[count - 1]])
         start, end = np.minimum(start, last_end), np.minimum(end, last_end)
-        waves.append(_Wave(start=start, end=end, done=done, iterations=last_end, new=new))
-        left, done = left - (end - start), done + (end - start)
+        waves.append(_Wave(start=start, end=end, done=decoded_tokens, iterations=last_end, new=num_new))
+        remaining_tokens, decoded_tokens = remaining_tokens - (end - start), decoded_tokens + (end - start)
         # Exactly N samples end. Where more end at once, the others are done when the next step begins.
-        going = np.sort(order[count:])
-        left = np.concatenate([left[going], stream[num_started : num_started + count]])
-        done = np.concatenate([done[going], np.zeros(count)])
-        num_started, new = num_started + count, count
+        carried_samples = np.sort(order[count:])
+        remaining_tokens = np.concatenate(
+            [remaining_tokens[carried_samples], stream[num_started : num_started + count]]
+        )
+        decoded_tokens = np.concatenate([decoded_tokens[carried_samples], np.zeros(count)])
+        num_started, num_new = num_started + count, count
     return waves
 
 
-def _scheduled(left: Floats, slots: int) -> tuple[Floats, Floats]:
+def _scheduled(remaining_tokens: Floats, slots: int) -> tuple[Floats, Floats]:
     """Return when each sample starts and ends, [F] each, when a waiting one takes the first slot that is free."""
-    start = np.zeros(len(left))
-    if slots < len(left):
-        free = left[:slots].tolist()
-        heapq.heapify(free)
-        for sample in range(slots, len(left)):
-            start[sample] = free[0]
-            heapq.heapreplace(free, free[0] + float(left[sample]))
-    return start, start + left
+    start = np.zeros(len(remaining_tokens))
+    if slots < len(remaining_tokens):
+        slot_ends = remaining_tokens[:slots].tolist()
+        heapq.heapify(slot_ends)
+        for sample in range(slots, len(remaining_tokens)):
+            start[sample] = slot_ends[0]
+            heapq.heapreplace(slot_ends, slot_ends[0] + float(remaining_tokens[sample]))
+    return start, start + remaining_tokens
 
 
 class _Engine:
@@ -479,11 +481,11 @@ class _Engine:
         verified = self.setting.draft_tokens + 1
         if self.expert_shares is not None:
             return self._skewed_seconds(self.expert_shares, batch, context)
-        touched = 1.0 - self.experts_missed ** (batch * verified)
+        touched_share = 1.0 - self.experts_missed ** (batch * verified)
         cache = context * self.cache_bytes * self.attending / self.setting.engine_size
-        read = self.fixed_bytes + touched * self.expert_bytes + cache
-        computed = 2.0 * self.active_params * batch * verified / self.flops_per_s
-        kernels: Floats = np.maximum(read / self.bytes_per_s, computed) + self.iteration_s
+        read = self.fixed_bytes + touched_share * self.expert_bytes + cache
+        compute_s = 2.0 * self.active_params * batch * verified / self.flops_per_s
+        kernels: Floats = np.maximum(read / self.bytes_per_s, compute_s) + self.iteration_s
         return np.maximum(kernels, self.launches_s)
 
     def _skewed_seconds(self, shares: Floats, batch: Floats, context: Floats | float) -> Floats:
@@ -491,7 +493,7 @@ class _Engine:
         its own products, and all for the slowest rank. A hot expert is read once, however many tokens it has."""
         size, verified = self.setting.engine_size, self.setting.draft_tokens + 1
         cache = context * self.cache_bytes * self.attending / size
-        computed = 2.0 * self.active_params * batch * verified / self.flops_per_s
+        compute_s = 2.0 * self.active_params * batch * verified / self.flops_per_s
         evenly = 2.0 * self.routed_params * batch * verified / self.flops_per_s
         kernels: Floats = slowest_rank_s(
             shares,
@@ -499,7 +501,7 @@ class _Engine:
             pairs=batch * verified * self.top_k,
             read_s=(self.fixed_bytes + cache) / self.bytes_per_s,
             experts_read_s=self.expert_bytes / self.bytes_per_s,
-            computed_s=computed - evenly,
+            computed_s=compute_s - evenly,
             experts_computed_s=evenly,
         )
         return np.maximum(kernels + self.iteration_s, self.launches_s)
@@ -508,23 +510,29 @@ class _Engine:
         """Return the seconds of a step's iterations and prefills."""
         setting = self.setting
         edges = np.linspace(0.0, wave.iterations, BINS + 1)
-        middle = (edges[1:] + edges[:-1]) / 2
-        begun, ended = np.argsort(wave.start), np.argsort(wave.end)
-        num_begun = np.searchsorted(wave.start[begun], middle, side="right")
-        num_ended = np.searchsorted(wave.end[ended], middle, side="right")
+        middle_of_bin = (edges[1:] + edges[:-1]) / 2
+        start_order, end_order = np.argsort(wave.start), np.argsort(wave.end)
+        num_begun = np.searchsorted(wave.start[start_order], middle_of_bin, side="right")
+        num_ended = np.searchsorted(wave.end[end_order], middle_of_bin, side="right")
         # A running sample has decoded done + (now - start) iterations.
-        behind = wave.done - wave.start
-        behind_begun, behind_ended = np.cumsum([0.0, *behind[begun]]), np.cumsum([0.0, *behind[ended]])
+        decoded_offset = wave.done - wave.start
+        behind_begun = np.cumsum([0.0, *decoded_offset[start_order]])
+        behind_ended = np.cumsum([0.0, *decoded_offset[end_order]])
         offset = behind_begun[num_begun] - behind_ended[num_ended]
-        running = (num_begun - num_ended).astype(np.float64)
-        context = running * prompt_tokens + setting.accepted_tokens * (offset + running * middle)
-        batch = np.maximum(running / setting.num_engines, np.minimum(running, 1.0))
-        context_held = context / np.maximum(running, 1.0) * batch
+        num_running = (num_begun - num_ended).astype(np.float64)
+        context = num_running * prompt_tokens + setting.accepted_tokens * (offset + num_running * middle_of_bin)
+        batch = np.maximum(num_running / setting.num_engines, np.minimum(num_running, 1.0))
+        context_held = context / np.maximum(num_running, 1.0) * batch
         decoding = float(self.seconds(batch, context_held).sum()) * wave.iterations / BINS
         # New weights make the cache of carried samples stale: they are prefilled again.
-        prompts = wave.new * prompt_tokens / setting.samples_per_prompt
-        again = float((prompt_tokens + setting.accepted_tokens * wave.done)[wave.done > 0].sum())
-        prefill = (prompts + again) * 2.0 * self.active_params / (self.flops_per_s * setting.num_engines)
+        prompt_tokens_of_step = wave.new * prompt_tokens / setting.samples_per_prompt
+        repeated_tokens = float((prompt_tokens + setting.accepted_tokens * wave.done)[wave.done > 0].sum())
+        prefill = (
+            (prompt_tokens_of_step + repeated_tokens)
+            * 2.0
+            * self.active_params
+            / (self.flops_per_s * setting.num_engines)
+        )
         return decoding + prefill
 
 

@@ -44,8 +44,8 @@ def trainer_seconds(
         require(train_gpus % size == 0, f"{name} = {size} does not divide the number of training GPUs ({train_gpus}).")
     ranks = train_gpus // (slices * stages)
     batches = np.array_split(np.asarray(lengths, np.int64), mini_batches)
-    packed = packing or first_fit
-    bins = [packed(batch, micro_batch_tokens) for batch in batches if len(batch)]
+    pack = packing or first_fit
+    bins = [pack(batch, micro_batch_tokens) for batch in batches if len(batch)]
     if not bins:
         return 0.0, 0.0
     topology = ClusterTopology(
@@ -61,10 +61,10 @@ def trainer_seconds(
     squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
     run = TrainingRun(model=model, topology=topology, setting=setting)
     batch = BalancedBatch.of(run, tokens_per_rank=max(1, round(tokens)), sequence_length=max(1, round(squares)))
-    uneven = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
-    batch = replace(batch, rows=replace(batch.rows, **uneven))
-    forward = replace(batch, setting=replace(setting, forward_only=True)).step(sum(counts)).step_time_s
-    return forward, sum(batch.step(count).step_time_s for count in counts)
+    uneven_rows = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
+    batch = replace(batch, rows=replace(batch.rows, **uneven_rows))
+    forward_s = replace(batch, setting=replace(setting, forward_only=True)).step(sum(counts)).step_time_s
+    return forward_s, sum(batch.step(count).step_time_s for count in counts)
 
 
 Packing = Callable[[NDArray[np.int64], int], list[int]]

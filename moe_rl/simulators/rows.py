@@ -23,8 +23,8 @@ def copies_of_alike_sources(nic_ingress: Floats, topology: ClusterTopology) -> F
     """Return [..., N, N] copies from node to node, from [..., N or P] by NIC, when all other nodes send as many."""
     num_others = max(1, topology.num_nodes - 1)
     per_nic = nic_ingress.reshape(*nic_ingress.shape[:-1], topology.num_nodes, -1).mean(axis=-1)
-    into = per_nic[..., None, :] * topology.ranks_per_domain / num_others
-    copies: Floats = into * ~np.eye(topology.num_nodes, dtype=np.bool_)
+    copies_into_node = per_nic[..., None, :] * topology.ranks_per_domain / num_others
+    copies: Floats = copies_into_node * ~np.eye(topology.num_nodes, dtype=np.bool_)
     return copies
 
 
@@ -48,25 +48,25 @@ def uniform_rows(
     pairs = load.pairs.sum(axis=(3, 4), dtype=np.int64).astype(np.float64)
     tokens = np.broadcast_to(load.tokens.sum(axis=2)[:, :, None].astype(np.float64), pairs.shape)
     # Layers and micro-batches repeat few ratios of pairs to tokens: visits are computed once for each.
-    kinds, which = np.unique(pairs / np.maximum(tokens, 1.0), return_inverse=True)
-    picked, weight = np.repeat(kinds[:, None] / experts, experts, axis=1), np.ones(len(kinds))
+    distinct_ratios, kind_of_cell = np.unique(pairs / np.maximum(tokens, 1.0), return_inverse=True)
+    picked, weight = np.repeat(distinct_ratios[:, None] / experts, experts, axis=1), np.ones(len(distinct_ratios))
     home_rank = np.arange(experts)[None, :] // per_rank
     rank_stays, node_stays = (
-        _distinct_log_stays(kinds, experts, int(place[-1]) + 1)
+        _distinct_log_stays(distinct_ratios, experts, int(place[-1]) + 1)
         if distinct and limit is None
         else PlacedRows.homes_only(picked, home_rank, place).log_stays(weight, picked, limit)
         for place in (np.arange(ranks), topology.node_of_rank)
     )
     visits = visits_of_stays(rank_stays, node_stays, weight)
     mean_tokens = (tokens / ranks)[..., None]
-    rank_visits, ingress, egress = (mean_tokens * part[which.reshape(pairs.shape)] for part in visits)
+    rank_visits, ingress, egress = (mean_tokens * part[kind_of_cell.reshape(pairs.shape)] for part in visits)
     rows = np.broadcast_to((pairs / ranks)[..., None], (*pairs.shape, ranks))
     if not deduplicated:
         local, remote = flat_shares(topology.ep_size, topology.ranks_per_domain)
         rank_visits = rows * local
         ingress = egress = rows * remote
     tiles = padded_rows(pairs / experts, tile_rows) * per_rank
-    none = np.zeros(pairs.shape)
+    zeros = np.zeros(pairs.shape)
     return LayerRows(
         rows=rows,
         padded_rows=np.broadcast_to(tiles[..., None], rows.shape),
@@ -74,8 +74,8 @@ def uniform_rows(
         rank_visits=rank_visits,
         nic_ingress=ingress,
         nic_egress=egress,
-        replicas=none,
-        cross_node_replicas=none,
+        replicas=zeros,
+        cross_node_replicas=zeros,
     )
 
 
@@ -98,7 +98,7 @@ def fewest_rows(
         link, nic = _fewest_visits(load, per_expert, topology, slots_per_rank, limit)
     else:
         link, nic = _fewest_sent(load, topology, slots_per_rank)
-    none = np.zeros(rows.shape)
+    zeros = np.zeros(rows.shape)
     return LayerRows(
         rows=rows[..., None],
         padded_rows=rows[..., None],
@@ -106,8 +106,8 @@ def fewest_rows(
         rank_visits=link[..., None],
         nic_ingress=nic[..., None],
         nic_egress=nic[..., None],
-        replicas=none,
-        cross_node_replicas=none,
+        replicas=zeros,
+        cross_node_replicas=zeros,
     )
 
 
@@ -126,8 +126,8 @@ def _fewest_visits(
     choices = picked.sum(axis=3)
     share = -np.expm1(-choices)
     if limit is not None:
-        drawn, within = limit.group_shares(picked.reshape(-1, load.num_experts))
-        missed = log_stay(drawn * -np.expm1(-within / drawn)).sum(axis=1)
+        group_shares, choices_in_group = limit.group_shares(picked.reshape(-1, load.num_experts))
+        missed = log_stay(group_shares * -np.expm1(-choices_in_group / group_shares)).sum(axis=1)
         share = -np.expm1(missed).reshape(share.shape)
     rank_visits = np.maximum(choices / slots_per_rank, share)
     node_visits = np.maximum(choices / (slots_per_rank * topology.ranks_per_domain), share)
@@ -145,18 +145,18 @@ def _fewest_sent(load: StepLoad, topology: ClusterTopology, slots_per_rank: int)
 
     def leaving(pairs: NDArray[np.int32] | Ints, slots: int) -> Floats:
         """Return [G, M, L] rows of `pairs` [G, M, L, X, E] beyond the fullest experts, mean over places X per rank."""
-        beyond = load.num_experts - slots
-        if beyond <= 0:
+        num_leaving = load.num_experts - slots
+        if num_leaving <= 0:
             return np.zeros(pairs.shape[:3])
-        fewest = np.partition(pairs, beyond - 1, axis=4)[..., :beyond]
-        sent: Floats = fewest.sum(axis=(3, 4), dtype=np.int64) / topology.ep_size
-        return sent
+        rows_leaving = np.partition(pairs, num_leaving - 1, axis=4)[..., :num_leaving]
+        sent_rows: Floats = rows_leaving.sum(axis=(3, 4), dtype=np.int64) / topology.ep_size
+        return sent_rows
 
     if topology.num_nodes == 1:
-        alone = leaving(load.pairs, slots_per_rank)
-        return alone, np.zeros(alone.shape)
-    nodes = (*load.pairs.shape[:3], -1, topology.ranks_per_domain, load.num_experts)
-    by_node = load.pairs.reshape(nodes).sum(axis=4, dtype=np.int64)
+        rows_on_links = leaving(load.pairs, slots_per_rank)
+        return rows_on_links, np.zeros(rows_on_links.shape)
+    node_shape = (*load.pairs.shape[:3], -1, topology.ranks_per_domain, load.num_experts)
+    by_node = load.pairs.reshape(node_shape).sum(axis=4, dtype=np.int64)
     crossing = leaving(by_node, slots_per_rank * topology.ranks_per_domain)
     return np.zeros(crossing.shape), crossing
 
@@ -166,10 +166,13 @@ def _distinct_log_stays(choices: Floats, experts: int, num_places: int) -> Float
 
     C(E - E/X, K) / C(E, K), by gamma functions, since choices per token need not be whole where rows were padded.
     """
-    left = experts - experts // num_places
+    experts_elsewhere = experts - experts // num_places
 
-    def ways(of: int, count: float) -> float:
-        return math.lgamma(of + 1) - math.lgamma(of - count + 1)
+    def ways(num_items: int, count: float) -> float:
+        return math.lgamma(num_items + 1) - math.lgamma(num_items - count + 1)
 
-    logs = [ways(left, count) - ways(experts, count) if count <= left else NEVER for count in choices.tolist()]
+    logs = [
+        ways(experts_elsewhere, count) - ways(experts, count) if count <= experts_elsewhere else NEVER
+        for count in choices.tolist()
+    ]
     return np.repeat(np.array(logs)[:, None], num_places, axis=1)

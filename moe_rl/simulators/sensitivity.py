@@ -58,8 +58,10 @@ def perturbed_rankings(
             for policy, time in times.items():
                 if time:
                     speedups[policy] = result.static.step_time_s / time
-            turned = tuple(_turned(base, times))
-            rankings.append(PerturbedRanking(constants=name, factor=factor, speedup_vs_static=speedups, turned=turned))
+            turned_pairs = tuple(_turned(base, times))
+            rankings.append(
+                PerturbedRanking(constants=name, factor=factor, speedup_vs_static=speedups, turned=turned_pairs)
+            )
     return rankings
 
 
@@ -68,10 +70,10 @@ def _times(result: SimulationResult) -> dict[str, float]:
 
 
 def _turned(base: Mapping[str, float], times: Mapping[str, float]) -> list[tuple[str, str]]:
-    turned = []
+    turned_pairs = []
     for policy, other in combinations(base, 2):
         faster, slower = (policy, other) if base[policy] <= base[other] else (other, policy)
         told_apart = base[slower] > base[faster] * (1 + TIE)
         if told_apart and times[faster] > times[slower] * (1 + TIE):
-            turned.append((faster, slower))
-    return turned
+            turned_pairs.append((faster, slower))
+    return turned_pairs

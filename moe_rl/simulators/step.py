@@ -54,22 +54,24 @@ def simulate_policies(
         if name in plans:
             steps[name] = replace(step, load=load, layout=plans[name].layout)
     static_plan, bounds = _static_plan(step.load, step.layout), dict[tuple[int, int], PolicyResult]()
-    static = _policy(
+    static_result = _policy(
         "static", static_plan, pricing, step, _placed(YARDSTICK, static_plan, pricing, step, destinations_by_policy)
     )
     balanced = _forced_balance(pricing, step)
     phi = _phi(balanced)
 
-    def bound(plan: Plan, under: TrainingStep) -> PolicyResult:
+    def bound(plan: Plan, step_of_bound: TrainingStep) -> PolicyResult:
         """Return the lower bound of plans with this layout and as many slots, whatever other policies have."""
         slots = max(plan.placement.slots_per_rank, pricing.topology.experts_per_rank(pricing.model.num_experts))
-        if (id(under), slots) not in bounds:
-            bounds[id(under), slots] = _ideal(pricing, under, slots)
-        return bounds[id(under), slots]
+        if (id(step_of_bound), slots) not in bounds:
+            bounds[id(step_of_bound), slots] = _ideal(pricing, step_of_bound, slots)
+        return bounds[id(step_of_bound), slots]
 
     def result(name: str) -> PolicyResult:
-        plan, under = plans[name], steps[name]
-        return _policy(name, plan, pricing, under, _placed(name, plan, pricing, under, destinations_by_policy))
+        plan, step_of_plan = plans[name], steps[name]
+        return _policy(
+            name, plan, pricing, step_of_plan, _placed(name, plan, pricing, step_of_plan, destinations_by_policy)
+        )
 
     def compared(outcome: PolicyResult, ideal: PolicyResult) -> PolicyResult:
         """Return the result with its ratios, `ideal` being its lower bound; a step that takes no time has none."""
@@ -79,7 +81,7 @@ def simulate_policies(
         prediction = replace(
             outcome.prediction,
             tokens_per_s=outcome.tokens / seconds,
-            speedup_vs_static=static.step_time_s / seconds,
+            speedup_vs_static=static_result.step_time_s / seconds,
             fraction_of_forced_balance=balanced.step_time_s / seconds,
             fraction_of_ideal=ideal.step_time_s / seconds,
             phi=phi,
@@ -98,10 +100,10 @@ def simulate_policies(
     )
     return SimulationResult(
         policies={name: compared(outcome, of_policies[name]) for name, outcome in results.items()},
-        static=compared(static, of_static),
+        static=compared(static_result, of_static),
         forced_balance=compared(balanced, of_static),
         ideal=compared(ideal, ideal),
-        conditions=_conditions(pricing, step, static, phi),
+        conditions=_conditions(pricing, step, static_result, phi),
     )
 
 
@@ -147,8 +149,10 @@ def _policy(name: str, plan: Plan, pricing: StepPricing, step: TrainingStep, pla
         plan_time_s=plan.solve_time_s,
     )
     buffers = Replicas.of(plan, step.load).buffers(loads[..., 0].size, topology)
-    most = _certified_rows(plan, step.load)
-    return _timed(prediction, pricing, SourceWork.of(step), placed, plan=plan, buffers=buffers, most_rows=most)
+    certified_rows = _certified_rows(plan, step.load)
+    return _timed(
+        prediction, pricing, SourceWork.of(step), placed, plan=plan, buffers=buffers, most_rows=certified_rows
+    )
 
 
 def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
@@ -162,8 +166,8 @@ def _certified_rows(plan: Plan, load: StepLoad) -> NDArray[np.int64] | None:
 def _forced_balance(pricing: StepPricing, step: TrainingStep) -> PolicyResult:
     rows = pricing.uniform(step.load, distinct=step.load.routes is not None)
     prediction = StepPrediction(policy="forced_balance", imbalance=1.0, node_imbalance=1.0)
-    placed = Destinations.of_alike_sources(rows, pricing.topology)
-    return _timed(prediction, pricing, SourceWork.of(step), placed)
+    destinations = Destinations.of_alike_sources(rows, pricing.topology)
+    return _timed(prediction, pricing, SourceWork.of(step), destinations)
 
 
 def _ideal(pricing: StepPricing, step: TrainingStep, slots_per_rank: int) -> PolicyResult:
@@ -195,19 +199,19 @@ def _timed(
     `most_rows` [G, M, L, P], where they are known: buffers must hold them.
     """
     rows, seconds = destinations.rows, pricing.seconds(destinations.rows, work)
-    topology, slower = pricing.topology, pricing.setting.software.everything
-    micro_batch_s = slower * whole(seconds)
-    running = (micro_batch_s > 0).sum(axis=1).tolist()
+    topology, time_factor = pricing.topology, pricing.setting.software.everything
+    micro_batch_s = time_factor * whole(seconds)
+    num_running_G = (micro_batch_s > 0).sum(axis=1).tolist()
     groups = []
-    for group, count in enumerate(running):
+    for group, count in enumerate(num_running_G):
         parts = {name: float(part[group].sum()) for name, part in seconds.items()}
         tokens = float(work.tokens[group].mean(axis=1).sum()) / max(1, count)
         groups.append(pipelined(pricing, parts, tokens=tokens, micro_batches=count))
     group = max(range(len(groups)), key=lambda index: sum(groups[index].values()))
     breakdown = groups[group]
-    breakdown |= once_per_step(pricing, breakdown, micro_batches=running[group])
+    breakdown |= once_per_step(pricing, breakdown, micro_batches=num_running_G[group])
     breakdown["reorder"] = movement_time(plan, pricing) if plan else 0.0
-    breakdown = {name: slower * seconds for name, seconds in breakdown.items()}
+    breakdown = {name: time_factor * seconds for name, seconds in breakdown.items()}
     placement = plan.placement if plan else None
     if most_rows is None:
         rows_held = rows.rows
@@ -216,10 +220,10 @@ def _timed(
     memory = forecast_memory(rows_held, work.tokens, placement, run=pricing, visits=rows.rank_visits, buffers=buffers)
     tokens, step_s = float(work.tokens.mean(axis=2).sum()) * topology.ep_size, sum(breakdown.values())
     layers = rows.rows.shape[2]
-    sent, between = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
+    sent_rows, rows_between_nodes = float(rows.nic_egress.mean(axis=3).sum()) * topology.ep_size, None
     if destinations.between_nodes is not None:
-        sent = float(destinations.between_nodes.sum())
-        between = (destinations.between_nodes / max(1, sum(running) * layers)).tolist()
+        sent_rows = float(destinations.between_nodes.sum())
+        rows_between_nodes = (destinations.between_nodes / max(1, sum(num_running_G) * layers)).tolist()
     return PolicyResult(
         prediction=replace(
             prediction,
@@ -227,8 +231,8 @@ def _timed(
             breakdown_s=breakdown,
             peak_memory_bytes=memory.peak_bytes,
             resident_bytes=memory.parts_bytes["resident_slots"],
-            inter_node_copies_per_token=sent / (tokens * layers) if tokens else None,
-            node_to_node_copies=between,
+            inter_node_copies_per_token=sent_rows / (tokens * layers) if tokens else None,
+            node_to_node_copies=rows_between_nodes,
             reorder_share=breakdown["reorder"] / step_s if step_s > 0 else None,
         ),
         memory=memory,
@@ -244,12 +248,12 @@ def _conditions(
     pricing: StepPricing, step: TrainingStep, static: PolicyResult, phi: float | None
 ) -> SimulationConditions:
     load, topology = step.load, pricing.topology
-    running = load.tokens[load.tokens.sum(axis=2) > 0]
+    running_tokens = load.tokens[load.tokens.sum(axis=2) > 0]
     return SimulationConditions(
         phi=phi,
         imbalance_static=static.prediction.imbalance,
         num_micro_batches=load.num_micro_batches,
-        tokens_per_rank=float(running.mean()) if running.size else 0.0,
+        tokens_per_rank=float(running_tokens.mean()) if running_tokens.size else 0.0,
         sequence_length=SourceWork.of(step).effective_sequence_length,
         ep_size=topology.ep_size,
         ranks_per_node=topology.ranks_per_domain,

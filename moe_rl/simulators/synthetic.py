@@ -196,14 +196,14 @@ def _policies(model: SequenceModel, rng: np.random.Generator) -> Iterator[NDArra
     base = rng.normal(0, model.expert_sigma, shape[1:])
     domain = rng.normal(0, model.domain_sigma, shape)
     # Var(next - now) = 2 (1 - keep) sigma^2 for an AR(1) process of standing spread sigma.
-    keep = 1.0
+    kept_share = 1.0
     if model.step_drift:
-        keep = 1 - model.step_logit_change**2 / (2 * model.policy_sigma**2)
-    fresh = math.sqrt(max(0.0, 1 - keep**2))
+        kept_share = 1 - model.step_logit_change**2 / (2 * model.policy_sigma**2)
+    fresh = math.sqrt(max(0.0, 1 - kept_share**2))
     for _ in range(model.num_steps):
         yield (base + domain).astype(np.float32)
-        base = keep * base + fresh * rng.normal(0, model.expert_sigma, shape[1:])
-        domain = keep * domain + fresh * rng.normal(0, model.domain_sigma, shape)
+        base = kept_share * base + fresh * rng.normal(0, model.expert_sigma, shape[1:])
+        domain = kept_share * domain + fresh * rng.normal(0, model.domain_sigma, shape)
 
 
 def _one_step(
@@ -235,13 +235,13 @@ def _one_step(
 def _most_rows(model: SequenceModel) -> int:
     """Return the tokens that are drawn at a time."""
     if model.expert_group_top_k:
-        drawn = model.num_experts
+        ids_per_row = model.num_experts
     else:
-        drawn = model.top_k
-    most = PIECE_BYTES // (model.num_layers * drawn * np.dtype(route_dtype(model.num_experts)).itemsize)
+        ids_per_row = model.top_k
+    most_rows = PIECE_BYTES // (model.num_layers * ids_per_row * np.dtype(route_dtype(model.num_experts)).itemsize)
     if not model.num_topics:
-        return most
-    return min(most, int(BATCH_VALUES * model.topic_tokens) // (model.num_layers * model.num_experts))
+        return most_rows
+    return min(most_rows, int(BATCH_VALUES * model.topic_tokens) // (model.num_layers * model.num_experts))
 
 
 def _routes(
@@ -280,9 +280,9 @@ def _routes(
 def _of_best_groups(model: SequenceModel, ranked: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
     """Return [T, L, K], the first experts of `ranked` [T, L, E] in the groups whose best expert stands highest."""
     group = ranked // np.asarray(model.num_experts // model.num_expert_groups, ranked.dtype)
-    best = np.stack([(group == index).argmax(axis=2) for index in range(model.num_expert_groups)], axis=2)
-    threshold = np.sort(best, axis=2)[:, :, model.expert_group_top_k - 1, None]
-    eligible = np.take_along_axis(best, group.astype(np.intp), axis=2) <= threshold
+    best_rank = np.stack([(group == index).argmax(axis=2) for index in range(model.num_expert_groups)], axis=2)
+    threshold = np.sort(best_rank, axis=2)[:, :, model.expert_group_top_k - 1, None]
+    eligible = np.take_along_axis(best_rank, group.astype(np.intp), axis=2) <= threshold
     is_chosen = eligible & (np.cumsum(eligible, axis=2) <= model.top_k)
     return ranked[is_chosen].reshape(*ranked.shape[:2], model.top_k)
 
@@ -292,8 +292,8 @@ def _runs(lengths: NDArray[np.int64], most_rows: int) -> Iterator[slice]:
     ends = np.cumsum(lengths)
     start = 0
     while start < len(lengths):
-        before = int(ends[start] - lengths[start])
-        stop = max(start + 1, int(np.searchsorted(ends, before + most_rows, side="right")))
+        rows_before = int(ends[start] - lengths[start])
+        stop = max(start + 1, int(np.searchsorted(ends, rows_before + most_rows, side="right")))
         yield slice(start, stop)
         start = stop
 
@@ -302,7 +302,9 @@ def _sequence_logits(model: SequenceModel, group: NDArray[np.int64], rng: np.ran
     """Return S, [sequences, L, E], of whole groups."""
     nth_group = group - group[0]
     shape = (model.num_layers, model.num_experts)
-    shared = rng.standard_normal((int(nth_group[-1]) + 1, *shape), np.float32)[nth_group]
+    group_noise = rng.standard_normal((int(nth_group[-1]) + 1, *shape), np.float32)[nth_group]
     noise = rng.standard_normal((len(group), *shape), np.float32)
-    mixed: NDArray[np.float32] = math.sqrt(model.group_share) * shared + math.sqrt(1 - model.group_share) * noise
-    return np.float32(model.sequence_sigma) * mixed
+    mixed_noise: NDArray[np.float32] = (
+        math.sqrt(model.group_share) * group_noise + math.sqrt(1 - model.group_share) * noise
+    )
+    return np.float32(model.sequence_sigma) * mixed_noise

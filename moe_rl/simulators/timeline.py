@@ -180,9 +180,9 @@ class _Drawing:
     def _compute(self, name: str, seconds: Floats, layer: int | None, *, rows: bool = False) -> None:
         """Let rank p be busy for seconds[p]; a rank with none shows nothing."""
         if rows:
-            computed = self.rows[self.micro_batch, layer].tolist()
+            rows_of_ranks = self.rows[self.micro_batch, layer].tolist()
         else:
-            computed = [None] * len(self.now)
+            rows_of_ranks = [None] * len(self.now)
         for rank in np.flatnonzero(seconds > 0.0).tolist():
             self.events.append(
                 TimelineEvent(
@@ -192,7 +192,7 @@ class _Drawing:
                     duration_s=float(seconds[rank]),
                     micro_batch=self.micro_batch,
                     layer=layer,
-                    rows=None if computed[rank] is None else int(computed[rank]),
+                    rows=None if rows_of_ranks[rank] is None else int(rows_of_ranks[rank]),
                 )
             )
         self.now = self.now + seconds

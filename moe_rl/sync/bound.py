@@ -29,13 +29,13 @@ def least_steps(problem: SyncProblem) -> int:
     """
     node_of = np.array(problem.node_of)
     ranks_of_node = np.bincount(node_of)
-    needed = _needed(problem)
+    needed_atoms = _needed(problem)
     holders = problem.holders_of_atoms()
-    local_atoms = np.zeros_like(needed)
+    local_atoms = np.zeros_like(needed_atoms)
     atoms = np.arange(problem.num_atoms)
-    for twin in holders.T:
-        local_atoms[node_of[twin], atoms] = True
-    needed_from_others = needed & ~local_atoms
+    for holders_of_atom in holders.T:
+        local_atoms[node_of[holders_of_atom], atoms] = True
+    needed_from_others = needed_atoms & ~local_atoms
     num_entering_N = needed_from_others.sum(axis=1)
     engine_ports = np.bincount(node_of[problem.trainer.size :], minlength=len(ranks_of_node))
     steps_to_enter = 0
@@ -52,10 +52,10 @@ def least_steps(problem: SyncProblem) -> int:
 
 def _needed(problem: SyncProblem) -> NDArray[np.bool_]:
     """Return [N, A]: whether a node needs an atom."""
-    needed = np.zeros((1 + max(problem.node_of), problem.num_atoms), bool)
+    needs_atom = np.zeros((1 + max(problem.node_of), problem.num_atoms), bool)
     for rank, atoms in zip(range(problem.trainer.size, problem.size), problem.wanted_atoms(), strict=True):
-        needed[problem.node_of[rank], atoms] = True
-    return needed
+        needs_atom[problem.node_of[rank], atoms] = True
+    return needs_atom
 
 
 def _least_even_share(jobs: dict[Nodes, int], ports: list[int]) -> int:
@@ -81,12 +81,12 @@ def _fits(jobs: dict[Nodes, int], room: list[int]) -> bool:
     room = list(room)
     share: Shares = {nodes: dict.fromkeys(nodes, 0) for nodes in jobs}
     for nodes, count in jobs.items():
-        left = count
-        while left:
+        remaining_jobs = count
+        while remaining_jobs:
             chain = _chain_to_room(nodes, share, room)
             if chain is None:
                 return False
-            left -= _pass_along(chain, share, room, left)
+            remaining_jobs -= _pass_along(chain, share, room, remaining_jobs)
     return True
 
 
@@ -98,25 +98,27 @@ def _chain_to_room(start: Nodes, share: Shares, room: list[int]) -> list[Link] |
     for node in queue:
         if room[node] > 0:
             chain: list[Link] = []
-            at: int | None = node
-            while at is not None:
-                nodes, before = reached[at]
-                chain.append(Link(nodes, at, before))
-                at = before
+            chain_node: int | None = node
+            while chain_node is not None:
+                nodes, previous_node = reached[chain_node]
+                chain.append(Link(nodes, chain_node, previous_node))
+                chain_node = previous_node
             return chain
         for nodes, of_set in share.items():
             if of_set.get(node, 0) > 0:
-                for other in nodes:
-                    if other not in reached:
-                        reached[other] = nodes, node
-                        queue.append(other)
+                for neighbour in nodes:
+                    if neighbour not in reached:
+                        reached[neighbour] = nodes, node
+                        queue.append(neighbour)
     return None
 
 
-def _pass_along(chain: list[Link], share: Shares, room: list[int], left: int) -> int:
+def _pass_along(chain: list[Link], share: Shares, room: list[int], remaining_jobs: int) -> int:
     """Move as many jobs as fit along the chain, and return how many."""
     end = chain[0][1]
-    amount = min([left, room[end], *(share[nodes][before] for nodes, _, before in chain if before is not None)])
+    amount = min(
+        [remaining_jobs, room[end], *(share[nodes][before] for nodes, _, before in chain if before is not None)]
+    )
     room[end] -= amount
     for nodes, node, before in chain:
         share[nodes][node] += amount

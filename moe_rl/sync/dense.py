@@ -172,13 +172,13 @@ class _Packer:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.tensors.append((self.position, DenseTensor(name=name, shape=list(tensor.shape), dtype=dtype)))
         body = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        at = 0
-        while at < body.numel():
-            bucket, offset = divmod(self.position + at, self.size)
-            count = min(self.size - offset, body.numel() - at)
+        first_byte = 0
+        while first_byte < body.numel():
+            bucket, offset = divmod(self.position + first_byte, self.size)
+            count = min(self.size - offset, body.numel() - first_byte)
             if bucket % self.trainers == self.rank:
-                self._bucket(bucket)[offset : offset + count] = body[at : at + count]
-            at += count
+                self._bucket(bucket)[offset : offset + count] = body[first_byte : first_byte + count]
+            first_byte += count
         self.position += -(-body.numel() // ALIGNMENT) * ALIGNMENT
 
     def _bucket(self, bucket: int) -> torch.Tensor:
@@ -192,17 +192,17 @@ class _Packer:
         Only the last batch may have another number of buckets than trainers, or buckets would change their trainer.
         """
         end = buckets * self.size
-        begun, later = [], []
+        taken_tensors, later_tensors = [], []
         for position, tensor in self.tensors:
             if position < end or is_last:
-                begun.append(tensor)
+                taken_tensors.append(tensor)
             else:
-                later.append((position - end, tensor))
-        self.tensors = later
+                later_tensors.append((position - end, tensor))
+        self.tensors = later_tensors
         bodies = {bucket: self._bucket(bucket) for bucket in range(self.rank, buckets, self.trainers)}
         self.own = {bucket - buckets: body for bucket, body in self.own.items() if bucket >= buckets}
         self.position -= end
-        return BatchTable(buckets=buckets, tensors=begun, last=is_last), bodies
+        return BatchTable(buckets=buckets, tensors=taken_tensors, last=is_last), bodies
 
 
 class _Unpacker:
@@ -230,15 +230,15 @@ class _Unpacker:
         while self.next_bucket in self.buckets:
             body = self.buckets.pop(self.next_bucket)
             self.next_bucket += 1
-            at = 0
-            while at < body.numel() and self.coming:
-                tensor, into = self.coming[0]
-                padded = -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
-                count = min(padded - self.filled, body.numel() - at)
-                useful = max(0, min(count, tensor.num_bytes - self.filled))
-                into[self.filled : self.filled + useful] = body[at : at + useful]
-                at, self.filled = at + count, self.filled + count
-                if self.filled == padded:
+            first_byte = 0
+            while first_byte < body.numel() and self.coming:
+                tensor, target = self.coming[0]
+                padded_bytes = -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+                count = min(padded_bytes - self.filled, body.numel() - first_byte)
+                num_useful = max(0, min(count, tensor.num_bytes - self.filled))
+                target[self.filled : self.filled + num_useful] = body[first_byte : first_byte + num_useful]
+                first_byte, self.filled = first_byte + count, self.filled + count
+                if self.filled == padded_bytes:
                     yield self._first()
                     yield from self._empty_ones()
 

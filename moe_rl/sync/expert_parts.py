@@ -47,7 +47,7 @@ class ExpertShape:
     def unpack(self, body: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return gate, up and down of `count` neighboring parts."""
         aligned = body if body.storage_offset() % self.dtype.itemsize == 0 else body.clone()
-        flat = aligned.view(self.dtype).view(count, 3, -1)
-        gate, up = (flat[:, which].reshape(-1, self.hidden_size) for which in (0, 1))
-        down = flat[:, 2].reshape(count, self.hidden_size, -1).transpose(0, 1).reshape(self.hidden_size, -1)
+        rows = aligned.view(self.dtype).view(count, 3, -1)
+        gate, up = (rows[:, which].reshape(-1, self.hidden_size) for which in (0, 1))
+        down = rows[:, 2].reshape(count, self.hidden_size, -1).transpose(0, 1).reshape(self.hidden_size, -1)
         return gate, up, down

@@ -56,16 +56,16 @@ class RankPlan:
     def peak_parts(self) -> int:
         """Return the most parts that the rank stages at once: messages out and in, and what waits to be passed on."""
         peak = 0
-        waiting: set[Parts] = set()
+        waiting_parts: set[Parts] = set()
         for number in sorted(self.rounds):
             rank_round = self.rounds[number]
             moving = 0
             for runs in (*rank_round.sends.values(), *rank_round.receives.values()):
                 moving += num_parts_of(runs)
-            peak = max(peak, moving + num_parts_of(waiting))
+            peak = max(peak, moving + num_parts_of(waiting_parts))
             for runs in rank_round.receives.values():
-                waiting.update(self.last_use.keys() & runs)
-            waiting = {parts for parts in waiting if self.last_use[parts] > number}
+                waiting_parts.update(self.last_use.keys() & runs)
+            waiting_parts = {parts for parts in waiting_parts if self.last_use[parts] > number}
         return peak
 
     @classmethod
@@ -90,14 +90,14 @@ class RankPlan:
                 plans[source].last_use[unit_parts] = number
             if ingress in plans:
                 plans[ingress].rounds[number].receives[source].append(unit_parts)
-            for other, parts in needs.get((atom, node_of[ingress]), ()):
-                if other == ingress:
+            for other_rank, parts in needs.get((atom, node_of[ingress]), ()):
+                if other_rank == ingress:
                     continue
                 if ingress in plans:
-                    plans[ingress].rounds[number + 1].sends[other].append(parts)
+                    plans[ingress].rounds[number + 1].sends[other_rank].append(parts)
                     plans[ingress].last_use[unit_parts] = max(number + 1, plans[ingress].last_use.get(unit_parts, 0))
-                if other in plans:
-                    plans[other].rounds[number + 1].receives[ingress].append(parts)
+                if other_rank in plans:
+                    plans[other_rank].rounds[number + 1].receives[ingress].append(parts)
         return plans
 
 

@@ -135,10 +135,10 @@ class SyncGroup:
     def fetch(self, key: str, *, of: int) -> bytes:
         """Return what rank `of` puts into the store, once it is there."""
         self.watch.waits_for(of)
-        begun = time.monotonic()
+        start_s = time.monotonic()
         while not self._has(key):
             self.watch.raise_failure()
-            time.sleep(min(0.05, 0.001 + (time.monotonic() - begun) / 10))
+            time.sleep(min(0.05, 0.001 + (time.monotonic() - start_s) / 10))
         self.watch.waits_for(None)
         with self._needs_store():
             return bytes(self.store.get(key))

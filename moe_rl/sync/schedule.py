@@ -88,8 +88,8 @@ def fill_calendars_in_python(demand: ScheduleInput) -> Deliveries:
 def _lowest_zero(bits: int, start: int) -> int:
     """Return the first position from `start` on whose bit is 0."""
     # ~x & (x + 1) is the lowest zero bit of x.
-    shifted = bits >> start
-    return start + (~shifted & (shifted + 1)).bit_length() - 1
+    shifted_bits = bits >> start
+    return start + (~shifted_bits & (shifted_bits + 1)).bit_length() - 1
 
 
 class _Calendars:
@@ -189,8 +189,8 @@ class _Calendars:
 
     def _port(self, node: int, step: int, wanting: list[int]) -> int:
         """Return a free port of the node: a rank that needs the atom before others, then the least loaded."""
-        free = [rank for rank in self.ports[node] if not self.into[rank] >> step & 1]
-        return min(free, key=lambda rank: (rank not in wanting, self.load[rank], rank))
+        free_ranks = [rank for rank in self.ports[node] if not self.into[rank] >> step & 1]
+        return min(free_ranks, key=lambda rank: (rank not in wanting, self.load[rank], rank))
 
     def _book(self, atom: int, source: int, ingress: int, node: int, step: int) -> None:
         self.out[source] |= 1 << step

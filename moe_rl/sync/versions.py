@@ -23,8 +23,8 @@ class SlotVersions:
 
     def move(self, local_slots: NDArray[np.int32]) -> None:
         """Take another map: a slot that changes its expert holds no step until that expert is written."""
-        same = local_slots == self.local_slots if local_slots.shape == self.local_slots.shape else False
-        self.steps = np.where(same, self.steps, -1) if np.ndim(same) else np.full(local_slots.shape, -1, np.int64)
+        is_same = local_slots == self.local_slots if local_slots.shape == self.local_slots.shape else False
+        self.steps = np.where(is_same, self.steps, -1) if np.ndim(is_same) else np.full(local_slots.shape, -1, np.int64)
         self.local_slots = local_slots
 
     def require(self, step: int) -> None:
