@@ -171,7 +171,7 @@ class CandidatePricing:
             cross_gain_ppm=round(settings.cross_node_gain * PPM),
             num_threads=settings.num_threads,
             thorough=final and load.routes is not None,
-            judged_stride=judged_stride,
+            every=judged_stride,
         )
         return copies
 
