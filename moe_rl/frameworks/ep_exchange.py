@@ -94,12 +94,14 @@ class ReplicaExchange:
         pushed = []
         for weights in homes:
             # One exchange per parameter: ranks without a copy send and receive nothing, and take part.
-            sent = weights.detach().index_select(0, self.send_home).contiguous()
-            received = sent.new_empty(len(self.receive_slot), *sent.shape[1:])
-            dist.all_to_all_single(received, sent, self.receive_counts, self.send_counts, group=self.group)
-            filled = sent.new_zeros(self.num_replica_slots, *sent.shape[1:])
-            pushed.append(filled.index_copy_(0, self.receive_slot, received))
-            self.traffic.pushed += sent.numel() * sent.element_size()
+            sent_weights = weights.detach().index_select(0, self.send_home).contiguous()
+            received_weights = sent_weights.new_empty(len(self.receive_slot), *sent_weights.shape[1:])
+            dist.all_to_all_single(
+                received_weights, sent_weights, self.receive_counts, self.send_counts, group=self.group
+            )
+            weights_of_slots = sent_weights.new_zeros(self.num_replica_slots, *sent_weights.shape[1:])
+            pushed.append(weights_of_slots.index_copy_(0, self.receive_slot, received_weights))
+            self.traffic.pushed += sent_weights.numel() * sent_weights.element_size()
         return pushed
 
     def bring_home(self, gradients: Weights, homes: Weights) -> list[torch.Tensor]:

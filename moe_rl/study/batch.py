@@ -57,18 +57,18 @@ class Batch:
 
     def sequence_load(self) -> SequenceLoad:
         """Return the token-expert pairs of every sequence; refuse a batch whose counts need more than 4 GB."""
-        known = load_of_sequences(self.known)
+        known_load = load_of_sequences(self.known)
         if self.known is self.parts:
-            return known
-        told = known_tokens(self.known)
-        missing = known_tokens(self.parts) - told
+            return known_load
+        told_tokens = known_tokens(self.known)
+        missing_tokens = known_tokens(self.parts) - told_tokens
         # Sequences that share a row of counts are told alike: the first one of a row speaks for all of them.
-        _, first = np.unique(known.row, return_index=True)
-        all_pairs = sums_per_cell(known.counts, known.row, np.zeros_like(known.row), 1)
+        _, first_of_row = np.unique(known_load.row, return_index=True)
+        all_pairs = sums_per_cell(known_load.counts, known_load.row, np.zeros_like(known_load.row), 1)
         # A sequence of which something is known goes on as it does.
-        total = np.where(known.counts.any(axis=2, keepdims=True), known.counts, all_pairs)
-        expected = expected_pairs(missing[first][:, None, None], total, self.load.top_k)[:, :, 0]
-        return replace(known, counts=known.counts + expected)
+        total = np.where(known_load.counts.any(axis=2, keepdims=True), known_load.counts, all_pairs)
+        expected = expected_pairs(missing_tokens[first_of_row][:, None, None], total, self.load.top_k)[:, :, 0]
+        return replace(known_load, counts=known_load.counts + expected)
 
 
 def cut_step(
@@ -131,15 +131,15 @@ def cut_step(
     layout = _layout(lengths, parts, options, topology, model)
     drawn = RouteSample.drawn(visible, layout=layout, topology=topology)
     load = recorded(layout)
-    running = load.tokens[load.tokens.sum(axis=2) > 0]
-    require(running.size > 0, f"step {step} of the trace is empty: no token has a recorded route.")
+    running_tokens = load.tokens[load.tokens.sum(axis=2) > 0]
+    require(running_tokens.size > 0, f"step {step} of the trace is empty: no token has a recorded route.")
     return Batch(
         step=step,
         parts=every,
         lengths=lengths,
         layout=layout,
         load=scaled(load),
-        recorded_tokens_per_rank=float(running.mean()),
+        recorded_tokens_per_rank=float(running_tokens.mean()),
         unrouted_tokens=unrouted,
         load_of_layout=load_of,
         known=visible,
@@ -172,10 +172,10 @@ def _known(
         start += len(is_hidden)
         # The same sequences and tokens for the same seed, whatever the layout: a plan may ask again under its own.
         if _has_routes(part):
-            lost = np.repeat(is_hidden, part.sequence_lengths)
+            is_hidden_row = np.repeat(is_hidden, part.sequence_lengths)
             if knowledge.unknown_pairs:
-                lost |= rng.random(len(lost)) < knowledge.unknown_pairs
-            parts_kept.append(_without_rows(part, lost))
+                is_hidden_row |= rng.random(len(is_hidden_row)) < knowledge.unknown_pairs
+            parts_kept.append(_without_rows(part, is_hidden_row))
         else:
             require(
                 knowledge.unknown_pairs == 0,
@@ -190,23 +190,23 @@ def _has_routes(part: StepPart) -> bool:
     return isinstance(recorded, RoutingTrace)
 
 
-def _without_rows(part: StepPart, lost: NDArray[np.bool_]) -> StepPart:
-    """Return a part with routes of which planners are not told the rows `lost` [T]."""
+def _without_rows(part: StepPart, is_hidden: NDArray[np.bool_]) -> StepPart:
+    """Return a part with routes of which planners are not told the rows `is_hidden` [T]."""
     if isinstance(part, DrawnSequences):
-        return replace(part, visible=~lost)
+        return replace(part, visible=~is_hidden)
     assert isinstance(part, RoutingTrace)
-    return replace(part, valid=part.valid & ~lost)
+    return replace(part, valid=part.valid & ~is_hidden)
 
 
 def _without_sequences(part: StepPart, is_hidden: NDArray[np.bool_]) -> StepPart:
     """Return a part with counts of which planners are not told the sequences `is_hidden` [S]."""
     if isinstance(part, DrawnSequences):
         assert isinstance(part.recorded, SequenceCounts)
-        recorded = np.arange(part.recorded.num_sequences)
+        recorded_numbers = np.arange(part.recorded.num_sequences)
         # Every recorded sequence once as it is and once hidden, so that drawn ones still share their counts.
-        twice = part.recorded.select(np.concatenate([recorded, recorded]))
-        hidden_twin = np.repeat([False, True], len(recorded))
-        numbers = part.numbers + len(recorded) * is_hidden
+        twice = part.recorded.select(np.concatenate([recorded_numbers, recorded_numbers]))
+        hidden_twin = np.repeat([False, True], len(recorded_numbers))
+        numbers = part.numbers + len(recorded_numbers) * is_hidden
         return DrawnSequences(recorded=_hidden(twice, hidden_twin), numbers=numbers)
     assert isinstance(part, SequenceCounts)
     return _hidden(part, is_hidden)

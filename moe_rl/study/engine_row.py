@@ -38,8 +38,8 @@ def planned_as(scenario: Scenario, name: str) -> tuple[Scenario, str]:
 
 def remaining_levers(scenario: Scenario, name: str, plan: Plan) -> str:
     """Say what the row above the engine decides."""
-    node, before = scenario.topology.node_of_rank, scenario.problem.starting_placement().home_rank
-    moved = int((node[plan.placement.home_rank] != node[before]).sum())
+    node, start_home = scenario.topology.node_of_rank, scenario.problem.starting_placement().home_rank
+    num_moved = int((node[plan.placement.home_rank] != node[start_home]).sum())
     residents = int((plan.placement.resident_experts >= 0).sum())
     if plan.layout.same_cells(scenario.batch.layout):
         packing = "keeps the sequences where they are"
@@ -47,7 +47,7 @@ def remaining_levers(scenario: Scenario, name: str, plan: Plan) -> str:
         packing = "packs the sequences"
     return (
         f"{name} is what remains above {scenario.engine}, which balances every node at dispatch: it {packing}, moves "
-        f"{moved:,} homes to other nodes and keeps {residents:,} resident copies."
+        f"{num_moved:,} homes to other nodes and keeps {residents:,} resident copies."
     )
 
 

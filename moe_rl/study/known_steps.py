@@ -172,11 +172,11 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
 def surprises(posterior: Posterior) -> list[str]:
     """Return a note for every known step that the likeliest constants leave far off."""
     component = posterior.likeliest
-    alone = component.prior.left_open
+    unexplained = component.prior.left_open
     sentences = []
-    for name, left in component.left.items():
-        if abs(left) > SURPRISING * alone:
-            times = f"{np.exp(abs(left)):.2f} times {'longer' if left > 0 else 'shorter'}"
+    for name, residual in component.left.items():
+        if abs(residual) > SURPRISING * unexplained:
+            times = f"{np.exp(abs(residual)):.2f} times {'longer' if residual > 0 else 'shorter'}"
             sentences.append(
                 f"known step {name}: even with all constants changed within their spreads, it took {times} than "
                 "predicted. Check its model, batch and fabric."
@@ -408,16 +408,16 @@ class KnownMemory:
         """Return what a known peak says: what a setting leaves to itself is not carried over."""
         if known_gib is None:
             return cls()
-        off = log(known_gib / forecast_gib)
+        log_error = log(known_gib / forecast_gib)
         require(
-            abs(off) < log(2.0),
+            abs(log_error) < log(2.0),
             f"--known-memory {known_gib:g} is far from the prediction of {forecast_gib:.1f} GiB. It may be the peak "
             "of another setting, or not in GiB.",
         )
-        shared, alone = MEMORY_SHARED**2, MEMORY_ALONE**2
-        share = shared / (shared + alone)
-        variance = shared * (1 - share) + alone
-        return cls(factor=float(np.exp(share * off)), spread=float(np.sqrt(variance)))
+        shared_variance, own_variance = MEMORY_SHARED**2, MEMORY_ALONE**2
+        share = shared_variance / (shared_variance + own_variance)
+        variance = shared_variance * (1 - share) + own_variance
+        return cls(factor=float(np.exp(share * log_error)), spread=float(np.sqrt(variance)))
 
 
 # Peaks of the eight published runs are 2.4 % off, half of it alike for all of a model; others' add framework caches.

@@ -45,12 +45,12 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
     require(
         options.samples.length_spread >= 0, f"--length-spread must be at least 0, got {options.samples.length_spread}."
     )
-    longest = options.samples.max_length or 4 * mean
-    require(mean <= longest, f"--mean-length {mean} is greater than --max-length {longest}.")
+    max_length = options.samples.max_length or 4 * mean
+    require(mean <= max_length, f"--mean-length {mean} is greater than --max-length {max_length}.")
     sigma = float(np.sqrt(np.log1p(options.samples.length_spread**2)))
     # exp(N(-s^2 / 2, s)) has mean 1.
     drawn = mean * np.random.default_rng(options.planning.seed).lognormal(-(sigma**2) / 2, sigma, samples)
-    lengths: NDArray[np.int64] = np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+    lengths: NDArray[np.int64] = np.clip(np.rint(drawn), 1, max_length).astype(np.int64)
     return lengths
 
 

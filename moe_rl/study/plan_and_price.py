@@ -199,10 +199,10 @@ def _speedups(scenario: Scenario, static: StepPrediction, best: StepPrediction) 
     low, high = best.speedup_interval or [speedup, speedup]
     below, above = _left_open_by_the_draw(scenario, static) if scenario.resampled else (0.0, 0.0)
     # The draw's interval reaches 2.2 standard errors to either side.
-    drawn = [NORMAL_80 / STANDARD_ERRORS * -math.log(max(1e-6, 1.0 - below)), NORMAL_80 / STANDARD_ERRORS * above]
-    down = math.hypot(math.log(speedup / low), drawn[0])
-    up = math.hypot(math.log(high / speedup), drawn[1])
-    return speedup, speedup * math.exp(-down), speedup * math.exp(up)
+    draw_error = [NORMAL_80 / STANDARD_ERRORS * -math.log(max(1e-6, 1.0 - below)), NORMAL_80 / STANDARD_ERRORS * above]
+    log_down = math.hypot(math.log(speedup / low), draw_error[0])
+    log_up = math.hypot(math.log(high / speedup), draw_error[1])
+    return speedup, speedup * math.exp(-log_down), speedup * math.exp(log_up)
 
 
 def _left_open_by_the_draw(scenario: Scenario, static: StepPrediction) -> tuple[float, float]:
@@ -215,18 +215,18 @@ def _left_open_by_the_draw(scenario: Scenario, static: StepPrediction) -> tuple[
     seed, drawn = scenario.options.planning.seed, len(scenario.batch.lengths)
     below, above = imbalance_left_open(np.concatenate(rows), lengths_of(parts), drawn=drawn, seed=seed)
     # The imbalance of static placement moves its experts and all-to-all, while a balanced step hardly changes.
-    waits = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
-    return waits * below, waits * above
+    waiting_share = sum(seconds.get(name, 0.0) for name in ("expert_gemm", "all_to_all")) / (static.step_time_s or 1.0)
+    return waiting_share * below, waiting_share * above
 
 
 def _sequences_wanted(scenario: Scenario, speedups: tuple[float, ...]) -> list[str]:
     """Say how many sequences would narrow the interval to `PRECISE`, where it is wider: errors shrink as roots do."""
     if not speedups or (above := speedups[2] / speedups[0] - 1.0) <= PRECISE:
         return []
-    recorded = len(lengths_of(tuple(scenario.source.parts(scenario.batch.step))))
+    num_recorded = len(lengths_of(tuple(scenario.source.parts(scenario.batch.step))))
     return [
-        f"with {recorded:,} recorded sequences, the speed-up may be up to {above:.1%} higher. About "
-        f"{recorded * (above / PRECISE) ** 2:,.0f} sequences would reduce this to {PRECISE:.0%}."
+        f"with {num_recorded:,} recorded sequences, the speed-up may be up to {above:.1%} higher. About "
+        f"{num_recorded * (above / PRECISE) ** 2:,.0f} sequences would reduce this to {PRECISE:.0%}."
     ]
 
 
@@ -237,20 +237,28 @@ def imbalance_left_open(
 
     From [S, L, P] rows of every sequence and [S] lengths: recordings are drawn anew, and from each a batch.
     """
-    recorded, rng = len(rows), np.random.default_rng(seed)
+    num_recorded, rng = len(rows), np.random.default_rng(seed)
     times = [
-        np.bincount(rng.choice(rng.integers(recorded, size=recorded), size=drawn), minlength=recorded)
+        np.bincount(rng.choice(rng.integers(num_recorded, size=num_recorded), size=drawn), minlength=num_recorded)
         for _ in range(RESAMPLES)
     ]
-    loads = np.tensordot(np.array([np.ones(recorded), *times], np.float32), rows, axes=1)
-    itself, *draws = (loads.max(axis=2) / np.maximum(loads.mean(axis=2), 1.0)).mean(axis=1).tolist()
+    loads = np.tensordot(np.array([np.ones(num_recorded), *times], np.float32), rows, axes=1)
+    recorded_imbalance, *drawn_imbalances = (
+        (loads.max(axis=2) / np.maximum(loads.mean(axis=2), 1.0)).mean(axis=1).tolist()
+    )
     # A long sequence counts more, so all are worth fewer; Student's t of so few is wider than a normal error.
-    worth = float(lengths.sum()) ** 2 / float((lengths.astype(np.float64) ** 2).sum())
-    half = STANDARD_ERRORS * math.sqrt(worth / max(1.0, worth - 3.0)) * float(np.std(draws))
+    effective_sequences = float(lengths.sum()) ** 2 / float((lengths.astype(np.float64) ** 2).sum())
+    half = (
+        STANDARD_ERRORS
+        * math.sqrt(effective_sequences / max(1.0, effective_sequences - 3.0))
+        * float(np.std(drawn_imbalances))
+    )
     # The fullest rank of few sequences is too full: the interval goes as far down again as redrawn recordings exceed
     # this one. The speed-up itself stays: 27 sequences of the development trace have at EP16 an imbalance that is off
     # by 5.7 % (root mean square), corrected so by 6.0 %.
-    return (half + max(0.0, float(np.mean(draws)) - itself)) / itself, half / itself
+    return (
+        half + max(0.0, float(np.mean(drawn_imbalances)) - recorded_imbalance)
+    ) / recorded_imbalance, half / recorded_imbalance
 
 
 def beside_static(policies: Sequence[str]) -> Sequence[str]:

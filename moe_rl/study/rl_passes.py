@@ -242,8 +242,8 @@ def _forced_seconds(forward: SimulationResult, update: SimulationResult, mini_ba
 def _of_mini_batches(result: PolicyResult, mini_batches: int) -> float:
     """Return the seconds of an update that is cut into mini-batches, each with an optimizer step of its own."""
     breakdown = result.prediction.breakdown_s or {}
-    again = sum(breakdown.get(part, 0.0) for part in ONCE_PER_UPDATE)
-    return result.step_time_s + (mini_batches - 1) * again
+    once_per_update_s = sum(breakdown.get(part, 0.0) for part in ONCE_PER_UPDATE)
+    return result.step_time_s + (mini_batches - 1) * once_per_update_s
 
 
 def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> SimulationReport:

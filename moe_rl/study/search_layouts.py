@@ -242,35 +242,35 @@ class ShapeTask:
         per_rank = float(lengths.sum()) / topology.num_ranks
         most_tokens = min(budget / shape.slices, per_rank)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=most_tokens)
-        own = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
+        framework_layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
         if core is None:
-            layout = own
+            layout = framework_layout
         else:
-            layout = best_start(own, cost, lengths, topology, core, searched=False)
+            layout = best_start(framework_layout, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
-        even = self._even_step(run, count)
+        even_step = self._even_step(run, count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
-        uneven = cost.balanced_s(layout, topology) - cost.even_s(count, topology)
+        uneven_s = cost.balanced_s(layout, topology) - cost.even_s(count, topology)
         # Micro-batches follow each other through the stage with most layers.
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
-        parts = {**even.breakdown_s, "uneven_sequences": max(0.0, uneven) * (slowest if stages > 1 else 1.0)}
+        parts = {**even_step.breakdown_s, "uneven_sequences": max(0.0, uneven_s) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
-        fullest = int(layout.rank_tokens(lengths).max()) // shape.slices
+        fullest_tokens = int(layout.rank_tokens(lengths).max()) // shape.slices
         # Inside one node no copy of a token crosses the network, and a resident copy has nothing to save.
         if slots is None:
             slots = 0
             if topology.num_nodes > 1:
-                slots = min(MOST_RESIDENT, int(self._room(run, fullest)))
+                slots = min(MOST_RESIDENT, int(self._room(run, fullest_tokens)))
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
             num_micro_batches=count,
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
-            packing_gain=cost.balanced_s(own, topology) / cost.balanced_s(layout, topology),
+            packing_gain=cost.balanced_s(framework_layout, topology) / cost.balanced_s(layout, topology),
             resident_slots=slots,
             cp_comm_type=_exchange(run),
-            peak_gib=(self._peak(run, fullest) + slots * _slot_bytes(run)) / GIB,
+            peak_gib=(self._peak(run, fullest_tokens) + slots * _slot_bytes(run)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
 
@@ -314,16 +314,18 @@ def next_shapes(
     """
     order = [index for index in np.argsort(-estimates, kind="stable").tolist() if estimates[index] > 0]
     of_size = Counter[int]()
-    priced = [row.tokens_per_s_per_gpu for rows in laid_out.values() for row in rows]
-    least = (1 - ALIKE) * max(priced, default=0.0)
-    chosen = []
+    priced_tokens_per_s = [row.tokens_per_s_per_gpu for rows in laid_out.values() for row in rows]
+    least_tokens_per_s = (1 - ALIKE) * max(priced_tokens_per_s, default=0.0)
+    chosen_shapes = []
     for index in order:
         size = shapes[index].expert_ranks
         of_size[size] += 1
-        wanted = of_size[size] <= OF_EVERY_SIZE or (bool(priced) and estimates[index] >= least)
-        if wanted and index not in laid_out:
-            chosen.append(index)
-    return chosen[:ROUND]
+        is_wanted = of_size[size] <= OF_EVERY_SIZE or (
+            bool(priced_tokens_per_s) and estimates[index] >= least_tokens_per_s
+        )
+        if is_wanted and index not in laid_out:
+            chosen_shapes.append(index)
+    return chosen_shapes[:ROUND]
 
 
 def _exchange(run: TrainingRun) -> str | None:
@@ -409,9 +411,9 @@ def tune(
     )
     laid_out = dict[int, list[TunedSetting]]()
     while chosen := next_shapes(shapes, estimates, laid_out):
-        some = replace(task, shapes=tuple(shapes[index] for index in chosen))
-        points, named = [asdict(shape) for shape in some.shapes], "EP{expert_model_parallel_size}".format_map
-        lines = finish_points(out, settings, points, some, executor, name=named, progress=progress, tell=tell)
+        shapes_task = replace(task, shapes=tuple(shapes[index] for index in chosen))
+        points, named = [asdict(shape) for shape in shapes_task.shapes], "EP{expert_model_parallel_size}".format_map
+        lines = finish_points(out, settings, points, shapes_task, executor, name=named, progress=progress, tell=tell)
         for index, line in zip(chosen, lines, strict=True):
             laid_out[index] = [TunedSetting(**row) for row in line["found"]]
     tell(
@@ -533,16 +535,16 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
         sentences = [posterior.sentence(), *surprises(posterior)]
     else:
         other = load_software(TYPICAL if software == TUNED else TUNED)
-        compared = rows[:COMPARED]
-        factors = [task.repriced(row, task.hardware, other.costs) for row in compared]
-        before = [task.repriced(row, task.hardware, task.base.software) for row in compared]
+        compared_rows = rows[:COMPARED]
+        other_seconds = [task.repriced(row, task.hardware, other.costs) for row in compared_rows]
+        own_seconds = [task.repriced(row, task.hardware, task.base.software) for row in compared_rows]
         speeds = [
-            row.tokens_per_s_per_gpu * own_s / moved
-            for row, own_s, moved in zip(compared, before, factors, strict=True)
+            row.tokens_per_s_per_gpu * own_s / other_s
+            for row, own_s, other_s in zip(compared_rows, own_seconds, other_seconds, strict=True)
         ]
         best, reason = int(np.argmax(speeds)), chosen_by(options.pricing, options.kernels)
         sentences = [
-            f"software: {software} ({reason}). With --software {other.name}, {compared[best].name} would be the "
+            f"software: {software} ({reason}). With --software {other.name}, {compared_rows[best].name} would be the "
             f"fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)

@@ -60,10 +60,10 @@ def forward_backward(
             if again is None:
                 # All micro-batches of the call are held at once, as many as the plan is for.
                 micro_batches, kwargs["data_iterator"] = looked_ahead(kwargs["data_iterator"], count)
-                routed, sequences = routes(micro_batches), tokens and tokens(micro_batches)
+                routes_of_batches, tokens_of_batches = routes(micro_batches), tokens and tokens(micro_batches)
             else:
-                routed, sequences = _read_one_by_one(islice(again(), count), count, routes, tokens)
-            return _source_of(routed, sequences, count, balancer.model)
+                routes_of_batches, tokens_of_batches = _read_one_by_one(islice(again(), count), count, routes, tokens)
+            return _source_of(routes_of_batches, tokens_of_batches, count, balancer.model)
 
         # A rank that cannot read its micro-batches must not leave the others waiting in begin_pass.
         source = agreed(announced)

@@ -113,14 +113,14 @@ def _random(expert_map: ExpertMap, batches: DecodeBatches, ranks_per_node: int) 
         preferred, _, _ = preferred_slots(
             row, num_experts=expert_map.num_experts, ep_size=expert_map.ep_size, ranks_per_node=ranks_per_node
         )
-        at = preferred[batches.source[:, None], batches.routes[:, layer].astype(np.int64)]
-        drawn[:, layer] = np.where(at >= 0, at, drawn[:, layer])
+        preferred_copy = preferred[batches.source[:, None], batches.routes[:, layer].astype(np.int64)]
+        drawn[:, layer] = np.where(preferred_copy >= 0, preferred_copy, drawn[:, layer])
     return drawn
 
 
 def _by_row(expert_map: ExpertMap, batches: DecodeBatches, ranks_per_node: int) -> Ints:
-    row = token_ordinals(batches.batch)[:, None]
-    return layer_by_layer(expert_map, batches, lambda ids, count: row % count[ids])
+    ordinal_in_batch = token_ordinals(batches.batch)[:, None]
+    return layer_by_layer(expert_map, batches, lambda ids, count: ordinal_in_batch % count[ids])
 
 
 def _document(expert_map: ExpertMap) -> Document:
