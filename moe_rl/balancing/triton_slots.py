@@ -26,12 +26,12 @@ def _split_point(quota, share, planned, total, actual, source, num_sources):
 
 @triton.jit
 def _to_slots(
-    probs, routing_map, pairs_ptr, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots,
+    probs, routing_map, actual, expert, split, slot_probs, slot_map, num_rows, num_experts, num_slots,
     source, num_sources, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     column = tl.load(expert + slot)
-    actual_pairs = tl.load(pairs_ptr + column)
+    actual_pairs = tl.load(actual + column)
     planned, total = tl.load(split + 4 * num_slots + slot), tl.load(split + 5 * num_slots + slot)
     quota, share = tl.load(split + slot), tl.load(split + 2 * num_slots + slot)
     first_ordinal = _split_point(quota, share, planned, total, actual_pairs, source, num_sources)
