@@ -43,6 +43,8 @@ class Recipe:
 def _recipe(entry: Mapping[str, Any], frameworks: Mapping[str, Mapping[str, Any]]) -> Recipe:
     written = {section: entry.get(section, {}) for section in SECTIONS}
     own = frameworks[entry["framework"]]
+    beside = own.get("beside_full_recompute", {}) if written["config"].get("recompute_granularity") == "full" else {}
+    own = {**own, "config": {**own["config"], **beside}}
     effective = {section: {**own.get(section, {}), **written[section]} for section in SECTIONS}
     return Recipe(
         name=entry["name"],
@@ -114,6 +116,10 @@ def as_yaml(recipe: Recipe) -> str:
     config = dict(recipe.written["config"])
     megatron: dict[str, Any] = {"enabled": True, **recipe.written["sizes"]}
     eight_bit = {name: config.pop(name) for name in ("fp8", "fp8_recipe") if name in config}
+    if "recompute_granularity" in config:
+        megatron["activation_checkpointing"] = True
+    if config.get("recompute_granularity") == "full":
+        del config["recompute_granularity"]
     if eight_bit:
         megatron["fp8_cfg"] = {"enabled": True, **eight_bit}
     megatron |= config
