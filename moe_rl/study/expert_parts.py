@@ -75,6 +75,7 @@ class PartsOfExperts(TraceSource):
         return replace(piece, routed_experts=routes, num_experts=self.num_experts, router_logprobs=None)
 
     def _of_counts(self, piece: SequenceCounts) -> SequenceCounts:
+        # [sequences, layers, E * parts]; each part of an expert gets all of the expert's tokens.
         counts = np.zeros((*piece.tokens_per_expert.shape[:2], self.num_experts), piece.tokens_per_expert.dtype)
         counts[:, :, self.numbers] = piece.tokens_per_expert[..., None]
         return replace(piece, tokens_per_expert=counts, top_k=self.top_k)

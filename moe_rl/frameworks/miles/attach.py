@@ -14,7 +14,7 @@ from moe_rl.frameworks.slime.attach import READERS
 from moe_rl.frameworks.slime.worker import Worker
 
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from_distributed"
-# Beside those that slime has, too (radixark/miles:miles/backends/megatron_utils).
+# Functions beside those that slime has, too; values as there (radixark/miles:miles/backends/megatron_utils).
 OWN_READERS = {
     "backends.megatron_utils.hf_export:save_hf_model": True,
     f"{UPDATES}.mixin:DistBucketedWeightUpdateMixin.update_weights": True,

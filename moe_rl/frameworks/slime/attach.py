@@ -16,14 +16,16 @@ from moe_rl.frameworks.slime.worker import Worker
 
 ACTOR, BACKUPS = "backends.megatron_utils.actor", "utils.tensor_backper:_TensorBackuperNormal"
 UPDATES = "backends.megatron_utils.update_weight.update_weight_from"
-# Of slime and miles. A colocated engine gets the weights from the copy on the host that `backup` makes, others from
-# the model itself; `restore` puts other models' weights in their place (THUDM/slime:slime/backends/megatron_utils).
+# Functions of slime and miles, as module:name, and whether they handle weights alone. A colocated engine gets the
+# weights from the copy on the host that `backup` makes, others from the model itself; `restore` puts other models'
+# weights in their place (THUDM/slime:slime/backends/megatron_utils).
 READERS = {
     f"{ACTOR}:save": False,
     f"{ACTOR}:load_checkpoint": True,
     f"{BACKUPS}.backup": True,
     f"{BACKUPS}.restore": True,
 }
+# Of slime alone.
 OWN_READERS = {
     f"{ACTOR}:save_hf_model_to_path": True,
     f"{UPDATES}_distributed:UpdateWeightFromDistributed.update_weights": True,
