@@ -185,7 +185,7 @@ def _user_runs(
                 published,
                 points,
                 name=f"{published['name']}-{name}",
-                title=f"{published['title']}, as --software {name}",
+                title=f"{published['title']}, forecast with --software {name}",
                 fitted=published["fitted"] if judged else "nothing on this set; shows the error of a wrong setting",
                 limit_mean_error=published.get("limit_mean_error") if judged else None,
             )
