@@ -3,7 +3,7 @@
 The routes are base64 of int32 in C order, without a shape:
 `[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. Dense layers hold zeros, and the last token
 has no row (sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py). The response does not contain the
-number of layers or of choices per token: give `num_layers` and `top_k`, or one of the two.
+number of layers or the number of experts per token: set at least one, as `num_layers` or `top_k`.
 """
 
 from collections.abc import Iterator
