@@ -52,7 +52,7 @@ def test_the_commands_of_the_tutorial_end_with_a_report(engine: str, tmp_path: P
         path.rename(tmp_path / file)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     run(recording(engine), tmp_path)
-    rest = TUTORIAL[TUTORIAL.index("Then look at what you have") :]
+    rest = TUTORIAL[TUTORIAL.index("Then check the trace") :]
     lines = shell_lines(rest)
     assert len(lines) >= 4
     for line in lines:
