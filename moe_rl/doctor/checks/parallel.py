@@ -34,9 +34,10 @@ def micro_batches_not_aligned(case: Case) -> Iterator[Found]:
 
 
 def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
-    """Most losses are sums over samples, divided by a constant of the mini-batch. This run's loss also depends on which
-    samples share a micro-batch. Both verl's dynamic micro-batches (use_dynamic_bsz) and moe_rl's packing regroup the
-    samples, and so change the loss. A balanced run logs this once and packs nevertheless.
+    """Most losses are sums over the samples of a mini-batch, divided by one number for the whole mini-batch, so the
+    assignment of samples to micro-batches does not matter. This run's loss depends on which samples share a
+    micro-batch. Both verl's dynamic micro-batches (use_dynamic_bsz) and moe_rl's packing regroup the samples, and so
+    change the loss. A balanced run logs this once and packs nevertheless.
     """
     reason = case.settings.micro_batch_loss
     if reason:
@@ -75,9 +76,9 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
 
 
 def expert_group_leaves_node(case: Case) -> Iterator[Found]:
-    """The ranks of an EP group exchange every token twice per layer. Inside a node, the tokens travel over NVLink;
-    between nodes, over the network, which is 5 to 10 times slower. The same GPUs may be faster with more pipeline
-    stages and a smaller EP size. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
+    """The ranks of an EP group exchange every token twice per layer. Inside a node, the tokens travel over NVLink.
+    Between nodes, they travel over the network, which is 5 to 10 times slower. The same GPUs may be faster with more
+    pipeline stages and a smaller EP size. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
     """
     ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
     if ranks and node and spans_nodes(case):

@@ -57,8 +57,8 @@ def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
 
 
 def virtual_pipeline_replay(case: Case) -> Iterator[Found]:
-    """With virtual stages, a rank's RouterReplay instances are in the order of its model chunks, so that its first two
-    instances can be those of layers 1 and 3. Forward passes of other micro-batches run between the forward and the
+    """With virtual stages, a rank's RouterReplay instances are in the order of its model chunks, so its first two
+    instances can belong to layers 1 and 3. Forward passes of other micro-batches run between the forward and the
     backward pass of a micro-batch. Routes that are assigned by position then reach the wrong layers, and the recompute
     queue mixes up micro-batches.
     """
@@ -95,8 +95,8 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     """SGLang and vLLM return routes for all transformer layers, dense layers included. Other producers return routes
-    for MoE layers only. Code that expects the other kind of routes gives layers the routes of other layers, without an
-    error.
+    for MoE layers only. Code that expects a different layer axis than it gets silently assigns routes to the wrong
+    layers.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:
