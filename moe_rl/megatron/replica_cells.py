@@ -135,8 +135,8 @@ class ReplicaCells:
             bad_copy = int(misplaced[0])
             raise InvalidInputError(
                 f"the plan puts the replica of expert {expert[bad_copy]} (micro-batch {cell[bad_copy] // num_layers}, "
-                f"layer {cell[bad_copy] % num_layers}) into slot {physical_id[bad_copy]}, which is not a replica slot "
-                "of another rank."
+                f"layer {cell[bad_copy] % num_layers}) into slot {physical_id[bad_copy]}, but a replica "
+                "needs a replica slot on a rank other than its expert's home rank."
             )
         # By home first, so that the ordinal of a copy among those of its home is its place after the first of them.
         order = np.lexsort((host_slot, host_rank, home_slot, home_rank, cell))

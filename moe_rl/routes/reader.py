@@ -30,7 +30,7 @@ class _Extent:
 
 
 class RoutesReader:
-    """Reader of the routes of all sequences in one stream.
+    """Reads the routes of all sequences as one stream.
 
     T rows of a sequence, L layers as they were written, K experts per token. Ids of a row ascend; rows without a route
     hold 0 and are not `valid`. Every failure is an `InvalidInputError` of one sentence, raised before anything of the

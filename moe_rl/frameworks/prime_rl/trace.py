@@ -7,8 +7,8 @@ int32 ids followed by their float32 combine weights, [rows, layers, 2 K]. The fi
 (older samples: prompt_ids, prompt_mask, completion_ids). `position_ids` of a micro-batch restart with each packed
 sequence (PrimeIntellect-ai/prime-rl: src/prime_rl/transport/types.py and trainer/batch.py).
 
-The last token of a sequence has no route (zero bytes, or no row). The importer leaves out a
-micro-batch's padding, a final run of token id 1.
+The last token of a sequence has no route (zero bytes, or no row). The importer leaves out the
+padding of a micro-batch: the tokens with id 1 at its end.
 """
 
 import re

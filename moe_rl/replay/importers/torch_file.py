@@ -218,7 +218,8 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
     flat = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
     extents, strides = _extents(size), _extents(stride)
     require(
-        type(offset) is int and offset >= 0 and len(extents) == len(strides), "the layout of a tensor is impossible"
+        type(offset) is int and offset >= 0 and len(extents) == len(strides),
+        "the shape and strides of a tensor do not fit its storage",
     )
     start = int(offset)  # type: ignore[call-overload]
     if 0 in extents:
@@ -239,7 +240,7 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
 def _extents(value: object) -> tuple[int, ...]:
     require(
         isinstance(value, tuple) and len(value) <= 8 and all(type(v) is int and 0 <= v < 1 << 48 for v in value),
-        "the layout of a tensor is impossible",
+        "the shape and strides of a tensor do not fit its storage",
     )
     return tuple(value)  # type: ignore[arg-type]
 
