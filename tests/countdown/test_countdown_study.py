@@ -190,5 +190,5 @@ def test_the_committed_results_are_of_the_present_arms(study: ModuleType) -> Non
 
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text('{"step": 0}\n')
-    with pytest.raises(InvalidInputError, match="has not finished a step"):
+    with pytest.raises(InvalidInputError, match="has no finished step"):
         RunSummary.read(tmp_path, arm="a", seed=0, machine={})

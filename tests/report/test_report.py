@@ -47,7 +47,7 @@ def test_one_micro_batch_has_the_imbalance_of_the_step() -> None:
 
 @pytest.mark.parametrize("key", ["ep_size", "tokens_per_rank", "dispatcher", "recompute", "scaled"])
 def test_a_result_without_its_conditions_is_refused(key: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"setting lacks {key}"):
+    with pytest.raises(InvalidInputError, match=f"setting of a report lacks {key}"):
         report(setting={name: value for name, value in SETTING.items() if name != key})
 
 
