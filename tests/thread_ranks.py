@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_rl.balancing.exchange import PlanExchange
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 90.0
 """After which a rank stops to wait for the others."""
 
 
