@@ -106,7 +106,7 @@ def terminal(command: str) -> str:
     out = subprocess.run(executable, check=True, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
     rows = re.findall(r"^ +max/mean.*$|^ (?:policy +rank|[a-z_-]+ +\d).*$", out, re.MULTILINE)
     # From the first sentence below the table to the ones that explain it.
-    sentences = r"^(?:Does not fit|An RL step|\S+ makes) .*?\. *(?=\n(?:With static|\d+ more))"
+    sentences = r"^(?:The run does not fit|An RL step|\S+ makes) .*?\. *(?=\n(?:With static|\d+ more))"
     headline = re.search(sentences, out, re.MULTILINE | re.DOTALL)
     said = re.split(" *\n", headline[0]) if headline else []
     return "\n".join(("```text", *(row.rstrip() for row in rows), *said, "```", ""))

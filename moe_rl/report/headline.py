@@ -190,6 +190,6 @@ def _balance_only(report: ReportData, static: StepPrediction) -> Headline:
     elif recovered < LITTLE:
         kind = "no_improvement"
     else:
-        kind, shares = "cut", _shares(report, "that", "imbalance")
+        kind, shares = "cut", _shares(report, "this reduction", "imbalance")
     title = WORDS[kind].format(best=best, static=static, recovered=recovered, shares=shares)
     return Headline(title=title, details=(*_price(best), WORDS["untimed"]))

@@ -29,8 +29,8 @@ def test_the_headline_says_what_balancing_and_packing_bring() -> None:
         report(*(prediction(name, seconds, load=1.1) for name, seconds in rows.items()), balancing_alone=alone)
     )
     assert said.title == (
-        "moe-rl makes this update 1.54x as fast as static placement. Balancing experts brings 86% of the time saved, "
-        "packing sequences 14%."
+        "moe-rl makes this update 1.54x as fast as static placement. Balancing experts accounts for 86% of the time "
+        "saved, packing sequences for 14%."
     )
     assert "The second-fastest policy, relibra, takes 15% longer." in said.details
 
@@ -40,7 +40,7 @@ def test_without_times_it_says_so_of_the_excess() -> None:
     said = headline(report(*(untimed(prediction(name, 1.0, load=load)) for name, load in rows.items())))
     assert said.title == (
         "moe-rl cuts the load of the busiest rank from 3.00 to 1.00 times the mean, which removes 100% of the excess. "
-        "Balancing experts brings 75% of that, packing sequences 25%."
+        "Balancing experts accounts for 75% of this reduction, packing sequences for 25%."
     )
 
 
@@ -97,13 +97,13 @@ def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     misfit = MemoryMisfit(peak_gib=84.4, hbm_gib=79.6, remedy=remedy)
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
-        "Does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB. The run fits with --recompute-granularity full "
-        "(50.1 GiB). The update then takes 31% longer, and moe-rl makes the update 1.17x as fast as static placement "
+        "The run does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB. The run fits with "
+        "--recompute-granularity full (50.1 GiB). The update then takes 31% longer, and moe-rl makes the update 1.17x as fast as static placement "
         "and an RL step 1.05x.",
         "moe-rl makes this update 1.33x as fast as static placement.",
     )
     lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
-    assert lost.title == "Does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB."
+    assert lost.title == "The run does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB."
     assert "moe-rl tune" in lost.more[0]
 
 

@@ -35,7 +35,7 @@ def test_the_option_that_is_named_makes_the_run_fit(tmp_path: Path, trace: Path)
     remedy = report.misfit.remedy
     assert remedy is not None
     assert remedy.peak_gib <= report.misfit.hbm_gib
-    assert report.headline.startswith(f"Does not fit: the fullest GPU needs {report.misfit.peak_gib:.1f} GiB")
+    assert report.headline.startswith(f"The run does not fit: the fullest GPU needs {report.misfit.peak_gib:.1f} GiB")
     asked = flags({"micro_batch_tokens": 65536, "num_experts": 16, **WIDE})
     typed = simulated(tmp_path, trace, *asked, *shlex.split(remedy.options))
     assert "misfit" not in typed
