@@ -98,8 +98,8 @@ def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
     said = headline(report(*policies, rl=rl_gain(), misfit=misfit))
     assert said.lines == (
         "The run does not fit: the fullest GPU needs 84.4 GiB and has 79.6 GiB. The run fits with "
-        "--recompute-granularity full (50.1 GiB). The update then takes 31% longer, and moe-rl makes the update 1.17x as fast as static placement "
-        "and an RL step 1.05x.",
+        "--recompute-granularity full (50.1 GiB). The update then takes 31% longer, and moe-rl makes the update 1.17x "
+        "as fast as static placement and an RL step 1.05x.",
         "moe-rl makes this update 1.33x as fast as static placement.",
     )
     lost = headline(report(*policies, misfit=replace(misfit, remedy=None)))
@@ -197,7 +197,7 @@ def limited(*, node: float | None = 1.05, placement: float = 1.08, load: float =
 def test_a_step_without_waiting_is_limited_by_its_kernels() -> None:
     found = limited()
     assert found.verdict == "kernel"
-    assert "still take 100% of its time" in found.sentences[0]
+    assert "still take 100% of the time" in found.sentences[0]
     assert found.sentences[1].startswith(
         "The largest parts of the step are attention 50%, expert GEMM 33%, all-to-all 17%."
     )
