@@ -140,7 +140,8 @@ class ExpertKernels(OptionGroup):
         )
         require(
             self.capacity_risk is None or (self.static_rows and 0.0 <= self.capacity_risk < 1.0),
-            f"capacity_risk ({self.capacity_risk}) must be at least 0 and less than 1, and needs static_rows.",
+            "capacity_risk needs static_rows and must be at least 0 and less than 1, got capacity_risk="
+            f"{self.capacity_risk} and static_rows={self.static_rows}.",
         )
         require(
             not self.transposed_codes or self.recipe != "bf16",
@@ -209,17 +210,17 @@ class BalancerConfig(OptionGroup):
         for name in ("static_rows", "placement_bitwise"):
             require(
                 not (self.observe and getattr(kernels, name)),
-                f"{name} has no effect with observe, which does not change the run.",
+                f"{name} has no effect with observe=True, which does not change the run.",
             )
         require(
             not (self.observe and kernels.are_ours),
-            f"experts={kernels.experts!r} has no effect with observe, which leaves the experts to the framework.",
+            f"experts={kernels.experts!r} has no effect with observe=True, which leaves the experts to the framework.",
         )
         require(
             engine_of(slots.domain_balance) is None or (slots.replica_slots, self.policy) == (0, "moe-rl"),
-            f"domain_balance {slots.domain_balance!r} makes its own replicas inside a node, and only the policy "
-            "'moe-rl' can plan with it. Keep policy='moe-rl', and set replica_slots to 0 (it is "
-            f"{slots.replica_slots}).",
+            f"with domain_balance={slots.domain_balance!r}, the engine makes its own replicas inside a node, and only "
+            "the policy 'moe-rl' can plan for them. Set policy='moe-rl' and replica_slots=0, got "
+            f"policy={self.policy!r} and replica_slots={slots.replica_slots}.",
         )
         return self
 

@@ -201,7 +201,7 @@ class HomeChoice(Generic[Tables]):
         if not self._warned_of_gradients and dist.get_rank() == 0:
             logger.warning(
                 "moe_rl: experts cannot move to other ranks now, because gradients of an earlier call still wait "
-                "for the optimizer step. They move at the start of the next pass without such gradients."
+                "for the optimizer step. The experts move at the start of the next pass without such gradients."
             )
         self._warned_of_gradients = True
 

@@ -82,7 +82,7 @@ class ExpertHomes:
         require(
             placement.home_rank.shape == old_placement.home_rank.shape and placement.ep_size == old_placement.ep_size,
             "the placement does not match this run: its home_rank [MoE layers, experts] has shape "
-            f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, this run has "
+            f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, but this run has "
             f"{list(old_placement.home_rank.shape)} for {old_placement.ep_size}.",
         )
         home = placement.with_slots(resident_slots=old_placement.resident_slots, spare_slots=old_placement.spare_slots)

@@ -21,7 +21,7 @@ from moe_rl.core.trace import route_dtype
 
 Source = Literal["plan", "routes", "log-probs", "history", "nothing"]
 SOURCES: dict[Source, str] = {
-    "plan": "plans that the user made before",
+    "plan": "plans that the user passed to moe_rl",
     "routes": "the routes that were passed to moe_rl",
     "log-probs": "the experts that routers chose for the same tokens in the log-prob pass",
     "history": "the mean expert loads of the previous pass",

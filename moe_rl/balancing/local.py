@@ -40,8 +40,8 @@ def plan_from_local(
     pairs = np.asarray(counts)
     require(
         pairs.ndim == 3 and pairs.shape[1:] == (model.num_moe_layers, model.num_experts) and not (pairs < 0).any(),
-        f"the counts must have shape [micro-batches, {model.num_moe_layers} MoE layers, {model.num_experts} "
-        f"experts] and not be negative, got {list(pairs.shape)}.",
+        f"the counts must be at least 0 and have shape [micro-batches, {model.num_moe_layers} MoE layers, "
+        f"{model.num_experts} experts], got shape {list(pairs.shape)} and a minimum of {pairs.min(initial=0)}.",
     )
     # Each rank's counts say how they are narrowed: pickled, those of several types travel together.
     of_groups = [gathered(narrow(pairs, int(pairs.max(initial=0))), ep_group)]

@@ -196,8 +196,8 @@ def migrate(
             groups.all_true(True)
         except Exception as error:  # a lost connection, or a message that the group's backend refuses
             raise ReorderError(
-                f"moving the experts failed in round {index + 1} of {len(transfers)}. Experts are where the earlier "
-                f"rounds put them, and each is complete: {error}"
+                f"moving the experts failed in round {index + 1} of {len(transfers)}. Each expert is complete and on "
+                f"the rank where the earlier rounds put it. The error: {error}"
             ) from error
         for number, ((_, target), received_piece) in enumerate(zip(transfer.receives, pieces, strict=True)):
             for place in (target, *transfer.mirrors.get(number, ())):

@@ -113,8 +113,8 @@ def pack_schedule(
     most_tokens = int(layout.rank_tokens(trace.sequence_lengths).max(initial=0))
     if most_tokens > token_budget:
         logger.warning(
-            "moe_rl: a micro-batch has %d tokens, more than its budget of %d, so the sequences of this batch were not "
-            "packed differently.",
+            "moe_rl: a micro-batch has %d tokens, more than its budget of %d tokens, so moe_rl did not repack the "
+            "sequences of this batch.",
             most_tokens,
             token_budget,
         )
@@ -136,8 +136,7 @@ def pack_schedule(
     emptied = sum(bool(before) and not after for before, after in pairs)
     if emptied:
         logger.warning(
-            "moe_rl: packing would leave %d micro-batches empty, so the sequences of this batch were not packed "
-            "differently.",
+            "moe_rl: packing would leave %d micro-batches empty, so moe_rl did not repack the sequences of this batch.",
             emptied,
         )
         return batches_of_ranks
@@ -305,8 +304,8 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     usable_policies = ", ".join(policy.name for policy in POLICIES if policy.keeps_homes and policy.slot_limits)
     if not policy.slot_limits:
         raise InvalidInputError(
-            f"policy {config.policy!r} puts any number of replicas on a rank, but a run has buffers for only "
-            f"{config.slots.spare}. Use one of {usable_policies}."
+            f"policy {config.policy!r} may put any number of replicas on a rank, but each rank of this run has buffers "
+            f"for only {config.slots.spare}. Use one of {usable_policies}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
@@ -321,7 +320,7 @@ def require_useful_slots(config: BalancerConfig) -> None:
     levers = POLICIES[config.policy].levers
     require(
         not config.homes.reorders or levers.move_homes or (levers.choose_residents and config.slots.resident_slots > 0),
-        f"reorders has no effect, because the policy {config.policy!r} never moves experts to other home ranks.",
+        f"reorders=True has no effect, because the policy {config.policy!r} never moves experts to other home ranks.",
     )
     for slots, lever in (("resident_slots", "choose_residents"), ("cross_node_slots", "cross_node")):
         filling = [policy.name for policy in POLICIES if getattr(policy.levers, lever) and policy.slot_limits]

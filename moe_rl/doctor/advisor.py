@@ -136,21 +136,23 @@ def verdict(records: Sequence[Mapping[str, object]]) -> DangerVerdict:
         speaks_by_kind[rule.danger] = rule.speaks(value) or speaks_by_kind.get(rule.danger, False)
     logged = [kind for kind in kinds if kind in speaks_by_kind]
     if len(records) < LEAST_STEPS:
-        return DangerVerdict(in_danger=None, reason=f"a log of {len(records)} step is too short for a verdict.")
+        reason = f"a verdict needs at least {LEAST_STEPS} steps, but the log has {len(records)}."
+        return DangerVerdict(in_danger=None, reason=reason)
     if len(logged) < 2:
         only = "none of them"
         if logged:
-            only = f"only {logged[0]}"
+            only = f"only one kind ({logged[0]})"
         return DangerVerdict(
             in_danger=None,
-            reason=f"signs of two kinds must agree ({', '.join(kinds)}), but the log contains {only}.",
+            reason=f"signs of two kinds must agree ({', '.join(kinds)}), but the log contains metrics of {only}.",
         )
     agreeing = [kind for kind, speaks in speaks_by_kind.items() if kind and speaks]
     # One sign alone may be noise: a KL of 0.14 in a first step, a burst of clipping in one batch.
     if len(agreeing) > 1:
-        return DangerVerdict(in_danger=True, reason=f"signs of {' and '.join(agreeing)} agree.")
+        return DangerVerdict(in_danger=True, reason=f"signs in {' and '.join(agreeing)} metrics agree.")
     return DangerVerdict(
-        in_danger=False, reason=f"no two kinds of signs agree. The log contains signs of {', '.join(logged)}."
+        in_danger=False,
+        reason=f"no two kinds of signs agree. The log contains metrics of the kinds {', '.join(logged)}.",
     )
 
 
@@ -196,7 +198,7 @@ def _layers(records: Sequence[Mapping[str, object]]) -> list[Advice]:
             bound=3.0 * average,
             advice=(
                 "The router of one layer changes more than three times as much as the average one. Freeze this router "
-                "or lower its learning rate before you correct the loss of all tokens for it."
+                "or lower its learning rate before you correct the loss of all tokens."
             ),
             source="a comparison within the run",
         )

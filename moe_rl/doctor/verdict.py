@@ -81,7 +81,7 @@ def _of_the_model(settings: RunSettings) -> Iterator[str]:
     if adapts and settings.value_of("moe_grouped_gemm"):
         yield (
             f"{settings.lora} gives every expert of TEGroupedMLP its own adapter. attach can balance such adapters "
-            "only in SequentialMLP (set moe_grouped_gemm off)."
+            "only in SequentialMLP: turn moe_grouped_gemm off."
         )
 
 
@@ -139,6 +139,6 @@ def _conditions(run: ReadRun) -> Iterator[str]:
             yield f"{unknown_sentence(option, setting.value)} Set by {setting}."
     if run.partial:
         yield (
-            "these are only arguments, and the command that uses them is in none of the files, so its own arguments "
-            "were not checked."
+            "these files contain only some arguments of a command. The command itself is in none of them, so its other "
+            "arguments were not checked."
         )

@@ -384,6 +384,6 @@ def install() -> None:
 
 
 mode = os.environ.get(VARIABLE, "plain")
-require(mode in ("plain", "coded"), f"{VARIABLE} must be coded or plain, got {mode!r}.")
+require(mode in ("plain", "coded"), f"{VARIABLE} must be 'coded' or 'plain', got {mode!r}.")
 if mode == "coded":
     install()

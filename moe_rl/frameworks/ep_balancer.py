@@ -297,7 +297,7 @@ class EpBalancer(PassCycle[EpTables]):
         self._require_no_pass("detach()")
         require(
             self.at_home,
-            "some experts are not on the ranks on which they were at attach: call "
+            "some experts are not on the ranks where they were when attach was called: call "
             "reorder(balancer.own_placement) before detach().",
         )
         if self._run_layers.recording is not None:

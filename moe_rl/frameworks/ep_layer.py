@@ -78,7 +78,8 @@ class LayerRun:
         with ReplayedTopK(targets, (num_tokens, router.num_experts), router.top_k) as mode:
             output = forward(hidden_states, *args)
         require(
-            mode.replayed, f"{type(router).__name__} does not choose experts with topk, so it cannot replay routes."
+            mode.replayed,
+            f"{type(router).__name__} does not choose experts with torch.topk, so it cannot replay routes.",
         )
         return output
 

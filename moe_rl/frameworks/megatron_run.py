@@ -48,7 +48,7 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     levers = POLICIES[config.policy].levers
     require(
         "pack" not in stated or not config.micro_batches.pack or levers.pack,
-        f"pack has no effect, because the policy {config.policy!r} does not pack sequences.",
+        f"pack=True has no effect, because the policy {config.policy!r} does not pack sequences.",
     )
     if "reorders" not in stated:
         config = config.with_words(reorders=levers.move_homes)
@@ -82,10 +82,10 @@ def idle_levers(config: BalancerConfig, stated: AbstractSet[str], why_homes_stay
     """
     packs = config.moves_sequences and POLICIES[config.policy].levers.pack
     if packs and native_core() is None:
-        yield f"pack is on but has no effect, because {why_not_native()}. Sequences stay in their micro-batches."
+        yield f"pack=True has no effect here, because {why_not_native()}. Sequences stay in their micro-batches."
     if config.homes.reorders and "reorders" in stated and why_homes_stay is not None:
         yield (
-            f"reorders is on but has no effect, because {why_homes_stay}. Experts stay on the ranks where Megatron "
+            f"reorders=True has no effect here, because {why_homes_stay}. Experts stay on the ranks where Megatron "
             "puts them."
         )
 
@@ -125,8 +125,8 @@ class MicroBatchLimit:
         # Said when the limit first falls, not at every update of a run that stays below it.
         if tokens < limit and self.tokens in (None, limit):
             logger.warning(
-                "moe_rl: micro-batches get at most %d tokens per GPU, because %s's limit of %d is predicted to run "
-                "out of memory.",
+                "moe_rl: micro-batches get at most %d tokens per GPU, because with %s's limit of %d tokens the GPUs "
+                "are predicted to run out of memory.",
                 tokens,
                 self._framework_name,
                 limit,
@@ -318,8 +318,8 @@ class MegatronRun:
         self.balancer = None
         if dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: balancing ended after %d updates, as set with until. All experts are on the ranks where "
-                "Megatron puts them, and the run continues.", self._updates,
+                "moe_rl: balancing ended after %d updates, because of the setting `until`. All experts are on the "
+                "ranks where Megatron puts them, and the run continues.", self._updates,
             )  # fmt: skip
 
     def _around(

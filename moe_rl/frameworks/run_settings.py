@@ -59,10 +59,10 @@ class Until:
         40
         """
         if isinstance(value, int) and not isinstance(value, bool):
-            require(value >= 0, f"until must be a number of updates, 0 or more, or a file, got {value}.")
+            require(value >= 0, f"the setting `until` must be a number of updates, at least 0, or a file, got {value}.")
             return cls(updates=value)
         if not isinstance(value, str) or not value:
-            raise InvalidInputError(f"until must be a number of updates or a file, got {value!r}.")
+            raise InvalidInputError(f"the setting `until` must be a number of updates or a file, got {value!r}.")
         return cls(file=Path(value))
 
 
@@ -137,7 +137,10 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     for name, value in run_fields.items():
         require_kind(name, value, RUN_FIELDS[name])
     floor = run_fields.get("router_shift", 0.0)
-    require(0.0 <= floor < 1.0, f"router_shift must be 0 (off) or a lower bound of gamma below 1, got {floor}.")
+    require(
+        0.0 <= floor < 1.0,
+        f"router_shift, the lower bound on gamma, must be 0 (off) or between 0 and 1 (exclusive), got {floor}.",
+    )
     run: dict[str, Any] = {
         name: Path(value) if isinstance(value, str) else value for name, value in run_fields.items() if value != ""
     }

@@ -107,9 +107,7 @@ class Reader:
         unneeded: list[str] = []
         for name, sentence in raw.absent.items():
             if self.knows(name):
-                unneeded.append(
-                    f"{name} does not exist, but this changes nothing: its values are known from elsewhere."
-                )
+                unneeded.append(f"{name} does not exist, but this changes nothing, because moe_rl knows its values.")
             else:
                 unread.append(sentence)
         conditions = (*raw.notes, *unread, *self.remarks(raw))

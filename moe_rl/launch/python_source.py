@@ -27,7 +27,7 @@ def syntax_tree(text: str, *, expression: bool = False) -> ast.AST:
 def _times(left: Any, right: Any) -> Any:
     for values, times in ((left, right), (right, left)):
         if isinstance(values, list) and len(values) * times > LONGEST_LIST:
-            raise ValueError(f"a list of {len(values) * times}")
+            raise ValueError(f"a list of {len(values) * times} elements is longer than the limit of {LONGEST_LIST}")
     return left * right
 
 

@@ -244,7 +244,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
         layer.config.cuda_graph_impl == "none"
         or "moe_router" not in captured_scopes
         or layer.router.router_replay is None,
-        "cuda_graph_scope captures moe_router, so its graph would replay the routes of the capture. Remove "
+        "cuda_graph_scope captures moe_router, so the graph would replay the captured routes. Remove "
         "moe_router from the scope, or turn moe_enable_routing_replay off.",
     )
     require(

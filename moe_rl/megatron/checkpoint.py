@@ -69,13 +69,14 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
     require(
         saved_placement.home_rank.shape == own_placement.home_rank.shape,
         f"{path} does not match this model: it has [MoE layers, experts] = {list(saved_placement.home_rank.shape)}, "
-        f"the model has {list(own_placement.home_rank.shape)}.",
+        f"but the model has {list(own_placement.home_rank.shape)}.",
     )
     if saved_placement.resident_slots > own_placement.resident_slots or (
         saved_placement.resident_slots and saved_placement.ep_size != own_placement.ep_size
     ):
         logger.warning(
-            "moe_rl: the replicas for the whole step in %s do not fit this run, so the run starts without them.", path
+            "moe_rl: %s contains replicas for the whole step that do not fit this run, so the run starts without them.",
+            path,
         )
         saved_placement = ExpertPlacement.from_home_rank(saved_placement.home_rank, ep_size=saved_placement.ep_size)
     if saved_placement.ep_size != own_placement.ep_size:

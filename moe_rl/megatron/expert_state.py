@@ -107,7 +107,7 @@ class ExpertOptimizerState:
             for buffer in optimizer.buffers:
                 if parameter in buffer.param_index_map:
                     return optimizer, buffer
-        raise InvalidInputError("the optimizer that attach received does not have the parameters of an expert.")
+        raise InvalidInputError("the optimizer that attach received lacks parameters of at least one expert.")
 
 
 class MegatronExperts:

@@ -30,7 +30,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.megatron.layer import ElasticMoELayer
 
-HINT = "do it inside `with balancer.canonical():`."
+HINT = "make this call inside `with balancer.canonical():`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,7 +267,7 @@ class ElasticMoELayer(MoELayer):
         require(
             not homes_have_moved,
             f"nothing can be {what} now, because the experts of layer {self.layer_number} are not on the ranks "
-            "where Megatron puts them: do it inside `with balancer.canonical():`.",
+            "where Megatron puts them: make this call inside `with balancer.canonical():`.",
         )
 
     def _begin(self, state: LayerState) -> None:

@@ -34,6 +34,6 @@ def unknown_sentence(option: str, value: object) -> str:
     """Return what is said of an unknown option that is switched on."""
     newest = list(KNOWN)[-1]
     return (
-        f"moe_rl does not know {option}={value!r} of megatron-core, only options of {newest} and older. Its effect "
-        "on replicas and moved experts was not checked."
+        f"moe_rl does not know the option {option}={value!r} (it knows megatron-core's options up to {newest}), so the "
+        "option's effect on replicas and moved experts was not checked."
     )

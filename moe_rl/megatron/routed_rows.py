@@ -126,8 +126,8 @@ def held_positions(boundaries: Ints, row_slice: RowSlice, *, side_by_side: bool)
     batch = len(pieces) if side_by_side else 1
     require(
         len(positions) % (row_slice.tp_size * batch) == 0,
-        f"sequence parallelism needs a multiple of {row_slice.tp_size} positions, got "
-        f"{len(positions) // max(1, batch)}: pad them.",
+        f"with sequence parallelism, the number of positions must be a multiple of {row_slice.tp_size}, got "
+        f"{len(positions) // max(1, batch)}: pad the tokens.",
     )
     own_part: Ints = positions.reshape(row_slice.tp_size, -1)[row_slice.tp_rank]
     return own_part
@@ -172,8 +172,8 @@ def zigzag(positions: Ints, row_slice: RowSlice) -> Ints:
     chunks = 2 * row_slice.cp_size
     require(
         len(positions) % chunks == 0,
-        f"context parallelism divides every sequence into {chunks} equal chunks, but {len(positions)} tokens cannot "
-        "be divided so.",
+        f"context parallelism divides every sequence into {chunks} equal chunks, but a sequence has {len(positions)} "
+        "tokens.",
     )
     by_chunk = positions.reshape(chunks, -1)
     return np.concatenate([by_chunk[row_slice.cp_rank], by_chunk[chunks - 1 - row_slice.cp_rank]])
@@ -183,7 +183,8 @@ def _ids(routes: Routes, *, dimensions: int) -> Ints:
     ids = _array(routes)
     require(
         ids.ndim == dimensions and np.issubdtype(ids.dtype, np.integer),
-        f"the routed experts must be integers with {dimensions} dimensions, got {ids.dtype} {list(ids.shape)}.",
+        f"the routed experts must be an array of integers with {dimensions} dimensions, got {ids.dtype} "
+        f"{list(ids.shape)}.",
     )
     return ids.astype(np.int64)
 

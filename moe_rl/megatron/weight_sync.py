@@ -103,7 +103,7 @@ class MegatronExpertReader:
         layers = sorted(homes)
         require(
             layers == list(range(len(layers))),
-            f"no trainer rank has some of the MoE layers. Those that have a rank are {layers}.",
+            f"some MoE layers are on no trainer rank: the ranks have only the MoE layers {layers}.",
         )
         return TrainerLayout(
             home_rank=np.array([homes[layer] for layer in layers], np.int32),
@@ -138,7 +138,7 @@ class MegatronExpertReader:
         weights: list[Any] = experts.parameters_of(slot)
         require(
             len(weights) == 2 and weights[0].ndim == 2 and weights[0].shape[0] == 2 * weights[1].shape[1],
-            "a planned weight sync needs gated experts of two matrices without biases or adapters, but the weights "
-            f"of these have the shapes {[list(weight.shape) for weight in weights]}.",
+            "a planned weight sync needs gated experts with two weight matrices and no biases or adapters, but the "
+            f"weights of an expert have the shapes {[list(weight.shape) for weight in weights]}.",
         )
         return weights[0], weights[1]

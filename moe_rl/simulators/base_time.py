@@ -57,9 +57,10 @@ class SourceWork:
         same_ranks = layout.num_dp_ranks == topology.num_dp_ranks
         require(
             same_ranks and layout.num_micro_batches == load.num_micro_batches,
-            f"the batch layout does not match the expert loads and the topology: it has {layout.num_micro_batches} "
-            f"micro-batches on {layout.num_dp_ranks} data-parallel ranks, they have {load.num_micro_batches} on "
-            f"{topology.num_dp_ranks}.",
+            "the batch layout does not match the expert loads and the topology: the layout has "
+            f"{layout.num_micro_batches} micro-batches on {layout.num_dp_ranks} data-parallel ranks, but the loads "
+            f"have {load.num_micro_batches} micro-batches and the topology has {topology.num_dp_ranks} data-parallel "
+            "ranks.",
         )
         tokens = load.tokens.astype(np.float64)
         if step.setting.sequence_length is not None:

@@ -45,9 +45,15 @@ GRPO = replace(
 SYNTHETIC = Registry(
     "synthetic trace",
     [
-        NamedTrace(name="preset_a", summary="64 fine experts, top-6, strong domains, short answers", config=PRESET_A),
         NamedTrace(
-            name="preset_b", summary="32 coarse experts, top-4, strong sequences, like GPT-OSS-20B", config=PRESET_B
+            name="preset_a",
+            summary="64 small experts, top-6, routing that depends strongly on the domain, short answers",
+            config=PRESET_A,
+        ),
+        NamedTrace(
+            name="preset_b",
+            summary="32 large experts, top-4, routing that depends strongly on the sequence, like GPT-OSS-20B",
+            config=PRESET_B,
         ),
         NamedTrace(
             name="preset_c",

@@ -146,7 +146,8 @@ class RlStepSetting:
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map needs rollout_imbalance (above 1), the imbalance that the map removes.",
+            "rollout_map needs a rollout_imbalance above 1, the imbalance that the map removes, got "
+            f"{self.rollout_imbalance}.",
         )
         require(
             0 < self.finished_share <= 1,
@@ -154,7 +155,7 @@ class RlStepSetting:
         )
         require(
             self.staleness == 0 or not self.colocated,
-            f"with staleness {self.staleness}, rollouts run during training, which needs GPUs of their own: set "
+            f"with staleness {self.staleness}, rollouts run during training, so they need GPUs of their own: set "
             "rollout_gpus.",
         )
         require(
@@ -166,7 +167,7 @@ class RlStepSetting:
         """Raise for a transport between GPUs of another kind than the setting's."""
         require(
             transport.colocated or not self.colocated,
-            f"the weight_sync_transport {transport.name} sends weights to other GPUs than those of training: set "
+            f"the weight_sync_transport {transport.name} sends weights to GPUs other than the training GPUs: set "
             "rollout_gpus.",
         )
         require(

@@ -30,11 +30,11 @@ TENSORS_PER_EXPERT = 3
 DENSE_TENSORS_PER_LAYER = 8
 # Where the seconds of a part come from.
 PART_SOURCES = {
-    "gather": "bytes over a trainer node's links, at the share that published broadcasts reach",
-    "transfer": "bytes over NICs, by the transport's form",
-    "calls": "host's time for a call per tensor, fitted on published reshards",
+    "gather": "bytes over a trainer node's links, at the bandwidth share that published broadcasts reach",
+    "transfer": "bytes over NICs, or a time fitted for this transport",
+    "calls": "host time of one call per tensor, fitted on published reshards",
     "loader": "30 us of Python per tensor, measured on a CPU core",
-    "control": "pause, drain and metadata as --weight-sync-control-seconds says: 0.2 to 5 s are published",
+    "control": "pause, drain and metadata, set by --weight-sync-control-seconds; published values are 0.2 to 5 s",
 }
 # The constants of transports, at most one for each, fitted on the rows "fitted" of
 # tests/simulators/weight_syncs.yaml. `python benchmarks/weight_syncs.py` fits them again, and prints between which
@@ -314,7 +314,7 @@ class Requests:
     """As `Broadcast`, but engines take tensors by many small requests (verl's `nccl` into SGLang's server)."""
 
     name: ClassVar[str] = "requests"
-    help: ClassVar[str] = "whole tensors by many requests: verl's nccl into SGLang's server"
+    help: ClassVar[str] = "whole tensors in many requests: verl's nccl into SGLang's server"
     colocated: ClassVar[bool] = False
     constant: ClassVar[str] = "request_tensor_s"
     num_fitted: ClassVar[int] = 2
@@ -328,7 +328,7 @@ class Delta:
     """Trainers compare what they hold with what was sent, and send what changed (verl's `delta_sharded`)."""
 
     name: ClassVar[str] = "delta"
-    help: ClassVar[str] = "what changed alone: verl's delta_sharded"
+    help: ClassVar[str] = "only the changed weights: verl's delta_sharded"
     colocated: ClassVar[bool] = False
     constant: ClassVar[str] = "compared_tensor_s"
     num_fitted: ClassVar[int] = 2
@@ -438,7 +438,7 @@ class ExpertBlocks:
     """A group per block of experts (marin): a multiple of the bound."""
 
     name: ClassVar[str] = "expert-blocks"
-    help: ClassVar[str] = "a group per block of experts: marin"
+    help: ClassVar[str] = "one process group per block of experts: marin"
     colocated: ClassVar[bool] = False
     constant: ClassVar[str] = "blocks_over_bound"
     num_fitted: ClassVar[int] = 1

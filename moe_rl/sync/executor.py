@@ -165,7 +165,8 @@ class _RankWork:
             if (step, digest) != (self.step, self.plan.digest):
                 raise SyncError(
                     f"rank {self.rank}, round {number}: rank {other} sent weights of step {step}"
-                    f"{'' if digest == self.plan.digest else ' by a different plan'}, not of step {self.step}."
+                    f"{'' if digest == self.plan.digest else ' by a different plan'}, but rank {self.rank} expects "
+                    f"step {self.step} of its plan."
                 )
             body, sums = message[words.numel() * WORD :], words[HEADER_WORDS:]
             self.traffic.received_bytes += body.numel()

@@ -23,7 +23,7 @@ class ExpertShape:
     def __post_init__(self) -> None:
         require(
             self.ffn_size % self.parts_per_expert == 0,
-            f"an FFN of {self.ffn_size} cannot be cut into {self.parts_per_expert} equal parts.",
+            f"an FFN size of {self.ffn_size} cannot be divided into {self.parts_per_expert} equal parts.",
         )
 
     @property

@@ -60,10 +60,14 @@ class TrainerLayout:
     """[stages, twins, P, ETP] global rank. Twins are expert-data-parallel: after a gather they are equal."""
 
     def __post_init__(self) -> None:
-        require(self.home_rank.ndim == 2, f"home_rank must be [L, E], got shape {list(self.home_rank.shape)}.")
+        require(
+            self.home_rank.ndim == 2,
+            f"home_rank must have shape [MoE layers, experts], got {list(self.home_rank.shape)}.",
+        )
         require(
             self.ranks.ndim == 4,
-            f"ranks must be [stages, expert data parallel, P, ETP], got shape {list(self.ranks.shape)}.",
+            "ranks must have shape [pipeline stages, expert-DP size, EP size, expert-TP size], got "
+            f"{list(self.ranks.shape)}.",
         )
         num_layers, stages = len(self.home_rank), self.ranks.shape[0]
         require(
@@ -73,7 +77,8 @@ class TrainerLayout:
         )
         require(
             bool(((self.home_rank >= 0) & (self.home_rank < self.ep_size)).all()),
-            f"home_rank must contain only 0 .. {self.ep_size - 1}, the trainer's expert-parallel ranks.",
+            f"home_rank must contain only 0 .. {self.ep_size - 1}, the trainer's expert-parallel ranks, got "
+            f"{self.home_rank.min(initial=0)} .. {self.home_rank.max(initial=0)}.",
         )
         require(
             sorted(self.ranks.ravel().tolist()) == list(range(self.ranks.size)),
@@ -144,7 +149,10 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         require_least(self, whose="engine: ", ep_size=1, tp_size=1)
-        require(self.slots.ndim == 2, f"an engine's slots must be [L, W], got shape {list(self.slots.shape)}.")
+        require(
+            self.slots.ndim == 2,
+            f"an engine's slots must have shape [MoE layers, slots], got {list(self.slots.shape)}.",
+        )
         require(
             self.slots.shape[1] % self.ep_size == 0,
             f"{self.slots.shape[1]} slots of an engine cannot be split evenly across {self.ep_size} ranks.",

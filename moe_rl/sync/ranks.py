@@ -82,7 +82,7 @@ class SyncGroup:
         except RuntimeError as error:  # DistNetworkError, DistStoreError and gloo's own are RuntimeErrors
             verb = "serve" if serves else "reach"
             raise SyncError(
-                f"rank {rank} cannot {verb} the meeting point {address.host}:{address.port}: {error}"
+                f"rank {rank} cannot {verb} the rendezvous at {address.host}:{address.port}: {error}"
             ) from error
         self.watch = _Watch(watch_store, rank, silence_s)
         self._worker = _Waiter()
@@ -338,7 +338,7 @@ class _Watch:
                     kind = type(error).__name__
                     self.failure = (
                         f"rank {self.rank}: the sync's key-value store cannot be reached, because "
-                        f"its rank ended ({kind})."
+                        f"the rank that serves it ended ({kind})."
                     )
                 return
             self._closing.wait(BEAT_S)
@@ -371,12 +371,16 @@ def verdict(ballots: Sequence[Ballot], twins: Sequence[Sequence[int]]) -> str:
             return f"rank {rank}: {ballot.problem}"
     for rank, ballot in enumerate(ballots):
         if ballot.step != first_ballot.step:
-            return f"rank {rank} wants to sync step {ballot.step}, but rank 0 step {first_ballot.step}."
+            return f"rank {rank} wants to sync step {ballot.step}, but rank 0 wants to sync step {first_ballot.step}."
         if ballot.plan_digest != first_ballot.plan_digest:
-            return f"rank {rank} and rank 0 have different plans of step {first_ballot.step}: layouts or maps differ."
+            return (
+                f"rank {rank} and rank 0 have different plans for step {first_ballot.step}: their layouts or expert "
+                "maps differ."
+            )
     for ranks in twins:
         if len({ballots[rank].weights_sum for rank in ranks}) > 1:
             return (
-                f"trainers {', '.join(map(str, ranks))} should hold the same experts, but do not: one is not gathered."
+                f"trainer ranks {', '.join(map(str, ranks))} should hold the same experts, but do not: the weights of "
+                "at least one rank are not gathered."
             )
     return ""

@@ -56,7 +56,7 @@ def ballot(plan: SyncPlan, side: TrainerSide | EngineSide, *, rank: int, step: i
     planned, current = engine_rank.engine.local_slots(engine_rank.index), side.current_slots()
     problem = ""
     if not np.array_equal(planned, current):
-        problem = "the engine holds another expert map than the plan: it rebalanced itself, or was told of another."
+        problem = "the engine's expert map is not the plan's: the engine rebalanced itself, or received another map."
     return Ballot(step=step, plan_digest=plan.digest, problem=problem)
 
 

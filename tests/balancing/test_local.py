@@ -96,7 +96,7 @@ def test_every_rank_makes_the_plan_of_all_counts(all_groups: bool, most: int) ->
 def test_counts_of_another_shape_or_below_zero_are_refused(counts: np.ndarray) -> None:
     with pytest.raises(
         InvalidInputError,
-        match=r"counts must have shape \[micro-batches, 2 MoE layers, 8 experts\] and not be negative",
+        match=r"counts must be at least 0 and have shape \[micro-batches, 2 MoE layers, 8 experts\]",
     ):
         plan_from_local(counts, None, config=CONFIG, model=MODEL)  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"recipe": "mxfp8"}, "need experts='grouped'"),
     ({"backend": "triton"}, "need experts='grouped'"),
     ({"static_rows": True}, "static_rows needs experts='grouped'"),
-    ({"capacity_risk": 0.1}, "and needs static_rows"),
+    ({"capacity_risk": 0.1}, "capacity_risk needs static_rows"),
     ({"capacity_risk": 1.0, "static_rows": True, "experts": "grouped"}, "must be at least 0 and less than 1"),
     ({"capacity_risk": -0.1, "static_rows": True, "experts": "grouped"}, "must be at least 0 and less than 1"),
     ({"transposed_codes": True, "experts": "grouped"}, "transposed_codes needs an FP8 or FP4 recipe"),
@@ -29,9 +29,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"observe": True, "experts": "grouped"}, "which leaves the experts to the framework"),
     ({"observe": True, "placement_bitwise": True}, "placement_bitwise has no effect"),
     ({"observe": True, "experts": "grouped", "static_rows": True}, "static_rows has no effect"),
-    ({"domain_balance": "engine:ultraep", "replica_slots": 1}, r"set replica_slots to 0 \(it is 1\)"),
+    (
+        {"domain_balance": "engine:ultraep", "replica_slots": 1},
+        "replica_slots=0, got policy='moe-rl' and replica_slots=1",
+    ),
     ({"domain_balance": "other"}, "domain_balance .other. is unknown"),
-    ({"domain_balance": "engine:ultraep", "replica_slots": 0, "policy": "lplb"}, "Keep policy='moe-rl'"),
+    ({"domain_balance": "engine:ultraep", "replica_slots": 0, "policy": "lplb"}, "Set policy='moe-rl'"),
     ({"replica_slot": 1}, "replica_slots"),
 ]
 

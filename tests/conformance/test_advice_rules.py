@@ -75,13 +75,13 @@ def test_two_signs_of_different_kinds_are_a_danger_and_one_is_not() -> None:
         assert verdict([calm, late]).in_danger is False
     found = verdict([calm, moved | drifted])
     assert found.in_danger is True
-    assert found.reason == "signs of policy and router agree."
+    assert found.reason == "signs in policy and router metrics agree."
 
 
 def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
     calm, wild = {"actor/ppo_kl": 0.0, "router/agreement": 1.0}, {"actor/ppo_kl": 0.5, "router/agreement": 0.5}
     assert verdict([wild]).in_danger is None
-    assert "a log of 1 step is too short" in verdict([wild]).reason
+    assert "needs at least 2 steps, but the log has 1" in verdict([wild]).reason
     for calm_steps in range(1, 5):
         assert verdict([wild] + [calm] * calm_steps).in_danger is False
     assert verdict([wild, wild]).in_danger is True
@@ -90,10 +90,10 @@ def test_the_first_step_is_no_danger_by_itself_nor_in_longer_logs() -> None:
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "the log contains only policy"),
-        ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "the log contains only policy"),
-        ({"staleness/max": 0.0}, "the log contains none of them"),
-        ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "the log contains only policy"),
+        ({"actor/ppo_kl": 0.0, "actor/pg_clipfrac": 0.0}, "the log contains metrics of only one kind (policy)"),
+        ({"actor/ppo_kl": 9.0, "actor/pg_clipfrac": 0.9}, "the log contains metrics of only one kind (policy)"),
+        ({"staleness/max": 0.0}, "the log contains metrics of none of them"),
+        ({"actor/ppo_kl": 0.0, "router/agreement": float("nan")}, "the log contains metrics of only one kind (policy)"),
     ],
 )
 def test_a_run_whose_log_has_names_of_one_kind_is_not_called_healthy(record: dict[str, float], sentence: str) -> None:

@@ -367,7 +367,7 @@ def test_verls_batches(monkeypatch, method):
 
 def test_the_setting_has_two_values(monkeypatch):
     monkeypatch.setenv(coded_routes.VARIABLE, "always")
-    with pytest.raises(InvalidInputError, match="must be coded or plain"):
+    with pytest.raises(InvalidInputError, match="must be 'coded' or 'plain'"):
         importlib.reload(coded_routes)
     monkeypatch.setenv(coded_routes.VARIABLE, "plain")
     importlib.reload(coded_routes)

@@ -183,8 +183,8 @@ def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: lis
 @loop_case("levers_that_cannot_act")
 def test_a_lever_that_was_asked_for_and_cannot_act_says_so_once(outcome: list[Any]) -> None:
     expected = {
-        "without the core": "pack is on but has no effect, because the core was not built. Sequences stay in their",
-        "not guarded": "reorders is on but has no effect, because megatron reads and writes weights without first",
+        "without the core": "pack=True has no effect here, because the core was not built. Sequences stay in their",
+        "not guarded": "reorders=True has no effect here, because megatron reads and writes weights without first",
     }
     for index, said in enumerate(outcome):
         for name, sentences in said.items():

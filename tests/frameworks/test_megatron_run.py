@@ -333,7 +333,7 @@ def test_slots_that_nobody_set_are_those_that_every_rank_has_room_for(
         for name in ("cross_node_slots", "resident_slots"):
             with pytest.raises(InvalidInputError, match=f"{name} has no effect, because all ranks"):
                 chosen(BalancerConfig(ranks_per_node=8, **{name: 1}), stated, models)
-        with pytest.raises(InvalidInputError, match="pack has no effect"):
+        with pytest.raises(InvalidInputError, match="pack=True has no effect"):
             chosen(BalancerConfig(policy="eplb"), {"pack"}, models)
         chosen(BalancerConfig(policy="eplb", pack=False), {"pack", *stated}, models)
 
@@ -345,13 +345,13 @@ def test_a_lever_that_is_on_and_cannot_act_says_so() -> None:
         patch.object(megatron_run, "why_not_native", lambda: "X"),
     ):
         (said,) = idle_levers(config, set(), None)
-        assert said.startswith("pack is on but has no effect, because X")
+        assert said.startswith("pack=True has no effect here, because X")
         assert not list(idle_levers(BalancerConfig(pack=False), set(), None))
     with patch.object(megatron_run, "native_core", lambda: "there"):
         assert not list(idle_levers(config, {"reorders"}, None))
         assert not list(idle_levers(config, set(), "weights are read"))
         (said,) = idle_levers(config, {"reorders"}, "weights are read")
-        assert said.startswith("reorders is on but has no effect, because weights are read")
+        assert said.startswith("reorders=True has no effect here, because weights are read")
         assert not list(idle_levers(BalancerConfig(), {"reorders"}, "weights are read"))
 
 

@@ -62,7 +62,7 @@ def test_a_run_ends_after_a_number_of_updates_or_with_a_file() -> None:
     assert by_number.in_common() != by_file.in_common()
     assert settings_from_mapping({"until": 40}).until == by_number.until
     for wrong in (-1, True, ""):
-        with pytest.raises(InvalidInputError, match="until must be a number of updates"):
+        with pytest.raises(InvalidInputError, match="`until` must be a number of updates"):
             settings_from_mapping({"until": wrong})
 
 
@@ -145,7 +145,7 @@ def test_nothing_set_is_off() -> None:
         ({"MOE_RL": "ultraep", "MOE_RL_STRICT": "yes please"}, "MOE_RL_STRICT: must be 0 or 1, got 'yes please'"),
         ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
         ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY set the same"),
-        ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "router_shift must be 0 (off) or a lower bound of gamma below 1, got 1.5"),
+        ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "must be 0 (off) or between 0 and 1 (exclusive), got 1.5"),
         ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "MOE_RL_CONFIG: there is no file /nowhere.yaml"),
     ],
 )

@@ -48,5 +48,5 @@ def test_ranks_with_other_parts_that_ask_for_something_else_are_an_error_on_all(
         assert "must be -1 to 7" in rank["ids"]
         assert "must request the same plan" in rank["asked"]
         assert "all ranks must be given the same expert placement" in rank["placement"]
-        assert "sides are multiples of 16" in rank["grouped"]
+        assert "dimensions are multiples of 16" in rank["grouped"]
         assert rank["homes"] == "True"

@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_the_run_and_the_checkpoint_brings_it_back(
         assert set(survivors(launch)) == {0}
         assert not launch.results
         if case == "killed_in_a_reorder":
-            assert "Experts are where the earlier rounds put them" in survivors(launch)[0]
+            assert "on the rank where the earlier rounds put it" in survivors(launch)[0]
     for rank in launched("restarted", tmp_path).of("fault_cases.restarted"):
         for where in ("in_a_reorder", "in_a_step"):
             assert rank[f"{where}_placement"], "the placement was not restored"

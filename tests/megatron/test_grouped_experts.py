@@ -143,7 +143,7 @@ def test_what_grouped_experts_cannot_do_is_refused_with_the_reason(outcome: list
         "bf16_gradients": "set grad_reduce_in_fp32=True",
         "bf16_gradients_by_spec": "set grad_reduce_in_fp32=True",
         "spec": "the layer spec must have SequentialMLP",
-        "unknown": "experts of type OtherExperts are not supported. Supported are SequentialMLP",
+        "unknown": "experts of type OtherExperts are not supported. Supported types: SequentialMLP",
     }
     for rank in outcome:
         assert rank.keys() == expected.keys()

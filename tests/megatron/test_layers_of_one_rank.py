@@ -119,7 +119,7 @@ def test_frozen_parameters_have_no_state_and_strange_ones_are_refused() -> None:
     found = ExpertOptimizerState(optimizer_of(parameters, own_shard=0))
     assert found.shards(torch.nn.Parameter(torch.zeros(2), requires_grad=False)) == []
     for ask in (found.shards, found.tensors):
-        with pytest.raises(InvalidInputError, match="the optimizer that attach received does not have"):
+        with pytest.raises(InvalidInputError, match="the optimizer that attach received lacks"):
             ask(torch.nn.Parameter(torch.zeros(2)))
 
 
@@ -175,7 +175,7 @@ def test_state_that_cannot_move_is_refused(option: str) -> None:
         ExpertOptimizerState(optimizer)
     stub = optimizer_of([parameter], own_shard=0)
     stub.is_stub_optimizer = True
-    with pytest.raises(InvalidInputError, match="the optimizer that attach received does not have"):
+    with pytest.raises(InvalidInputError, match="the optimizer that attach received lacks"):
         ExpertOptimizerState(stub).shards(parameter)
 
 

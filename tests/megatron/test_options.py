@@ -30,11 +30,11 @@ def test_an_unknown_option_is_told_by_its_name() -> None:
     assert not is_unknown("hidden_size")
     assert not is_unknown("use_transformer_engine_op_fuser")
     assert unknown_sentence("moe_new_dispatch", True).startswith(
-        "moe_rl does not know moe_new_dispatch=True of megatron-core"
+        "moe_rl does not know the option moe_new_dispatch=True"
     )
 
 
 @pytest.mark.multi_rank(world_size=2, case="attach_cases.unknown_option")
 def test_attach_warns_of_an_unknown_option_that_is_switched_on(outcome: list[Any]) -> None:
     assert [len(said) for said in outcome] == [1, 0], "rank 0 says it once"
-    assert "moe_rl does not know moe_new_dispatch=True of megatron-core" in outcome[0][0]
+    assert "moe_rl does not know the option moe_new_dispatch=True" in outcome[0][0]

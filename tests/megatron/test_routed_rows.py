@@ -100,7 +100,7 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
     ("call", "sentence"),
     [
         (lambda: padded_rows(named(1, 6), row_slice=RowSlice(cp_size=2)), "divides every sequence into 4 equal chunks"),
-        (lambda: padded_rows(named(1, 3), row_slice=RowSlice(tp_size=2)), "needs a multiple of 2 positions"),
+        (lambda: padded_rows(named(1, 3), row_slice=RowSlice(tp_size=2)), "must be a multiple of 2, got 3"),
         (lambda: padded_rows(np.zeros((1, 2, 3)), row_slice=RowSlice()), "integers with 4 dimensions"),
         (
             lambda: padded_rows(named(2, 2), row_slice=RowSlice(), attention_mask=np.ones((1, 2))),

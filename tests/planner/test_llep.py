@@ -64,7 +64,7 @@ def test_a_piece_below_the_least_tokens_is_an_experts_last() -> None:
 
 def test_megatron_refuses_it() -> None:
     load = cell_problem([60, 60, 60, 60], ranks=2, ranks_per_node=2).load
-    with pytest.raises(InvalidInputError, match="'llep' puts any number of replicas on a rank"):
+    with pytest.raises(InvalidInputError, match="'llep' may put any number of replicas on a rank"):
         plan_of_load(
             load,
             config=BalancerConfig(policy="llep"),

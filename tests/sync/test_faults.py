@@ -47,10 +47,10 @@ def test_an_engine_that_joins_gets_everything() -> None:
 SENTENCES = {
     "cut": "the message of rank 1 did not arrive",
     "flipped": "differs from what its trainer sent",
-    "stale_twin": "trainers 0, 2 should hold the same experts",
-    "other_step": "rank 5 wants to sync step 1, but rank 0 step 2",
-    "other_plan": "rank 1 and rank 0 have different plans of step 2",
-    "other_map": "and rank 0 have different plans of step 2",
+    "stale_twin": "trainer ranks 0, 2 should hold the same experts",
+    "other_step": "rank 5 wants to sync step 1, but rank 0 wants to sync step 2",
+    "other_plan": "rank 1 and rank 0 have different plans for step 2",
+    "other_map": "and rank 0 have different plans for step 2",
 }
 
 
@@ -85,8 +85,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_sync_everywhere(case: str, culprit: 
 def test_an_engine_that_rebalanced_itself_gets_nothing() -> None:
     results = run("rebalanced")
     assert {result["said"] for result in results} == {
-        "nothing was sent: rank 5: the engine holds another expert map than the plan: it rebalanced itself, or was "
-        "told of another."
+        "nothing was sent: rank 5: the engine's expert map is not the plan's: the engine rebalanced itself, or "
+        "received another map."
     }
     assert "do not hold the weights of step 2" in results[5]["refusal"]
 
@@ -115,5 +115,5 @@ def test_a_meeting_point_that_is_taken_is_a_sentence() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SyncError, match=rf"rank 0 cannot serve the meeting point 127\.0\.0\.1:{port}"):
+        with pytest.raises(SyncError, match=rf"rank 0 cannot serve the rendezvous at 127\.0\.0\.1:{port}"):
             SyncGroup(rank=0, size=1, address=Address(host="127.0.0.1", port=port), serves=True)

@@ -108,7 +108,7 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
         if num_dense:
             how_many = f"{num_dense} of {len(layers)} layers"
         else:
-            how_many = f"all but every {layers[0]}th layer"
+            how_many = f"all but one of every {layers[0]} layers"
         is_megatron = case.settings.framework == "megatron"
         if is_megatron:
             instances = ": RouterReplay instances count MoE layers only."
@@ -126,4 +126,4 @@ def no_replay(case: Case) -> Iterator[Found]:
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size
     if case.is_moe and setting and not case.replays and not settings.rollout_returns_routes:
-        yield Found("{} means an MoE model, but no setting turns on routing replay.", setting)
+        yield Found("{} shows that the model is an MoE model, but no setting turns on routing replay.", setting)

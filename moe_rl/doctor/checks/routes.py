@@ -131,7 +131,7 @@ def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):
-        yield Found("{} moves experts, but every step's weight update goes to their old slots.", eplb)
+        yield Found("{} moves experts, but every step's weight update goes to the experts' old slots.", eplb)
 
 
 def _of_vllm(case: Case) -> bool:

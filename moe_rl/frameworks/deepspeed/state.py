@@ -26,11 +26,11 @@ def why_fixed(engine: Any) -> str:
     stage, optimizer = engine.zero_optimization_stage(), type(engine.optimizer).__name__
     if stage not in (1, 2) or optimizer != "DeepSpeedZeroOptimizer":
         return (
-            f"moving experts needs DeepSpeedZeroOptimizer of ZeRO 1 or 2, but this engine has {optimizer} at stage "
-            f"{stage}."
+            f"moving experts needs DeepSpeedZeroOptimizer at ZeRO stage 1 or 2, but this engine has {optimizer} at "
+            f"stage {stage}."
         )
     if engine.optimizer.cpu_offload:
-        return "zero_optimization.offload_optimizer is on, and moving experts has never been run with it."
+        return "zero_optimization.offload_optimizer is on, and moving experts has never been tested with it."
     return ""
 
 

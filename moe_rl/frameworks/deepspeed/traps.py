@@ -35,8 +35,8 @@ def found() -> list[tuple[str, bool]]:
     why = "deepspeed.initialize fails with this version of transformers, unless you import the adapter first"
     sentences = [(why if fails else "AutoEP can register with transformers", True)]
     waits = (
-        "exists. Either an extension is being built now, or a build was killed and every run waits for it: then remove "
-        "the file"
+        "exists: either an extension is being built now, or a build was killed. If a build was killed, remove the "
+        "file, because every run waits for it"
     )
     locks = [(f"{lock} {waits}", False) for lock in build_locks()]
     return sentences + (locks or [("no build of an extension was interrupted", True)])

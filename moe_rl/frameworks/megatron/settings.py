@@ -93,7 +93,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
 
 
 def _remarks(raw: RawRun) -> tuple[str, ...]:
-    recipe = "this run starts from a recipe of Megatron-Bridge, and the other settings of that recipe were not checked."
+    recipe = "this run starts from a Megatron-Bridge recipe. Settings that only the recipe makes were not checked."
     return (recipe,) * is_bridge(raw)
 
 

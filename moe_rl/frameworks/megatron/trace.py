@@ -4,7 +4,7 @@ A record is `{"step", "stage", "block", "layer", "rank", "num_tokens", "topk", "
 sequence id (NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py). The k-th record of a layer within a
 step is micro-batch k; the tokens of one micro-batch on one rank become one sequence. With activation
 recomputation, every call is recorded twice. If every record of a layer occurs exactly twice in its step, the importer
-drops the repeats and logs that; any other repetition is an error. Multi-token-prediction blocks are left out. `layer`
+drops the repeats and logs this; any other repetition is an error. Multi-token-prediction blocks are left out. `layer`
 counts within a pipeline stage, so runs with pipeline parallelism need `pipeline_size`.
 """
 
@@ -59,7 +59,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     stages = options.pipeline_size
     require(
         len(files) % stages == 0,
-        f"{path} has files of {len(files)} ranks, which is not a multiple of {stages} pipeline stages.",
+        f"{path} has files of {len(files)} ranks, but their number must be a multiple of the {stages} pipeline stages.",
     )
     per_stage = len(files) // stages
     readers = [_steps(file) for file in files]
@@ -75,7 +75,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
             return
         require(
             len(tables) == len(readers) and len(steps) == 1,
-            f"{path} is truncated: its files have different steps (near step {min(steps)}).",
+            f"{path} is truncated: at least one of its files lacks step {min(steps)}.",
         )
         for dp_rank in range(per_stage):
             yield from _sequences(tables[dp_rank::per_stage], min(steps), dp_rank, path)
@@ -170,7 +170,7 @@ def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Ite
     for number, tables_of_layers in enumerate(zip(*columns, strict=True)):
         require(
             len({table.shape for table in tables_of_layers}) == 1,
-            f"{path}, step {step}, micro-batch {number}: the layers differ in tokens or top-k.",
+            f"{path}, step {step}, micro-batch {number}: the layers differ in number of tokens or top-k.",
         )
         yield RecordedSequence(
             routes=np.stack(tables_of_layers, axis=1),

@@ -144,8 +144,8 @@ def _start_lines(expert_map: ExpertMap, path: Path) -> tuple[str, ...]:
     return (
         f"--init-expert-location {path} --ep-num-redundant-experts {expert_map.num_copies} "
         f"--ep-size {expert_map.ep_size}",
-        "leave --enable-eplb off, which would solve the placement again; weight updates from tensors, process groups "
-        'and disk keep the map, load_format="direct" does not',
+        "leave --enable-eplb off, because EPLB would replace the map; weight updates from tensors, process groups "
+        'and disk keep the map, but load_format="direct" does not',
     )
 
 

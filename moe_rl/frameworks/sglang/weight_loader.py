@@ -76,7 +76,7 @@ def take_map(slots: NDArray[np.int32]) -> None:
     shape = tuple(current.physical_to_logical_map.shape)
     require(
         slots.shape == shape,
-        f"the weight sync sends an expert map of shape {slots.shape} (layers, slots), but that of SGLang has {shape}.",
+        f"the weight sync sends an expert map of shape {slots.shape} (layers, slots), but SGLang's map has {shape}.",
     )
     physical = torch.as_tensor(slots, dtype=current.physical_to_logical_map.dtype)
     physical = physical.to(current.physical_to_logical_map.device)

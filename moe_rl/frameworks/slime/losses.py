@@ -180,7 +180,9 @@ def tis_function(
     """
     correction = getattr(args, "moe_rl_rollout_correction", None)
     if correction is None:
-        raise InvalidInputError("tis_function needs moe_rl_rollout_correction: set it to a preset or to its options.")
+        raise InvalidInputError(
+            "tis_function needs moe_rl_rollout_correction: set it to the name of a preset or to a mapping of options."
+        )
     framework = _framework()
     train = torch.cat(framework.whole(train_log_probs, total_lengths, response_lengths))
     rollout = torch.cat(framework.whole(rollout_log_probs, total_lengths, response_lengths))

@@ -128,7 +128,10 @@ def packing_of(args: Any, parallel: Mapping[str, Any], settings: Settings) -> Dr
         bool(dynamic and budget),
         "--use-dynamic-batch-size is off, so all micro-batches have the same number of samples.",
     )
-    require(not getattr(args, "indep_dp", False), "data-parallel cells are independent and do not wait for each other.")
+    require(
+        not getattr(args, "indep_dp", False),
+        "indep_dp is on, so data-parallel cells run independently and do not wait for each other.",
+    )
     path = str(args.hf_checkpoint)
     model, _ = model_of_config(AutoConfig.from_pretrained(path, trust_remote_code=True).to_dict(), where=path)
     shape = StepSetting(

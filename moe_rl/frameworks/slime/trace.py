@@ -6,7 +6,7 @@ slime/observability/rollout_data_utils.py). miles may store one surplus row for 
 no route was captured (radixark/miles:miles/utils/replay_base.py). The last token has no route, but the
 trainer dispatches a row for it, so the importer adds that row with `valid` False.
 
-In a train dump (format version 2), `dp_shards` says which samples each data-parallel rank ran: `partition` holds
+In the training data (format version 2), `dp_shards` says which samples each data-parallel rank ran: `partition` holds
 positions in the rollout dump, `micro_batch_indices` holds lists of positions in `partition`, and `num_microbatches`
 holds the number of micro-batches per optimizer step (THUDM/slime:slime/observability/train_data_utils.py). With several
 optimizer steps per rollout, step = rollout_id * steps + optimizer step. Samples that were not trained on are left out.
@@ -54,7 +54,9 @@ def _layout_file(layout: Path | None, dump: Path) -> Path | None:
     if layout is None or layout.is_file():
         return layout
     require(layout.is_dir(), f"{layout} does not exist.")
-    require((layout / dump.name).is_file(), f"{layout} lacks the train dump {dump.name}.")
+    require(
+        (layout / dump.name).is_file(), f"{layout} does not contain {dump.name}, the training data of this rollout."
+    )
     return layout / dump.name
 
 
@@ -112,7 +114,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
     dump = load_torch_file(file)
     shards = dump.get("dp_shards") if isinstance(dump, dict) else None
     if not isinstance(shards, list) or not shards:
-        raise InvalidInputError(f"{file} is not a train dump of format version 2, because it has no dp_shards.")
+        raise InvalidInputError(f"{file} is not training data of format version 2, because it has no dp_shards.")
     require(
         dump.get("rollout_id") == rollout_id,
         f"{file} belongs to rollout {dump.get('rollout_id')}, but the samples belong to rollout {rollout_id}.",
@@ -161,7 +163,7 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
 
 IMPORTER = Importer(
     name="slime",
-    summary="slime or miles rollout dumps (.pt), with the layout of a train dump",
+    summary="slime or miles rollout dumps (.pt), with the layout of --save-debug-train-data",
     recognizes=_recognizes,
     read=_read,
     reads=("layout_path",),

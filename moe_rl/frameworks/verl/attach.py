@@ -72,9 +72,12 @@ def _built(original: Callable[..., Any], self: Any, *args: Any, settings: Settin
     optimizer = original(self, *args, **kwargs)
     if optimizer is not None and not getattr(self, "is_value_model", False):
         packed = self.engine_config.use_remove_padding or not self.enable_routing_replay
-        refusal = "use_remove_padding must be True, because verl packs the routes that it replays, but not the tokens."
-        if packed:
-            refusal = ""
+        refusal = ""
+        if not packed:
+            refusal = (
+                "use_remove_padding must be True: verl always packs the routes that it replays, but packs the tokens "
+                "only with this setting."
+            )
         run = MegatronRun.attach(FRAMEWORK, self.module, optimizer, settings, refusal=refusal, guarded=True)
         if run.balancer is not None and not self.engine_config.use_remove_padding:
             say_once(

@@ -96,11 +96,11 @@ def _packing_or_warning(trainer: Any, settings: Settings, *, pads: bool) -> Driv
     try:
         packing = packing_of(trainer.config, num_dp_ranks=_num_dp_ranks(trainer), settings=settings)
     except InvalidInputError as error:
-        logger.warning("moe_rl: sequences stay on the ranks that verl gives them: %s", error)
+        logger.warning("moe_rl: sequences stay on the ranks to which verl assigns them: %s", error)
         return None
     if not settings.balancer.micro_batches.padding_samples:
         return packing
-    reason = why_not_padded(trainer) if pads else "trainer v0 has none."
+    reason = why_not_padded(trainer) if pads else "verl's trainer v0 does not support them."
     if reason:
         logger.warning("moe_rl: sequences are packed without padding samples: %s", reason)
         return packing

@@ -209,7 +209,7 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     if mode.startswith(PREFIX):
         require(
             f"{mode}" in policy_losses(),
-            f"verl cannot run {mode}, because it does not pass the rollout's log-probabilities.",
+            f"verl cannot run {mode}, because verl does not pass the rollout's log-probabilities to this loss.",
         )
         objective_of(OBJECTIVES[mode.removeprefix(PREFIX)], config, {})
 

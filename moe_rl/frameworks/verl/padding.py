@@ -56,7 +56,7 @@ def why_not_padded(trainer: Any) -> str | None:
             transformer.get("moe_router_load_balancing_type", "none") != "none"
             or bool(transformer.get("moe_z_loss_coeff", None))
         ),
-        f"routers of {family} may have an expert bias, which counts every token, padding included.": (
+        f"routers of {family} may have an expert bias, whose update counts every token, padding included.": (
             family not in UNBIASED_ROUTERS or bool(transformer.get("moe_router_enable_expert_bias", False))
         ),
     }

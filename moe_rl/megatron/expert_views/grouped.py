@@ -53,8 +53,8 @@ class GroupedSlots:
         odd = [size for matrix in _matrices(weights_of_home) for size in matrix.shape if size % ALIGNMENT]
         require(
             not odd,
-            f"experts='grouped' needs weight matrices whose sides are multiples of {ALIGNMENT}, but one side on "
-            f"this rank is {odd[0] if odd else 0} (with expert tensor parallelism, a rank has only a part of each "
+            f"experts='grouped' needs weight matrices whose dimensions are multiples of {ALIGNMENT}, but one dimension "
+            f"on this rank is {odd[0] if odd else 0} (with expert tensor parallelism, a rank has only a part of each "
             "expert).",
         )
         self._homes, self._compute = homes, compute

@@ -36,14 +36,15 @@ def experts_of(
     view = views.get(f"{kind.__module__}.{kind.__qualname__}")
     if view is None:
         names = ", ".join(name.rpartition(".")[2] for name in views)
-        raise InvalidInputError(f"experts of type {kind.__name__} are not supported. Supported are {names}.")
+        raise InvalidInputError(f"experts of type {kind.__name__} are not supported. Supported types: {names}.")
     if view.never_run and not experimental:
         raise InvalidInputError(experimental_sentence(kind.__name__, view.never_run))
     if compute is None:
         return view.own_compute(module, spare_slots=spare_slots)
     require(
         not module.config.fp8,
-        "Megatron's fp8 does not work with experts='grouped'. Use one of the FP8 recipes of experts='grouped' instead.",
+        "Megatron's option fp8 does not work with experts='grouped', which has its own FP8 recipes: set `recipe` "
+        "instead.",
     )
     compute.require_device(next(module.parameters()).device)
     return GroupedSlots(view(module), module.config, compute)

@@ -119,7 +119,7 @@ def test_a_packing_that_travels_with_the_trainers_ranks_reaches_who_holds_the_fu
     ("changes", "sentence"),
     [
         ({"use_dynamic_batch_size": False}, "all micro-batches have the same number of samples"),
-        ({"indep_dp": True}, "data-parallel cells are independent"),
+        ({"indep_dp": True}, "data-parallel cells run independently"),
         ({"expert_model_parallel_size": 3}, "4 ranks of a pipeline stage cannot be divided into EP groups of 3"),
     ],
 )

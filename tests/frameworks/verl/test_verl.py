@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_a_warning_or_an_error(outcome: list[Any]) -> None:
     expected = {
         "ep_size": "with expert_model_parallel_size 1, every rank holds all experts.",
         "dense": "there is nothing to balance, because the model has no MoE layer.",
-        "packing": "use_remove_padding must be True, because verl packs the routes that it replays",
+        "packing": "use_remove_padding must be True: verl always packs the routes that it replays",
         "versions": "verl: the version of moe_rl must be the same on all ranks, but rank 1 has 0.1 and rank 0 has 0.0.",
         "routes": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",
     }
