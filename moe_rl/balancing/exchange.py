@@ -158,7 +158,7 @@ def agreed(step: Callable[[], T]) -> T:
         words = gathered(words[0])
     for rank, word in enumerate(words):
         if word:
-            raise InvalidInputError(kind + told(error) or f"rank {rank} cannot be balanced: {word}") from error
+            raise InvalidInputError(kind + told(error) or f"rank {rank} raised an error: {word}") from error
     return value  # type: ignore[return-value]  # no rank failed
 
 

@@ -99,7 +99,7 @@ class Framework:
         return [
             (sentence, is_tested),
             *(
-                (symbol.problem() or f"{symbol.name} is there", not symbol.problem())
+                (symbol.problem() or f"{symbol.name} exists", not symbol.problem())
                 for symbol in self.symbols + self.beside
             ),
             *(Symbol(name=self.traps).value()() if self.traps else ()),

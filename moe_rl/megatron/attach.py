@@ -70,7 +70,8 @@ def attach(
     agreed(
         lambda: require(
             len(set(shared_digests)) == 1,
-            "an adapter that all experts share must be equal on all ranks of an EP group, but it differs.",
+            "an adapter that all experts share must be equal on all ranks of an EP group, but the ranks have different "
+            "ones.",
         )
     )
     owners, layers = zip(*chunks_and_layers, strict=True)

@@ -47,7 +47,8 @@ class ReplicaBuffers:
             for parameters in home_parameters(experts):
                 require(
                     _trained(parameters) == self.trained,
-                    "the same parameters must be frozen in every expert to have replicas, but they differ.",
+                    "the same parameters must be frozen in every expert to have replicas, but the experts have "
+                    "different frozen parameters.",
                 )
         self._sizes = [shape.numel() for shape in self.shapes]
         self._trained_sizes = list(itertools.compress(self._sizes, self.trained))

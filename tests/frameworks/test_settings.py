@@ -116,7 +116,7 @@ def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout()
     with pytest.raises(InvalidInputError, match=r"loss_mode is vanilla. Set a loss mode that begins with moe_rl_"):
         checked_settings(config, router_shift=True)
     for args, sentence in (
-        ({}, "needs a loss of moe_rl.frameworks.slime.losses"),
+        ({}, "needs a loss from moe_rl.frameworks.slime.losses"),
         (
             {"custom_loss_function_path": "moe_rl.frameworks.slime.losses.policy_loss_function"},
             "but --use-rollout-logprobs skips it",

@@ -33,7 +33,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         assert rank.keys() == expected.keys()
         for name, part in expected.items():
             assert part in rank[name], name
-    assert outcome[0]["one_rank_without"].startswith("rank 1 cannot be balanced")
+    assert outcome[0]["one_rank_without"].startswith("rank 1 raised an error")
 
 
 @attach_case("fallbacks")
@@ -104,7 +104,7 @@ def test_whatever_fails_on_one_rank_is_said_on_all_and_leaves_the_model_as_it_wa
         plain = found.pop("plain")
         assert set(found) == set(errors)
         for stage, each in found.items():
-            assert each.pop("said") == ("" if rank else "rank 1 cannot be balanced: ") + errors[stage]
+            assert each.pop("said") == ("" if rank else "rank 1 raised an error: ") + errors[stage]
             assert each == {"loss": plain, "groups": 0, "hooks": 0, "elastic": 0, "again": ""}
 
 

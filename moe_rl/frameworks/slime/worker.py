@@ -67,7 +67,7 @@ class Worker:
             logger.warning("moe_rl: this %s run is not balanced, because MOE_RL is not set.", name)
             return
         if self.settings.router_shift:
-            require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs a loss of moe_rl.frameworks.slime.losses.")
+            require(is_own_loss, "MOE_RL_ROUTER_SHIFT needs a loss from moe_rl.frameworks.slime.losses.")
             no_pass = getattr(args, "use_rollout_logprobs", False)
             require(
                 not no_pass,

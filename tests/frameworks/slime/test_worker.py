@@ -137,7 +137,7 @@ def test_the_router_shift_notes_whose_weights_are_in_the_parameters(package: Pac
     losses = "moe_rl.frameworks.slime.losses"
     monkeypatch.setattr(f"{losses}.objective_of", lambda args: package.calls.append("objective read"))
     for words, said in (
-        ({}, "needs a loss of moe_rl.frameworks.slime.losses"),
+        ({}, "needs a loss from moe_rl.frameworks.slime.losses"),
         ({"custom_loss_function_path": LOSS, "use_rollout_logprobs": True}, "--use-rollout-logprobs skips it"),
         ({"custom_loss_function_path": LOSS, "qkv_format": "bshd"}, "needs --qkv-format thd"),
         ({"custom_loss_function_path": LOSS, "allgather_cp": True}, "does not work with --allgather-cp"),
