@@ -70,7 +70,7 @@ def trace_of_mock_data(case: Case) -> Iterator[Found]:
     """
     mock, path = case.settings.mock_data, case.settings.moe_routing_trace_path
     if path is not None and mock:
-        yield Found("{} records the routing of {}.", path, mock)
+        yield Found("{} records the routing of the random tokens of {}.", path, mock)
 
 
 def trace_under_recompute(case: Case) -> Iterator[Found]:
@@ -79,7 +79,7 @@ def trace_under_recompute(case: Case) -> Iterator[Found]:
     """
     path, recompute = case.settings.moe_routing_trace_path, case.router_recompute
     if path is not None and recompute:
-        yield Found("{} records routers that {} runs twice.", path, recompute)
+        yield Found("{} records every call of a router, and {} calls each router twice.", path, recompute)
 
 
 def capacity_drops_tokens(case: Case) -> Iterator[Found]:
