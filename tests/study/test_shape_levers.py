@@ -16,12 +16,13 @@ from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
 from moe_rl.simulators.coactivation import coactivation
 from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
 from moe_rl.study.options import SimulationOptions
+from moe_rl.study.parallel_shapes import OF_EVERY_SIZE, next_shapes
 from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.priced_setting import command_of, simulated_options
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import state_scenario
-from moe_rl.study.search_layouts import OF_EVERY_SIZE, TunedBatch, next_shapes
 from moe_rl.study.shape_levers import LAYERS, SampledRoutes, routes_like
+from moe_rl.study.tuned_batch import TunedBatch
 
 needs_core = pytest.mark.skipif(native_core() is None, reason="levers over an engine need the C++ core")
 

@@ -14,7 +14,9 @@ from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.tuning import ALIKE, PASTED, ParallelLayout, Tuned, TunedSetting
 from moe_rl.simulators.whole_runs import WholeRun
-from moe_rl.study.search_layouts import COMPARED, ShapeTask, shapes_of
+from moe_rl.study.parallel_shapes import shapes_of
+from moe_rl.study.search_layouts import COMPARED
+from moe_rl.study.shape_task import ShapeTask
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.json"
 LONG_TAIL = {
