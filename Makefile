@@ -12,7 +12,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 
 .PHONY: help env demo examples test quick test-sync test-docs test-slow mutants test-oldest test-frameworks-newest test-integrations test-integrations-slow test-browser test-wheel wheel wheels lock fuzz fuzz-planner sanitize \
-    lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile kernel-emulate tables docs clean
+    lint format bench bench-kernels bench-kernels-baseline gpu-pack kernel-carried test-first-call kernel-proof kernel-compile test-emulator kernel-emulate tables docs clean
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
@@ -30,7 +30,7 @@ help:
 	@echo "make test-browser the pages in Chromium, which it installs where it may; says so where it cannot"
 	@echo "make test-wheel   wheels of a checkout and of git's archives in an empty environment, without a compiler"
 	@echo "make fuzz-planner 60 settings of the day: does any policy beat moe-rl with the same slots?"
-	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes"
+	@echo "make fuzz         a million seeded cases of the planner's C++, and a million damaged streams of routes (FUZZ_CASES=100000)"
 	@echo "make sanitize     the tests that reach the C++ core, on one with address and undefined-behavior sanitizers"
 	@echo "make lint         ruff, mypy, how dense statements and what names are, room by room, words that no page or message has, and how long README.md and docs/ are"
 	@echo "make bench        pytest-benchmark suites into out/benchmarks.json"
@@ -39,7 +39,8 @@ help:
 	@echo "make kernel-carried  the machine code that is carried: the reference's bits on the emulator, every launch"
 	@echo "make test-first-call  the first call's phases and faults as a GPU machine has them: Python 3.12, Triton 3.6, no pydantic"
 	@echo "make kernel-proof what the kernels' machine code says about their speed, beside DeepGEMM's, without a GPU"
-	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets; every backend and recipe interpreted"
+	@echo "make kernel-compile  every launch compiled for Hopper and Blackwell: spills, tensor cores, offsets"
+	@echo "make test-emulator  some launches on an emulator of PTX, in 4 schedules, with mutants; every backend and recipe interpreted"
 	@echo "make kernel-emulate  every launch on an emulator of PTX, in 20 schedules, and mutants of its synchronization"
 	@echo "make wheel        dist/moe_rl-*.whl for this Python"
 	@echo "make wheels       wheels built and run on every Python from 3.11 that is here, and the Dockerfile's commands in an empty root"
@@ -91,8 +92,8 @@ demo: $(VENV)/.core
 	$(BIN)/moe-rl demo --html out/report.html
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
-# Of these and of the `lengthy` ones each has its turn every third day, for 15 minutes on two cores; CASES=all, as in CI,
-# runs all of them.
+# Of these and of the `lengthy` ones each has its turn every third day, for 15 minutes on two cores; CASES=all, as in
+# .ci/nightly, runs all of them.
 CASES ?= day
 test: $(VENV)/.test
 	MOE_RL_TEST_CASES=$(CASES) $(PYTEST) -m "not slow and not framework and not browser and not example"
@@ -139,9 +140,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRAMEWORK_PIP) --no-deps --no-build-isolation deepspeed
 	@touch $@
 
+# Tests of several ranks that need no framework have run in `make test`; those of one process find the real package here.
 test-integrations: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
-	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow"
+	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow and (framework or not multi_rank)"
 
 test-integrations-slow: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/frameworks -m slow
@@ -185,7 +187,7 @@ test-browser: $(VENV)/.test
 	sh tests/browser/run.sh $(BIN)/python
 
 test-wheel: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/packaging -k "empty_environment or archive"
+	$(BIN)/python -m pytest -m slow tests/packaging/test_build.py -k "empty_environment or archive"
 
 # With pip's build isolation: it needs a Python and a registry, and no environment of ours.
 wheel:
@@ -194,8 +196,9 @@ wheel:
 wheels: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow tests/packaging/test_interpreters.py
 
+FUZZ_CASES ?= 1000000
 fuzz: $(VENV)/.test
-	FUZZ_STREAMS=1000000 $(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py tests/routes/test_fuzz.py
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -m slow tests/planner/test_native_fuzz.py tests/routes/test_fuzz.py
 
 fuzz-planner: $(VENV)/.core
 	PYTHONPATH=. $(BIN)/python benchmarks/fuzz_planner.py
@@ -268,7 +271,10 @@ kernel-proof: $(VENV)/.test
 
 # Two processes hold 3 GB each: the launches that are shipped are recorded with their tensors.
 kernel-compile: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py tests/kernels/test_emulated.py tests/conformance
+	$(BIN)/python -m pytest -m slow tests/kernels/test_aot.py
+
+test-emulator: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/kernels/test_emulated.py tests/conformance
 
 kernel-emulate: $(VENV)/.test
 	@mkdir -p out

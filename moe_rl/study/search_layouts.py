@@ -199,7 +199,7 @@ def _price_layouts(
 ) -> PricedLayouts:
     """Estimate all shapes, and price those in full whose estimate is not slower than the best price.
 
-    ``settings` head the file `out`; raises where it was made with others.
+    `settings` head the file `out`; raises where it was made with others.
     """
     shapes = task.shapes
     estimates = estimated_speeds(task, executor, progress)

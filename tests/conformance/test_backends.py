@@ -25,7 +25,7 @@ interpreted_is_slow = pytest.mark.parametrize(
     [pytest.param(backend, marks=[pytest.mark.slow] * (backend.name == "triton")) for backend in BACKENDS],
     ids=lambda backend: backend.name,
 )
-"""Triton's interpreter takes half a minute: `make kernel-compile` runs it."""
+"""Triton's interpreter takes a minute: `make test-emulator` runs it."""
 
 
 def problems_of(backend: KernelBackend) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Damaged streams: one sentence or whole sets, never a crash, an id out of range, or anything else that is raised.
 
-2,000 streams run by default; the slow test runs as many as the variable FUZZ_STREAMS says: a million in `make fuzz`,
-and with sanitizers by `FUZZ_STREAMS=1000000 sh tests/native/sanitize.sh -m slow tests/routes/test_fuzz.py`. Most get
+2,000 streams run by default; the slow test runs as many as the variable FUZZ_CASES says: a million in `make fuzz`,
+and with sanitizers by `FUZZ_CASES=1000000 sh tests/native/sanitize.sh -m slow tests/routes/test_fuzz.py`. Most get
 their checksums repaired, so that the damage reaches tables and decoder. A failure names the seed of its batch, and
 `check_batch(seed)` repeats it.
 """
@@ -20,8 +20,8 @@ from moe_rl.routes import RoutesReader, RoutesWriter
 from moe_rl.routes.chunk import HEADER, PIECE, RUN
 from tests.routes import plain_codec
 
-FUZZ_STREAMS = 2_000
-MANY = int(os.environ.get("FUZZ_STREAMS", "100000"))
+FEW = 2_000
+MANY = int(os.environ.get("FUZZ_CASES", "100000"))
 BATCH = 500
 SHAPES = ((4, 1, 2, 40), (32, 4, 2, 60), (128, 8, 1, 30), (512, 10, 1, 20), (32, 4, 1, 4200), (60, 4, 1, 4100))
 LEARNED = 4096
@@ -140,8 +140,8 @@ def check_batch(seed: int, streams: int = BATCH) -> int:
 
 
 def test_damaged_streams_are_one_sentence_or_whole_sets():
-    read = sum(check_batch(seed) for seed in range(FUZZ_STREAMS // BATCH))
-    assert 0.02 * FUZZ_STREAMS < read < 0.9 * FUZZ_STREAMS  # damage reaches the decoder, and most of it is found
+    read = sum(check_batch(seed) for seed in range(FEW // BATCH))
+    assert 0.02 * FEW < read < 0.9 * FEW  # damage reaches the decoder, and most of it is found
 
 
 def test_the_plain_decoder_finds_the_same_damage(monkeypatch):
