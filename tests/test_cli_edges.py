@@ -77,7 +77,10 @@ def test_a_trace_of_one_micro_batch_needs_no_options(tmp_path: Path) -> None:
         (("--tokens-per-rank", 2_000_000_000), "2000000000 tokens per rank are too many"),
         (("--policy", "relibra", "--policy-option", "relibra.iterations=abc"), "iterations must be a whole number"),
         (("--policy", "eplb", "--policy-option", "eplb.hierarchical=7"), "hierarchical must be true or false"),
-        (("--pipeline-model-parallel-size", 4), "4 pipeline stages and model chunks are more than the 3 layers"),
+        (
+            ("--pipeline-model-parallel-size", 4),
+            "4 model chunks (pipeline stages x virtual stages) are more than the 3 layers",
+        ),
         (("--recompute-modules", "moe"), "--recompute-modules needs --recompute-granularity selective"),
         (("--html", "-"), "--html - cannot be standard output"),
         (("--objective", "tim"), "Did you mean 'time'?\n"),

@@ -65,7 +65,7 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
         (("--log-prob-passes", 1), "an RL step has its own passes"),
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 only applies without a trace"),
-        (("--train-gpus", 32), "--train-gpus 32 only applies without a trace: with one, give --gpus 32."),
+        (("--train-gpus", 32), "--train-gpus 32 only applies without a trace: with a trace, give --gpus 32."),
         (("--sweep", "ep=4,8"), "must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step"),
         (("--mini-batches", 0), "--mini-batches must be at least 1"),
     ],

@@ -86,7 +86,7 @@ def test_counts_alone_and_pictures_are_refused(trace: Path, tmp_path: Path) -> N
     assert moe_rl("trace", "convert", trace, counts, "--counts-only", "--num-experts", 8).code == 0
     ran = moe_rl("plan", counts, "--ep", 4, "--export", "sglang", "-o", tmp_path / "m.json")
     assert ran.code == 2
-    assert "contains only counts, but the routes of single tokens are needed" in ran.err
+    assert "contains only counts, but the routes of individual tokens are needed" in ran.err
     ran = moe_rl("simulate", trace, "--expert-map", tmp_path / "m.json", "--html", tmp_path / "page.html")
     assert ran.code == 2
     assert "so it cannot be combined with --html" in ran.err

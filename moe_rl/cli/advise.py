@@ -24,7 +24,11 @@ def advise(
     records = advisor.read_metrics(metrics)
     advice, silent = advisor.advise(records), advisor.not_judged(records)
     verdict = advisor.verdict(records)
-    heads = {True: "This run is in danger", False: "No danger is seen", None: "Not judged whether the run is in danger"}
+    heads = {
+        True: "This run is in danger",
+        False: "No sign of danger",
+        None: "Cannot judge whether the run is in danger",
+    }
 
     def show(console: Console) -> None:
         console.print(f"{heads[verdict.in_danger]}: {verdict.reason}\n", soft_wrap=True)

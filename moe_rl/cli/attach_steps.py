@@ -105,13 +105,13 @@ def _levers(settings: RunSettings) -> Iterator[str]:
     ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
     if ranks is None:
-        yield "experts get replicas across nodes if an EP group spans nodes, but the files do not give its size"
+        yield "experts get replicas across nodes if EP groups span nodes, but the files do not give the EP size"
     elif ranks <= node:
         yield f"no replicas across nodes, because the EP group of {ranks} ranks fits into a node of {node} GPUs"
     elif overlaps:
         yield f"no replicas across nodes, because {overlaps} fills buffers one layer ahead"
     else:
-        spans = f"an EP group has {ranks} ranks and a node has {node}"
+        spans = f"an EP group has {ranks} ranks and a node has {node} GPUs"
         yield f"experts also get replicas across nodes, some for a whole update: {spans} ({switches['across']})"
     yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
     if by_variable:
@@ -148,7 +148,7 @@ def _memory(settings: RunSettings) -> str:
         stay = "; replicas that stay for an update take at most another 5 % of the GPU's memory"
     widths = _widths(settings)
     if widths is None:
-        return f"{slots} per GPU, whose size is not known, because the files do not give that of an expert{stay}"
+        return f"{slots} per GPU, of unknown size, because the files do not give the size of an expert{stay}"
     hidden, ffn = widths
     num_weights = MATRICES * hidden * ffn // _parts_of_expert(settings)
     size = num_slots * num_weights * SLOT_BYTES / MIB
@@ -174,7 +174,7 @@ def _look(settings: RunSettings) -> str:
         switch = "MOE_RL=observe"
     return (
         f"with {switch}, nothing moves. For a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
-        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then replace observe with moe-rl"
+        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then replace `observe` with `moe-rl`"
     )
 
 

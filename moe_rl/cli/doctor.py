@@ -80,7 +80,7 @@ def print_adapter(name: str, json_path: Path | None) -> None:
         for line in framework.lines:
             console.print(f"    {line}")
         if "export MOE_RL=observe" in framework.lines:
-            console.print("With observe, nothing moves. If the metrics show a gain, replace observe with moe-rl.")
+            console.print("With `observe`, nothing moves. If the metrics show a gain, replace `observe` with `moe-rl`.")
 
     rows = [{"what": sentence, "as_expected": good} for sentence, good in report]
     document = {"framework": name, "found": rows, "facts": list(framework.facts), "lines": list(framework.lines)}

@@ -164,7 +164,7 @@ def plan(
     lines = {
         "policy": plan_made.policy,
         "max/mean rank load": f"{before:.3f} static, {after:.3f} planned",
-        "bound of its instances": f"{bounds.placement:.3f}, however tokens are split among them",
+        "bound of its replicas": f"{bounds.placement:.3f}, however tokens are split among an expert's replicas",
         "bound of its nodes": "none, because replicas cross nodes"
         if bounds.node is None
         else f"{bounds.node:.3f}, with replicas only inside nodes",

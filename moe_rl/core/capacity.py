@@ -119,8 +119,9 @@ class Capacity:
             )
             sentences.append(
                 f"capacity: {self.unknown_share:.1%} of the tokens have no known route. The capacity bound "
-                f"holds {certainty}. The worst case is {int(self.worst_rows.max()):,} token-expert pairs on a rank, "
-                f"a capacity factor of {self.worst_factor:.4f}."
+                f"holds {certainty}. In the worst case, a rank receives "
+                f"{int(self.worst_rows.max()):,} token-expert pairs, which needs a capacity factor of "
+                f"{self.worst_factor:.4f}."
             )
         return sentences
 

@@ -52,7 +52,7 @@ def certify(
     missing_tokens_GMP = tokens - load.tokens
     require(
         not missing_tokens_GMP.size or int(missing_tokens_GMP.min()) >= 0,
-        "a rank has fewer tokens in total than tokens with a recorded route.",
+        "the total number of tokens of a rank is less than the number of its tokens with a recorded route.",
     )
     unknown = bool(missing_tokens_GMP.any())
     require(

@@ -31,8 +31,8 @@ class DrawnSequences:
         require_shapes(self, {"S": self.num_sequences}, numbers="S")
         require(
             self.visible is None or (isinstance(self.recorded, RoutingTrace) and len(self.visible) == self.num_tokens),
-            "the routes of single tokens can be hidden from planners only if the trace holds routes, but this "
-            "one holds only counts.",
+            "the routes of individual tokens can be hidden from planners only if the trace contains routes, but this "
+            "trace contains only counts.",
         )
 
     @property

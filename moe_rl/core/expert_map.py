@@ -48,8 +48,8 @@ class ExpertMap:
         is_even = width % self.ep_size == 0 and width >= self.num_experts
         require(
             is_even,
-            f"the expert map has {width} slots per layer. It needs at least one for each of the "
-            f"{self.num_experts} experts, and a multiple of {self.ep_size}, the number of EP ranks.",
+            f"the expert map has {width} slots per layer, but the number of slots must be at least {self.num_experts} "
+            f"(the number of experts) and a multiple of {self.ep_size} (the number of EP ranks).",
         )
 
     @classmethod

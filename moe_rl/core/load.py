@@ -106,7 +106,7 @@ class StepLoad:
         missing_tokens = tokens - self.tokens
         require(
             not missing_tokens.size or int(missing_tokens.min()) >= 0,
-            "a rank has fewer tokens in total than tokens in its expert loads.",
+            "the total number of tokens of a rank is less than the number of tokens in its expert loads.",
         )
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
@@ -176,7 +176,7 @@ class StepLoad:
         require(
             tokens_per_rank <= most_tokens,
             f"{tokens_per_rank} tokens per rank are too many: with {sources} ranks and top-{self.top_k}, at "
-            f"most {most_tokens} can be counted.",
+            f"most {most_tokens} tokens per rank can be counted.",
         )
         target = np.where(self.tokens.sum(axis=2) > 0, tokens_per_rank * sources * self.top_k, 0)
         cells = self.pairs.reshape(groups * micro_batches, layers, sources * experts)

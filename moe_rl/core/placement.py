@@ -59,7 +59,7 @@ class ExpertPlacement:
         require(
             is_map,
             f"physical_to_logical_map must have shape [MoE layers, slots] with {num_layers} MoE layers and a "
-            f"multiple of {self.ep_size} slots (ep_size), got {slots.shape}.",
+            f"number of slots that is a multiple of ep_size ({self.ep_size}), got {slots.shape}.",
         )
         if slots.size and not (int(slots.min()) >= -1 and int(slots.max()) < num_experts):
             raise InvalidInputError(

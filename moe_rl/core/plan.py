@@ -131,7 +131,10 @@ class ReplicaPlan:
         """Return the column of a source rank; raise where the plan has only another one's."""
         if self.own_source is None:
             return rank
-        require(self.own_source == rank, f"the plan has the column of source rank {self.own_source}, not {rank}.")
+        require(
+            self.own_source == rank,
+            f"this plan has only the part of EP rank {self.own_source}, not that of EP rank {rank}.",
+        )
         return 0
 
     def require_all_sources(self) -> None:

@@ -151,8 +151,8 @@ class ClusterTopology:
         fills_nodes = self.ep_size <= self.ranks_per_node or self.ep_size % self.ranks_per_node == 0
         require(
             fills_nodes,
-            f"ep_size ({self.ep_size}) must be smaller than ranks_per_node ({self.ranks_per_node}) or a multiple of "
-            "it: an EP group lies in one node or fills whole nodes.",
+            f"ep_size ({self.ep_size}) must be at most ranks_per_node ({self.ranks_per_node}) or a multiple of "
+            "ranks_per_node, because an EP group must fit into one node or fill whole nodes.",
         )
         require(
             self.num_ranks % self.slices_per_dp_rank == 0,

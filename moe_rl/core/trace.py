@@ -194,8 +194,8 @@ class RoutingTrace(SequenceColumns):
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            "all sequences must have shape [tokens, layers, top-k], with the same numbers of layers and "
-            f"top-k, but the shapes without tokens are {sorted(shapes)}.",
+            "all sequences must have shape [tokens, layers, top-k] and the same layers and top-k, but their shapes "
+            f"after the token axis are {sorted(shapes)}.",
         )
         for index, ids in enumerate(sequences):
             require_token_axis_first(np.shape(ids), what=f"the routes of sequence {index}")

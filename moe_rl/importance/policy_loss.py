@@ -224,7 +224,7 @@ def _usable(
         # As a negation: NaN compares false and is caught too.
         unusable["rollout_is_weights is negative or not finite"] = ~((weights >= 0) & (weights < math.inf))
     if gamma is not None:
-        unusable["router_shift_ratio leaves [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
+        unusable["router_shift_ratio is outside [0, 1]"] = ~((gamma >= 0) & (gamma <= 1.0 + _GAMMA_ROUNDING))
     finite_tensors = {**log_probs, "advantages": inputs.advantages}
     return usable_tokens(inputs.response_mask, finite_tensors, non_finite, agree, unusable=unusable)
 

@@ -60,7 +60,7 @@ def parse_rs_thresholds(options: tuple[str, ...], threshold: Threshold | None) -
     parts = [part.strip() for part in str(threshold).split(",") if part.strip()]
     require(
         len(parts) in (1, len(options)),
-        f"rollout_rs_threshold must give one value or {len(options)}, got {threshold!r}.",
+        f"rollout_rs_threshold must give one value, or one for each of the {len(options)} options, got {threshold!r}.",
     )
     if len(parts) == 1:
         parts = parts * len(options)
@@ -79,7 +79,7 @@ def _band(name: str, threshold: str) -> Band:
             "(a single value v means 1/v to v).",
         )
         return Band(lower=math.log(low), upper=math.log(upper))
-    require(lower is None, f"rollout_rs_threshold of {name} is a single upper bound, got {threshold!r}.")
+    require(lower is None, f"rollout_rs_threshold of {name} must be a single upper bound, got {threshold!r}.")
     return Band(lower=-math.inf, upper=upper)
 
 
@@ -136,8 +136,9 @@ class RolloutCorrectionConfig(Options):
         if self.rollout_is_lower_bound is not None:
             require(
                 lower is None and self.rollout_is_lower_bound <= upper,
-                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is one "
-                f"larger number, got {self.rollout_is_threshold!r}. (A band already sets lower weights to 0.)",
+                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is a single "
+                f"number and at least as large, got {self.rollout_is_threshold!r}. (A band already sets lower weights "
+                "to 0.)",
             )
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)

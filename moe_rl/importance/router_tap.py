@@ -106,7 +106,7 @@ class UpdatePass:
         has_key = keys.reshape(-1).to(sums.device) >= 0
         router_shift = shift_of(sums * has_key, self._layers, floor=floor, noise=noise, floored=self._floored)
         lost = torch.stack([(has_key & (sums[1] == 0)).sum(), has_key.sum()])
-        unusable = {"the old pass or this one has no route": lost}
+        unusable = {"the old pass or this pass has no route": lost}
         if self.store.mistaken is not None:
             unusable["tap.rows has keys of other tokens"] = self.store.mistaken
         say_losses(unusable, consequence="their gamma is 1, or another token's")
@@ -353,7 +353,9 @@ class RouterTap:
             )
         elif places:
             names = ", ".join(self._places[place] for place in sorted(places))
-            text = f"the tap did not see these routers run in a forward pass: {names}. gamma covers only the others."
+            text = (
+                f"the tap did not see these routers run in a forward pass: {names}. gamma covers only the other routers."
+            )
             warnings.warn(f"{text} {_COMPILED_BEFORE}", stacklevel=2)
 
     def _keys_for(self, router: int, logits: Tensor) -> Tensor:
@@ -396,8 +398,8 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 _NO_ROWS = (
-    "a router ran, but tap.rows does not say which tokens its rows are: set it before every forward of the pass, and "
-    "run other forwards, such as a reference model's, outside of it."
+    "a router ran, but tap.rows does not say which tokens the router read. Set tap.rows before every forward pass, and "
+    "run other forward passes, such as those of a reference model, outside the tap's `with` block."
 )
 _COMPILED_BEFORE = (
     "A model that was compiled before the pass does not call the tap: compile the model inside the first pass, or set "

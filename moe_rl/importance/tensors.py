@@ -157,7 +157,7 @@ def say_losses(lost: Mapping[str, Tensor], *, consequence: str = LEFT_OUT) -> No
 def _warn_of_losses(sentences: tuple[str, ...], counts: Tensor) -> None:
     for sentence, (lost, valid) in zip(sentences, counts.tolist(), strict=True):
         if _too_many(lost, valid):
-            warnings.warn(f"{sentence} Call as_floats on the metrics to get their number.", stacklevel=3)
+            warnings.warn(f"{sentence} Call as_floats on the metrics to get the number of these tokens.", stacklevel=3)
 
 
 def _too_many(lost: float, valid: float) -> bool:
@@ -168,7 +168,7 @@ def _too_many(lost: float, valid: float) -> bool:
 def not_log_probs(values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return what is wrong with log-probabilities -> True where it is: values above 0, probabilities as a rule."""
     return {
-        f"{name} is above 0, which no log-probability is,": tensor.detach() > LARGEST_LOG_PROB
+        f"{name} is above 0 (impossible for a log-probability)": tensor.detach() > LARGEST_LOG_PROB
         for name, tensor in values.items()
         if tensor is not None
     }

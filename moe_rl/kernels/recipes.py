@@ -144,7 +144,7 @@ class WeightComparison:
             return f"all {self.num_codes} codes and {self.num_scales} scales are bit-identical"
         return (
             f"{self.different_codes} of {self.num_codes} codes and {self.different_scales} of {self.num_scales} "
-            f"scales differ; values by at most {self.largest_difference:.3g} of the largest weight"
+            f"scales differ; values differ by at most {self.largest_difference:.3g} of the largest weight"
         )
 
 

@@ -136,8 +136,8 @@ def calibrate(
     unseen = [name for name in constants if name not in seen]
     require(
         not unseen,
-        f"the measurements do not depend on {', '.join(unseen)}: add measurements that depend on it, or do not "
-        "calibrate it.",
+        f"the measurements do not depend on {', '.join(unseen)}: add measurements that depend on them, or do not "
+        "calibrate them.",
     )
     moving = tuple(constants) or tuple(seen)
     require(len(moving) > 0, "the measurements do not depend on any constant.")
@@ -230,7 +230,7 @@ class _Fit:
         far = np.array(names)[np.abs(fit.component.logs) > np.log(LARGEST_FACTOR)]
         require(
             len(far) == 0,
-            f"the fit changes {', '.join(far)} by more than a factor of {LARGEST_FACTOR:.0f} from its starting "
+            f"the fit changes {', '.join(far)} by more than a factor of {LARGEST_FACTOR:.0f} from the starting "
             "value: check the units of the measurements.",
         )
         return fit

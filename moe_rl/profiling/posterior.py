@@ -206,7 +206,7 @@ class Posterior:
             weight = ""
         return (
             f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
-            f"{'; moved most: ' if factors else ', as shipped'}{', '.join(factors)}."
+            f"{'; largest changes: ' if factors else ', as shipped'}{', '.join(factors)}."
         )
 
 

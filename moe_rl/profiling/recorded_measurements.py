@@ -55,14 +55,14 @@ def derive_measurements(
     )
     remarks = [NO_HOST_TIME]
     if len(per_rank) < shape.ep_size:
-        remarks.append(f"expert_gemm rows are the mean of {len(per_rank)} of {shape.ep_size} ranks.")
+        remarks.append(f"expert_gemm rows are means over {len(per_rank)} of the {shape.ep_size} EP ranks.")
     rows = []
     for phase in PHASES:
         seconds = _expert_call_seconds(per_rank, phase)
         if seconds:
             rows.append(_row(shape, "expert_gemm", phase, seconds))
         else:
-            remarks.append(f"no expert_gemm rows of {phase}: no expert work lies in a moe_rl range of that phase.")
+            remarks.append(f"no expert_gemm rows for {phase}: no moe_rl range of this phase contains expert work.")
     refusal = _why_no_transfers(len(per_rank), waiting, shape)
     if waiting is None or refusal:
         measured = {}
@@ -73,7 +73,7 @@ def derive_measurements(
         if transfers:
             rows.append(_row(shape, "all_to_all", phase, transfers))
         else:
-            remarks.append(f"no all_to_all rows of {phase}: no all-to-all lies in a moe_rl range of that phase.")
+            remarks.append(f"no all_to_all rows for {phase}: no moe_rl range of this phase contains an all-to-all.")
     return DerivedMeasurements(rows=tuple(rows), remarks=(*remarks, *([refusal] if refusal else [])))
 
 
@@ -81,14 +81,14 @@ def _why_no_transfers(num_recordings: int, waiting: WaitSplit | None, shape: Rec
     if num_recordings != shape.ep_size:
         return f"no all_to_all rows: {num_recordings} of {shape.ep_size} ranks were recorded, so waiting is not known."
     if shape.model.num_expert_groups > 1:
-        return f"no all_to_all rows: the router of {shape.model.name} is limited to groups, calibration knows none."
+        return f"no all_to_all rows: calibration does not support the expert groups of {shape.model.name}."
     if waiting is None:
-        return "no all_to_all rows: waiting cannot be told from transfer."
+        return "no all_to_all rows: waiting cannot be separated from transfer."
     imbalance = waiting.expert_imbalance
     if imbalance is not None and imbalance > BALANCED_WITHIN:
         return (
-            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean, calibration takes "
-            "routing as uniform (record with --moe-router-force-load-balancing)."
+            f"no all_to_all rows: the busiest rank's experts took {imbalance:.2f} times the mean, but calibration "
+            "assumes uniform routing (record with --moe-router-force-load-balancing)."
         )
     return ""
 

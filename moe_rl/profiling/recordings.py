@@ -44,7 +44,7 @@ def read_recordings(
             progress(f"reading {path.name}", position, len(paths))
         # Files in the order of the ranks need no rank inside.
         run = read_recording(path, unless_recorded=position)
-        require(run.rank not in runs, f"{path} and {file_of.get(run.rank)} both hold rank {run.rank}.")
+        require(run.rank not in runs, f"{path} and {file_of.get(run.rank)} both contain rank {run.rank}.")
         runs[run.rank], file_of[run.rank] = run, path
     require(len(runs) > 0, "no recordings were given.")
     devices = {run.device for run in runs.values()}

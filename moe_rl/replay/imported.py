@@ -115,7 +115,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
     require(survey.num_routed > 0, f"{path} is empty: no token has a recorded route.")
     require(
         survey.highest_id < MAX_EXPERTS,
-        f"{path} has expert id {survey.highest_id}, which is too high for any known model.",
+        f"{path} has expert id {survey.highest_id}, but expert ids must be 0 to {MAX_EXPERTS - 1}.",
     )
     num_experts = options.num_experts
     inferred: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ class _Survey:
         require(
             (self.layer_ids, self.top_k) == (layer_ids, top_k),
             f"{where} has {len(layer_ids)} layers and top-{top_k}, but earlier sequences of the file have "
-            f"{len(self.layer_ids)} and top-{self.top_k}.{hint if swapped else ''}",
+            f"{len(self.layer_ids)} layers and top-{self.top_k}.{hint if swapped else ''}",
         )
         ids, valid = select_rows(record, options, where)
         routed = ids[valid]
@@ -246,7 +246,7 @@ class _Survey:
         if self._stuck:
             logger.warning(
                 "%s: in %d of %d sequences (the first is sequence %d), at least %d consecutive tokens have the "
-                "same routes in all layers. A router never produces this, so run moe-rl replay check.",
+                "same routes in all layers. A router never produces this, so run `moe-rl replay check`.",
                 path,
                 len(self._stuck),
                 self.num_sequences,
@@ -261,7 +261,7 @@ class _Survey:
         if count > REPEATED_ROW_SHARE * counted:
             logger.warning(
                 "%s: %d %% of the tokens have the same expert ids %s in the first MoE layer. Some rollout engines "
-                "return routes of their profiling run. Expert loads of such a trace are wrong.",
+                "return the routes of their profiling run by mistake. Expert loads from such a trace are wrong.",
                 path,
                 round(100 * count / counted),
                 np.frombuffer(row, np.int32).tolist(),

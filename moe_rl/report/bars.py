@@ -126,7 +126,7 @@ def excess_bars(predictions: Sequence[StepPrediction], bounds: Mapping[str, Load
         bars.append(Bar(name=prediction.policy, parts=in_units(excess, 0.01), end=end))
     drawing = stacked(
         bars,
-        label="Load of the busiest rank above the mean, split by what keeps it there",
+        label="Load of the busiest rank above the mean, split by cause",
         axis="load of the busiest rank above the mean",
         unit="%",
     )

@@ -19,7 +19,7 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     gain = f"{best} is {min(gains):.2f}x to {max(gains):.2f}x as fast as static."
     if not flips:
         return (f"The ranking of the policies holds with every constant {OFF} lower or higher; {gain}",)
-    return (f"With constants {OFF} off the ranking of the policies flips: {'; '.join(flips)}. Throughout, {gain}",)
+    return (f"With constants {OFF} off, the ranking of the policies changes: {'; '.join(flips)}. In all cases, {gain}",)
 
 
 def ranking_rows(report: ReportData) -> list[dict[str, object]]:

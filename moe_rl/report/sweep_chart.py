@@ -258,7 +258,7 @@ def _title(sweep: SweepData, *, drawn: int) -> list[str]:
     if setting.get("scaled"):
         simulated = "Simulated from recorded loads, scaled"
     if drawn < len(sweep.points):
-        left_out = [f"at most {drawn} of {len(sweep.points)} points in a row"]
+        left_out = [f"a row shows at most {drawn} of {len(sweep.points)} points"]
     else:
         left_out = []
     return [sweep.what, "; ".join([simulated, *conditions, *left_out])]

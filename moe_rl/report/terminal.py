@@ -148,7 +148,7 @@ def setting_lines(report: ReportData) -> list[str]:
     if report.timed and memory is not None and memory.fits:
         how.append(f"fits: {memory.peak_bytes / GIB:.1f} of {memory.hbm_bytes / GIB:.1f} GiB")
     if report.phi is not None:
-        how.append(f"phi {report.phi:.2f} (share that grows with imbalance)")
+        how.append(f"phi {report.phi:.2f} (share of the step that grows with imbalance)")
     if report.scaled:
         where[-1] += " (scaled)"
     return [printable(", ".join(part)) for part in (what, where, how)]

@@ -329,9 +329,9 @@ class Tuned:
         ]
         if self.num_alike > 1:
             sentences.append(
-                f"{self.num_alike} settings are equally fast within the error: the 80 % interval of their speed "
-                f"relative to the fastest contains 1. Of those within {ALIKE:.0%}, the one with the fewest kinds of "
-                "parallelism comes first."
+                f"{self.num_alike} settings are equally fast within the error of the forecast: the 80 % interval of "
+                f"their speed relative to the fastest setting contains 1. Of the settings within {ALIKE:.0%} of the "
+                "fastest, the one with the fewest kinds of parallelism comes first."
             )
         for ep, row in self.first_of("expert_model_parallel_size").items():
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0

@@ -58,7 +58,7 @@ def _check(
     routes, expected = np.asarray(sequence.routes), sequence.num_tokens - 1
     require(
         routes.ndim == 3 and routes.dtype.kind in "iu",
-        f"the routes must be integers of shape [tokens, layers, top-k], got {routes.shape}.",
+        f"the routes must be integers of shape [tokens, layers, top-k], got {routes.dtype} {list(routes.shape)}.",
     )
     routes = routes.astype(np.int64)
     routes = routes[:expected] if len(routes) == expected + 1 else routes

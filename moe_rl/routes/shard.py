@@ -94,7 +94,7 @@ def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int =
     require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly across {stages} pipeline stages.")
     require(
         0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size,
-        "the pipeline rank or virtual pipeline stage does not exist.",
+        f"pp_rank must be 0 to {pp_size - 1} and vp_stage 0 to {vp_size - 1}, got {pp_rank} and {vp_stage}.",
     )
     first_layer = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
     return range(first_layer, first_layer + num_layers // stages)

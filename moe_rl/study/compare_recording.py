@@ -30,7 +30,7 @@ class PredictedStep:
         micro_batches = {call.micro_batch for call in calls}
         recorded = len(micro_batches - {None})
         if not recorded or predicted is None:
-            return 1.0, ["the recording does not say which micro-batches it contains, so it is taken as whole steps."]
+            return 1.0, ["the recording does not say which micro-batches it contains, so moe_rl assumes whole steps."]
         require(
             recorded <= predicted,
             f"the recording and the prediction are of different steps: the recording has {recorded} micro-batches, "
@@ -162,7 +162,7 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
     sentences = []
     if next(iter(runs.values())).device == "cpu":
         sentences.append(
-            "no GPU work was recorded. All seconds are those of CPU operators, without the operators that they called."
+            "no GPU work was recorded. All times are those of CPU operators, without the operators that they called."
         )
     unlinked = sum(run.unlinked for run in runs.values())
     if unlinked:
@@ -184,7 +184,7 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
     if outside_s > 0:
         sentences.append(
             f"{outside_s:.3g} s of all-to-all kernels are outside every range of moe_rl. Their names do not show "
-            "whether they dispatch, combine or pass pipeline activations, so they count as other."
+            "whether they dispatch, combine or pass pipeline activations, so they count as `other`."
         )
     return sentences
 
@@ -192,10 +192,10 @@ def _notes(runs: dict[int, ProfiledRun], work: Sequence[Sequence[AttributedWork]
 def _compared_notes(waiting: WaitSplit | None, *, ranks: int) -> list[str]:
     if waiting is not None:
         return [
-            "measured values: the all-to-all is without waiting, and the experts' time is that of the slowest rank in "
-            "every call."
+            "measured values: the all-to-all time excludes waiting, and the experts' time in every call is that of the "
+            "slowest rank."
         ]
-    whose = "of the rank that spends least time in it,"
+    whose = "that of the rank that spends the least time in all-to-alls"
     if ranks == 1:
-        whose = "this rank's"
-    return [f"measured values: the all-to-all is {whose} and includes waiting, so it may exceed the prediction."]
+        whose = "that of this rank"
+    return [f"measured values: the all-to-all time is {whose}. It includes waiting, so it may exceed the prediction."]

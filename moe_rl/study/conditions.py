@@ -157,12 +157,13 @@ def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str
         exact = name == MoonEpPlanner.name or over_engine
         if exact and plan.replicas.copies and problem.objective.in_seconds:
             tokens = break_even_tokens(plan, replace(problem, layout=plan.layout, load=loads[name]))
-            at = "for none of the sizes tried"
+            outcome = "at every size tried, replicas cost at least as much time as they save"
             if tokens is not None:
-                at = f"from {format_count(round(tokens))} tokens per rank on"
+                size = format_count(round(tokens))
+                outcome = f"with at least {size} tokens per rank, replicas save more time than they cost"
             sentences.append(
-                f"{name}: replicas save more time than they cost {at}, if loads are distributed as in this step "
-                "(sizes are those of micro-batches under static placement)."
+                f"{name}: {outcome}, if loads are distributed as in this step (sizes are those of micro-batches under "
+                "static placement)."
             )
     return sentences
 

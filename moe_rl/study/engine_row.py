@@ -46,8 +46,8 @@ def remaining_levers(scenario: Scenario, name: str, plan: Plan) -> str:
     else:
         packing = "packs the sequences"
     return (
-        f"{name} is what remains above {scenario.engine}, which balances every node at dispatch: it {packing}, moves "
-        f"{num_moved:,} homes to other nodes and keeps {residents:,} resident copies."
+        f"{scenario.engine} balances every node at dispatch. {name} adds what the engine does not do: it {packing}, "
+        f"moves {num_moved:,} homes to other nodes and keeps {residents:,} resident copies."
     )
 
 

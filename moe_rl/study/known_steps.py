@@ -176,10 +176,10 @@ def surprises(posterior: Posterior) -> list[str]:
     sentences = []
     for name, residual in component.left.items():
         if abs(residual) > SURPRISING * unexplained:
-            times = f"{np.exp(abs(residual)):.2f} times {'longer' if residual > 0 else 'shorter'}"
+            times = f"{np.exp(residual):.2f} times the predicted time"
             sentences.append(
-                f"known step {name}: even with all constants changed within their spreads, it took {times} than "
-                "predicted. Check its model, batch and fabric."
+                f"known step {name}: even with all constants changed within their spreads, it took {times}. "
+                "Check its model, batch and fabric."
             )
     return sentences
 
@@ -387,10 +387,10 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
         raise InvalidInputError(
             f"no step can be so short, because its GEMMs alone take {least:.3g} s at twice the BF16 rate."
         )
-    times = f"{np.exp(abs(nearest)):.0f} times as {'long' if nearest > 0 else 'short'} as"
+    times = f"{np.exp(nearest):.0f} times" if nearest > 0 else f"1/{np.exp(-nearest):.0f} of"
     raise InvalidInputError(
-        f"it is {times} the prediction of {forecast:.3g} s, so it probably belongs to another model, batch, number "
-        "of GPUs or part of the step."
+        f"it is {times} the predicted {forecast:.3g} s, so it was probably measured with another model, batch or "
+        "number of GPUs, or on another part of the step."
     )
 
 

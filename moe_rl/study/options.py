@@ -85,7 +85,7 @@ class SimulationOptions(ShownOptions):
         require(
             memory.exp_avg_dtype == memory.exp_avg_sq_dtype,
             f"--exp-avg-dtype {memory.exp_avg_dtype} and --exp-avg-sq-dtype {memory.exp_avg_sq_dtype} must be the "
-            "same, because the memory of both moments is predicted alike.",
+            "same, because the memory prediction uses one data type for both moments.",
         )
         require(
             memory.recompute_granularity == "selective" or not self.states("recompute_modules"),

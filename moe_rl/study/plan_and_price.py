@@ -226,7 +226,7 @@ def _sequences_wanted(scenario: Scenario, speedups: tuple[float, ...]) -> list[s
     num_recorded = len(lengths_of(tuple(scenario.source.parts(scenario.batch.step))))
     return [
         f"with {num_recorded:,} recorded sequences, the speed-up may be up to {above:.1%} higher. About "
-        f"{num_recorded * (above / PRECISE) ** 2:,.0f} sequences would reduce this to {PRECISE:.0%}."
+        f"{num_recorded * (above / PRECISE) ** 2:,.0f} sequences would reduce this uncertainty to {PRECISE:.0%}."
     ]
 
 

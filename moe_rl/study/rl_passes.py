@@ -186,7 +186,9 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
         value, flag = options.value_of(name), SHOWN[name].flags[0]
         # `--json out.json` makes out.json the trace, since --json takes no value here: name what was taken for one.
-        instead = f"with one, give --gpus {value}" if name == "train_gpus" else f"leave it or the trace ({trace}) out"
+        instead = (
+            f"with a trace, give --gpus {value}" if name == "train_gpus" else f"leave out {flag} or the trace ({trace})"
+        )
         require(value is None, f"{flag} {value} only applies without a trace: {instead}.")
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
@@ -381,7 +383,7 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     if of_lengths:
         sentences.append(
             f"there is no trace: with static placement, the busiest rank gets {options.trainer.imbalance:g} times "
-            "the mean number of token-expert pairs (--imbalance). forced_balance is the most that balancing alone "
+            "the mean number of token-expert pairs (--imbalance). forced_balance shows the most that balancing "
             "can gain."
         )
     if options.rollout.rollout_tokens_per_s is None:

@@ -184,7 +184,8 @@ def state_scenario(
     layers = model.spec.num_layers
     require(
         chunks <= layers,
-        f"{chunks} pipeline stages and model chunks are more than the {layers} layers of model {model.spec.name!r}.",
+        f"{chunks} model chunks (pipeline stages x virtual stages) are more than the {layers} layers of model "
+        f"{model.spec.name!r}.",
     )
     step = source.steps[-1] if options.sequences.step is None else options.sequences.step
     recorded_parts = tuple(source.parts(step))

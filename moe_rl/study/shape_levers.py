@@ -225,5 +225,7 @@ def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:
 def require_routes(trace: object) -> RoutingTrace:
     """Return the trace; raise where it holds counts alone."""
     if not isinstance(trace, RoutingTrace):
-        raise InvalidInputError("the trace contains only counts, but this command needs the routes of single tokens.")
+        raise InvalidInputError(
+            "the trace contains only counts, but this command needs the routes of individual tokens."
+        )
     return trace

@@ -106,7 +106,7 @@ def routes_of_step(source: TraceSource, step: int | None = None) -> RoutingTrace
     """Return the routes of a step of a trace, by default the first; raise where it holds counts alone."""
     routes = concatenate(tuple(source.parts(source.steps[0] if step is None else step)))
     if not isinstance(routes, RoutingTrace):
-        raise InvalidInputError(f"{source.path} contains only counts, but the routes of single tokens are needed.")
+        raise InvalidInputError(f"{source.path} contains only counts, but the routes of individual tokens are needed.")
     return routes
 
 

@@ -148,7 +148,7 @@ def test_the_command_says_it_and_refuses_what_is_no_log(tmp_path: Path) -> None:
     told = json.loads(moe_rl("advise", str(log), "--json", "-").out)
     assert [each["value"] for each in told["advice"]] == [0.004]
     assert told["in_danger"] is None, "two steps of one name"
-    assert "Not judged whether the run is in danger: signs of two kinds must agree" in result.out
+    assert "Cannot judge whether the run is in danger: signs of two kinds must agree" in result.out
     assert "actor/ppo_kl" in told["not_judged"]["policy-moved"]
     assert "not judged: policy-moved: none of the metrics actor/ppo_kl, train/ppo_kl" in result.out
     log.write_text('{"loss": 1.0}\n')

@@ -255,7 +255,7 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
         ({"advantages": torch.full((2, 2), math.inf)}, r"advantages is not finite at 4 valid"),
         ({"response_mask": torch.full((2, 2), 0.5)}, r"response_mask holds values other than 0 and 1 at 4 valid"),
         ({"rollout_is_weights": -torch.ones(2, 2)}, r"rollout_is_weights is negative or not finite at 4 valid"),
-        ({"router_shift_ratio": torch.full((2, 2), 1.5)}, r"router_shift_ratio leaves \[0, 1\] at 4 valid"),
+        ({"router_shift_ratio": torch.full((2, 2), 1.5)}, r"router_shift_ratio is outside \[0, 1\] at 4 valid"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             policy_loss(small(**changes), non_finite="raise")

@@ -302,7 +302,7 @@ def test_misuse_is_refused_with_a_sentence() -> None:
     routers = nn.ModuleList([ExampleTopKRouter()])
     tap, hidden = RouterTap(routers), torch.randn(5, 16)
     with torch.no_grad(), tap.old_pass(4):
-        with pytest.raises(InvalidInputError, match=r"tap.rows does not say which tokens its rows are"):
+        with pytest.raises(InvalidInputError, match=r"tap.rows does not say which tokens the router read"):
             routers[0](hidden)
         tap.rows = torch.arange(4)
         with pytest.raises(InvalidInputError, match=r"a router ran on 5 rows, but tap.rows has 4 keys"):
@@ -317,7 +317,7 @@ def test_misuse_is_refused_with_a_sentence() -> None:
     assert shift.ratio[4] == 1.0
     assert as_floats(update.finish(torch.arange(4)).metrics)["router_corr/gamma_mean"] == 1.0
     many = update.finish(torch.tensor([0, 4, 5]))  # the old pass saw neither 4 nor 5
-    with pytest.raises(InvalidInputError, match=r"the old pass or this one has no route at 2 of 3"):
+    with pytest.raises(InvalidInputError, match=r"the old pass or this pass has no route at 2 of 3"):
         as_floats(many.metrics)
 
 

@@ -177,7 +177,7 @@ def test_an_exact_engine_bounds_ranks_by_their_domain() -> None:
 def test_sizes_that_contradict_are_refused() -> None:
     problem, known = small_problem(7)
     plan = make_planner("static").plan(problem)
-    with pytest.raises(InvalidInputError, match="has fewer tokens in total than tokens with a recorded route"):
+    with pytest.raises(InvalidInputError, match="is less than the number of its tokens with a recorded route"):
         certify(plan, known, known.tokens - 1)
     with pytest.raises(InvalidInputError, match="recorded batch size"):
         certify(plan, replace(known, scaled=True), known.tokens + 1)

@@ -85,7 +85,7 @@ def test_hardware_rates_must_be_positive() -> None:
 
 
 def test_an_ep_group_fills_whole_nodes() -> None:
-    with pytest.raises(InvalidInputError, match="fills whole nodes"):
+    with pytest.raises(InvalidInputError, match="fill whole nodes"):
         ClusterTopology(hardware=hardware(), ep_size=12)
 
 

@@ -53,7 +53,7 @@ def test_memory_across_nodes_and_without_widths(tmp_path: Path) -> None:
     assert megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"].startswith("27 MiB per GPU: 3 slots")
     path = tmp_path / "plain.sh"
     path.write_text(MEGATRON.replace("--hidden-size 1024", "") + "--expert-model-parallel-size 4\n")
-    assert "because the files do not give that of an expert" in sentences(path)["memory"]
+    assert "because the files do not give the size of an expert" in sentences(path)["memory"]
 
 
 def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def with_bad(value: float, tokens: int, of: float = -0.5) -> Tensor:
         ({"old_log_prob": with_bad(-math.inf, 3)}, r"old_log_prob is not finite at 3 of 200 valid tokens \(1.5%\)"),
         ({"response_mask": torch.full((4, 50), 0.5)}, r"response_mask holds values other than 0 and 1 at 200"),
         ({"response_mask": torch.full((4, 50), 2)}, r"response_mask holds values other than 0 and 1 at 200"),
-        ({"router_shift_ratio": with_bad(1.01, 200)}, r"router_shift_ratio leaves \[0, 1\] at 200 of 200"),
+        ({"router_shift_ratio": with_bad(1.01, 200)}, r"router_shift_ratio is outside \[0, 1\] at 200 of 200"),
         ({"rollout_is_weights": with_bad(-1.0, 9, of=1.0)}, r"rollout_is_weights is negative or not finite at 9"),
     ],
 )
@@ -186,7 +186,7 @@ def test_probabilities_are_no_log_probabilities(name: str) -> None:
     mask = torch.ones(2, 8, dtype=torch.bool)
     inputs = PolicyLossInputs(**given, advantages=torch.ones(2, 8), response_mask=mask)
     metrics = policy_loss(inputs).metrics
-    with pytest.raises(InvalidInputError, match=f"{name} is above 0, which no log-probability is, at 16 of 16"):
+    with pytest.raises(InvalidInputError, match=rf"{name} is above 0 \(impossible for a log-probability\) at 16 of 16"):
         as_floats(metrics)
     with pytest.raises(InvalidInputError, match=f"{name} is above 0"):
         policy_loss(inputs, non_finite="raise")
@@ -206,7 +206,7 @@ def test_log_probabilities_that_rounding_lifts_above_zero_are_used() -> None:
         ({"response_mask": torch.full((4, 50), 0.5)}, "response_mask holds values other than 0 and 1"),
         ({"old_log_prob": with_bad(-math.inf, 200)}, "old_log_prob is not finite"),
         ({"rollout_is_weights": with_bad(-1.0, 200, of=1.0)}, "rollout_is_weights is negative or not finite"),
-        ({"router_shift_ratio": with_bad(1.01, 100)}, r"router_shift_ratio leaves \[0, 1\]"),
+        ({"router_shift_ratio": with_bad(1.01, 100)}, r"router_shift_ratio is outside \[0, 1\]"),
     ],
 )
 def test_who_never_logs_is_warned_of_a_loss_of_nothing(changes: dict[str, Tensor], named: str) -> None:

@@ -449,7 +449,10 @@ def test_bypass_mode_refuses_what_it_cannot_have() -> None:
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, "unknown rollout_rs option 'token_k4'. Did you mean"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1.0}, "unknown rollout_rs option 'seq_max_k1'"),
         ({"rollout_rs": "token_k1"}, "needs a rollout_rs_threshold"),
-        ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "must give one value or 2"),
+        (
+            {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
+            "must give one value, or one for each of the 2 options",
+        ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "single upper bound"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "needs 0 < lower <= upper"),
         ({"loss_type": "ppo_clp"}, "unknown loss_type 'ppo_clp'. Did you mean 'ppo_clip'"),

@@ -70,7 +70,7 @@ def test_a_second_micro_batch_without_rows_of_its_own_is_refused(model: nn.Seque
         tap.rows = torch.arange(3)
         model(HIDDEN_STATES[:3])
         assert tap.rows is None
-        with pytest.raises(InvalidInputError, match=r"set it before every forward of the pass"):
+        with pytest.raises(InvalidInputError, match=r"Set tap.rows before every forward pass"):
             model(HIDDEN_STATES[3:])
 
 
@@ -79,7 +79,7 @@ def test_a_reference_forward_inside_the_update_is_refused(model: nn.Sequential) 
     with tap.update_pass(old_store(model, tap)):
         tap.rows = torch.arange(TOKENS)
         model(HIDDEN_STATES)
-        with torch.no_grad(), pytest.raises(InvalidInputError, match=r"such as a reference model's, outside of it"):
+        with torch.no_grad(), pytest.raises(InvalidInputError, match=r"such as those of a reference model, outside"):
             model(HIDDEN_STATES)
 
 

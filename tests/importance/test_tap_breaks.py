@@ -137,7 +137,7 @@ def a_mask_that_leaves_no_token(run: Run) -> None:
 
 
 KNOWN: dict[Callable[[Run], None], str] = {
-    no_rows: "tap.rows does not say which tokens its rows are",
+    no_rows: "tap.rows does not say which tokens the router read",
     fewer_keys_than_rows: "a router ran on 6 rows, but tap.rows has 3 keys",
     num_tokens_too_small: r"tap.rows contains key 5, but old_pass was opened for 4 tokens: use keys 0 \.\. 3",
     a_key_below_minus_one: r"tap.rows contains key -2, but old_pass was opened for 6 tokens",
@@ -146,8 +146,8 @@ KNOWN: dict[Callable[[Run], None], str] = {
     two_tokens_with_one_key: "has key 1 at a token",
     the_store_of_the_step_before: "the keys are those of other tokens or another step, or a key occurs twice",
     the_store_of_another_model: "the store is for a model with 3 routers, but this one has 2",
-    a_second_micro_batch_without_rows: "set it before every forward of the pass",
-    a_reference_model_inside_the_pass: "such as a reference model's, outside of it",
+    a_second_micro_batch_without_rows: "Set tap.rows before every forward pass",
+    a_reference_model_inside_the_pass: "such as those of a reference model, outside",
     a_model_that_was_compiled_before: "none of its routers was seen. A model that was compiled before the pass",
     one_layer_that_was_compiled_before: "layers.1.router, but in this forward pass the tap did not see them run",
     a_copy_of_the_model_runs: "tap.rows was set in this pass, but no router ran",

@@ -156,7 +156,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
         r"bias_factor must be float32 \[4\]",
     ),
     (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias=torch.zeros(2, 15)), r"must be floating \[2, 16\]"),
-    (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias_factor=torch.zeros(4)), "needs a bias"),
+    (lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias_factor=torch.zeros(4)), "`bias_factor` needs `bias`"),
     (
         lambda: grouped_gemm(ROWS, WEIGHTS, offsets(0, 2, 4), bias=torch.zeros(2, 16, dtype=torch.int32)),
         "must be floating",

@@ -306,7 +306,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: ExpertWeights.of_parts([bf16(8, 17)[:, 1:]]), "must be a dense matrix"),
     (lambda: ExpertWeights.of_parts([bf16(257)[1:].view(16, 16)]), "multiple of 16 bytes"),
     (lambda: ExpertWeights.of(quantize(bf16(2, 16, 16), (1, -1))).transposed(), "cannot be transposed"),
-    (lambda: grouped_gemm_wgrad(bf16(4, 16), bf16(5, 16), offsets(0, 4)), "the same tokens"),
+    (lambda: grouped_gemm_wgrad(bf16(4, 16), bf16(5, 16), offsets(0, 4)), "the same number of tokens"),
     (lambda: grouped_gemm_wgrad(bf16(4, 16), bf16(4, 24), offsets(0, 4)), "K must be a multiple of 16"),
     (
         lambda: grouped_gemm_wgrad_into(bf16(4, 16), bf16(4, 16), offsets(0, 4), torch.zeros(2, 16, 16)),

@@ -376,7 +376,7 @@ def test_the_ops_pass_opcheck(device: str, backend: str) -> None:
         (lambda: swiglu(torch.zeros(2, 4, dtype=torch.int32)), r"h must be floating \[M, 2 I\], got torch.int32"),
         (lambda: swiglu(torch.zeros(4, 2).t()), "must have stride 1"),
         (lambda: swiglu(torch.zeros(2, 4), torch.zeros(3)), "probs must be float32"),
-        (lambda: swiglu(torch.zeros(2, 4), bias=torch.zeros(1, 4)), "a bias needs m_offsets"),
+        (lambda: swiglu(torch.zeros(2, 4), bias=torch.zeros(1, 4)), "`bias` needs `m_offsets`"),
         (lambda: swiglu(torch.zeros(2, 4), m_offsets=torch.tensor([0, 2])), "m_offsets must be dense int32"),
         (
             lambda: swiglu(torch.zeros(2, 4), bias=torch.zeros(2, 4), m_offsets=torch.zeros(2, dtype=torch.int32)),

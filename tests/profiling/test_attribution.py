@@ -312,7 +312,7 @@ def test_recordings_are_taken_by_the_rank_they_name_else_by_position(tmp_path: P
     assert list(read_recordings(paths)) == [0, 2]
     (tmp_path / "bare.json").write_text(json.dumps({"traceEvents": chrome_events(1.0, 1.0)}))
     assert list(read_recordings([paths[1], tmp_path / "bare.json"])) == [0, 1]
-    with pytest.raises(InvalidInputError, match=r"0\.json and .*bare\.json both hold rank 0"):
+    with pytest.raises(InvalidInputError, match=r"0\.json and .*bare\.json both contain rank 0"):
         read_recordings([tmp_path / "bare.json", paths[1]])
 
 

@@ -102,7 +102,7 @@ def test_tokens_keep_to_their_best_groups(monkeypatch: pytest.MonkeyPatch, nativ
 def test_groups_that_do_not_share_out_the_experts_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"num_expert_groups \(3\) does not divide num_experts \(16\)"):
         replace(SMALL, num_expert_groups=3)
-    with pytest.raises(InvalidInputError, match=r"leaves each token 2 experts .* leave at least top_k \(4\)"):
+    with pytest.raises(InvalidInputError, match=r"leaves each token 2 experts .* leave at least 4 experts"):
         replace(SMALL, num_expert_groups=8, expert_group_top_k=1)
 
 
@@ -116,5 +116,5 @@ def test_the_command_line_makes_a_trace_like_another(tmp_path: Path) -> None:
     assert moe_rl("trace", "convert", given, counts, "--num-experts", 8, "--counts-only").code == 0
     refused = moe_rl("trace", "synth", "preset_b", tmp_path / "n.moetrace", "--like", counts)
     assert refused.code == 2
-    assert "contains only counts, but the routes of single tokens are needed" in refused.err
+    assert "contains only counts, but the routes of individual tokens are needed" in refused.err
     assert not (tmp_path / "n.moetrace").exists()

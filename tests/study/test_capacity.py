@@ -49,7 +49,7 @@ def test_a_report_says_capacity_and_what_an_engine_leaves_to_foresight(tmp_path:
     notes = "\n".join(report.notes)
     assert "moe-rl, capacity: no rank receives more than" in notes
     assert "Moving experts therefore saves nothing" in notes
-    assert "moonep: replicas save more time than they cost" in notes
+    assert "replicas save more time than they cost, if loads" in notes
 
 
 def planned(trace: TraceLike, **options: Any) -> tuple[Scenario, Plan]:

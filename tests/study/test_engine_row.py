@@ -37,7 +37,7 @@ def test_a_dispatcher_with_an_engine_adds_the_row_and_it_comes_first(path: Path)
         assert rows[0]["moe-rl+hybridep"][figure] == rows[1]["moe-rl"][figure]
     assert report.plans["moe-rl+hybridep"].capacity is not None
     said = "\n".join(report.notes)
-    assert "moe-rl+hybridep is what remains above engine:hybridep" in said
+    assert "engine:hybridep balances every node at dispatch. moe-rl+hybridep adds what the engine does not do" in said
     assert "moe-rl+hybridep, capacity" in said
 
 

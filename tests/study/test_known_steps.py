@@ -68,7 +68,7 @@ def test_plan_takes_a_known_step_and_refuses_what_is_none(tmp_path: Path, trace:
     assert out.exists()
     refused = moe_rl("plan", trace, *own, "--known-step", 1e6 * seconds, "--out", tmp_path / "other.npz")
     assert refused.code == 2
-    assert "times as long as the prediction" in refused.err
+    assert "times the predicted" in refused.err
     assert not (tmp_path / "other.npz").exists()
 
 
@@ -158,7 +158,7 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
     [
         (("--known-step", "nonsense"), "give seconds (41.2), tokens/s/gpu"),
         (("--known-step", "0"), "a step must take more than 0 s"),
-        (("--known-step", "50"), "times as long as the prediction"),
+        (("--known-step", "50"), "times the predicted"),
         (("--known-step", "1e-9"), "no step can be so short, because its GEMMs alone take"),
         (("--known-step", "timing_s/step:41.2"), "is the time of an RL step, but this command predicts only an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),

@@ -27,7 +27,7 @@ def check_bias(
     name: str, bias: torch.Tensor | None, factor: torch.Tensor | None, rows: torch.Tensor, groups: int, columns: int
 ) -> None:
     """Refuse a bias that is not [G, N], or a factor that is not fp32 [M]."""
-    require(factor is None or bias is not None, f"{name}: a bias_factor needs a bias.")
+    require(factor is None or bias is not None, f"{name}: `bias_factor` needs `bias`.")
     require_form(f"{name}: bias", bias, (groups, columns), FLOATING, beside=rows)
     require_form(f"{name}: bias_factor", factor, (rows.shape[0],), (torch.float32,), beside=rows)
 

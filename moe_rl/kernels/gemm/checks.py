@@ -73,7 +73,7 @@ def check_columns(
     axis = 1 if dy_scale is None else 0
     require(
         dy_data.dim() == 2 and x_data.dim() == 2 and dy_data.shape[1 - axis] == x_data.shape[1 - axis],
-        f"{name}: dy and x must have the same tokens, got {tuple(dy_data.shape)} and {tuple(x_data.shape)}.",
+        f"{name}: dy and x must have the same number of tokens, got {tuple(dy_data.shape)} and {tuple(x_data.shape)}.",
     )
     for data, what in ((dy_data, "N"), (x_data, "K")):
         require(

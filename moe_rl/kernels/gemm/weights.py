@@ -56,7 +56,7 @@ class ExpertMatrices:
         require_form(what, self.data, ("G", rows, columns), (self.dtype,))
         require(
             self.data.stride()[1:] == (columns, 1),
-            f"each [N, K] of {what} must be dense, got strides {self.data.stride()}.",
+            f"each [N, K] matrix of {what} must be dense, got strides {self.data.stride()}.",
         )
         require_alignment(self.data, what)
 
@@ -75,7 +75,7 @@ class ExpertWeights(ExpertMatrices):
         rows, columns = self.shape
         require(
             rows > 0 and columns > 0 and rows % ALIGNMENT == 0 and columns % ALIGNMENT == 0,
-            f"expert weights must have N and K that are multiples of {ALIGNMENT}, got N = {rows}, K = {columns}.",
+            f"N and K of expert weights must be multiples of {ALIGNMENT}, got N = {rows}, K = {columns}.",
         )
         if self.dtype == FP8_DTYPE:
             require(
@@ -86,14 +86,15 @@ class ExpertWeights(ExpertMatrices):
         else:
             require(
                 self.dtype in WIDE_DTYPES and self.scale is None and self.block_shape is None,
-                f"expert weights must be {FP8_DTYPE} with scales, or bfloat16 or float32 without, got {self.dtype}.",
+                f"expert weights must be {FP8_DTYPE} (with scales), or bfloat16 or float32 (both without scales), got "
+                f"{self.dtype} {'without' if self.scale is None else 'with'} scales.",
             )
         self.check("expert weights")
         if self.is_table and self.scale is not None:
             require_table(self.scale, "scales of expert weights")
             require(
                 self.scale.shape == self.data.shape,
-                "the table of weights and the table of their scales must have equally many experts.",
+                "the table of weights and the table of scales must have the same number of experts.",
             )
         elif self.scale is not None:
             require_form("scales", self.scale, (self.num_groups, *self.scale_shape), (self.scale_dtype,))

@@ -238,6 +238,6 @@ def _check(
     require_form("swiglu: grad_out", grad_out, (num_rows, columns // 2), (h.dtype,), beside=h)
     if m_offsets is not None:
         check_offsets("swiglu", m_offsets, h.device, num_rows)
-    require(bias is None or m_offsets is not None, "swiglu: a bias needs m_offsets, which give the slot of each row.")
+    require(bias is None or m_offsets is not None, "swiglu: `bias` needs `m_offsets`, which give the slot of each row.")
     slots = 0 if m_offsets is None else m_offsets.numel() - 1
     require_form("swiglu: bias", bias, (slots, columns), FLOATING, beside=h)

@@ -176,7 +176,9 @@ def quantize_weights(
     room for those. All matrices have one dtype.
     """
     require_rounding("quantize_weights", rounding)
-    require(len(weights) == len(into), f"quantize_weights: got {len(weights)} matrices, but memory for {len(into)}.")
+    require(
+        len(weights) == len(into), f"quantize_weights: got {len(weights)} matrices, but output memory for {len(into)}."
+    )
     if not weights:
         return
     sample, transpose = weights[0], into[0].transposed is not None
@@ -186,11 +188,11 @@ def quantize_weights(
         require(weight.is_contiguous(), f"{what} must be dense, got strides {weight.stride()}.")
         require(
             codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,
-            f"{what} is {tuple(weight.shape)}, but its codes are {tuple(codes.plain.data.shape)}.",
+            f"{what} has shape {tuple(weight.shape)}, but its codes have shape {tuple(codes.plain.data.shape)}.",
         )
         require(
             weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0,
-            f"{what} must have sides and an address that are multiples of 16.",
+            f"{what} must have dimensions divisible by 16 and memory that starts at a multiple of 16 bytes.",
         )
     sides = [side for codes in into for side in codes.both]
     _quantize_weights(

@@ -51,7 +51,7 @@ def npz_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
             for member in archive.infolist():
                 require(
                     member.file_size <= MAX_DEFLATE_RATIO * max(1, member.compress_size),
-                    f"{path}: the size of {member.filename} in its header is impossible.",
+                    f"{path}: the zip header gives an impossible size for {member.filename}.",
                 )
                 data = archive.read(member)
                 with located(f"{path}, {member.filename}"):
@@ -171,7 +171,7 @@ def _of_record(value: object, index: int) -> _NamedArray:
     nested = [name for name, item in value.items() if _depth(item) == 3]
     require(
         len(nested) == 1,
-        "exactly one field must contain nested lists [tokens][layers][top-k], but these do: "
+        "exactly one field must contain nested lists [tokens][layers][top-k], but these fields do: "
         f"{', '.join(nested) or 'none'}.",
     )
     groups = [value[name] for name in GROUP_FIELDS if isinstance(value.get(name), int | str)]
@@ -194,7 +194,10 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         routes = _as_ids(values, options, f"{path}: {array.name!r}", first=index == 0)
         valid = None
         if options.prompt_lengths is not None:
-            require(index < len(options.prompt_lengths), f"{path} has more sequences than prompt lengths were given.")
+            require(
+                index < len(options.prompt_lengths),
+                f"{path} has more sequences than prompt lengths ({len(options.prompt_lengths)}).",
+            )
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
             routes = np.concatenate([prompt, routes])

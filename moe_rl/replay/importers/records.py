@@ -51,7 +51,8 @@ class RecordedSequence:
         if self.valid is not None:
             require(
                 self.valid.shape == routes.shape[:1],
-                "the mask of tokens with a route and the routes have different lengths.",
+                f"the mask of tokens with a route has shape {list(self.valid.shape)}, but the routes are those of "
+                f"{len(routes)} tokens.",
             )
         weights = self.combine_weights
         require(
@@ -139,7 +140,7 @@ def require_of_use(path: Path, format: str, options: ImportOptions, reads: tuple
         set_here = getattr(options, item.name) != item.default
         require(
             not set_here or item.name in OF_EVERY_TRACE or item.name in reads,
-            f"{item.name} has no effect on {path}, which is read as {format}: leave it out.",
+            f"{item.name} has no effect on {path}, which is read as {format}: leave {item.name} out.",
         )
 
 

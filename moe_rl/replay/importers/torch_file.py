@@ -186,7 +186,7 @@ def _number_dtype(code: str) -> np.dtype[Any]:
         dtype = np.dtype(code)
     except TypeError as error:
         raise InvalidInputError(f"the dtype {code!r} of an array is unknown") from error
-    require(dtype.kind in "iufb" and dtype.fields is None, f"arrays of {code!r} are not supported")
+    require(dtype.kind in "iufb" and dtype.fields is None, f"arrays of dtype {code!r} are not supported")
     return dtype
 
 

@@ -103,6 +103,9 @@ def test_a_reference_forward_without_the_adapter_belongs_outside_of_the_pass() -
         tap.rows = batch.keys
         model(**batch.arguments)
         shift = update.finish(batch.keys)
-        with model.disable_adapter(), pytest.raises(InvalidInputError, match="such as a reference model's, outside"):
+        with (
+            model.disable_adapter(),
+            pytest.raises(InvalidInputError, match="such as those of a reference model, outside"),
+        ):
             model(**batch.arguments)
     assert as_floats(shift.metrics)["router_corr/gamma_min"] == 1.0
