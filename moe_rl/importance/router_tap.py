@@ -353,9 +353,7 @@ class RouterTap:
             )
         elif places:
             names = ", ".join(self._places[place] for place in sorted(places))
-            text = (
-                f"the tap did not see these routers run in a forward pass: {names}. gamma covers only the other routers."
-            )
+            text = f"the tap did not see these routers in a forward pass: {names}. gamma covers only the other routers."
             warnings.warn(f"{text} {_COMPILED_BEFORE}", stacklevel=2)
 
     def _keys_for(self, router: int, logits: Tensor) -> Tensor:
