@@ -190,10 +190,11 @@ def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, trace: Path
     batch = ("--ep", 4, "--ranks-per-node", 2, "--micro-batch-tokens", 200, "--num-ep-groups", 2, "--cluster", mine)
     sentence = refused(tmp_path, "simulate", trace, *batch, *outputs(tmp_path))
     assert sentence == (
-        "EP 4 x 2 EP groups x PP 1 are 8 ranks and need 4 nodes of 2, but the cluster 'mine' has 3 nodes (num_nodes)."
+        "EP 4 x 2 EP groups x PP 1 are 8 ranks and need 4 nodes of 2 GPUs, but the cluster 'mine' has 3 nodes "
+        "(num_nodes)."
     )
     more = refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 7, "--pipeline-model-parallel-size", 2)
-    assert "PP 2 are 16 ranks and need 8 nodes of 2, but the cluster 'mine' has 7 nodes" in more
+    assert "PP 2 are 16 ranks and need 8 nodes of 2 GPUs, but the cluster 'mine' has 7 nodes" in more
     assert "--num-nodes must be at least 1" in refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 0)
     assert moe_rl("simulate", trace, *batch, "--num-nodes", 4, "--policy", "static").code == 0
 

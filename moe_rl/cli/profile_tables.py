@@ -51,7 +51,7 @@ def _categories(profiled: AttributedStep) -> Table:
     ]
     busy = profiled.busy or []
     spans = [
-        ("communication not hidden", [of_rank.exposed_communication_s for of_rank in busy]),
+        ("exposed communication", [of_rank.exposed_communication_s for of_rank in busy]),
         ("idle", [of_rank.idle_s for of_rank in busy]),
         ("first to last kernel", [of_rank.span_s for of_rank in busy]),
     ]

@@ -235,7 +235,7 @@ class RouterTap:
     def _require_store(self, store: RouterStore) -> None:
         require(
             store.num_routers == len(self),
-            f"the store is for a model with {store.num_routers} routers, but this one has {len(self)}.",
+            f"the store is for a model with {store.num_routers} routers, but this model has {len(self)}.",
         )
 
     @contextmanager
@@ -325,7 +325,7 @@ class RouterTap:
             if places:
                 require(
                     forward is not None and bool(forward.readers),
-                    f"a forward pass ran, but none of its routers was seen. {_COMPILED_BEFORE}",
+                    f"a forward pass ran, but the tap saw none of its routers. {_COMPILED_BEFORE}",
                 )
             if forward is None:
                 raise InvalidInputError(_NO_ROWS)

@@ -60,7 +60,7 @@ FP8_BLOCK = Recipe(
 )
 FP8_BLOCK_POW2 = Recipe(
     name="fp8-block-pow2",
-    summary="the same with powers of two as scales",
+    summary="fp8-block with powers of two as scales",
     weight_block_shape=(BLOCK, BLOCK),
     rounding="pow2",
 )

@@ -201,12 +201,12 @@ class Posterior:
         moved_knobs = farthest[moves[farthest] >= NUDGE].tolist()
         factors = [f"{knobs[index].name} x{exp(component.logs[index]):.2f}" for index in moved_knobs]
         if len(self.components) > 1:
-            weight = f" ({component.weight:.0%})"
+            weight = f" (probability {component.weight:.0%})"
         else:
             weight = ""
         return (
             f"{count} known step{'s' * (count > 1)}: {component.prior.software.name} software{weight}"
-            f"{'; largest changes: ' if factors else ', as shipped'}{', '.join(factors)}."
+            f"{'; largest changes: ' if factors else ', with constants unchanged'}{', '.join(factors)}."
         )
 
 

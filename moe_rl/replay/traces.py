@@ -232,7 +232,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     interruptions leave `path` as it was.
     """
     path = Path(path)
-    require(path.name not in ("", ".."), f"{path} cannot be the name of a trace.")
+    require(path.name not in ("", ".."), f"{path} cannot be the name of a trace: name a new directory.")
     # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     # Beside the target, hence on its file system: a rename there cannot stop half-way.

@@ -95,7 +95,7 @@ class SweepData:
         low, high = min(figures), max(figures)
         name, where = best.policy, f"best at {describe(best.point.point)}"
         if self.metric == "imbalance":
-            return f"{name} leaves the busiest rank {low:.2f} to {high:.2f} times the mean; {where}"
+            return f"{name} leaves the busiest rank at {low:.2f} to {high:.2f} times the mean load; {where}"
         if f"{low:.2f}" == f"{high:.2f}":
             return f"{name} is {high:.2f}x as fast as static placement at every point"
         return f"{name} is {low:.2f}x to {high:.2f}x as fast as static placement; {where}"

@@ -366,8 +366,8 @@ class Tuned:
             behind = best.fastest / other.fastest - 1.0
             name, more = self.grown_part(best.setting, other.setting)
             sentences.append(
-                f"{other.name} ({other.fastest:,.0f}) takes {behind:.1%} longer: with balanced routing, {name} alone "
-                f"adds {more:.1%}."
+                f"{other.name} ({other.fastest:,.0f} tokens/s/GPU) takes {behind:.1%} longer: with balanced "
+                f"routing, {name} alone adds {more:.1%}."
             )
         return sentences
 

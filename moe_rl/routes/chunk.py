@@ -259,7 +259,7 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     # Sizes are compared with what is there before anything is read by them.
     left = len(data) - position
     head = data[position : position + HEADER.size].tobytes()
-    require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} does not begin like a file of moe_rl routes.")
+    require(head[: len(MAGIC)] == MAGIC[: len(head)], f"{where} does not start with the header of moe_rl routes.")
     require(left >= HEADER.size, f"{where} is truncated: it has only {left} of {HEADER.size} header bytes.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
     newer = version > VERSION or flags & ~HAS_WEIGHTS

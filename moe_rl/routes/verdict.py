@@ -31,7 +31,7 @@ class Verdict:
         thread = ""
         if self.fault in THREADS:
             thread = f" (as in {THREADS[self.fault]})"
-        return f"{self.fault}: from {place} on, {self.share:.0%}{thread}"
+        return f"{self.fault}: first at {place}, {self.share:.0%} affected{thread}"
 
     @classmethod
     def on_rows(

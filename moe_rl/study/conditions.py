@@ -141,7 +141,7 @@ def software_note(scenario: Scenario, result: SimulationResult, simulate: Simula
     other_s, own_s = priced.static.step_time_s, result.static.step_time_s
     return (
         f"software: {name} ({reason}). With --software {other}, static takes {other_s:.3g} s instead of {own_s:.3g} "
-        f"s, and {best} is {gain:.2f}x as fast."
+        f"s, and {best} is {gain:.2f}x as fast as static."
     )
 
 

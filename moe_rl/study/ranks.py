@@ -130,6 +130,6 @@ def _check_nodes(parallel: ParallelOptions, cluster: str, topology: ClusterTopol
     require(
         available is None or needed <= available,
         f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} are {ranks} ranks and need "
-        f"{needed} nodes of {per_node}, but the cluster {topology.hardware.name!r} has {available} nodes "
+        f"{needed} nodes of {per_node} GPUs, but the cluster {topology.hardware.name!r} has {available} nodes "
         "(num_nodes).",
     )

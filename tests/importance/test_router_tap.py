@@ -123,7 +123,7 @@ def test_a_model_whose_layers_were_compiled_before_the_tap_is_refused_at_its_fir
 ) -> None:
     with torch.no_grad():
         compiled_layers(HIDDEN_STATES)  # compiled here, without the tap's hooks
-    with pytest.raises(InvalidInputError, match=r"none of its routers was seen. A model that was compiled before"):
+    with pytest.raises(InvalidInputError, match=r"the tap saw none of its routers. A model that was compiled before"):
         old_store(compiled_layers, RouterTap(compiled_layers))
 
 

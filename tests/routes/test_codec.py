@@ -204,7 +204,7 @@ def test_newer_and_foreign_data_are_told_apart():
     other[8] = 1
     with pytest.raises(InvalidInputError, match="old version 1, which moe_rl no longer reads"):
         read_all(bytes(other))
-    with pytest.raises(InvalidInputError, match="does not begin like a file of moe_rl routes"):
+    with pytest.raises(InvalidInputError, match="does not start with the header of moe_rl routes"):
         read_all(b"\x93NUMPY" + bytes(200))
     with pytest.raises(InvalidInputError, match="truncated"):
         read_all(DATA[:-1])

@@ -172,4 +172,6 @@ def unpermute(
 
 def _check(what: str, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None, row_map: RowMap) -> None:
     require_form(what, rows, (num_rows, "H"), FLOATING, beside=row_map.row_to_token, is_dense=True)
-    require_form(f"{what}, their probs", probs, tuple(row_map.token_k_to_row.shape), (torch.float32,), beside=rows)
+    require_form(
+        f"{what.partition(':')[0]}: probs", probs, tuple(row_map.token_k_to_row.shape), (torch.float32,), beside=rows
+    )
