@@ -111,7 +111,10 @@ def _kernels(suite: str, summary: str) -> None:
         document = _run(selection, device, budget_s)
         _show(document, json_path)
 
-    help_text = f"{summary} Results are checked before they are timed. The command needs a checkout of the repository."
+    help_text = (
+        f"{summary} The result of each kernel is checked before the kernel is timed. The command needs a checkout of "
+        "the repository."
+    )
     app.command(suite, cls=TwoLevelCommand, help=help_text)(worded("bench kernels", time_suite))
 
 

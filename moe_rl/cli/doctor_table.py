@@ -55,7 +55,8 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
         lines.append(f"{reader.title}: {', '.join(run.files)}")
         if reader.verdict_only:
             lines.append(
-                f"only a few traps can be checked for {reader.title} (docs/doctor.md). --attach gives the verdict"
+                f"only a few traps can be checked for {reader.title} (docs/doctor.md). "
+                "--attach shows whether moe_rl can attach"
             )
         if run.num_ignored:
             lines.append(f"{run.num_ignored} settings are not used by any check")

@@ -39,7 +39,9 @@ def profile(
 
     Example: moe-rl profile r0.json.gz r1.json.gz --predicted out.json --policy-name moe-rl
     """
-    require(predicted is None or policy_name is not None, "--predicted needs --policy-name: the policy that ran.")
+    require(
+        predicted is None or policy_name is not None, "--predicted needs --policy-name, the policy of the recorded run."
+    )
     require(predicted is not None or policy_name is None, "--policy-name needs --predicted.")
     check_outputs({"--measurements": measurements, "--json": json_path}, inputs=tuple(traces))
     shape = None

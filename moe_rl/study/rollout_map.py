@@ -198,7 +198,7 @@ class _Rollouts:
         notes = [*self.notes]
         if twins[EPLB]:
             notes.append(
-                f"EPLB puts {twins[EPLB]} replicas on ranks that already have the expert. They are not exported, "
+                f"EPLB puts {twins[EPLB]} replicas on ranks that already have the same expert. They are not exported, "
                 "but EPLB's score counts them as if they helped."
             )
         return RolloutMap(
