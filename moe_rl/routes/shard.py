@@ -92,10 +92,8 @@ def stage_layers(num_layers: int, *, pp_rank: int, pp_size: int, vp_stage: int =
     """Return the layers of a virtual pipeline stage, split evenly as by Megatron: stage v of rank p is v * PP + p."""
     stages = pp_size * vp_size
     require(num_layers % stages == 0, f"{num_layers} layers cannot be split evenly across {stages} pipeline stages.")
-    require(
-        0 <= pp_rank < pp_size and 0 <= vp_stage < vp_size,
-        f"pp_rank must be 0 to {pp_size - 1} and vp_stage 0 to {vp_size - 1}, got {pp_rank} and {vp_stage}.",
-    )
+    require(0 <= pp_rank < pp_size, f"pp_rank must be 0 to {pp_size - 1}, got {pp_rank}.")
+    require(0 <= vp_stage < vp_size, f"vp_stage must be 0 to {vp_size - 1}, got {vp_stage}.")
     first_layer = (vp_stage * pp_size + pp_rank) * (num_layers // stages)
     return range(first_layer, first_layer + num_layers // stages)
 
