@@ -277,7 +277,7 @@ def test_a_router_that_runs_unseen_beside_others_is_said(model: nn.Sequential) -
     store = old_store(model, tap)
     model[1].router._compiled_call_impl = model[1].router.forward
     with pytest.warns(
-        UserWarning, match=r"did not see these routers run in a forward pass: 1.router. gamma covers only the others"
+        UserWarning, match=r"did not see these routers in a forward pass: 1.router. gamma covers only the other routers"
     ):
         old_store(model, tap)
     with tap.update_pass(store), pytest.raises(InvalidInputError, match=r"the old pass read 1.router, but in this"):

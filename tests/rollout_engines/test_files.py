@@ -45,7 +45,11 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
         ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., but has 5"),
         ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "accepts only the key physical_to_logical_map"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "All must have the same number"),
-        ("m.json", {"physical_to_logical_map": [row[:5] for row in GOOD]}, "a multiple of 2 (the number of EP ranks)"),
+        (
+            "m.json",
+            {"physical_to_logical_map": [row[:5] for row in GOOD]},
+            r"a multiple of 2 \(the number of EP ranks\)",
+        ),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 0, 1, 2, 3, 1], ROW]}, "puts expert 0 on rank 0 twice"),
         (
             "m.json",
