@@ -225,7 +225,7 @@ def test_a_fixed_layout_or_unknown_sequences_are_not_repacked_and_the_plan_says_
     unknown = replace(problem, sequence_load=None, sequence_tokens=None)
     for case, reason in (
         (fixed, "the batch layout is fixed"),
-        (unknown, "the expert loads of individual sequences are not known"),
+        (unknown, "the expert loads of single sequences are not known"),
     ):
         plan = MoeRlPlanner(**QUICK).plan(case)
         assert plan.layout is case.layout
