@@ -83,6 +83,12 @@ class LayoutSearch:
             candidates.append(self.pricing.candidate(best_homes, layout, load))
         return candidates
 
+    def ordered_in_nodes(self) -> Candidate:
+        """Return the candidate on this layout whose experts change ranks inside their node alone, over NVLink."""
+        searcher = self.searcher(self.options)
+        state = searcher.reorder(searcher.given(), self.rounds + 1, in_nodes=True)
+        return self.pricing.candidate(state.home, self.pricing.problem.layout, self.pricing.problem.load)
+
     def packed_around_homes(self) -> Candidate:
         """Return the candidate of packing alone: experts stay where they are."""
         searcher = self.searcher(self.options)

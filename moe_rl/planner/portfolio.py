@@ -24,6 +24,9 @@ MOVES_MATTER, DEARER_MOVES = 0.05, (2.0, 4.0)
 charges a move an even share of its link, but the step waits for the busiest rank's: of two plans that move 74 and 56
 experts across nodes the second was 1.5 % faster. Planning then takes two to four times as long, but only of steps as
 short as these: moves were 6 to 15 % of the two of 200 drawn settings that other homes won."""
+MOVES_EAT = 0.25
+"""Share of what the cheapest homes save that their moves must cost for homes inside nodes to be tried, where no copies
+will level the ranks. At EP16 moves ate 43 % of it: 12 experts had crossed nodes. With none the step was .5 % faster."""
 MOST_COUNTS_SEARCHED_AGAIN = 1 << 24
 """Counts of a load (micro-batches x layers x ranks x experts) up to which they are searched again: a plan of so many
 takes 3 CPU s. 94 layers at EP128 with 64 micro-batches would take 50 instead of 12."""
@@ -149,19 +152,25 @@ class Portfolio:
         return replace(min(without_crossing, dealt, key=self.pricing.with_moves), across_save=best.across_save)
 
     def _with_fewer_moves(self, candidates: list[Candidate]) -> Candidate:
-        """Return the cheapest candidate, or a cheaper one whose homes move less, where moves are much of a step.
+        """Return the cheapest candidate, or a cheaper one whose homes move less.
 
-        On its layout, on the given one, and packed anew; `relibra`'s homes, too, which stay near those in force. The
-        first of the candidates moves nothing.
+        Where moves eat much of what they save, experts change ranks inside their node alone. Where they are much of a
+        step, moves are searched as if dearer: on its layout, on the given one, and packed anew; `relibra`'s homes are
+        tried, too, which stay near those in force. The first of the candidates moves nothing.
         """
         unmoved, best = candidates[0], min(candidates, key=self.pricing.with_moves)
         without_moves = min(candidates, key=lambda candidate: candidate.price)
-        is_small = self.pricing.problem.load.pairs.size <= MOST_COUNTS_SEARCHED_AGAIN
-        may_gain = self.search.options.reorders and self.search.outlook is None and is_small
-        if not may_gain or self.pricing.moves_s(without_moves) < MOVES_MATTER * without_moves.price:
+        if not self.search.options.reorders or self.search.outlook is not None:
             return best
+        moves_s, saved_s = self.pricing.moves_s(without_moves), unmoved.price - without_moves.price
+        candidates = [best]
+        if self._may_order_in_nodes() and moves_s > MOVES_EAT * saved_s:
+            candidates.append(self.search.ordered_in_nodes())
+        is_small = self.pricing.problem.load.pairs.size <= MOST_COUNTS_SEARCHED_AGAIN
+        if not is_small or moves_s < MOVES_MATTER * without_moves.price:
+            return min(candidates, key=self.pricing.with_moves)
         homes = RelibraPlanner().homes(self.pricing.problem).astype(np.int32)
-        candidates = [best, self.pricing.candidate(homes, self.pricing.problem.layout, self.pricing.problem.load)]
+        candidates.append(self.pricing.candidate(homes, self.pricing.problem.layout, self.pricing.problem.load))
         if best.layout is not self.pricing.problem.layout:
             candidates.append(self.pricing.candidate(homes, best.layout, best.load))
         for price in DEARER_MOVES:
@@ -172,6 +181,11 @@ class Portfolio:
                 candidates += unpacked_search.candidates(unmoved)
                 candidates += unpacked_search.on(best.layout).candidates(unmoved)
         return min(candidates, key=self.pricing.with_moves)
+
+    def _may_order_in_nodes(self) -> bool:
+        """Return whether experts can change ranks inside one of several nodes, and no copies level these anyway."""
+        topology, num_experts = self.pricing.problem.topology, self.pricing.problem.load.num_experts
+        return self.search.options.by_rank and topology.num_nodes > 1 and num_experts > topology.ep_size
 
     def _layouts_to_try(self, search: LayoutSearch, cost: MicroBatchCost) -> list[BatchLayout]:
         """Return the near layout that is cheapest with the homes that suit the given one, and those of drivers.

@@ -45,6 +45,22 @@ def test_homes_that_hardly_move_stay_in_the_race_where_moves_are_dear() -> None:
 
 
 @needs_core
+@pytest.mark.lengthy
+def test_where_moves_eat_much_of_what_they_save_homes_inside_nodes_stay_in_the_race() -> None:
+    """Hot searches moved 12 experts across nodes; homes that cross none were faster, and `relibra` won by .4 %."""
+    options = {
+        "expert_model_parallel_size": 16,
+        "cluster": "h100",
+        "moe_token_dispatcher_type": "alltoall",
+        "replica_slots": 0,
+        "seed": 2,
+    }
+    setting = DrawnSetting(routes="128 experts", long_tailed=False, tokens=2048, options=options)
+    verdict = judged(setting, rivals=["static", "relibra"])
+    assert verdict.lost <= TOLERANCE, verdict
+
+
+@needs_core
 @pytest.mark.slow
 def test_no_policy_beats_it_on_todays_settings() -> None:
     verdicts = [judged(setting) for setting in drawn_settings(TODAY, 60)]
