@@ -60,7 +60,7 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
     ("arguments", "message"),
     [
         (("--tokens-per-rank", 4096), "an RL step cannot use --batch scaled (implied by --tokens-per-rank"),
-        (("--objective", "imbalance"), "an RL step is a time"),
+        (("--objective", "imbalance"), "an RL step is computed from times"),
         (("--staleness", 1), "set rollout_gpus"),
         (("--log-prob-passes", 1), "an RL step has its own passes"),
         (("--plot", "a.png"), "must end in .html"),

@@ -80,7 +80,7 @@ def test_some_steps_of_a_trace_can_be_taken_and_its_routes_alone(tmp_path: Path)
         assert np.array_equal(part.load(step).routed_experts, whole.load(step).routed_experts)
         assert np.array_equal(part.load(step).group_id, whole.load(step).group_id)
     for wrong, sentence in (
-        ("7", "does not have step 7. Its steps are 0 to 4"),
+        ("7", "does not have step 7: it has steps 0 to 4"),
         ("1,x", "whole numbers"),
         ("", "whole numbers"),
     ):

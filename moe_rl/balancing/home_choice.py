@@ -200,8 +200,8 @@ class HomeChoice(Generic[Tables]):
     def _warn_of_gradients(self) -> None:
         if not self._warned_of_gradients and dist.get_rank() == 0:
             logger.warning(
-                "moe_rl: experts cannot move to other ranks now, because gradients of an earlier call still wait "
-                "for the optimizer step. The experts move at the start of the next pass without such gradients."
+                "moe_rl: experts cannot move to other ranks now, because gradients of an earlier pass still wait "
+                "for the optimizer step. The experts move at the start of the first pass that finds no such gradients."
             )
         self._warned_of_gradients = True
 

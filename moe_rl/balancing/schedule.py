@@ -305,7 +305,7 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
     if not policy.slot_limits:
         raise InvalidInputError(
             f"policy {config.policy!r} may put any number of replicas on a rank, but each rank of this run has buffers "
-            f"for only {config.slots.spare}. Use one of {usable_policies}."
+            f"for only {config.slots.spare} replicas. Use one of {usable_policies}."
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(

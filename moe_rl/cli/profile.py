@@ -76,7 +76,8 @@ def profile(
         )
         derived = derive_measurements(profiled.work, profiled.waiting, shape)
         require(
-            len(derived.rows) > 0, f"--measurements: the recording gives no measurement: {' '.join(derived.remarks)}"
+            len(derived.rows) > 0,
+            f"no rows for --measurements can be derived from the recording: {' '.join(derived.remarks)}",
         )
         files[measurements] = measurements_csv(derived.rows).encode()
     document = partial(json_text, _document(profiled, prediction))

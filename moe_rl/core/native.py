@@ -32,8 +32,8 @@ def _load() -> tuple[ModuleType | None, str]:
 def _say_once(reason: str) -> None:
     logger.warning(
         "the C++ core is not available (%s). Without it, routes are counted and sampled more slowly, traffic "
-        "between nodes is estimated as if each token chose its experts independently, and moe-rl plans come "
-        "from the slower reference planner. To build the core, install a C++20 compiler and reinstall moe_rl.",
+        "between nodes is estimated as if each token chose its experts independently, and the policy "
+        "moe-rl uses the slower reference planner. To build the core, install a C++20 compiler and reinstall moe_rl.",
         reason,
     )
 

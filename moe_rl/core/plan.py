@@ -60,7 +60,7 @@ class ReplicaPlan:
         has_ends = self.offsets.shape == (places + 1,) and self.offsets[[0, -1]].tolist() == [0, count]
         require(
             has_ends,
-            f"replica plan: the offsets must run from 0 to {count} and have {places} intervals, one per EP "
+            f"replica plan: the offsets must start at 0, end at {count} and define {places} ranges, one per EP "
             "group, micro-batch and layer.",
         )
         require(bool((np.diff(self.offsets) >= 0).all()), "replica plan: the offsets must not decrease.")

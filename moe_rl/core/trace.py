@@ -74,7 +74,7 @@ def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence
         layer = moe_layer_ids[int(np.flatnonzero(~captured)[0])]
         raise InvalidInputError(
             f"in MoE layer {layer}, every token is routed to expert 0 only: the rollout engine did not record "
-            "this layer, or it is a dense layer. Record again, or exclude it from the MoE layers "
+            "this layer, or it is a dense layer. Record the routes again, or exclude this layer from the MoE layers "
             "(--first-k-dense, --moe-layer-ids)."
         )
 
@@ -159,7 +159,7 @@ class RoutingTrace(SequenceColumns):
         )
         require(
             len(self.moe_layer_ids) == num_layers,
-            f"moe_layer_ids lists {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers}.",
+            f"moe_layer_ids lists {len(self.moe_layer_ids)} layers, but routed_experts has {num_layers} layers.",
         )
         seqlens = self.cu_seqlens
         has_ends = seqlens.ndim == 1 and len(seqlens) >= 1 and seqlens[[0, -1]].tolist() == [0, num_tokens]
@@ -194,8 +194,8 @@ class RoutingTrace(SequenceColumns):
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            "all sequences must have shape [tokens, layers, top-k] and the same layers and top-k, but their shapes "
-            f"after the token axis are {sorted(shapes)}.",
+            "all sequences must have shape [tokens, layers, top-k] with the same layers and top-k, but their shapes "
+            f"without the token axis are {sorted(shapes)}.",
         )
         for index, ids in enumerate(sequences):
             require_token_axis_first(np.shape(ids), what=f"the routes of sequence {index}")

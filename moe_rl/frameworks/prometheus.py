@@ -29,7 +29,7 @@ def _served(port: int) -> Any:
     except ImportError as error:
         raise InvalidInputError("MOE_RL_PROMETHEUS needs prometheus-client: pip install prometheus-client.") from error
     except OSError as error:
-        raise InvalidInputError(f"metrics cannot be served at port {port}: {error.strerror}.") from error
+        raise InvalidInputError(f"metrics cannot be served on port {port}: {error.strerror}.") from error
     return client
 
 

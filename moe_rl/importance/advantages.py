@@ -241,7 +241,10 @@ def _groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Callabl
 
 
 def _lengths(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    require(lengths.shape == group_ids.shape, f"expected lengths {tuple(group_ids.shape)}, got {tuple(lengths.shape)}.")
+    require(
+        lengths.shape == group_ids.shape,
+        f"lengths must have shape {tuple(group_ids.shape)}, got {tuple(lengths.shape)}.",
+    )
     return lengths.to(torch.float64)
 
 

@@ -92,5 +92,5 @@ def refuse_strange_routers(modules: Sequence[tuple[str, nn.Module]], router_ids:
         if routes and id(module) not in router_ids and not any(id(child) in router_ids for child in module.modules()):
             raise InvalidInputError(
                 f"{name} ({type(module).__name__}) looks like a router, but its class is not supported. "
-                f"Supported are {', '.join(ROUTER_KINDS.names)}; register others in ROUTER_KINDS."
+                f"Supported router kinds: {', '.join(ROUTER_KINDS.names)}. Register others in ROUTER_KINDS."
             )

@@ -120,7 +120,10 @@ def store_router_log_probs(
     )
     require(num_experts >= 1, f"num_experts must be >= 1, got {num_experts}.")
     bits = _code_bits(num_experts, word)
-    require(bits >= _LEAST_BITS, f"{num_experts} experts leave only {bits} bits of a {word} word: use torch.int32.")
+    require(
+        bits >= _LEAST_BITS,
+        f"{num_experts} experts leave only {bits} bits of a {word} word for a log-probability: use torch.int32.",
+    )
     if expert_ids.numel() and expert_ids.device.type == "cpu":  # elsewhere the look would wait for the device
         largest_id = int(expert_ids.max())
         require(largest_id < num_experts, f"expert id {largest_id} is out of range for {num_experts} experts.")

@@ -70,8 +70,8 @@ def attach(
     agreed(
         lambda: require(
             len(set(shared_digests)) == 1,
-            "an adapter that all experts share must be equal on all ranks of an EP group, but the ranks have different "
-            "ones.",
+            "an adapter that all experts share must be equal on all ranks of an EP group, but its weights differ "
+            "between ranks.",
         )
     )
     owners, layers = zip(*chunks_and_layers, strict=True)
@@ -250,13 +250,14 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     )
     require(
         not (_overlaps(layer) and config.slots.cross_node_slots),
-        "cross_node_slots do not work with overlap_moe_expert_parallel_comm, because the slots are filled one "
+        "cross_node_slots does not work with overlap_moe_expert_parallel_comm, because the slots are filled one "
         "layer ahead, while another micro-batch still uses them.",
     )
     dispatcher = type(layer.token_dispatcher)
     require(
         not (config.kernels.placement_bitwise and layer.config.moe_permute_fusion),
-        "placement_bitwise does not work with moe_permute_fusion, because TransformerEngine then makes the row map.",
+        "placement_bitwise does not work with moe_permute_fusion, because TransformerEngine's fused permutation "
+        "creates its own row map.",
     )
     require(
         not config.kernels.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,

@@ -127,9 +127,9 @@ class ResidentCopies:
         owing = sum(layer.owed for layer in self.layers.values())
         require(
             not owing,
-            f"gradients of {owing} layers are lost, because the pass ended before its last micro-batch, in which "
-            "replicas for the whole step return their gradients. Tell begin_pass() the number of micro-batches "
-            "that really run.",
+            f"gradients of {owing} layers are lost: replicas that stay for the whole step return their gradients in "
+            "the last micro-batch of a pass, but the pass ended before it. Pass the actual number of micro-batches "
+            "to begin_pass().",
         )
         self._pushed = self._checksums()
 

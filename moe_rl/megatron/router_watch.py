@@ -140,7 +140,7 @@ def _routing_map(output: Any, num_experts: int) -> torch.Tensor:
         return routing_map
     kinds = [f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part) for part in parts]
     raise InvalidInputError(
-        f"the router watch needs routers that return (probabilities, routing map of bool [tokens, {num_experts}]), "
+        f"the router watch needs routers that return (probabilities, bool routing map [tokens, {num_experts}]), "
         f"but this one returned ({', '.join(kinds)})."
     )
 

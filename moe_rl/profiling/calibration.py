@@ -136,8 +136,8 @@ def calibrate(
     unseen = [name for name in constants if name not in seen]
     require(
         not unseen,
-        f"the measurements do not depend on {', '.join(unseen)}: add measurements that depend on them, or do not "
-        "calibrate them.",
+        f"the measurements do not depend on {', '.join(unseen)}: add measurements that do, or leave these "
+        "constants out.",
     )
     moving = tuple(constants) or tuple(seen)
     require(len(moving) > 0, "the measurements do not depend on any constant.")

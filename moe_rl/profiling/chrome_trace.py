@@ -28,7 +28,7 @@ def read_chrome_trace(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
     else:
         events = document
     if not isinstance(events, list):
-        raise InvalidInputError(f"{path} is not a Chrome trace: it has no list of traceEvents.")
+        raise InvalidInputError(f"{path} is not a Chrome trace: it has no list named traceEvents.")
     all_events, ranges, on_gpu, operators = [], [], [], []
     for fields in events:
         if not isinstance(fields, dict) or fields.get("ph") != "X":
@@ -72,7 +72,7 @@ class _Event:
         start, duration = fields.get("ts"), fields.get("dur", 0)
         if not _is_time(start) or not _is_time(duration):
             raise InvalidInputError(f"{path} is damaged: event {fields.get('name')!r} has no numeric time.")
-        require("name" in fields, f"{path} is damaged: the event at {start} has no name.")
+        require("name" in fields, f"{path} is damaged: the event with ts {start} has no name.")
         arguments = _object(fields, "args")
         correlation = arguments.get("correlation")
         if not isinstance(correlation, int):

@@ -327,7 +327,7 @@ def find_routers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     shapes = {(module.num_experts, module.top_k) for _, _, module in routers}
     require(
         len(shapes) == 1,
-        "all MoE layers must have the same numbers of experts and top-k, but this model has (experts, top-k) = "
+        "all MoE layers must have the same number of experts and the same top-k, but this model has (experts, top-k) = "
         f"{sorted(shapes)}.",
     )
     layers = [layer for layer, _, _ in routers]

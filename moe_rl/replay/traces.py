@@ -73,9 +73,10 @@ class TraceSource(ABC):
         """Raise where the trace lacks one of the steps; None stands for all that it has."""
         # All missing steps in one sentence: the user fixes the command once.
         missing = [str(step) for step in steps if step not in (None, *self.steps)]
-        ends = sorted({min(self.steps), max(self.steps)}) if self.steps else ["none"]
-        steps_text = " to ".join(map(str, ends))
-        require(not missing, f"{self.path} does not have step {', '.join(missing)}. Its steps are {steps_text}.")
+        ends = sorted({min(self.steps), max(self.steps)}) if self.steps else []
+        steps_text = {0: "none", 1: "only step "}.get(len(ends), "steps ") + " to ".join(map(str, ends))
+        step = "steps" if len(missing) > 1 else "step"
+        require(not missing, f"{self.path} does not have {step} {', '.join(missing)}: it has {steps_text}.")
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
         """Write the trace to the directory `path`, every row checked; bad input leaves `path` as it was."""
@@ -169,8 +170,8 @@ def convert_trace(
     path = Path(path)
     require(
         "num_experts" not in source.inferred_fields,
-        f"{source.path} does not give the model's number of experts, and moe_rl does not write its guess of "
-        f"{source.num_experts} into a copy. Set --num-experts, or set --model to a name that `moe-rl models` lists.",
+        f"{source.path} does not give the model's number of experts, and moe_rl does not write a guess "
+        f"({source.num_experts}) into a copy. Set --num-experts, or set --model to a name that `moe-rl models` lists.",
     )
     require(
         counts_only or not source.counts_only,
@@ -178,10 +179,10 @@ def convert_trace(
     )
     # Resolved: a link to the source, or `..` in the path, must not overwrite what is being read.
     source_path, target_path = source.path.resolve(), path.resolve()
-    require(source_path != target_path, f"{path} is the trace that is read: choose another path for the output.")
+    require(source_path != target_path, f"{path} is the input trace: choose another path for the output.")
     require(
         not target_path.is_relative_to(source_path),
-        f"{path} is inside the trace that is read: choose another path for the output.",
+        f"{path} is inside the input trace: choose another path for the output.",
     )
 
     source.require_step(*sorted(set(steps or ())))
@@ -232,7 +233,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     interruptions leave `path` as it was.
     """
     path = Path(path)
-    require(path.name not in ("", ".."), f"{path} cannot be the name of a trace: name a new directory.")
+    require(path.name not in ("", ".."), f"{path} cannot be used for a trace: choose a new directory.")
     # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     # Beside the target, hence on its file system: a rename there cannot stop half-way.

@@ -144,8 +144,8 @@ class TraceWriter:
             columns = optional_columns(trace)
             require(
                 columns == manifest.optional_columns,
-                f"all shards of a trace must have the same optional columns: those of {self.path} have "
-                f"{list(manifest.optional_columns)}, the new one has {list(columns)}.",
+                f"all shards of a trace must have the same optional columns, but the shards of {self.path} have "
+                f"{list(manifest.optional_columns)} and the new shard has {list(columns)}.",
             )
             for name, given in self._given.items():
                 have, got = getattr(manifest, name), getattr(trace, name)

@@ -42,9 +42,7 @@ def read_expert_map(path: Path | str, shape: RunShape) -> tuple[RolloutEngine, E
 
 def _checked(rows: dict[int, list[int]], shape: RunShape) -> ExpertMap:
     widths = {len(row) for row in rows.values()}
-    require(
-        len(widths) == 1, f"the rows have different numbers of slots: {sorted(widths)}. All must have the same number."
-    )
+    require(len(widths) == 1, f"all rows must have the same number of slots, but they have {sorted(widths)}.")
     # `true` is an int to Python, and 3.0 is what a careless script writes.
     is_integral = all(type(expert) is int for row in rows.values() for expert in row)
     require(is_integral, "the rows must contain only whole numbers.")

@@ -106,7 +106,7 @@ def run_on_ray(address: str | None, task: Task, indices: Sequence[int]) -> Gener
                 if isinstance(error.cause, ray.exceptions.RaySystemError):  # before the task began
                     reason = str(error.cause).splitlines()[0]
                     raise InvalidInputError(
-                        f"a Ray worker cannot load the task. moe_rl must be installed on every worker: {reason}"
+                        f"a Ray worker cannot load the task: {reason}. Install moe_rl on every worker."
                     ) from error
                 raise error.cause from error
             except ray.exceptions.WorkerCrashedError as error:

@@ -30,7 +30,7 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
     degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
     require(
         groups >= 1 and rest == 0,
-        f"--gpus {parallel.gpus} is not a multiple of {gpus_of_group}, the GPUs of one EP group ({degrees}).",
+        f"--gpus {parallel.gpus} is not a multiple of {gpus_of_group}, the number of GPUs in one EP group ({degrees}).",
     )
     require(
         parallel.num_ep_groups in (None, groups),

@@ -61,7 +61,7 @@ def open_scenario(
 def _with_measured(scenario: Scenario, measured_scenario: Scenario, progress: Progress) -> Scenario:
     """Return the scenario under the constants that known steps of `measured_scenario`, or of others, show."""
     options = scenario.options
-    options.pricing.require_times("--known-step is a time")
+    options.pricing.require_times("--known-step gives a time")
     progress("pricing known steps", 0, 1)
     plans = make_plans(measured_scenario, ["static"], lambda *_: None)
     simulate, _ = pricing_of(measured_scenario, plans)

@@ -169,7 +169,7 @@ class TrainingPasses:
 
 def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: Progress) -> TrainingPasses:
     """Price the trainer's passes on the step of a trace, or without one on lengths that the options describe."""
-    options.pricing.require_times("an RL step is a time")
+    options.pricing.require_times("an RL step is computed from times")
     check_population(options.memory)
     require(
         not options.passes.forward_only and not options.passes.log_prob_passes,
@@ -194,8 +194,8 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
     require(
         scenario.options.sequences.batch != SCALED,
-        f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens): it scales "
-        "expert loads, but an RL step needs the samples of the trace.",
+        f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens): this batch "
+        "scales expert loads, but an RL step needs the samples of the trace.",
     )
     plans = make_plans(scenario, beside_static(options.planning.policy), progress)
     progress("simulating", 0, 1)

@@ -412,7 +412,7 @@ def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
         require(
             unmet is None,
             f"the time of --policy {name} with --moe-token-dispatcher-type {kernels.moe_token_dispatcher_type} "
-            f"cannot be predicted: {unmet} (python -m benchmarks.validate_model).",
+            f"cannot be predicted: {unmet} (as python -m benchmarks.validate_model shows).",
         )
     for option in planning.policy_option:
         planning.parameters_of(option.partition(".")[0])
@@ -463,8 +463,7 @@ def _with_plannable_defaults(options: SimulationOptions, source: TraceSource, ba
     left_out = _forecasting(options.planning)
     for name in left_out:
         logger.warning(
-            "%s is left out, because it plans from an earlier step, but the trace has only one step of one "
-            "micro-batch.",
+            "%s is left out: it plans from an earlier step, but the trace has only one step of one micro-batch.",
             name,
         )
     return options.with_words(policy=[name for name in options.planning.policy if name not in left_out])

@@ -94,11 +94,9 @@ def tune(
     hardware, costs = posterior.likeliest.constants
     base = replace(options.step_setting(), software=costs)
     given = _given_parallelism(options, base)
-    listed = "".join(f", {name} {value}" for name, value in given.items())
+    listed = f" with {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
     shapes = _shapes_to_search(options, model, hardware, base, given)
-    require(
-        len(shapes) > 0, f"no parallel layout of {model.name!r} uses exactly --gpus {options.parallel.gpus}{listed}."
-    )
+    require(len(shapes) > 0, f"no parallel layout of {model.name!r} uses exactly {options.parallel.gpus} GPUs{listed}.")
     task = _shape_task(options, shapes, model, hardware, base, batch.lengths, tell)
 
     settings = {
@@ -110,7 +108,7 @@ def tune(
     if not priced.rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {task.gpus} GPUs of {hardware.name} in any of {len(shapes)} "
-            f"parallel layouts{listed}, even with full recomputation. Set a higher --gpus, or set "
+            f"parallel layouts{listed}, even with full recomputation. Increase --gpus, or set "
             "--optimizer-offload-fraction."
         )
 

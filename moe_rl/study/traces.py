@@ -70,7 +70,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
         # The file may be right and the model the wrong one: the sentence names both.
         spec = model.spec
         raise InvalidInputError(
-            f"{error} (Read for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
+            f"{error} (Expected for model {spec.name!r}: {spec.num_moe_layers} MoE layers, {spec.num_experts} experts, "
             f"top-{spec.top_k}.)"
         ) from error
 
@@ -91,8 +91,8 @@ def _trace_of_arrays(
     shapes = {array.shape[1:] for array in arrays}
     require(
         len(shapes) == 1 and len(next(iter(shapes))) == 2,
-        "all arrays of a trace must have shape [tokens, layers, topk], with the same numbers of layers and topk, "
-        f"got shapes {', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
+        "all arrays of a trace must have shape [tokens, layers, topk], with the same number of layers and the same "
+        f"topk, got shapes {', '.join(sorted({str(array.shape) for array in arrays})[:3])}.",
     )
     return RoutingTrace.from_sequences(
         arrays,

@@ -37,7 +37,7 @@ class TunedBatch:
         if trace is None:
             lengths = drawn_lengths(options)
             words = f"batch of {counted(len(lengths), 'sample', 'samples')}, {format_count(lengths.sum())} tokens"
-            return named_model(options, "tune"), cls(lengths=lengths, words=words)
+            return named_model(options, "moe-rl tune"), cls(lengths=lengths, words=words)
         source, model = open_trace_of_model(trace, options)
         sequences = options.sequences
         parts = tuple(source.parts(source.steps[-1] if sequences.step is None else sequences.step))

@@ -38,8 +38,8 @@ def even_stages(num_layers: int, *, pp_size: int = 1, vpp_size: int = 1) -> tupl
     chunks = pp_size * vpp_size
     require(
         num_layers % chunks == 0,
-        f"{num_layers} MoE layers cannot be divided evenly among {pp_size} pipeline stages of {vpp_size} chunks: give "
-        "the stage of each layer.",
+        f"{num_layers} MoE layers cannot be divided evenly among {pp_size} pipeline stages of {vpp_size} chunks "
+        "each: set stage_of_layer.",
     )
     per_chunk = num_layers // max(1, chunks)
     return tuple(layer // per_chunk % pp_size for layer in range(num_layers))
@@ -100,7 +100,7 @@ class TrainerLayout:
         stages = stage_of_layer or (0,) * len(homes)
         num_stages = 1 + max(stages, default=0)
         shape = (num_stages, edp_size, ep_size, etp_size)
-        require(min(shape) >= 1, f"ep_size, etp_size and edp_size must be at least 1, got {shape[1:]}.")
+        require(min(shape) >= 1, f"edp_size, ep_size and etp_size must be at least 1, got {shape[1:]}.")
         ranks = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
         return cls(home_rank=homes, stage_of_layer=tuple(stages), ranks=ranks)
 

@@ -163,7 +163,11 @@ def test_slimes_widths_act_on_its_own_objectives() -> None:
         ({"importance_sampling_level": "sequence"}, "ppo", r"'sequence' has no effect on the objective 'ppo'"),
         ({"epsilon_high": 0.28}, "sapo", r"epsilon_high or delta 0.28 has no effect on 'sapo'"),
         ({"_entropy_bonus_enabled": True}, "ppo", r"this trainer does not support the entropy bonus"),
-        ({"top_entropy_quantile": 0.2}, "ppo", r"top_entropy_quantile belongs to TRL's own"),
+        (
+            {"top_entropy_quantile": 0.2},
+            "ppo",
+            r"top_entropy_quantile has no effect, because moe_rl replaces TRL's own policy loss",
+        ),
     ],
 )
 def test_trl_makes_no_trainer_whose_settings_would_not_act(

@@ -29,7 +29,7 @@ def test_gauges_are_served_under_their_names(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(InvalidInputError, match="cannot be served at port"):
+        with pytest.raises(InvalidInputError, match="cannot be served on port"):
             prometheus.publish({}, taken.getsockname()[1])
 
 

@@ -128,7 +128,7 @@ def test_the_optimal_baseline_is_weighted_by_length() -> None:
         torch.tensor([1.0, 3.0, 4.0]), torch.tensor([5, 5, 6]), torch.tensor([2, 6, 3])
     )
     assert advantages.tolist() == pytest.approx([-1.5, 0.5, 4.0])
-    with pytest.raises(InvalidInputError, match=r"expected lengths \(3,\), got \(2,\)"):
+    with pytest.raises(InvalidInputError, match=r"lengths must have shape \(3,\), got \(2,\)"):
         optimal_baseline_advantages(torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.ones(2))
 
 

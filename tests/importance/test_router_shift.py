@@ -230,7 +230,8 @@ def test_storage_refuses_what_it_cannot_keep() -> None:
     with pytest.raises(InvalidInputError, match=r"words, not torch\.bfloat16"):
         store_router_log_probs(ids, zeros, num_experts=256, word=torch.bfloat16)
     with pytest.raises(
-        InvalidInputError, match=r"2048 experts leave only 5 bits of a torch\.int16 word: use torch\.int32"
+        InvalidInputError,
+        match=r"2048 experts leave only 5 bits of a torch\.int16 word for a log-probability: use torch\.int32",
     ):
         store_router_log_probs(ids, zeros, num_experts=2048)
 

@@ -38,7 +38,7 @@ def test_two_micro_batches_at_a_time_compute_what_one_does(case: str, outcome: l
 
 @overlap_case("refused")
 def test_copies_that_are_pushed_a_layer_ahead_are_refused(outcome: list[str]) -> None:
-    assert all("cross_node_slots do not work with overlap_moe_expert_parallel_comm" in said for said in outcome)
+    assert all("cross_node_slots does not work with overlap_moe_expert_parallel_comm" in said for said in outcome)
 
 
 @overlap_case("delayed_wgrad")

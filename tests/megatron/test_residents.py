@@ -96,7 +96,7 @@ def test_copies_follow_weights_that_change_without_an_optimizer_step(outcome: li
 @resident_case("told_too_many", 2)
 def test_gradients_that_would_be_lost_are_an_error_before_the_optimizer_step(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert "replicas for the whole step return their gradients" in rank["message"]
+        assert "replicas that stay for the whole step return their gradients" in rank["message"]
 
 
 @resident_case("broken_off", 2)

@@ -338,7 +338,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_step_is_refused(tmp_path: Path) -> None:
     reader = TraceReader(write(tmp_path / "t", random_trace(0, [3, 3], steps=[4, 6])))
-    with pytest.raises(InvalidInputError, match=r"does not have step 5. Its steps are 4 to 6"):
+    with pytest.raises(InvalidInputError, match=r"does not have step 5: it has steps 4 to 6"):
         reader.load(5)
 
 

@@ -333,7 +333,7 @@ def test_a_conversion_may_replace_a_trace_but_not_its_source(tmp_path: Path) -> 
     stored(tmp_path / "old", seed=5)
     convert_trace(source, tmp_path / "old", overwrite=True)
     assert_same(TraceReader(tmp_path / "old").load(), source.load())
-    with pytest.raises(InvalidInputError, match="is the trace that is read"):
+    with pytest.raises(InvalidInputError, match="is the input trace"):
         convert_trace(source, tmp_path / "t", overwrite=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")

@@ -44,7 +44,7 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
     [
         ("m.json", {"physical_to_logical_map": GOOD[1:]}, "one row per hidden layer .6., but has 5"),
         ("m.json", {"physical_to_logical_map": GOOD, "origin": "x"}, "accepts only the key physical_to_logical_map"),
-        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "All must have the same number"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], ROW[:5], ROW]}, "all rows must have the same number"),
         (
             "m.json",
             {"physical_to_logical_map": [row[:5] for row in GOOD]},

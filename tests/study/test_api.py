@@ -94,7 +94,9 @@ def test_a_list_of_arrays_is_a_trace() -> None:
     assert moe_rl.open_trace(arrays, num_experts=8).num_tokens == 480
     with pytest.raises(InvalidInputError, match="give num_experts"):
         moe_rl.open_trace(arrays)
-    with pytest.raises(InvalidInputError, match=r"\[tokens, layers, topk\], with the same numbers of layers and topk"):
+    with pytest.raises(
+        InvalidInputError, match=r"\[tokens, layers, topk\], with the same number of layers and the same topk"
+    ):
         moe_rl.open_trace([arrays[0][:, 0]], num_experts=8)
 
 
@@ -129,7 +131,7 @@ def test_gpus_set_the_number_of_ep_groups_and_stand_in_the_header(path: Path) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gpus": 6}, r"--gpus 6 is not a multiple of 4, the GPUs of one EP group \(EP 4\)\."),
+        ({"gpus": 6}, r"--gpus 6 is not a multiple of 4, the number of GPUs in one EP group \(EP 4\)\."),
         ({"gpus": 2}, "--gpus 2 is not a multiple of 4"),
         (
             {"gpus": 8, "num_ep_groups": 1},
@@ -285,7 +287,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("policy 'ultraep' has no parameter 'x'. Known:", {"policy": "ultraep", "policy_option": "ultraep.x=1"}),
     ("unknown cluster 'h1000'. Did you mean 'h100'?", {"cluster": "h1000"}),
     ("is not a trace of model 'OLMoE-1B-7B': the trace has 3 MoE layers, the model has 16", {"model": "olmoe"}),
-    ("good.npz does not have step 9. Its steps are 0.", {"step": 9}),
+    ("good.npz does not have step 9: it has only step 0.", {"step": 9}),
     ("--num-nodes must be at least 1, got 0.", {"num_nodes": 0}),
     ("--expert-model-parallel-size must be at least 1, got 0.", {"expert_model_parallel_size": 0}),
     ("replica_slots must be at least 0, got -1.", {"replica_slots": -1}),

@@ -163,7 +163,7 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
         (("--known-step", "timing_s/step:41.2"), "is the time of an RL step, but this command predicts only an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),
         (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "Give one for each"),
-        (("--known-step", "1", "--objective", "imbalance"), "--known-step is a time"),
+        (("--known-step", "1", "--objective", "imbalance"), "--known-step gives a time"),
         (("--known-memory", "900"), "It may be the peak of another setting"),
     ],
 )

@@ -102,7 +102,9 @@ class _Packer:
                     raise
                 self._why_not = str(error)
                 logger.warning(
-                    "moe_rl does not pack samples across ranks, so %s assigns them: %s", self.framework, error
+                    "moe_rl: %s assigns samples to ranks itself, because moe_rl cannot pack them: %s",
+                    self.framework,
+                    error,
                 )
         return self._packing
 

@@ -113,10 +113,13 @@ def policy_loss_trainer(
 
 def objective_of(trainer: Any, rule: Objective, options: Mapping[str, Any]) -> Objective:
     """Return the objective with the trainer's widths, below `options`; raise where a setting would not act."""
-    for name, off in (("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0)):
+    for name, off, instead in (
+        ("off_policy_mask_threshold", None, " The objective `opsm` has a similar mask."),
+        ("top_entropy_quantile", 1.0, ""),
+    ):
         require(
             getattr(trainer, name, off) == off,
-            f"{name} belongs to TRL's own policy loss. The objective `opsm` of moe_rl is similar.",
+            f"{name} has no effect, because moe_rl replaces TRL's own policy loss.{instead}",
         )
     require(not getattr(trainer, "_entropy_bonus_enabled", False), "this trainer does not support the entropy bonus.")
     level = trainer.importance_sampling_level

@@ -80,7 +80,7 @@ def refuse_reshuffled(rollout: str, launch: Mapping[str, Any], quantization: str
     """Raise if an engine's launch options make it keep experts in an order in which no loader writes them again."""
     require(
         quantization in QUANTIZED_ON_ARRIVAL,
-        f"checkpoint_engine.backend=moe_rl sends bf16 weights, and with rollout.quantization={quantization} the "
+        f"checkpoint_engine.backend=moe_rl sends bf16 weights, but with rollout.quantization={quantization} the "
         "engine stores experts in a layout that cannot be rewritten. Remove rollout.quantization, or set it to "
         "fp8.",
     )
