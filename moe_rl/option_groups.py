@@ -90,7 +90,8 @@ class OptionGroup(BaseModel):
                 of_group[name] = value
             elif name in cls.model_fields:
                 require(
-                    name not in fields, f"{name} and its single options set the same values: set only one of the two."
+                    name not in fields,
+                    f"{name} and its individual options set the same values: set only one of the two.",
                 )
                 fields[name] = value
             else:

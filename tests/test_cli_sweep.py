@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         (("--sweep", "moe_token_dispatcher_type=flex,alltoal"), "Did you mean 'alltoall'"),
         (("--sweep", "cluster=h100,h1000"), "unknown cluster 'h1000'"),
         (("--sweep", "ep=2", "--out", "s.json"), "--out s.json must end in .jsonl"),
-        (("--sweep", "ep=2", "--plot", "s.gif"), "--plot s.gif must end in .html, .svg, .png, .pdf"),
+        (("--sweep", "ep=2", "--plot", "s.gif"), "--plot s.gif must end in .html, .svg, .png or .pdf"),
         (("--sweep", "ep=2", "--plot", "t.npz"), "must end in .html"),
     ],
 )

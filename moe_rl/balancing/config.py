@@ -219,7 +219,7 @@ class BalancerConfig(OptionGroup):
         require(
             engine_of(slots.domain_balance) is None or (slots.replica_slots, self.policy) == (0, "moe-rl"),
             f"with domain_balance={slots.domain_balance!r}, the engine makes its own replicas inside a node, and only "
-            "the policy 'moe-rl' can plan for them. Set policy='moe-rl' and replica_slots=0, got "
+            "the policy 'moe-rl' takes these replicas into account. Set policy='moe-rl' and replica_slots=0, got "
             f"policy={self.policy!r} and replica_slots={slots.replica_slots}.",
         )
         return self

@@ -223,7 +223,7 @@ class PassCycle(RoutePlanner[Tables]):
         if source is not None:
             require(not self._queue.passes, "the prepared pass must begin first: call begin_pass() without a source.")
             self.prepare(source, forward_only=forward_only)
-        require(bool(self._queue.passes), "pass a PassSource to begin_pass(), or call prepare() first.")
+        require(bool(self._queue.passes), "call begin_pass() with a PassSource, or call prepare() first.")
         started = time.perf_counter()
         prepared = self._queue.passes.popleft()
         with ranges.range("plan"):

@@ -35,7 +35,10 @@ def sweep(
     from moe_rl.study.run_sweep import parse_grid, run_sweep
 
     require(out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")
-    require(plot is None or plot.suffix in PICTURES, f"--plot {plot} must end in {', '.join(PICTURES)}.")
+    require(
+        plot is None or plot.suffix in PICTURES,
+        f"--plot {plot} must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}.",
+    )
     require(
         plot is None or set(options.planning.policy) != {BASELINE},
         "--plot shows what policies gain over static placement: give another policy besides static.",

@@ -53,7 +53,7 @@ class BatchLayout:
         places = np.stack([self.micro_batch, self.dp_rank, self.order], axis=1)
         require(
             len(np.unique(places, axis=0)) == count,
-            "the batch layout gives two sequences of one micro-batch and DP rank the same position (order).",
+            "the batch layout has two sequences with the same `order` in one micro-batch of a DP rank.",
         )
 
     @property

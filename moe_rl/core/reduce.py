@@ -116,7 +116,7 @@ def reduce_load(
         got = _shape(part)
         require(
             got == shape,
-            "all parts of a step must have the same (MoE layers, top-k, experts), but two parts have "
+            "all parts of a step must have the same numbers (MoE layers, top-k, experts), but two parts have "
             f"{shape} and {got}.",
         )
         stop = row + int(part.sequence_lengths.sum())

@@ -59,7 +59,7 @@ class Until:
         40
         """
         if isinstance(value, int) and not isinstance(value, bool):
-            require(value >= 0, f"the setting `until` must be a number of updates, at least 0, or a file, got {value}.")
+            require(value >= 0, f"the setting `until` must be a number of updates (at least 0) or a file, got {value}.")
             return cls(updates=value)
         if not isinstance(value, str) or not value:
             raise InvalidInputError(f"the setting `until` must be a number of updates or a file, got {value!r}.")

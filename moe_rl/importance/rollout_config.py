@@ -75,8 +75,8 @@ def _band(name: str, threshold: str) -> Band:
         low = 1.0 / upper if lower is None else lower
         require(
             0 < low <= upper,
-            f"rollout_rs_threshold of {name} needs 0 < lower <= upper on pi_rollout / pi_old, got {threshold!r} "
-            "(a single value v means 1/v to v).",
+            f"rollout_rs_threshold of {name} needs 0 < lower <= upper as bounds on pi_rollout / pi_old, got "
+            f"{threshold!r} (a single value v means 1/v to v).",
         )
         return Band(lower=math.log(low), upper=math.log(upper))
     require(lower is None, f"rollout_rs_threshold of {name} must be a single upper bound, got {threshold!r}.")
@@ -137,8 +137,8 @@ class RolloutCorrectionConfig(Options):
             require(
                 lower is None and self.rollout_is_lower_bound <= upper,
                 f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is a single "
-                f"number and at least as large, got {self.rollout_is_threshold!r}. (A band already sets lower weights "
-                "to 0.)",
+                f"number of at least {self.rollout_is_lower_bound:g}, got {self.rollout_is_threshold!r}. (A band "
+                "already sets weights below its lower bound to 0.)",
             )
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)

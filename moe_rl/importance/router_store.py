@@ -168,7 +168,7 @@ def rollout_router_shift(
     sums, layers = torch.zeros(2, len(expert_ids), device=combine_weights.device), {}
     for router in range(expert_ids.shape[1]):
         stored = store.of(router, torch.arange(len(expert_ids)))
-        require(stored.words.dtype == torch.int32, "rollout_router_shift needs a store with torch.int32 words.")
+        require(stored.words.dtype == torch.int32, "rollout_router_shift needs a RouterTap with word=torch.int32.")
         trainer_ids, our_order = stored.expert_ids.to(sums.device).sort(dim=1)
         rollout_ids, their_order = expert_ids[:, router].sort(dim=1)
         new = stored.log_probs.to(sums.device).gather(1, our_order).log_softmax(dim=1)

@@ -163,7 +163,7 @@ class RouterTap:
             named = router_kind.score_function(module)
             require(
                 named in _READ_AS,
-                f"score function {named!r} of {type(module).__name__} is not supported; supported are "
+                f"score function {named!r} of {type(module).__name__} is not supported. Supported score functions: "
                 f"{', '.join(_READ_AS)}.",
             )
         self._routers, self._chunks, self._pipeline, self._split = routers, chunks, pipeline, split

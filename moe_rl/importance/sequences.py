@@ -281,6 +281,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     starts = cu_seqlens.tolist()
     require(
         starts[0] == 0 and starts[-1] == num_tokens,
-        f"cu_seqlens must run from 0 to the {num_tokens} tokens of the batch, got {starts[0]} to {starts[-1]}.",
+        f"cu_seqlens must run from 0 to the number of tokens ({num_tokens}), got {starts[0]} to {starts[-1]}.",
     )
     require(all(a <= b for a, b in itertools.pairwise(starts)), "cu_seqlens must not decrease.")

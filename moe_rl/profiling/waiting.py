@@ -71,7 +71,7 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
 
     Needs recordings of two ranks or more, ranges around dispatch and combine, and the same all-to-alls on every rank.
     """
-    require(len(per_rank) > 1, "separating waiting from transfer needs recordings of at least two ranks.")
+    require(len(per_rank) > 1, "to separate waiting from transfer, moe_rl needs recordings of at least two ranks.")
     durations_of_ranks = [all_to_all_seconds(attributed) for attributed in per_rank]
     keys = set(durations_of_ranks[0])
     for rank, durations in enumerate(durations_of_ranks):

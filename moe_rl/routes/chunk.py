@@ -250,7 +250,7 @@ class ChunkScan:
 
     def _check_end(self, position: int, number: int) -> None:
         mark = self.data[position:].tobytes()
-        require(mark == end_mark(number), f"the end of the routes is corrupt, after {number} chunks.")
+        require(mark == end_mark(number), f"the end mark after {number} chunks of routes is corrupt.")
         self.closed = True
 
 

@@ -146,7 +146,7 @@ class RlStepSetting:
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map needs a rollout_imbalance above 1, the imbalance that the map removes, got "
+            "rollout_map removes the imbalance that rollout_imbalance gives, so rollout_imbalance must be above 1, got "
             f"{self.rollout_imbalance}.",
         )
         require(

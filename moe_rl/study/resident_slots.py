@@ -144,8 +144,8 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
     pricing.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,
-        f"{flag} needs a memory prediction, but {', '.join(model.assumed_fields)} of the model is only assumed. Set "
-        "--model, or give a number of slots.",
+        f"{flag} needs a memory prediction, but moe_rl had to assume the model's {', '.join(model.assumed_fields)}. "
+        "Set --model, or give a number of slots.",
     )
     choosing, holding = [], []
     for policy in planning.policy:
@@ -160,7 +160,7 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
         does = "makes replicas for a whole step"
     require(
         len(candidates) > 0,
-        f"{flag} has no effect: none of --policy {','.join(planning.policy)} {does}. The policy moe-rl does.",
+        f"{flag} has no effect: none of the policies {', '.join(planning.policy)} {does}. The policy moe-rl does.",
     )
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(candidates, key=lambda policy: POLICIES[policy].variant_of is not None)

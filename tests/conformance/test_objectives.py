@@ -274,5 +274,5 @@ def test_errors_name_the_value_and_the_nearest_option() -> None:
     flat = {name: torch.zeros(3) for name in ("log_prob", "old_log_prob", "advantages", "response_mask")}
     with pytest.raises(InvalidInputError, match=r"packed \[T\] tensors need cu_seqlens"):
         policy_loss(PolicyLossInputs(**flat))
-    with pytest.raises(InvalidInputError, match=r"cu_seqlens must run from 0 to the 3 tokens"):
+    with pytest.raises(InvalidInputError, match=r"cu_seqlens must run from 0 to the number of tokens \(3\)"):
         policy_loss(PolicyLossInputs(**flat, cu_seqlens=torch.tensor([0, 2])))

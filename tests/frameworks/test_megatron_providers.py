@@ -136,7 +136,7 @@ def test_routes_of_other_layers_in_one_micro_batch_are_refused() -> None:
     run = forward_backward(
         lambda **_: None, balancer_of(), lambda batches: [np.zeros((3, 2, 2), int), np.zeros((3, 1, 2), int)]
     )
-    with pytest.raises(InvalidInputError, match=r"the same number of layers, but these have \[1, 2\]"):
+    with pytest.raises(InvalidInputError, match=r"the same number of layers, got \[1, 2\]"):
         run(data_iterator=iter(range(2)), num_microbatches=2)
 
 

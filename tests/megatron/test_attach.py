@@ -18,7 +18,7 @@ def test_wrong_uses_are_refused_with_the_reason(outcome: list[Any]) -> None:
         "one_rank_without": "no MoELayer",
         "twice": "this model already has a balancer",
         "end_first": "no pass has begun",
-        "nothing": "pass a PassSource to begin_pass()",
+        "nothing": "call begin_pass() with a PassSource",
         "ids": "range from 100 to 107",
         "layers": "2 MoE layers",
         "uneven": "must have the same number of micro-batches with routes, but they have 2, 3",

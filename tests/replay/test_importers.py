@@ -357,7 +357,7 @@ def test_slime_optimizer_steps_become_steps(tmp_path: Path) -> None:
         (lambda d: d["dp_shards"][0].update(partition=[0, 0]), "sample 0 appears in two micro-batches"),
         (lambda d: d["dp_shards"][0].update(partition=[0, 9]), "not in the rollout dump"),
         (lambda d: d["dp_shards"][0].update(micro_batch_indices=[[0], [7]]), "outside the partition"),
-        (lambda d: d["dp_shards"][0].update(num_microbatches=[5]), "does not add up"),
+        (lambda d: d["dp_shards"][0].update(num_microbatches=[5]), "do not add up"),
         (lambda d: d["dp_shards"][0].update(data_parallel_rank="0"), "must be an integer"),
     ],
 )
@@ -491,7 +491,7 @@ def test_megatron_micro_batches_follow_from_the_order(
     write_megatron(tmp_path, rollout, 2, recompute=lambda records: records * (1 + twice))
     with caplog.at_level(logging.WARNING):
         source = open_source(tmp_path, options=ImportOptions(num_experts=32))
-    assert ("made by activation recomputation, were left out" in caplog.text) == twice
+    assert ("records repeated by activation recomputation were left out" in caplog.text) == twice
     assert source.provenance == "live"
     assert source.moe_layer_ids == (1, 2, 3)
     assert source.steps == (0, 1)

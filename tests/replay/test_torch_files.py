@@ -157,7 +157,7 @@ def test_tensors_and_arrays_come_back_as_torch_saved_them(
 
 def test_files_that_torch_did_not_write_are_refused(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(InvalidInputError, match=r"was not written by torch\.save of version 1\.6"):
+    with pytest.raises(InvalidInputError, match=r"was not written by torch\.save of PyTorch 1\.6"):
         load_torch_file(tmp_path / "old.pt")
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps([1] * 1000, 2))

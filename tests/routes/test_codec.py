@@ -285,7 +285,7 @@ def test_a_damaged_end_mark_is_corrupt(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(InvalidInputError, match="the end of the routes is corrupt, after 3 chunks"):
+    with pytest.raises(InvalidInputError, match="the end mark after 3 chunks of routes is corrupt"):
         RoutesReader.open(path)
     assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
 

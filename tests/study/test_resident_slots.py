@@ -103,15 +103,15 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"resident_slots": "many"}, "neither a whole number nor auto (got 'many')"),
-        ({"hidden_size": None}, "needs a memory prediction, but hidden_size of the model is only assumed"),
+        ({"hidden_size": None}, "needs a memory prediction, but moe_rl had to assume the model's hidden_size"),
         ({"objective": "imbalance"}, "looks for the shortest step, which the objective imbalance does not predict"),
         (
             {"policy": ["static", "ultraep"], "policy_option": []},
-            "none of --policy static,ultraep makes replicas for a whole step",
+            "none of the policies static, ultraep makes replicas for a whole step",
         ),
         (
             {"policy": ["static", "ultraep"], "policy_option": [], "resident_slots": 0, "cross_node_slots": "auto"},
-            "none of --policy static,ultraep makes replicas across nodes",
+            "none of the policies static, ultraep makes replicas across nodes",
         ),
     ],
 )

@@ -189,8 +189,8 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
     require(stage < 3, f"zero_optimization.stage {stage} splits every expert across ranks: use stage 0, 1 or 2.")
     require(
         folded == 1,
-        f"tensor_parallel.autotp_size {folded} is not supported, because ranks that share a batch would each send a "
-        "part of it.",
+        f"tensor_parallel.autotp_size {folded} is not supported, because ranks that share a batch would each "
+        "dispatch only part of the batch's tokens.",
     )
     require(
         module.comm_backend == "comm",

@@ -112,7 +112,7 @@ def _source_of(
         num_layers = {layers for ids in routes if (layers := as_array(ids).shape[1])}
         require(
             len(num_layers) <= 1,
-            f"all micro-batches must have routes for the same number of layers, but these have {sorted(num_layers)}.",
+            f"all micro-batches must have routes for the same number of layers, got {sorted(num_layers)}.",
         )
         return PassSource.replayed([of_moe_layers(ids, model) for ids in routes], sequences)
     if sequences is None:

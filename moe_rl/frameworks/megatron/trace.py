@@ -55,11 +55,11 @@ def _rank(file: Path) -> int:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     files = _files(path)
-    require(bool(files), f"{path} does not contain any file router_trace_rank<r>.jsonl.")
+    require(bool(files), f"{path} does not contain any file named router_trace_rank<r>.jsonl.")
     stages = options.pipeline_size
     require(
         len(files) % stages == 0,
-        f"{path} has files of {len(files)} ranks, but their number must be a multiple of the {stages} pipeline stages.",
+        f"{path} has files of {len(files)} ranks, which is not a multiple of the number of pipeline stages ({stages}).",
     )
     per_stage = len(files) // stages
     readers = [_steps(file) for file in files]
@@ -127,8 +127,8 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
         times = set(Counter(digest for digest in digests if digest).values())
         require(
             times <= {1} or times == {2},
-            f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others once, so the "
-            "records of recomputation cannot be found. Record without activation recomputation.",
+            f"{file}, step {step}, layer {layer}: some micro-batches were recorded twice and others once, so "
+            "moe_rl cannot tell which records came from recomputation. Record without activation recomputation.",
         )
         seen: Counter[bytes] = Counter()
         tables_kept[layer] = []
@@ -145,7 +145,7 @@ def _without_recompute(tables: Tables, file: Path, step: int) -> Tables:
     )
     if repeated:
         logger.warning(
-            "%s, step %d: the second records of micro-batches, made by activation recomputation, were left out.",
+            "%s, step %d: records repeated by activation recomputation were left out.",
             file,
             step,
         )
@@ -170,7 +170,7 @@ def _sequences(stages: list[Tables], step: int, dp_rank: int, path: Path) -> Ite
     for number, tables_of_layers in enumerate(zip(*columns, strict=True)):
         require(
             len({table.shape for table in tables_of_layers}) == 1,
-            f"{path}, step {step}, micro-batch {number}: the layers differ in number of tokens or top-k.",
+            f"{path}, step {step}, micro-batch {number}: the layers differ in the number of tokens or in top-k.",
         )
         yield RecordedSequence(
             routes=np.stack(tables_of_layers, axis=1),

@@ -95,7 +95,7 @@ def _sequence(sample: object, place: Place) -> RecordedSequence:
     )
     if isinstance(routes, Opaque):
         raise InvalidInputError(
-            f"the dump contains only a reference to the routes, a {routes.name or 'foreign object'}."
+            f"the dump contains only a reference ({routes.name or 'foreign object'}) to the routes."
         )
     ids = as_routes(routes)
     tokens = fields.get("tokens")
@@ -127,7 +127,7 @@ def _read_layout(file: Path, rollout_id: int, num_samples: int) -> tuple[dict[in
         for position, place in places.items():
             require(
                 0 <= position < num_samples and position not in layout,
-                f"{file}: sample {position} is not in the rollout dump, or was trained on twice.",
+                f"{file}: sample {position} is not in the rollout dump, or is in two shards.",
             )
             layout[position] = place
     return layout, steps
@@ -146,7 +146,10 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
     else:
         per_step = [len(batches)]
     per_step = [integer(count, "num_microbatches") for count in per_step]
-    require(sum(per_step) == len(batches), "num_microbatches does not add up to micro_batch_indices.")
+    require(
+        sum(per_step) == len(batches),
+        f"the counts in num_microbatches do not add up to the {len(batches)} micro-batches in micro_batch_indices.",
+    )
     numbering = [(step, number) for step, count in enumerate(per_step) for number in range(count)]
     dp_rank = integer(fields.get("data_parallel_rank"), "data_parallel_rank")
     places: dict[int, Place] = {}
@@ -154,7 +157,9 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
         require(isinstance(batch, list), "micro_batch_indices must hold lists.")
         for local in batch:
             index = integer(local, "a micro-batch index")
-            require(0 <= index < len(partition), f"micro-batch index {index} is outside the partition.")
+            require(
+                0 <= index < len(partition), f"micro_batch_indices contains {index}, which is outside the partition."
+            )
             position = integer(partition[index], "a position in the partition")
             require(position not in places, f"sample {position} appears in two micro-batches.")
             places[position] = {"step": step, "micro_batch": number, "dp_rank": dp_rank}

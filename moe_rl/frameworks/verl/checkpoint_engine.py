@@ -373,7 +373,8 @@ class PlannedCheckpointEngine:
         hidden = facts.hidden_layers()
         require(
             len(rows) > max(hidden),
-            f"engine_kwargs.moe_rl.expert_map: {path} has {len(rows)} layers, but layer {max(hidden)} has experts.",
+            f"engine_kwargs.moe_rl.expert_map: {path} has {len(rows)} layers, but the model has experts in "
+            f"layer {max(hidden)}.",
         )
         return rows[hidden]
 

@@ -134,16 +134,16 @@ def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverP
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     require(
         actor.get("use_dynamic_bsz", False),
-        "actor.use_dynamic_bsz is False: micro-batches hold a fixed number of samples.",
+        "with actor.use_dynamic_bsz=False, micro-batches hold a fixed number of samples.",
     )
     require(
         not actor.get("shuffle", False),
-        "actor.shuffle picks the mini-batches of each rank: moving sequences would change them.",
+        "actor.shuffle picks the mini-batches of each rank, so moving sequences would change them.",
     )
     grouped = actor.get("use_prefix_grouper", False) or config.trainer.get("use_prefix_grouper", False)
     require(not grouped, "use_prefix_grouper keeps the samples of a prompt on one rank.")
     megatron = actor.get("megatron", None)
-    require(megatron is not None, "actor.megatron is missing: only verl's Megatron engine is balanced.")
+    require(megatron is not None, "actor.megatron is missing, but moe_rl balances only verl's Megatron engine.")
     path = str(model.path)
     spec, _ = model_of_config(
         AutoConfig.from_pretrained(path, trust_remote_code=bool(model.get("trust_remote_code", False))).to_dict(),

@@ -122,8 +122,8 @@ def expert_names(bridge: Any, model: Any) -> dict[int, list[str]]:
         templates = [re.sub(r"\.experts\.0\.", ".experts.{expert}.", name) for name in per_expert[0]]
         if len(templates) != 3 or [name.format(expert=1) for name in templates] != per_expert[1]:
             raise InvalidInputError(
-                "checkpoint_engine.backend=moe_rl needs the three matrices gate, up and down of every expert by "
-                f"name, but {type(bridge).__name__} gives {per_expert[0]} for an expert."
+                "checkpoint_engine.backend=moe_rl needs a separate name for each matrix (gate, up and down) of an "
+                f"expert, but {type(bridge).__name__} gives the names {per_expert[0]}."
             )
         names[index] = templates
     return names

@@ -57,7 +57,7 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         require(len(parts) > 0, "routed_experts is empty.")
         require(
             len({part.shape[1:] for part in parts}) == 1,
-            "the routes of the prompt and of the generated tokens differ in layers or top-k.",
+            "the routes of the prompt and of the generated tokens differ in the number of layers or in top-k.",
         )
         prompt_ids = choice.get("prompt_token_ids", record.get("prompt_token_ids"))
         prompt = _length(prompt_ids, usage.get("prompt_tokens"))

@@ -32,7 +32,7 @@ def wgrad(gemm: WgradGemm) -> None:
     """Write or add dW[g] = dy.T @ x; see `reference.wgrad`."""
     if gemm.is_fp8 or gemm.out.is_table:
         raise BackendUnavailableError(
-            "backend 'torch' of grouped_gemm_wgrad supports only bf16, and gradients in one tensor."
+            "backend 'torch' of grouped_gemm_wgrad supports only bf16 operands, and only gradients in one tensor."
         )
     out = gemm.out.data
     if gemm.dy.shape[0] == 0:

@@ -31,7 +31,7 @@ def from_base64(text: object) -> bytes:
 
 def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[np.integer]:
     """Return C-order `data` as an array; raise unless it has exactly the bytes that dtype and shape ask for."""
-    require(dtype in WIRE_DTYPES, f"the dtype {dtype!r} is not supported. Supported are {', '.join(WIRE_DTYPES)}.")
+    require(dtype in WIRE_DTYPES, f"the dtype {dtype!r} is not supported. Supported dtypes: {', '.join(WIRE_DTYPES)}.")
     wanted = math.prod(shape) * np.dtype(dtype).itemsize
     require(
         all(extent >= 0 for extent in shape) and wanted == len(data),
@@ -53,7 +53,7 @@ def from_messagepack(data: bytes) -> Any:
 
 
 def _refuse_extension(code: int, data: bytes) -> NoReturn:
-    raise ValueError(f"extension type {code} of {len(data)} bytes")
+    raise ValueError(f"extension type {code} ({len(data)} bytes) is not supported")
 
 
 def from_npy(data: bytes | memoryview) -> NDArray[Any]:
@@ -67,11 +67,11 @@ def from_npy(data: bytes | memoryview) -> NDArray[Any]:
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise InvalidInputError("the payload is not an .npy file, or its header is damaged.") from error
     hint = f" {SAVE_ARRAYS}" if dtype.kind == "O" else ""
-    require(dtype.kind in "iuf", f"the .npy file contains {dtype} instead of numbers.{hint}")
+    require(dtype.kind in "iuf", f"the .npy file has the dtype {dtype}, which is not numeric.{hint}")
     size = len(data) - file.tell()
     require(
         min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == size,
-        f"the .npy file should contain {dtype} {list(shape)} according to its header, but its data has {size} bytes.",
+        f"the header of the .npy file declares {dtype} {list(shape)}, which does not match the {size} bytes of data.",
     )
     array = np.frombuffer(data, dtype, offset=file.tell())
     if order:

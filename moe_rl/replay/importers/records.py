@@ -51,7 +51,7 @@ class RecordedSequence:
         if self.valid is not None:
             require(
                 self.valid.shape == routes.shape[:1],
-                f"the mask of tokens with a route has shape {list(self.valid.shape)}, but the routes are those of "
+                f"the mask of tokens with a route has shape {list(self.valid.shape)}, but there are routes for "
                 f"{len(routes)} tokens.",
             )
         weights = self.combine_weights
@@ -126,7 +126,7 @@ class ImportOptions:
         )
         require(
             self.provenance in (None, *PROVENANCES),
-            f"the provenance {self.provenance!r} is unknown. Known are {', '.join(PROVENANCES)}.",
+            f"the provenance {self.provenance!r} is unknown. Known values: {', '.join(PROVENANCES)}.",
         )
 
 

@@ -120,7 +120,7 @@ class _Unpickler(pickle._Unpickler):
         match pid:
             case ("storage", str(code), str(key), *_):
                 return _Storage(self._storage(key), code)
-        raise InvalidInputError("a tensor refers to its storage in an unknown way.")
+        raise InvalidInputError("the reference of a tensor to its storage has an unknown format.")
 
 
 def load_torch_file(path: Path, *, verify: bool = True) -> Any:
@@ -132,7 +132,7 @@ def load_torch_file(path: Path, *, verify: bool = True) -> Any:
     """
     if not zipfile.is_zipfile(path):
         raise InvalidInputError(
-            f"{path} was not written by torch.save of version 1.6 or later: it is not a zip archive."
+            f"{path} was not written by torch.save of PyTorch 1.6 or later: it is not a zip archive."
         )
     try:
         with zipfile.ZipFile(path) as archive:
@@ -191,8 +191,9 @@ def _number_dtype(code: str) -> np.dtype[Any]:
 
 
 def _shaped(flat: NDArray[Any], shape: tuple[Any, ...], *, fortran: bool = False) -> NDArray[Any]:
-    require(all(type(extent) is int and extent >= 0 for extent in shape), "the shape of an array is impossible")
-    require(math.prod(shape) == flat.size, f"an array of shape {list(shape)} has {flat.size} values")
+    require(all(type(extent) is int and extent >= 0 for extent in shape), "an array has an invalid shape")
+    wanted = math.prod(shape)
+    require(wanted == flat.size, f"an array of shape {list(shape)} has {flat.size} values instead of {wanted}")
     if fortran:
         return flat.reshape(shape[::-1]).T
     return flat.reshape(shape)

@@ -107,7 +107,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
         "twice": "this model already has a balancer",
         "model": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",
-        "nothing": "pass a PassSource to begin_pass(), or call prepare() first",
+        "nothing": "call begin_pass() with a PassSource, or call prepare() first",
         "reorder": "experts cannot move to other ranks in this run",
         "canonical": "experts cannot move to other ranks in this run",
         "rows": "there are routes for 16 tokens of micro-batch 0, but the router gets 32.",

@@ -131,7 +131,7 @@ def test_mini_batches_hold_verls_samples_and_ranks_as_many_as_before(config: Any
         ({"use_dynamic_bsz": False}, "micro-batches hold a fixed number of samples"),
         ({"shuffle": True}, "actor.shuffle picks the mini-batches of each rank"),
         ({"use_prefix_grouper": True}, "use_prefix_grouper keeps the samples of a prompt on one rank"),
-        ({"megatron": None}, "only verl's Megatron engine is balanced"),
+        ({"megatron": None}, "moe_rl balances only verl's Megatron engine"),
     ],
 )
 def test_settings_that_leave_nothing_to_pack_are_named(config: Any, changes: dict[str, Any], sentence: str) -> None:
