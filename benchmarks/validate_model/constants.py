@@ -25,7 +25,7 @@ from moe_rl.simulators.whole_runs import WholeRun
 
 MORE, MOVES = 1.1, 0.002
 VENDOR, FABRIC, SOFTWARE = "fitted on a vendor's runs", "of fabric efa", "of typical software"
-PACKED = "fitted on one run over packed rows of 32,768 tokens, which is none of these"
+PACKED = "fitted on another run (not one of these 20), with packed sequences of 32,768 tokens"
 # The fabric whose constants other people's runs determine.
 FABRIC_CLUSTER = "h100-efa"
 
