@@ -339,7 +339,8 @@ def gpu_products() -> str:
         peer = {"FP8 forward": "DeepGEMM FP8", "bf16 forward": "torch bf16"}.get(loop)
         other = f"{peer.split()[0]} {peers[f'{peer} {shape}']['TFLOPS']:.0f}" if peer else ""
         roof = ROOF_TFLOPS[loop.removesuffix(" behind a table")]
-        cells = (f"{loop}, {shape.replace('x', ' x ')}", f"{figures['TFLOPS']:.0f}", f"{figures['plain TFLOPS']:.0f}",
+        shown = loop.replace("behind a table", "with a weight table")
+        cells = (f"{shown}, {shape.replace('x', ' x ')}", f"{figures['TFLOPS']:.0f}", f"{figures['plain TFLOPS']:.0f}",
                  f"{100 * figures['TFLOPS'] / roof:.0f} %", other)  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "".join(f"{line}\n" for line in (*lines, ""))

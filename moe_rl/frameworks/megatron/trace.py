@@ -1,11 +1,11 @@
-"""Megatron-LM: `router_trace_rank<r>.jsonl` of `--moe-routing-trace-path`, one record per call of a router.
+"""Megatron-LM: `router_trace_rank<r>.jsonl` files from `--moe-routing-trace-path`, with one record per router call.
 
 A record is `{"step", "stage", "block", "layer", "rank", "num_tokens", "topk", "top_indices"}` without a micro-batch or
-sequence id (NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py). The k-th record of a layer within a
-step is micro-batch k; the tokens of one micro-batch on one rank become one sequence. With activation
-recomputation, every call is recorded twice. If every record of a layer occurs exactly twice in its step, the importer
-drops the repeats and logs this; any other repetition is an error. Multi-token-prediction blocks are left out. `layer`
-counts within a pipeline stage, so runs with pipeline parallelism need `pipeline_size`.
+sequence id (NVIDIA/Megatron-LM:megatron/core/transformer/moe/router_trace.py). The k-th record of a layer within a step
+belongs to micro-batch k. The tokens of one micro-batch on one rank become one sequence. With activation recomputation,
+every call is recorded twice. If every record of a layer occurs exactly twice in its step, the importer drops the
+repeats and logs a message; any other repetition is an error. Multi-token-prediction blocks are left out. `layer` is
+numbered within a pipeline stage, so runs with pipeline parallelism need `pipeline_size`.
 """
 
 import hashlib

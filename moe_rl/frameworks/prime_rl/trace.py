@@ -1,11 +1,12 @@
 """prime-rl: the batches that its filesystem transport writes under `step_<n>/`, and routes as JSON.
 
-Files are MessagePack of msgspec structs written as arrays: `rank_<r>.bin` is a list of `MicroBatch`, `rollouts.bin` a
-`TrainingBatch` whose first field is the list of `TrainingSample`. Fields differ between versions, so the importer finds
-them by their contents. `RoutedExperts` is `[data, shape [rows, layers, K], dtype]` with uint8, uint16 or int16 ids, or
-int32 ids followed by their float32 combine weights, [rows, layers, 2 K]. The first list of a struct holds its token ids
-(older samples: prompt_ids, prompt_mask, completion_ids). `position_ids` of a micro-batch restart with each packed
-sequence (PrimeIntellect-ai/prime-rl: src/prime_rl/transport/types.py and trainer/batch.py).
+Files contain msgspec structs, encoded as MessagePack arrays: `rank_<r>.bin` contains a list of `MicroBatch`, and
+`rollouts.bin` contains a `TrainingBatch`, whose first field is the list of `TrainingSample`. Fields differ between
+versions, so the importer finds them by their contents. `RoutedExperts` is `[data, shape, dtype]`. `data` contains
+uint8, uint16 or int16 ids (shape `[rows, layers, K]`), or int32 ids followed by their float32 combine weights (shape
+`[rows, layers, 2 K]`). The first list of a struct holds its token ids (older samples: prompt_ids, prompt_mask,
+completion_ids). `position_ids` of a micro-batch restart at 0 in each packed sequence (PrimeIntellect-ai/prime-rl:
+src/prime_rl/transport/types.py and trainer/batch.py).
 
 The last token of a sequence has no route (zero bytes, or no row). The importer leaves out the
 padding of a micro-batch: the tokens with id 1 at its end.

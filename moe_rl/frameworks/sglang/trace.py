@@ -1,9 +1,9 @@
 """SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI server.
 
-The routes are base64 of int32 in C order, without a shape:
+The routes are base64-encoded int32 ids in C order, without their shape,
 `[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. Dense layers hold zeros, and the last token
 has no row (sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py). The response does not contain the
-number of layers or the number of experts per token: set at least one, as `num_layers` or `top_k`.
+number of layers or the number of experts per token: set `num_layers`, `top_k` or both.
 """
 
 from collections.abc import Iterator

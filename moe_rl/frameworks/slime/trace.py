@@ -1,4 +1,4 @@
-"""slime and miles: rollout dumps of `--save-debug-rollout-data`, with micro-batches from `--save-debug-train-data`.
+"""slime and miles: rollout dumps from `--save-debug-rollout-data`, with micro-batches from `--save-debug-train-data`.
 
 A rollout dump is `{"rollout_id", "samples": [Sample.to_dict(), ...]}`. A sample's `rollout_routed_experts` is int32
 `[len(tokens) - 1, layers, K]` over all layers, including dense ones (THUDM/slime:slime/utils/types.py,
@@ -9,7 +9,8 @@ trainer dispatches a row for it, so the importer adds that row with `valid` Fals
 In the training data (format version 2), `dp_shards` says which samples each data-parallel rank ran: `partition` holds
 positions in the rollout dump, `micro_batch_indices` holds lists of positions in `partition`, and `num_microbatches`
 holds the number of micro-batches per optimizer step (THUDM/slime:slime/observability/train_data_utils.py). With several
-optimizer steps per rollout, step = rollout_id * steps + optimizer step. Samples that were not trained on are left out.
+optimizer steps per rollout, `step = rollout_id * steps_per_rollout + optimizer_step`. Samples that were not trained on
+are left out.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 
 `routed_experts` is `[batch, prompt + response, layers, K]` with the prompt left-padded, so `attention_mask`
 `[batch, prompt + response]` says which rows belong to the sequence. Padding and the final token, which has no route,
-hold zeros. Jagged data is a list of `[tokens, layers, K]` arrays that end with the same zero row, or lack it if
-`input_ids` has one more token (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
+hold zeros. Jagged data is a list of `[tokens, layers, K]` arrays. Each array ends with the final token's row of zeros,
+unless `input_ids` has one more token than the array (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
 verl/utils/megatron/router_replay_utils.py). Optional: `uid` (prompt group), `global_steps`.
 """
 

@@ -1,11 +1,12 @@
 """vLLM: `routed_experts` of responses, or one array saved as .npy.
 
-The array is `[rows, num_hidden_layers, K]`, uint8 (up to 256 experts) or uint16, as base64 of .npy bytes, nested lists
-or .npy. It has one row per prompt token from `routed_experts_prompt_start` on, then one per generated token that was
-fed back to the model. In total, there are P + N - 1 - start rows for P prompt and N generated tokens, because the last
-token is never fed back. Some versions send the prompt's rows separately, as
-`prompt_routed_experts`. For dense layers and missing routes, the ids are zeros (vllm-project/vllm:vllm/outputs.py,
-vllm/model_executor/layers/fused_moe/routed_experts_capturer.py, vllm/entrypoints/openai/).
+The array has shape `[rows, num_hidden_layers, K]` and dtype uint8 (up to 256 experts) or uint16. It is stored as a .npy
+file, as nested lists, or as the base64 of .npy bytes. It has one row per prompt token from
+`routed_experts_prompt_start` on, then one per generated token that was fed back to the model. In total, there are
+`P + N - 1 - start` rows for P prompt and N generated tokens, because the last token is never fed back. Some versions
+send the prompt's rows separately, as `prompt_routed_experts`. For dense layers and missing routes, the ids are zeros
+(vllm-project/vllm:vllm/outputs.py, vllm/model_executor/layers/fused_moe/routed_experts_capturer.py,
+vllm/entrypoints/openai/).
 """
 
 import re
