@@ -32,7 +32,7 @@ def check(
     policy_versions: str | None = None,
     json_path: Path | None = None,
 ) -> None:
-    """Report faulty routes: for example, shifted, truncated, or taken from another layer or sequence.
+    """Report faulty routes, e.g. routes that are shifted, truncated, or taken from another layer or sequence.
 
     The exit code is 1 if there are faulty routes.
 

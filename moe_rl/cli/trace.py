@@ -118,7 +118,7 @@ def synth(
     like_trace: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Generate a synthetic trace of GRPO groups, or one from a preset whose sequences prefer different experts."""
+    """Generate a synthetic trace, either of GRPO groups or from a preset whose sequences prefer different experts."""
     from moe_rl.replay import write_trace
     from moe_rl.simulators.registry import SYNTHETIC
     from moe_rl.study.traces import open_trace, routes_of_step

@@ -19,7 +19,7 @@ PACKING = ("verl", "slime", "miles")
 
 def missing_psutil(case: Case) -> Iterator[Found]:
     """Megatron's distributed checkpointing needs psutil but does not declare the dependency. Without psutil, the forked
-    writer process dies, and the save call waits for it forever without an error.
+    writer process dies, and the save call waits for it forever.
     """
     environment = case.environment
     if environment and "psutil" not in environment.modules:
@@ -65,7 +65,7 @@ def megatron_without_replay(case: Case) -> Iterator[Found]:
 
 def packing_without_core(case: Case) -> Iterator[Found]:
     """The search that assigns sequences to micro-batches is written in C++. Without the C++ core, verl, slime and miles
-    keep their own micro-batches, and the simpler reference planner plans the experts. The run logs this once.
+    keep their own micro-batches, and the simpler reference planner places the experts. The run logs this once.
     """
     here, framework = case.environment, case.settings.framework
     if here and case.attach and framework in PACKING and "moe_rl._native" not in here.modules:
@@ -99,7 +99,7 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
-    """Megatron's fp8 option needs TransformerEngine. Without that package, Megatron cannot build the model."""
+    """Without TransformerEngine, Megatron cannot build a model with its fp8 option."""
     environment, fp8 = case.environment, case.settings.fp8
     if environment and fp8 and "transformer_engine" not in environment.modules:
         yield Found("{} needs TransformerEngine, which is not installed here.", fp8)

@@ -88,7 +88,7 @@ def expert_group_leaves_node(case: Case) -> Iterator[Found]:
 def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:
     """With expert tensor parallelism, Megatron's token dispatcher sums the partial outputs of each expert.
     Megatron-Bridge's expert adapters already sum their own outputs, so these outputs are summed twice. Outputs and
-    gradients are then wrong, and on one code path the adapter silently gets no gradient at all.
+    gradients are then wrong, and on one code path the adapter silently gets no gradient.
     """
     settings = case.settings
     shards = settings.expert_tensor_parallel_size

@@ -95,8 +95,7 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
     """SGLang and vLLM return routes for all transformer layers, dense layers included. Other producers return routes
-    for MoE layers only. Code that expects a different layer axis than it gets silently assigns routes to the wrong
-    layers.
+    for MoE layers only. Code that expects the other layer axis silently assigns routes to the wrong layers.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:

@@ -8,9 +8,8 @@ from moe_rl.planner.registry import POLICIES
 
 def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
     """Padding tokens and the last token of a sequence have no route. For these tokens, verl's R2 replays zeros, so all
-    these tokens go to expert 0. miles replays experts 0 .. K-1, so all these tokens go to EP rank 0. With padded
-    batches, expert 0 seems hot in every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512 tokens
-    (verl-project/verl#7075).
+    go to expert 0; miles replays experts 0 .. K-1, so all go to EP rank 0. With padded batches, expert 0 seems hot in
+    every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512 tokens (verl-project/verl#7075).
     """
     settings, replay = case.settings, case.replays
     packed, framework = settings.packed, settings.framework
@@ -41,7 +40,7 @@ def replay_without_packing(case: Case) -> Iterator[Found]:
 def quantization_padding_edits_routes(case: Case) -> Iterator[Found]:
     """After replay, Megatron changes the routing map so that each expert gets a multiple of 16 or 32 tokens. The loss
     is correct, but the loads counted from the routes differ from the dispatched loads. moe_rl therefore refuses to
-    balance with this option.
+    balance runs with this option.
     """
     replay, padding = case.replays, case.settings.moe_router_padding_for_quantization
     if replay and padding:
@@ -125,8 +124,8 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
-    """vLLM always loads weights by its initial expert map. Its balancer (EPLB) rearranges experts for the first time
-    after a quarter of step_interval. From then on, every weight update silently writes experts into the slots of other
+    """vLLM always loads weights according to its initial expert map. Its balancer (EPLB) first rearranges experts after
+    a quarter of step_interval. From then on, every weight update silently writes experts into the slots of other
     experts, so rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
@@ -147,7 +146,7 @@ def _of_vllm(case: Case) -> bool:
 def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
     """AReaL asks its engines to pause and then sleeps for pause_grace_period, whether or not the engines have paused.
     If the period is too short, weights arrive while requests still run, so one request mixes tokens of two policies
-    under one version. If the period is too long, every sync wastes time. A sync that waits for the engines'
+    under one version number. If the period is too long, every sync wastes time. A sync that waits for the engines'
     confirmation needs no such setting.
     """
     pause = case.settings.weight_sync_pause_s
@@ -158,7 +157,7 @@ def fixed_pause_before_weight_sync(case: Case) -> Iterator[Found]:
 def expert_order_in_export(case: Case) -> Iterator[Found]:
     """The export and checkpoint code of every framework assumes that local expert i has the global id ep_rank *
     num_local + i. After experts have moved permanently, this code exports expert a's weights as expert b's. The rollout
-    engine then computes with wrong experts, without an error.
+    engine then silently computes with the wrong experts.
     """
     policy, placement = case.settings.balancing_policy, case.settings.enable_expert_placement
     if placement:
