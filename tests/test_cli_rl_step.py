@@ -62,7 +62,7 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
         (("--tokens-per-rank", 4096), "an RL step cannot use --batch scaled (implied by --tokens-per-rank"),
         (("--objective", "imbalance"), "an RL step is computed from times"),
         (("--staleness", 1), "set rollout_gpus"),
-        (("--log-prob-passes", 1), "an RL step has its own passes"),
+        (("--log-prob-passes", 1), "an RL step consists of several passes"),
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 only applies without a trace"),
         (("--train-gpus", 32), "--train-gpus 32 only applies without a trace: with a trace, give --gpus 32."),

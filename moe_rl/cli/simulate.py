@@ -56,7 +56,7 @@ def simulate_trace(
     if trace_out is not None:
         options.pricing.require_times("--trace-out draws times")
     if sensitivity:
-        options.pricing.require_times("--sensitivity ranks times")
+        options.pricing.require_times("--sensitivity needs times")
     if columns is not None:
         names = tuple(comma_separated(columns.replace("-", "_")))
     else:

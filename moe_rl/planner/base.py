@@ -228,7 +228,8 @@ class Planner(ABC):
         """
         require(
             may.move_homes or self.keeps_homes,
-            f"policy {self.name!r} moves experts to other home ranks in every plan, which is not allowed here.",
+            f"policy {self.name!r} moves experts to other home ranks in every plan, but in this plan home ranks must "
+            "not change.",
         )
         current = problem.current_placement
         residents = current is not None and bool((current.resident_experts >= 0).any())

@@ -175,7 +175,7 @@ class TransformersRecorder:
             require(
                 ids.shape[0] == call.token_ids.numel(),
                 f"router {name} returned routes for {ids.shape[0]} tokens, but the model was called with "
-                f"{call.token_ids.numel()}.",
+                f"{call.token_ids.numel()} tokens.",
             )
             require(
                 index not in call.routes,

@@ -47,7 +47,7 @@ def simulate(
     """
     merged = merge_options(SimulationOptions, options, config)
     if sensitivity:
-        merged.pricing.require_times("sensitivity ranks times")
+        merged.pricing.require_times("sensitivity needs times")
     with collected_notes() as warnings:
         scenario = open_scenario(trace, merged, progress)
         command = _call("simulate", trace, options)

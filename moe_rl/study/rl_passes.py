@@ -173,7 +173,7 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
     check_population(options.memory)
     require(
         not options.passes.forward_only and not options.passes.log_prob_passes,
-        "--forward-only and --log-prob-passes describe a single pass, but an RL step has its own passes.",
+        "--forward-only and --log-prob-passes describe a single pass, but an RL step consists of several passes.",
     )
     if trace is None:
         passes = _of_lengths(options)

@@ -418,7 +418,7 @@ def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
         planning.parameters_of(option.partition(".")[0])
     require(
         len(set(planning.policy)) == len(planning.policy),
-        f"--policy names a policy twice: {planning.policy}.",
+        f"--policy names a policy twice: {', '.join(planning.policy)}.",
     )
 
 

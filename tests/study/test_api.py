@@ -283,7 +283,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--ep-group-tokens is for a single EP group: leave --num-ep-groups at 1.", {"num_ep_groups": 2}),
     ("--objective 'tme' is unknown. Did you mean 'time'?", {"objective": "tme"}),
     ("unknown policy 'ultrep'. Did you mean 'ultraep'?", {"policy": "ultrep"}),
-    ("--policy names a policy twice: ['static', 'static'].", {"policy": ["static", "static"]}),
+    ("--policy names a policy twice: static, static.", {"policy": ["static", "static"]}),
     ("policy 'ultraep' has no parameter 'x'. Known:", {"policy": "ultraep", "policy_option": "ultraep.x=1"}),
     ("unknown cluster 'h1000'. Did you mean 'h100'?", {"cluster": "h1000"}),
     ("is not a trace of model 'OLMoE-1B-7B': the trace has 3 MoE layers, the model has 16", {"model": "olmoe"}),
@@ -292,7 +292,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--expert-model-parallel-size must be at least 1, got 0.", {"expert_model_parallel_size": 0}),
     ("replica_slots must be at least 0, got -1.", {"replica_slots": -1}),
     ("--recompute-modules needs --recompute-granularity selective.", {"recompute_modules": "moe"}),
-    ("ranks times, which the objective imbalance does not predict.", {"objective": "imbalance", "sensitivity": True}),
+    ("needs times, which the objective imbalance does not predict.", {"objective": "imbalance", "sensitivity": True}),
     ("unknown trace format 'vlm'. Did you mean 'vllm'?", {"format": "vlm"}),
 ]
 

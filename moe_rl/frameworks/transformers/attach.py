@@ -124,8 +124,8 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     )
     require(
         head.tp_mesh.size() == 1,
-        f"tp_size {head.tp_mesh.size()} is not supported, because ranks that share a batch would each send a part "
-        "of it.",
+        f"tp_size {head.tp_mesh.size()} is not supported: ranks of a tensor-parallel group share a batch, but every "
+        "rank must have its own.",
     )
     attached = any(implementation.layer is not None for implementation in implementations)
     require(not attached, "this model already has a balancer: call its detach() first.")
