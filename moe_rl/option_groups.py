@@ -195,7 +195,7 @@ class SlotOptions(OptionGroup):
     def number_of(self, name: str, user: str) -> int:
         """Return the number of the slots called `name`; raise where it is to be chosen, which `user` cannot do."""
         slots, flag = getattr(self, name), name.replace("_", "-")
-        require(slots != AUTO, f"--{flag} {AUTO} works only for a training step. For {user}, set a number.")
+        require(slots != AUTO, f"--{flag}={AUTO} works only for a training step. For {user}, set a number.")
         return int(slots)
 
 

@@ -348,8 +348,8 @@ class RouterTap:
             lost_routers = [self._places[place] for place in sorted(places) if old.read_by(place)]
             require(
                 not lost_routers,
-                f"the old pass read {', '.join(lost_routers)}, but in this forward pass the tap did not see them run. "
-                f"{_COMPILED_BEFORE}",
+                "the old pass read these routers, but the tap did not see them run in this forward pass: "
+                f"{', '.join(lost_routers)}. {_COMPILED_BEFORE}",
             )
         elif places:
             names = ", ".join(self._places[place] for place in sorted(places))

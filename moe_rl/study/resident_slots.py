@@ -140,7 +140,7 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
 
     Raises where there is none, and where its time or memory would not be known.
     """
-    flag, resident = f"--{name.replace('_', '-')} {AUTO}", name == "resident_slots"
+    flag, resident = f"--{name.replace('_', '-')}={AUTO}", name == "resident_slots"
     pricing.require_times(f"{flag} looks for the shortest step")
     require(
         not model.assumed_fields,

@@ -149,7 +149,7 @@ KNOWN: dict[Callable[[Run], None], str] = {
     a_second_micro_batch_without_rows: "Set tap.rows before every forward pass",
     a_reference_model_inside_the_pass: "such as those of a reference model, outside",
     a_model_that_was_compiled_before: "the tap saw none of its routers. A model that was compiled before the pass",
-    one_layer_that_was_compiled_before: "layers.1.router, but in this forward pass the tap did not see them run",
+    one_layer_that_was_compiled_before: "did not see them run in this forward pass: layers.1.router",
     a_copy_of_the_model_runs: "tap.rows was set in this pass, but no router ran",
     tokens_that_the_old_pass_has_not_seen: "has no route at more than 1% of the valid tokens: their gamma is 1",
     a_mask_that_leaves_no_token: "response_mask holds values other than 0 and 1 at more than 1%",

@@ -131,4 +131,4 @@ def test_an_expert_map_needs_a_number(path: Path, tmp_path: Path) -> None:
     shape = ("--num-experts", 8, "--ep", 4, "--resident-slots", "auto")
     ran = command_line("plan", path, *shape, "--export", "sglang", "-o", tmp_path / "map.json")
     assert ran.code == 2
-    assert "--resident-slots auto works only for a training step. For an expert map, set a number." in ran.err
+    assert "--resident-slots=auto works only for a training step. For an expert map, set a number." in ran.err
