@@ -114,8 +114,8 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     if family not in FAMILIES:
         raise InvalidInputError(
             f"{where}: moe_rl does not know the MoE layers of model_type "
-            f"{family!r}.{nearest_name(family, FAMILIES)} Or use --model from-trace with --hidden-size and "
-            "--moe-ffn-hidden-size."
+            f"{family!r}.{nearest_name(family, FAMILIES)} Alternatively, use --model from-trace with "
+            "--hidden-size and --moe-ffn-hidden-size."
         )
     path = Path(where)
 

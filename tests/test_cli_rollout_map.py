@@ -61,7 +61,7 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
         (("--export", "sglang", "-o", "m.yaml"), "--out m.yaml must end in .json"),
         (
             ("--export", "sglang", "--resident-slots", 7, "-o", "m.json"),
-            "makes 9 slots per rank, but the model has 8 experts",
+            "gives each rank 9 slots, but the model has only 8 experts",
         ),
         (("--export", "sglang", "--policy", "ultraep", "-o", "m.json"), "leave --policy out"),
         (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "applies to training only"),

@@ -161,9 +161,9 @@ class PassPlanner:
         if error is not None:
             raise error
         for message in messages:
-            require(not message.error, f"a rank with another part of the same experts failed: {message.error}")
+            require(not message.error, f"another rank of the expert tensor-parallel group failed: {message.error}")
         same_request = len({message.digest for message in messages}) == 1
-        require(same_request, "ranks with parts of the same experts must request the same plan.")
+        require(same_request, "all ranks of an expert tensor-parallel group must request the same plan.")
         require_one_number([None if message.rows is None else len(message.rows.rows) for message in messages])
         if rows is None or len(messages) == 1:
             return rows

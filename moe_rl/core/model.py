@@ -113,8 +113,8 @@ class MoeModelSpec:
         require(
             self.sliding_window >= 0 and 0 <= windowed <= self.num_layers and both_or_none,
             f"model {self.name!r}: sliding_window is {self.sliding_window} and num_sliding_window_layers is "
-            f"{windowed}. Set both to 0, or both to positive numbers, with at most num_layers "
-            f"({self.num_layers}) windowed layers.",
+            f"{windowed}. Set both to 0, or both to positive numbers. At most num_layers "
+            f"({self.num_layers}) layers can have a sliding window.",
         )
         require_words(self, whose=f"model {self.name!r}: ", activation=ACTIVATIONS)
 

@@ -157,8 +157,8 @@ class ExpertPlacement:
         """
         require(
             self.resident_slots <= resident_slots,
-            f"the placement keeps {self.resident_slots} replicas per rank for the whole step, but only "
-            f"{resident_slots} are allowed (resident_slots).",
+            f"the placement keeps {self.resident_slots} replicas per rank for the whole step, but "
+            f"resident_slots allows only {resident_slots}.",
         )
         residents = np.full((self.num_layers, self.ep_size, resident_slots), -1)
         residents[:, :, : self.resident_slots] = self.resident_experts

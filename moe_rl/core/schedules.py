@@ -31,7 +31,7 @@ def karmarkar_karp(values: Sequence[int], parts: int, *, equal_size: bool = Fals
     require(parts >= 1, f"the number of parts must be at least 1, got {parts}.")
     require(
         not equal_size or len(values) % parts == 0,
-        f"{len(values)} values cannot be split into {parts} parts with equally many values.",
+        f"{len(values)} values cannot be divided evenly into {parts} parts.",
     )
     ascending = sorted((int(value), index) for index, value in enumerate(values))
     values_per_state = parts if equal_size else 1

@@ -35,17 +35,17 @@ class SequenceLoad:
     def __post_init__(self) -> None:
         require(
             self.counts.ndim == 3,
-            f"the counts by sequence must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
+            f"counts by sequence must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
         )
         require_shapes(self, {"S": len(self.row)}, whose="counts by sequence: ", row="S")
         lowest_row, highest_row = int(self.row.min(initial=0)), int(self.row.max(initial=-1))
         require(
             lowest_row >= 0 and highest_row < len(self.counts),
-            f"the values of row in counts by sequence must be 0 to {len(self.counts) - 1}, but they range from "
+            f"counts by sequence: the values of `row` must be 0 to {len(self.counts) - 1}, but they range from "
             f"{lowest_row} to {highest_row}.",
         )
         negative = self.counts.size > 0 and int(self.counts.min()) < 0
-        require(not negative, "the counts by sequence contain a negative count.")
+        require(not negative, "counts by sequence must not be negative.")
 
     @classmethod
     def of_different(cls, counts: NDArray[np.integer]) -> Self:

@@ -58,7 +58,7 @@ def read_run(paths: list[Path]) -> RawRun:
 
 def _text(path: Path) -> str:
     require(path.exists(), f"there is no file {path}.")
-    require(not path.is_dir(), f"{path} is a folder: name the files of the run instead.")
+    require(not path.is_dir(), f"{path} is a folder: give the files of the run instead.")
     if path.stat().st_size > MAX_BYTES:
         raise InvalidInputError(
             f"{path} is too large ({path.stat().st_size} bytes): give only the launch script or the dump of the "

@@ -35,20 +35,20 @@ class ReplicaBuffers:
                 dtypes.add(parameter.dtype)
         require(
             len(dtypes) == 1,
-            f"all parameters of the experts must have the same dtype to have replicas, but they have {dtypes}.",
+            f"replicas need the same dtype for all expert parameters, but the dtypes are {dtypes}.",
         )
         for experts in layers:
             shapes = [parameter.shape for parameter in experts.parameters_of(0)]
             require(
                 shapes == self.shapes,
-                f"experts must have the same shapes in all layers to have replicas, but they have {shapes} and "
+                f"replicas need experts with the same shapes in all layers, but two layers have {shapes} and "
                 f"{self.shapes}.",
             )
             for parameters in home_parameters(experts):
                 require(
                     _trained(parameters) == self.trained,
-                    "the same parameters must be frozen in every expert to have replicas, but the experts have "
-                    "different frozen parameters.",
+                    "replicas need the same frozen parameters in every expert, but the frozen parameters "
+                    "differ between experts.",
                 )
         self._sizes = [shape.numel() for shape in self.shapes]
         self._trained_sizes = list(itertools.compress(self._sizes, self.trained))

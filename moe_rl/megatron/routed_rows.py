@@ -153,7 +153,7 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     require(
         len(counts) == 1 and counts != {0},
         "the replay targets of every layer must be set once per micro-batch, but the routers have targets for "
-        f"{sorted(counts)} micro-batches.",
+        f"{' or '.join(map(str, sorted(counts)))} micro-batches.",
     )
     routes = []
     for of_layers in zip(*lists, strict=True):

@@ -224,7 +224,7 @@ def engine_of(domain_balance: str) -> DomainEngine | None:
     if domain_balance not in ENGINES:
         names = (OURS, *ENGINES)
         raise InvalidInputError(
-            f"domain_balance {domain_balance!r} is unknown. Known are "
+            f"domain_balance {domain_balance!r} is unknown. Use one of: "
             f"{', '.join(names)}.{nearest_name(domain_balance, names)}"
         )
     return ENGINES[domain_balance]

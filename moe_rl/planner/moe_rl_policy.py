@@ -101,7 +101,7 @@ class MoeRlPlanner(Planner):
         if core is None:
             require(
                 engine is None,
-                f"the policy moe-rl with domain_balance {problem.domain_balance} needs the C++ core, but "
+                f"the policy moe-rl needs the C++ core for domain_balance {problem.domain_balance!r}, but "
                 f"{why_not_native()}.",
             )
             return self._plan_by_reference(problem, may)

@@ -114,7 +114,9 @@ def _check(objective: PlanObjective) -> None:
     is_power = isinstance(power, int) and 1 <= power <= MOST_POWER
     require(is_power, f"objective {objective.name!r}: power must be 1 to {MOST_POWER}, got {power!r}.")
     is_one_kind = objective.in_seconds + objective.is_peak + (power > 1) <= 1
-    require(is_one_kind, f"objective {objective.name!r}: in_seconds, is_peak and a power above 1 exclude each other.")
+    require(
+        is_one_kind, f"objective {objective.name!r}: in_seconds, is_peak and a power above 1 are mutually exclusive."
+    )
 
 
 TIME = Time()

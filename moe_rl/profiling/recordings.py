@@ -19,7 +19,7 @@ def read_recording(path: Path, *, unless_recorded: int = 0) -> ProfiledRun:
     """
     require(
         path.suffix != ".nsys-rep",
-        f"{path} is Nsight's own format: export it first (nsys export --type sqlite {path.name}).",
+        f"{path} is in Nsight's own format: export it first (nsys export --type sqlite {path.name}).",
     )
     require(
         path.name.endswith(CHROME_SUFFIXES + NSYS_SUFFIXES),

@@ -230,9 +230,9 @@ class _Survey:
         shared = [count for count in self._heads.values() if count > 1]
         if shared:
             logger.warning(
-                "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. They look "
-                "like samples of %d %s, with the routes of the prompt tokens included. Group them with keys "
-                "group<number> in an .npz file, or with group_id in a record.",
+                "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. These "
+                "sequences look like samples of %d %s, with the routes of the prompt tokens included. Group them with "
+                "keys group<number> in an .npz file, or with group_id in a record.",
                 path,
                 sum(shared),
                 self.num_sequences,
@@ -246,7 +246,7 @@ class _Survey:
         if self._stuck:
             logger.warning(
                 "%s: in %d of %d sequences (the first is sequence %d), at least %d consecutive tokens have the "
-                "same routes in all layers. A router never produces this, so run `moe-rl replay check`.",
+                "same routes in all layers. No router produces such routes: run `moe-rl replay check`.",
                 path,
                 len(self._stuck),
                 self.num_sequences,
@@ -261,7 +261,7 @@ class _Survey:
         if count > REPEATED_ROW_SHARE * counted:
             logger.warning(
                 "%s: %d %% of the tokens have the same expert ids %s in the first MoE layer. Some rollout engines "
-                "return the routes of their profiling run by mistake. Expert loads from such a trace are wrong.",
+                "mistakenly return the routes of their profiling run. Expert loads from such a trace are wrong.",
                 path,
                 round(100 * count / counted),
                 np.frombuffer(row, np.int32).tolist(),
@@ -290,7 +290,7 @@ def picked_layers(
     missing = sorted(set(ids) - set(record.layers))
     require(
         not missing,
-        f"{where} has {recorded} recorded layers. Of the {len(ids)} layers in moe_layer_ids, it lacks {missing}.",
+        f"{where} has {recorded} recorded layers, but lacks {missing} of the {len(ids)} layers in moe_layer_ids.",
     )
     return [record.layers.index(layer) for layer in ids], ids
 

@@ -20,7 +20,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
 
     Raises where the parts differ in model, layers, experts, top-k, provenance, kind or optional columns.
     """
-    require(len(parts) > 0, "the trace does not have this step.")
+    require(len(parts) > 0, "the trace has no data for the requested step.")
     head = parts[0]
     if len(parts) == 1:
         return head

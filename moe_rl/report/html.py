@@ -111,7 +111,7 @@ def render_notebook(report: ReportData) -> str:
 def save_as(path: Path | str, kinds: Mapping[str, Callable[[], bytes]]) -> None:
     """Write the bytes that `kinds` makes for `path`'s suffix; raises first for another suffix or a bad place."""
     path = Path(path)
-    require(path.suffix in kinds, f"{path} must end in {', '.join(kinds)}.")
+    require(path.suffix in kinds, f"{path} must end in one of {', '.join(kinds)}.")
     check_outputs({"": path})
     write_outputs({path: kinds[path.suffix]()})
 

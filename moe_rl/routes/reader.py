@@ -60,7 +60,7 @@ class RoutesReader:
         hint = ""
         if unfinished.is_file():
             hint = f". Its writer was stopped: open {unfinished} with salvage=True"
-        require(Path(path).is_file(), f"{path} is not a file of routes{hint}.")
+        require(Path(path).is_file(), f"there is no routes file {path}{hint}.")
         require(Path(path).stat().st_size > 0, f"{path} is empty: it contains no routes.")
         with Path(path).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -118,7 +118,7 @@ class RoutesReader:
 
     def length(self, key: int) -> int:
         """Return the rows of a sequence."""
-        require(key in self._extents, f"these routes do not contain sequence {key}.")
+        require(key in self._extents, f"there are no routes of sequence {key}.")
         return sum(extent.rows for extent in self._extents[key])
 
     def ids(
@@ -231,7 +231,7 @@ class RoutesReader:
         chunk, size = self._chunks[number], block_rows(self.top_k)
         column = chunk.weights
         if column is None:
-            raise InvalidInputError("these routes were stored without combine weights.")
+            raise InvalidInputError("the routes were stored without combine weights.")
         weights = np.empty((stop_row - start_row, len(layers), self.top_k), np.float32)
         for block in range(start_row // size, -(-stop_row // size)):
             low, high = max(start_row, block * size), min(stop_row, (block + 1) * size)

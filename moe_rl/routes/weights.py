@@ -117,8 +117,8 @@ def split_packed(packed: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArra
     sound = are_packed(words)
     require(
         sound,
-        "the second half of packed routes must contain combine weights (the bits of float32): finite numbers, 0 or "
-        "more.",
+        "the second half of packed routes must contain combine weights (float32 bit patterns stored as "
+        "int32) that are finite and not negative.",
     )
     return np.ascontiguousarray(words[:, :, :top_k]), np.ascontiguousarray(words[:, :, top_k:]).view(np.float32)
 

@@ -205,8 +205,8 @@ class RoutesWriter:
             parent_length = self._length.get(parent)
             if parent_length is None or start > parent_length:
                 raise InvalidInputError(
-                    f"sequence {sequence.key} is to share the first {start} tokens of sequence {parent}, which has "
-                    f"only {parent_length or 0}."
+                    f"sequence {sequence.key} cannot share the first {start} tokens of sequence {parent}, which "
+                    f"has only {parent_length or 0} tokens."
                 )
             return parent, start, 0
         if group is None:

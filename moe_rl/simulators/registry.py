@@ -25,7 +25,10 @@ class NamedTrace:
         """
         names = self.config.__slots__
         for option in options:
-            require(option in names, f"this trace has no option {option!r}.{nearest_name(option, names)}")
+            require(
+                option in names,
+                f"the synthetic trace {self.name} has no option {option!r}.{nearest_name(option, names)}",
+            )
         return replace(self, config=replace(self.config, **options))  # type: ignore[arg-type]
 
     def like(self, trace: RoutingTrace) -> "NamedTrace":

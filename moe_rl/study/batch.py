@@ -238,8 +238,8 @@ def _layout(
     laid_out = sequences.micro_batch_tokens is not None and sequences.ep_group_tokens is None
     require(
         not sequences.padding_samples or (laid_out and may_be_padded(sequences.layout, sequences.packing)),
-        f"--padding-samples {sequences.padding_samples} has no effect: only --layout verl with --packing run uses "
-        "padding samples.",
+        f"--padding-samples {sequences.padding_samples} has no effect: padding samples are used only with "
+        "`--layout verl --packing run`.",
     )
     if options.sequences.ep_group_tokens is not None:
         return BatchLayout.ep_group(lengths, token_budget=options.sequences.ep_group_tokens, seed=options.planning.seed)

@@ -153,7 +153,8 @@ def attribute_recording(
 def _marked_steps(runs: Sequence[ProfiledRun]) -> int:
     marked = {run.num_steps for run in runs}
     require(
-        len(marked) == 1, f"the recordings have different numbers of steps ({sorted(map(str, marked))}): set --steps."
+        len(marked) == 1,
+        f"the recordings have different numbers of steps ({', '.join(sorted(map(str, marked)))}): set --steps.",
     )
     return marked.pop() or 1
 

@@ -24,7 +24,7 @@ def model_in_parts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
     """Return the model whose experts are the parts that expert TP cuts its experts into; a token goes to all parts."""
     width = model.moe_ffn_hidden_size
     require(
-        width % parts == 0, f"the expert tensor-parallel size {parts} does not divide the width {width} of an expert."
+        width % parts == 0, f"the expert tensor-parallel size ({parts}) does not divide moe_ffn_hidden_size ({width})."
     )
     return replace(
         model, num_experts=model.num_experts * parts, top_k=model.top_k * parts, moe_ffn_hidden_size=width // parts

@@ -157,8 +157,8 @@ def _own_run(step: StatedStep, priced_runs: Mapping[str, PricedRun]) -> PricedRu
     """Return what the step timed of the command's own setting; raise where the command does not forecast that."""
     if not priced_runs:
         raise InvalidInputError(
-            f"--known-step {step.text}: this command has no training setting of its own. Describe the setting of "
-            "the measured step with --known-step-config, a YAML file of its options."
+            f"--known-step {step.text}: this command has no training setting to compare the step with. Describe "
+            "the setting of the measured step in a YAML file of options (--known-step-config)."
         )
     part = step.part or next(iter(priced_runs))
     require(
@@ -226,8 +226,8 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
             # The first iterations compile and fill caches.
             return [StatedStep(text=text, seconds=median(values[1:] or values), part=part)]
     raise InvalidInputError(
-        "give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of known steps (.yaml), or a line or file of "
-        f"a log of {FRAMEWORKS}."
+        "give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of known steps (.yaml), or a log file or "
+        f"log line of {FRAMEWORKS}."
     )
 
 
@@ -275,7 +275,9 @@ def _row_step(
         return StatedStep(text=str(row.get("name", name)), seconds=seconds_per_token, run=_of_whole_run(run))
     words = with_underscores(row)
     seconds, throughput = words.pop("seconds", None), words.pop("tokens_per_s_per_gpu", None)
-    require((seconds is None) != (throughput is None), f"{name} needs `seconds` or `tokens_per_s_per_gpu`.")
+    require(
+        (seconds is None) != (throughput is None), f"{name} needs either `seconds` or `tokens_per_s_per_gpu`, not both."
+    )
     text = str(words.pop("name", name))
     unit = "tok/s" if seconds is None else "s"
     step = _amount(text, float(seconds or throughput), unit)
@@ -385,12 +387,12 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
     least = run.flops / (run.gpus * 1e12 * priors[0].hardware.gemm_tflops * 2.0)
     if seconds < least:
         raise InvalidInputError(
-            f"no step can be so short, because its GEMMs alone take {least:.3g} s at twice the BF16 rate."
+            f"no step can be this short, because its GEMMs alone take {least:.3g} s at twice the BF16 rate."
         )
     times = f"{np.exp(nearest):.0f} times" if nearest > 0 else f"1/{np.exp(-nearest):.0f} of"
     raise InvalidInputError(
-        f"it is {times} the predicted {forecast:.3g} s, so it was probably measured with another model, batch or "
-        "number of GPUs, or on another part of the step."
+        f"it is {times} the predicted {forecast:.3g} s, so it probably belongs to another model, batch, number "
+        "of GPUs or part of the step."
     )
 
 
@@ -411,8 +413,8 @@ class KnownMemory:
         log_error = log(known_gib / forecast_gib)
         require(
             abs(log_error) < log(2.0),
-            f"--known-memory {known_gib:g} is far from the prediction of {forecast_gib:.1f} GiB. It may be the peak "
-            "of another setting, or not in GiB.",
+            f"--known-memory {known_gib:g} is far from the prediction of {forecast_gib:.1f} GiB. It may belong to "
+            "another setting or be in another unit.",
         )
         shared_variance, own_variance = MEMORY_SHARED**2, MEMORY_ALONE**2
         share = shared_variance / (shared_variance + own_variance)

@@ -106,7 +106,7 @@ class SimulationOptions(ShownOptions):
         require(
             parallel.expert_model_parallel_size > 1 or not memory.use_megatron_fsdp,
             "--use-megatron-fsdp with --ep 1 gathers all experts in every layer, as FSDP2 trainers without expert "
-            "parallelism do. The time of this cannot be predicted.",
+            "parallelism do. moe-rl cannot predict the time of such a step.",
         )
         self.chosen_software()  # Raises for an unknown name now, not after the trace is read.
         require(0 <= knowledge.reroute <= 1, f"--reroute must be between 0 and 1, got {knowledge.reroute}.")

@@ -138,7 +138,8 @@ class _Rollouts:
         per_rank = topology.experts_per_rank(spec.num_experts) + copies
         require(
             copies >= 0 and per_rank <= spec.num_experts,
-            f"--resident-slots {copies} makes {per_rank} slots per rank, but the model has {spec.num_experts} experts.",
+            f"--resident-slots {copies} gives each rank {per_rank} slots, but the model has only "
+            f"{spec.num_experts} experts.",
         )
         requests = options.sequences.ep_group_tokens or REQUESTS_PER_RANK * ranks
         planned, scored, sentences = _planned_and_scored(source, options.sequences.step)

@@ -135,7 +135,7 @@ def _read(path: Path, descriptor: int, settings: Mapping[str, Any]) -> SweepFile
             f"{path} was made with other settings: {other}. Continue with the same settings, or give another --out.",
         )
         finished[_key(line["point"])] = line
-    require(bool(finished) or not content, f"{path} was not written by moe-rl sweep, because it has no complete line.")
+    require(bool(finished) or not content, f"{path} was not written by moe-rl sweep: it has no complete line.")
     if len(complete_lines) < len(content):
         os.ftruncate(descriptor, len(complete_lines))
     return SweepFile(path, descriptor, settings, finished, dropped=len(complete_lines) < len(content))
@@ -148,7 +148,7 @@ def _parsed(path: Path, number: int, text: bytes) -> Line:
         line = None
     is_ours = isinstance(line, dict) and line.get("schema") == SCHEMA and {"point", "settings"} <= set(line)
     if not isinstance(line, dict) or not is_ours:
-        raise InvalidInputError(f"line {number} of {path} is not a finished point of moe-rl sweep.")
+        raise InvalidInputError(f"line {number} of {path} is not a complete result of moe-rl sweep.")
     return line
 
 

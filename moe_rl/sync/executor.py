@@ -165,8 +165,8 @@ class _RankWork:
             if (step, digest) != (self.step, self.plan.digest):
                 raise SyncError(
                     f"rank {self.rank}, round {number}: rank {other} sent weights of step {step}"
-                    f"{'' if digest == self.plan.digest else ' by a different plan'}, but rank {self.rank} expects "
-                    f"step {self.step} of its plan."
+                    f"{'' if digest == self.plan.digest else ' under a different plan'}, but rank {self.rank} expects "
+                    f"step {self.step} under its own plan."
                 )
             body, sums = message[words.numel() * WORD :], words[HEADER_WORDS:]
             self.traffic.received_bytes += body.numel()
@@ -241,7 +241,8 @@ def in_process(
             sizes = {other: message.numel() for other, message in inboxes[rank].items()}
             if sizes != exchange.expected:
                 raise SyncError(
-                    f"rank {rank}, round {number}: got messages of {sizes} bytes, expected {exchange.expected}."
+                    f"rank {rank}, round {number}: the bytes received by source rank are {sizes}, "
+                    f"expected {exchange.expected}."
                 )
             try:
                 waiting[rank] = works[rank].send(inboxes[rank])

@@ -71,9 +71,9 @@ def test_drawn_sequences_share_the_counts_of_the_recorded_one(as_counts: bool, h
 def test_wrong_rows_and_counts_are_refused() -> None:
     counts = np.zeros((2, LAYERS, EXPERTS), np.int32)
     for row in ([0, 2], [-1, 0]):
-        with pytest.raises(InvalidInputError, match=r"row in counts by sequence must be 0 to 1, but they range"):
+        with pytest.raises(InvalidInputError, match=r"the values of `row` must be 0 to 1, but they range"):
             SequenceLoad(counts=counts, row=np.array(row, np.int32))
-    with pytest.raises(InvalidInputError, match="contain a negative count"):
+    with pytest.raises(InvalidInputError, match="counts by sequence must not be negative"):
         SequenceLoad.of_different(counts - 1)
     with pytest.raises(InvalidInputError, match=r"must have shape \[sequences, layers, experts\]"):
         SequenceLoad.of_different(counts[0])

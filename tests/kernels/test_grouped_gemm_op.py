@@ -290,7 +290,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(32, 32).t(), bf16(2, 16, 32), offsets(0, 2, 4)), "rows of a must be dense"),
     (lambda: grouped_gemm(bf16(4, 40)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4), backend="tritn"), "'triton'"),
     (lambda: grouped_gemm(bf16(4, 33)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4)), "must be a multiple of 16 bytes"),
-    (lambda: grouped_gemm(bf16(4, 40)[:, 1:33], bf16(2, 16, 32), offsets(0, 2, 4)), "start at a multiple of 16 bytes"),
+    (lambda: grouped_gemm(bf16(4, 40)[:, 1:33], bf16(2, 16, 32), offsets(0, 2, 4)), "aligned to 16 bytes"),
     (
         lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 4), out_dtype=torch.float16),
         "out_dtype must be bfloat16 or float32",
@@ -304,7 +304,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
         r"part 1 must be bfloat16 \[16, 16\], got torch.bfloat16 \(16, 32\)",
     ),
     (lambda: ExpertWeights.of_parts([bf16(8, 17)[:, 1:]]), "must be a dense matrix"),
-    (lambda: ExpertWeights.of_parts([bf16(257)[1:].view(16, 16)]), "multiple of 16 bytes"),
+    (lambda: ExpertWeights.of_parts([bf16(257)[1:].view(16, 16)]), "aligned to 16 bytes"),
     (lambda: ExpertWeights.of(quantize(bf16(2, 16, 16), (1, -1))).transposed(), "cannot be transposed"),
     (lambda: grouped_gemm_wgrad(bf16(4, 16), bf16(5, 16), offsets(0, 4)), "the same number of tokens"),
     (lambda: grouped_gemm_wgrad(bf16(4, 16), bf16(4, 24), offsets(0, 4)), "K must be a multiple of 16"),

@@ -156,7 +156,8 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     for _ in range(3):
         assert proven_on(CHIP).tiles == ()
     assert [line.getMessage() for line in caplog.records] == [
-        f"grouped GEMM on sm_90-132: plain loop, because no faster tile is verified on this GPU (no {path})"
+        "grouped GEMM on sm_90-132 uses the plain loop, because no faster tile is verified on this GPU "
+        f"({path} is missing)"
     ]
     record(*SPECIAL).save(path)
     proven_on.cache_clear()
@@ -164,7 +165,7 @@ def test_a_record_is_read_once_and_holds_for_its_chip_and_its_machine_code_alone
     record(*SPECIAL, chip="sm_90-114").save(path)
     proven_on.cache_clear()
     assert proven_on(CHIP).tiles == ()
-    assert caplog.messages[-1].endswith("is for sm_90-114")
+    assert caplog.messages[-1].endswith("is for GPU sm_90-114")
     path.write_text("{}")
     proven_on.cache_clear()
     with pytest.raises(InvalidInputError, match="not a readable file of verified tiles"):

@@ -151,7 +151,7 @@ def test_dgrad_is_a_forward_gemm_on_weights_quantized_along_the_other_axis(devic
     dy = quantize(torch.randn(5, 48, device=device), MX_BLOCK_SHAPE)
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
     for refused in (lambda: grouped_gemm_dgrad(dy, matrix.weights, offsets), matrix.weights.transposed):
-        with pytest.raises(InvalidInputError, match=r"weights in blocks of \(1, 32\) cannot be"):
+        with pytest.raises(InvalidInputError, match=r"in blocks of \(1, 32\) cannot be"):
             refused()
 
 

@@ -245,10 +245,10 @@ def test_experts_that_cannot_share_buffers_are_refused() -> None:
     other_shape.weights[0][0] = torch.nn.Parameter(torch.zeros(4, 5))
     mixed.weights[0][0] = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
     for layers, words in (
-        ([experts(), other_shape], "experts must have the same shapes in all layers"),
-        ([mixed], "must have the same dtype"),
-        ([experts(), experts(dtype=torch.bfloat16)], "must have the same dtype"),
-        ([experts(), experts(frozen=(1,))], "the same parameters must be frozen in every expert"),
+        ([experts(), other_shape], "experts with the same shapes in all layers"),
+        ([mixed], "replicas need the same dtype"),
+        ([experts(), experts(dtype=torch.bfloat16)], "replicas need the same dtype"),
+        ([experts(), experts(frozen=(1,))], "the same frozen parameters in every expert"),
     ):
         with pytest.raises(InvalidInputError, match=words):
             ReplicaBuffers(layers, replica_slots=1, cross_node_slots=0)

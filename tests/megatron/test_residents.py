@@ -117,5 +117,5 @@ def test_checkpoints_and_exports_see_homes_alone_and_a_run_goes_on_with_its_resi
         assert rank["file"]
         assert rank["left_out"] == 0
         assert rank["homes_of_smaller"]
-        assert "keeps 2 replicas per rank for the whole step, but only 1 are allowed" in rank["refused"]
+        assert "keeps 2 replicas per rank for the whole step, but resident_slots allows only 1." in rank["refused"]
         assert rank["worst"] < 1e-5

@@ -275,7 +275,7 @@ def test_nemo_rl_broken_envelopes_are_refused(tmp_path: Path, envelope: str) -> 
 def test_verl_needs_the_mask_to_know_the_padding(tmp_path: Path) -> None:
     batch = producers.verl_batch(make_rollout().sequences, [2, 1, 3])
     torch.save({"routed_experts": torch.from_numpy(batch["routed_experts"])}, tmp_path / "t.pt")
-    with pytest.raises(InvalidInputError, match="attention_mask must have"):
+    with pytest.raises(InvalidInputError, match="routed_experts needs an attention_mask"):
         open_source(tmp_path / "t.pt")
 
 

@@ -120,7 +120,7 @@ def test_a_single_tensor_is_one_sequence(tmp_path: Path) -> None:
     assert open_source(tmp_path / "layer.pt").load().routed_experts.shape == (50, 1, 8)
     torch.save(torch.from_numpy(ids[None]), tmp_path / "batch.pt")
     with pytest.raises(
-        InvalidInputError, match=r"uint8 and shape \[1, 50, 3, 8\]. Store each sequence as an array of its own"
+        InvalidInputError, match=r"uint8 and shape \[1, 50, 3, 8\]. Store each sequence as a separate array"
     ):
         open_source(tmp_path / "batch.pt")
     torch.save({"topk_ids": torch.from_numpy(ids)}, tmp_path / "named.pt")
@@ -230,7 +230,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
     ("options", "message"),
     [
         ({"moe_layer_ids": (1, 2, 3, 4)}, "has 3 recorded layers"),
-        ({"moe_layer_ids": (2, 3)}, r"it lacks \[3\]"),
+        ({"moe_layer_ids": (2, 3)}, r"lacks \[3\] of the 2 layers"),
         ({"first_k_dense": 3}, "layers of .* are dense"),
         ({"num_experts": 16}, "expert ids must be 0 to 15"),
         ({"num_experts": 70_000}, "num_experts must be 1 to 65536"),

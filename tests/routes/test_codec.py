@@ -380,7 +380,7 @@ def test_all_rows_of_a_stream_have_weights_or_none_has():
     writer.add(0, ids)
     with pytest.raises(InvalidInputError, match="some tokens have them and others do not"):
         writer.add(1, ids, combine_weights=np.ones(ids.shape, np.float32))
-    with pytest.raises(InvalidInputError, match="these routes were stored without combine weights"):
+    with pytest.raises(InvalidInputError, match="the routes were stored without combine weights"):
         RoutesReader(DATA).combine_weights(0)
 
 

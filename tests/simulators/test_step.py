@@ -380,7 +380,7 @@ def test_a_policy_that_repacks_needs_its_own_load() -> None:
     case = case_of(uniform_load(topology, experts=4, per_expert=64), topology, np.random.default_rng(0))
     other = replace(case.layout, micro_batch=case.layout.micro_batch[::-1].copy())
     plans = {"packed": replace(case.plans["homes"], layout=other)}
-    with pytest.raises(InvalidInputError, match="policy 'packed' packs sequences differently"):
+    with pytest.raises(InvalidInputError, match="policy 'packed' changes the batch layout"):
         case.simulate(plans=plans)
     result = simulate_policies(plans, case.step, loads={"packed": case.load})
     assert result.ideal.step_time_s <= result.policies["packed"].step_time_s

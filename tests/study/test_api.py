@@ -271,7 +271,7 @@ def test_a_sweep_is_its_points(tmp_path: Path, path: Path) -> None:
     kept.save(tmp_path / "s.svg")
     ElementTree.parse(tmp_path / "s.svg")
     assert kept._repr_svg_() == (tmp_path / "s.svg").read_text()
-    with pytest.raises(InvalidInputError, match=r"must end in \.html, \.svg, \.png, \.pdf"):
+    with pytest.raises(InvalidInputError, match=r"must end in one of \.html, \.svg, \.png, \.pdf"):
         kept.save(tmp_path / "s.gif")
 
 

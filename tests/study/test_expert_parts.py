@@ -40,7 +40,7 @@ def test_every_part_gets_the_rows_of_its_expert() -> None:
 
 def test_parts_that_do_not_divide_are_refused() -> None:
     trace = RoutingTrace.from_sequences([routes(30)], num_experts=EXPERTS)
-    with pytest.raises(InvalidInputError, match="expert tensor-parallel size 5 does not divide the width 768"):
+    with pytest.raises(InvalidInputError, match=r"size \(5\) does not divide moe_ffn_hidden_size \(768\)"):
         moe_rl.simulate(trace, ep=2, expert_tensor_parallel_size=5, policy="static")
     with pytest.raises(InvalidInputError, match="--ep 3 does not divide the 8 experts"):
         moe_rl.simulate(trace, ep=3, expert_tensor_parallel_size=2, policy="static")

@@ -127,7 +127,7 @@ def test_a_step_of_rl_is_known_by_its_total_or_by_its_update() -> None:
 def test_tune_takes_a_step_of_a_setting_that_is_named_and_prints_intervals(tmp_path: Path) -> None:
     ran = moe_rl("tune", *TUNE, "--known-step", 3)
     assert ran.code == 2
-    assert "this command has no training setting of its own" in ran.err
+    assert "this command has no training setting to compare the step with" in ran.err
     config = tmp_path / "run.yaml"
     config.write_text("gpus: 8\nep: 8\nmicro_batch_tokens: 8192\nrecompute_granularity: full\n")
     out = tmp_path / "tune.json"
@@ -159,12 +159,12 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
         (("--known-step", "nonsense"), "give seconds (41.2), tokens/s/gpu"),
         (("--known-step", "0"), "a step must take more than 0 s"),
         (("--known-step", "50"), "times the predicted"),
-        (("--known-step", "1e-9"), "no step can be so short, because its GEMMs alone take"),
+        (("--known-step", "1e-9"), "no step can be this short, because its GEMMs alone take"),
         (("--known-step", "timing_s/step:41.2"), "is the time of an RL step, but this command predicts only an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),
         (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "Give one for each"),
         (("--known-step", "1", "--objective", "imbalance"), "--known-step gives a time"),
-        (("--known-memory", "900"), "It may be the peak of another setting"),
+        (("--known-memory", "900"), "It may belong to another setting"),
     ],
 )
 def test_a_wrong_step_gets_a_sentence(trace: Path, known: tuple[str, ...], sentence: str) -> None:

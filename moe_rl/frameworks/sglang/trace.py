@@ -33,7 +33,8 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     meta = _meta(choice, record)
     require(
         meta.get("routed_experts") is not None,
-        "routed_experts is missing: start SGLang with --enable-return-routed-experts, and request them.",
+        "routed_experts is missing: start SGLang with --enable-return-routed-experts, and set "
+        "return_routed_experts in the requests.",
     )
     num_tokens = sum(integer(meta.get(name), name) for name in ("prompt_tokens", "completion_tokens"))
     name = "routed_experts_start_len"

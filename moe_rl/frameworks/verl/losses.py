@@ -203,7 +203,7 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     mode = str(getattr(getattr(config, "policy_loss", None), "loss_mode", ""))
     require(
         mode.startswith(PREFIX) or not router_shift,
-        f"MOE_RL_ROUTER_SHIFT needs a loss of moe_rl, but policy_loss.loss_mode is {mode}. Set a loss mode that "
+        f"MOE_RL_ROUTER_SHIFT needs a moe_rl loss, but policy_loss.loss_mode is {mode}. Set a loss mode that "
         f"begins with {PREFIX}, such as {PREFIX}ppo instead of vanilla.",
     )
     if mode.startswith(PREFIX):

@@ -37,7 +37,7 @@ def _batch(document: object) -> bool:
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     batch: Any = dict(npz_arrays(path)) if path.suffix.lower() == ".npz" else load_torch_file(path)
-    require(_batch(batch), f"{path} is not a batch of verl, because it has no routed_experts.")
+    require(_batch(batch), f"{path} is not a verl batch: it has no routed_experts.")
     routes = batch["routed_experts"]
     if isinstance(routes, Opaque):
         raise InvalidInputError(
@@ -75,7 +75,7 @@ def _padded(batch: dict[str, Any], routes: NDArray[Any]) -> Iterator[Row]:
     )
     if not isinstance(mask, np.ndarray) or mask.shape != routes.shape[:2]:
         raise InvalidInputError(
-            "attention_mask must have shape [batch, tokens] like routed_experts, because it marks the padding."
+            "routed_experts needs an attention_mask of shape [batch, tokens] that marks the padding."
         )
     for index, (ids, is_token) in enumerate(zip(routes, mask.astype(np.bool_), strict=True)):
         positions = np.flatnonzero(is_token)

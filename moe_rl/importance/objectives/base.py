@@ -289,8 +289,8 @@ class Objective:
         require(
             of_sequence or not 0.0 < value < _BFLOAT16_STEP,
             f"{option} {value:g} is a clip width for sequence means, but {self.name!r} clips each token's "
-            f"{self.widths}. Rounding to bfloat16 already changes this {self.widths} by {_BFLOAT16_STEP:.4f}: "
-            "0.2 is usual.",
+            f"{self.widths}. Rounding to bfloat16 already changes this {self.widths} by {_BFLOAT16_STEP:.4f}, "
+            "so use a larger width (0.2 is usual).",
         )
 
 

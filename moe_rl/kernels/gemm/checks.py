@@ -88,7 +88,8 @@ def check_columns(
         return dy_data, None, x_data, None
     require(
         dy_scale.dtype == x_scale.dtype,
-        f"{name}: scales of dy are {dy_scale.dtype}, those of x are {x_scale.dtype}; quantize both in the same blocks.",
+        f"{name}: scales of dy are {dy_scale.dtype}, those of x are {x_scale.dtype}; quantize both in blocks of "
+        "the same shape.",
     )
     block = MX_BLOCK if dy_scale.dtype == E8M0_DTYPE else BLOCK
     scales = scale_dtype((block, 1))
@@ -98,8 +99,9 @@ def check_columns(
         has_scales = tuple(scale.shape) == scale_shape and scale.dtype == scales and scale.is_contiguous()
         require(
             has_codes and has_scales,
-            f"{name}: quantized columns must be dense codes [columns, MP] and {scales} scales {scale_shape}, as "
-            f"quantize_columns returns them; got {data.dtype} {tuple(data.shape)}, {tuple(scale.shape)}.",
+            f"{name}: quantized columns must have the form that quantize_columns returns, dense {FP8_DTYPE} codes "
+            f"[columns, MP] and {scales} scales {scale_shape}; got {data.dtype} {tuple(data.shape)}, "
+            f"{tuple(scale.shape)}.",
         )
     check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])
     return dy_data, dy_scale, x_data, x_scale

@@ -127,12 +127,14 @@ def proven_on(chip: Chip) -> ProvenTiles:
     path, no_tiles = record_path(chip), ProvenTiles(chip=str(chip))
     if not path.is_file():
         logger.warning(
-            "grouped GEMM on %s: plain loop, because no faster tile is verified on this GPU (no %s)", chip, path
+            "grouped GEMM on %s uses the plain loop, because no faster tile is verified on this GPU (%s is missing)",
+            chip,
+            path,
         )
         return no_tiles
     record = ProvenTiles.load(path)
     if record.chip != str(chip):
-        logger.warning("grouped GEMM on %s: plain loop, because %s is for %s", chip, path, record.chip)
+        logger.warning("grouped GEMM on %s uses the plain loop, because %s is for GPU %s", chip, path, record.chip)
         return no_tiles
     usable = record.of_code(carried_for(chip.capability))
     if len(usable.tiles) < len(record.tiles):
@@ -172,7 +174,7 @@ def _fits(name: str, device: torch.device) -> bool:
     max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
     if max_clusters < wanted:
         logger.warning(
-            "grouped GEMM: plain loop, because %d clusters of %s are needed, but the GPU can hold only %d at once",
+            "grouped GEMM uses the plain loop, because it needs %d clusters of %s, but the GPU holds only %d at once",
             wanted,
             name,
             max_clusters,

@@ -161,7 +161,7 @@ class ExpertWeights(ExpertMatrices):
         """
         require(
             self.block_shape in (None, (BLOCK, BLOCK)),
-            f"weights in blocks of {self.block_shape} cannot be transposed; quantize the transposed weights instead.",
+            f"weights quantized in blocks of {self.block_shape} cannot be transposed; transpose first, then quantize.",
         )
         if self.is_table:
             data = torch.stack([self.part(group).t() for group in range(self.num_groups)])
@@ -216,7 +216,7 @@ def require_alignment(data: torch.Tensor, what: str) -> None:
     if not torch.compiler.is_compiling() and not isinstance(data, FakeTensor):
         require(
             data.data_ptr() % ALIGNMENT == 0,
-            f"{what}: memory must start at a multiple of {ALIGNMENT} bytes.",
+            f"{what} must be aligned to {ALIGNMENT} bytes.",
         )
 
 
@@ -236,7 +236,7 @@ def pointer_table(parts: Sequence[torch.Tensor], what: str, alignment: int = ALI
         require_form(f"{what}: part {index}", part, tuple(sample.shape), (sample.dtype,), beside=sample)
         require(
             part.data_ptr() % alignment == 0,
-            f"{what}: part {index} must start at a multiple of {alignment} bytes.",
+            f"{what}: part {index} must be aligned to {alignment} bytes.",
         )
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(sample.device)
 

@@ -35,7 +35,8 @@ class GroupedCompute:
         require(
             backend == "auto" or BACKENDS[backend].reads_tables,
             f"backend {backend!r} is not supported inside Megatron, because it needs the weights of all experts in "
-            f"one tensor. Use {', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
+            "one tensor. Use one of: "
+            f"{', '.join(('auto', *(entry.name for entry in BACKENDS if entry.reads_tables)))}.",
         )
         self.backend = backend
         self._transpose = transposed_codes

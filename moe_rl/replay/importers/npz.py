@@ -171,8 +171,7 @@ def _of_record(value: object, index: int) -> _NamedArray:
     nested = [name for name, item in value.items() if _depth(item) == 3]
     require(
         len(nested) == 1,
-        "exactly one field must contain nested lists [tokens][layers][top-k], but these fields do: "
-        f"{', '.join(nested) or 'none'}.",
+        f"exactly one field must contain nested lists [tokens][layers][top-k], got {', '.join(nested) or 'none'}.",
     )
     groups = [value[name] for name in GROUP_FIELDS if isinstance(value.get(name), int | str)]
     return _NamedArray(name=str(index), values=as_array(value[nested[0]]), group=groups[0] if groups else None)
@@ -213,8 +212,8 @@ def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: b
         values = values[:, None]  # of one layer
     require(
         values.ndim <= 3,
-        f"{what} has dtype {values.dtype} and shape {list(values.shape)}. Store each sequence as an array of its "
-        "own, [tokens, layers, top-k], without padding.",
+        f"{what} has dtype {values.dtype} and shape {list(values.shape)}. Store each sequence as a separate "
+        "array [tokens, layers, top-k] without padding.",
     )
     if not is_logits:
         require(
@@ -231,13 +230,13 @@ def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: b
     top_k, experts = options.top_k, values.shape[2]
     if top_k is None or top_k > experts or not np.isfinite(values).all():
         raise InvalidInputError(
-            f"{what} contains router logits [tokens, layers, experts], {values.dtype} {shape}. To read them, set "
-            f"--moe-router-topk (1 to {experts}). All values must be finite."
+            f"{what} contains {values.dtype} router logits of shape [tokens, layers, experts] = {shape}. To read "
+            f"router logits, set --moe-router-topk (1 to {experts}). All values must be finite."
         )
     if first:
         logger.warning(
-            "%s contains router logits. moe_rl takes the %d highest of %d logits as the route, which is wrong if "
-            "the router has expert groups or an expert bias.",
+            "%s contains router logits. moe_rl routes each token to the %d highest of %d logits. These routes are "
+            "wrong if the router has expert groups or an expert bias.",
             what,
             top_k,
             experts,
