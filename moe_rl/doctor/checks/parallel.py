@@ -37,7 +37,7 @@ def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
     """Most losses are sums over the samples of a mini-batch, divided by one number for the whole mini-batch, so the
     assignment of samples to micro-batches does not matter. This run's loss depends on which samples share a
     micro-batch. Both verl's dynamic micro-batches (use_dynamic_bsz) and moe_rl's packing regroup the samples, and so
-    change the loss. A balanced run logs this once and packs nevertheless.
+    change the loss. A run that moe_rl balances logs this once but still packs.
     """
     reason = case.settings.micro_batch_loss
     if reason:
