@@ -196,7 +196,7 @@ def test_layers_of_a_group_are_taken_out_and_joined_again(seed: int) -> None:
 def test_replica_columns_that_do_not_fit_are_refused() -> None:
     empty = ReplicaPlan.empty(num_ep_groups=1, num_micro_batches=2, num_layers=3, ep_size=4)
     assert (empty.copies, empty.slice_of(0, 1, 2)) == (0, slice(0, 0))
-    with pytest.raises(InvalidInputError, match="offsets must run from 0 to 1 and have 6 intervals"):
+    with pytest.raises(InvalidInputError, match="offsets must start at 0, end at 1 and define 6 ranges"):
         replace(empty, expert=np.zeros(1, np.int32))
     with pytest.raises(InvalidInputError, match="offsets must not decrease"):
         replace(empty, offsets=np.array([0, 1, 0, 0, 0, 0, 0]))
