@@ -169,12 +169,12 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
 
 def _look(settings: RunSettings) -> str:
     """Return what a run that only observes shows."""
-    switch = "BalancerConfig(observe=True)"
+    switch, then = "BalancerConfig(observe=True)", "remove `observe=True`"
     if settings.framework in BY_VARIABLE:
-        switch = "MOE_RL=observe"
+        switch, then = "MOE_RL=observe", "replace `observe` with `moe-rl`"
     return (
         f"with {switch}, nothing moves. For a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
-        "and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then replace `observe` with `moe-rl`"
+        f"and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then {then}"
     )
 
 

@@ -56,6 +56,6 @@ def sweep(
         sweep_data.save(plot)
     print_sweep(sweep_data, results())
     say_notes(sweep_data.notes)
-    say(f"{out} has {len(sweep_data.points)} of {len(sweep_data.points)} points")
+    say(f"{out} has all {len(sweep_data.points)} points")
     if plot is not None:
         say(f"wrote {plot}")

@@ -87,3 +87,10 @@ def test_a_path_that_ends_in_a_listed_model_tells_the_size_of_an_expert(tmp_path
     path.write_text(VERL.read_text().replace("Qwen/Qwen3-30B-A3B", "/models/Qwen3-30B-A3B"))
     assert "/models/" in path.read_text()
     assert sentences(path)["memory"].startswith("27 MiB per GPU: one slot for an expert of 2,048 x 768")
+
+
+def test_a_loop_that_observes_by_its_config_is_not_told_of_the_variable(tmp_path: Path) -> None:
+    text = "\n".join(megatron(tmp_path, "--expert-model-parallel-size 8\n").values())
+    assert "with BalancerConfig(observe=True), nothing moves" in text
+    assert "Then remove `observe=True`" in text
+    assert "MOE_RL" not in text
