@@ -15,11 +15,13 @@ def ranking_sentences(report: ReportData) -> tuple[str, ...]:
     for ranking in report.sensitivity:
         gains.append(ranking.speedup_vs_static[best])
         if not ranking.holds:
-            flips.append(f"{_name(ranking)}: {_turned(ranking)}")
+            flips.append(f"with {_name(ranking)}, {_turned(ranking)}")
     gain = f"{best} is {min(gains):.2f}x to {max(gains):.2f}x as fast as static."
     if not flips:
         return (f"The ranking of the policies holds with every constant {OFF} lower or higher; {gain}",)
-    return (f"With constants {OFF} off, the ranking of the policies changes: {'; '.join(flips)}. In all cases, {gain}",)
+    return (
+        f"Constants that are {OFF} off change the ranking of the policies: {'; '.join(flips)}. In all cases, {gain}",
+    )
 
 
 def ranking_rows(report: ReportData) -> list[dict[str, object]]:

@@ -90,7 +90,7 @@ def test_a_ranking_that_holds_is_said_to_hold() -> None:
 def test_a_flip_is_named_with_its_constant() -> None:
     shown = report(sensitivity=rankings(("ultraep", "static")))
     (sentence,) = ranking_sentences(shown)
-    assert "flips: HBM x1.3: static passes ultraep." in sentence
+    assert "change the ranking of the policies: with HBM x1.3, static passes ultraep." in sentence
     assert sentence in " ".join(printed(shown, 100).split())
     page = render_html(shown)
     assert sentence in page
