@@ -150,7 +150,9 @@ def _model_choices(folder: Path, tokens: Path) -> tuple[Iterator[Reference], int
 
         from moe_rl.replay.hf_recorder import find_routers, router_choices
     except ImportError as error:
-        raise InvalidInputError(f"a model as the reference needs torch and transformers: {error}.") from error
+        raise InvalidInputError(
+            f"--reference with a Hugging Face model needs torch and transformers: {error}."
+        ) from error
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
         lines = tokens.read_text(encoding="utf-8").splitlines()

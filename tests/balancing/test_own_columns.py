@@ -105,7 +105,7 @@ def test_the_part_of_one_rank_is_not_taken_for_a_whole_plan(tmp_path: object) ->
     kept = group.planned(whole=False)[1].plan
     with pytest.raises(InvalidInputError, match="has only the part of EP rank 1"):
         kept.save(f"{tmp_path}/plan.npz")
-    with pytest.raises(InvalidInputError, match="source rank 1, not 0"):
+    with pytest.raises(InvalidInputError, match="only the part of EP rank 1, not that of EP rank 0"):
         SlotTables.of_plan(kept, group=0, source_rank=0)
     with pytest.raises(InvalidInputError, match="has only the part of EP rank 1"):
         PassRequest(config=group.config, placement=kept.placement, plan=kept).check(1)

@@ -67,7 +67,7 @@ def test_impossible_totals_are_refused() -> None:
 def test_cu_seqlens_must_describe_the_batch() -> None:
     tokens = torch.zeros(4)
     for cu_seqlens, message in (
-        (torch.tensor([0, 3]), "from 0 to the 4 tokens"),
+        (torch.tensor([0, 3]), "from 0 to the number of tokens .4."),
         (torch.tensor([0, 3, 2, 4]), "must not decrease"),
         (torch.tensor([0.0, 4.0]), "must be integers"),
     ):

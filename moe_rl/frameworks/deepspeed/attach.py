@@ -199,7 +199,8 @@ def _require_supported_engine(engine: Any, modules: list[Any]) -> None:
     )
     require(
         not module.async_split_plan,
-        "expert_parallel.async_split_plan sets the sizes of the exchange before replica slots are known: turn it off.",
+        "expert_parallel.async_split_plan sets the sizes of the all-to-all before moe_rl knows which tokens go to "
+        "replicas: turn it off.",
     )
     require(
         module.combine_impl != "fused_weighted_sum",

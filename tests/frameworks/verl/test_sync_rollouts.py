@@ -80,5 +80,5 @@ def test_a_map_of_sglang_has_rows_for_dense_layers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0], [9, 9], [0, 1]]}))
     assert engine._slots(1, facts).tolist() == [[1, 0], [0, 1]]
     path.write_text(json.dumps({"physical_to_logical_map": [[9, 9], [1, 0]]}))
-    with pytest.raises(InvalidInputError, match="has 2 layers, but layer 3 has experts"):
+    with pytest.raises(InvalidInputError, match="has 2 layers, but the model has experts in layer 3"):
         engine._slots(1, facts)
