@@ -306,7 +306,7 @@ def test_matrices_of_a_layer_are_quantized_in_one_launch_with_the_bits_of_each_a
                 assert torch.equal(made.transposed.scale.t(), want.scale)
         assert (into[0].transposed is not None) == transpose
     quantize_weights([], [])
-    with pytest.raises(InvalidInputError, match="matrix 0 is"):
+    with pytest.raises(InvalidInputError, match="matrix 0 has shape"):
         quantize_weights(weights, into[::-1])
 
 
