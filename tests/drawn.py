@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 SEED = "MOE_RL_TEST_SEED"
-DAYS = 3
+DAYS = 6
 """After which every test that waits for its day has run on a machine that tests daily."""
 
 
@@ -39,7 +39,7 @@ def _dealt(values: Sequence[Any], count: int, draw: random.Random) -> list[Any]:
 
 
 def waiting(names: Iterable[str], *, of: str) -> set[str]:
-    """Return which of the tests `names` wait for another day: two of three, others on each of three days in a row.
+    """Return which of the tests `names` wait for another day: five of six, others on each of six days in a row.
 
     The order in which they take their turns is shuffled once and for all, by `of`: neighbors in a file, which are often
     alike, run on different days.

@@ -24,7 +24,7 @@ def test_a_seed_draws_the_same_again_and_another_day_or_test_something_else(monk
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-def test_every_test_has_its_turn_once_in_three_days(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_test_has_its_turn_once_in_six_days(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"test {number}" for number in range(count)]
     turns = []
     for day in range(20261128, 20261128 + DAYS):
