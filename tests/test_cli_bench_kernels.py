@@ -109,6 +109,7 @@ main()
 """
 
 
+@pytest.mark.lengthy
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_command_every_suite_runs_on_a_tiny_model_beside_what_an_h100_would_take() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

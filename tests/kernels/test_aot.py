@@ -112,6 +112,7 @@ for arch in (90, 100):
 """
 
 
+@pytest.mark.lengthy
 def test_a_batch_of_another_size_compiles_nothing_again() -> None:
     """Triton compiles anew when an integer becomes 1 or a multiple of 16, unless it is told that this says nothing."""
     kernels = [int(count) for count in compiled("-c", CHANGING_BATCHES).split()]

@@ -260,6 +260,7 @@ def test_one_pass_builds_its_tile_map_once(device: str, monkeypatch: pytest.Monk
     assert built == [64, 128]
 
 
+@pytest.mark.lengthy
 def test_what_rows_of_no_slot_hold_never_matters(device: str) -> None:
     """NaN in rows, probabilities and gradients beyond the last offset: zeros come out, and nothing else changes."""
     mlp = make_mlp(device)
@@ -297,6 +298,7 @@ print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 """
 
 
+@pytest.mark.lengthy
 def test_a_compiler_keeps_the_mlp_in_one_graph() -> None:
     """`fullgraph` refuses any break; gradients have the bits they have without. Own process: dynamo is off in tests."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}

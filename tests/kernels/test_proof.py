@@ -248,6 +248,7 @@ def changed(module: ModuleType, tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
+@pytest.mark.lengthy
 @pytest.mark.skipif(not has_gluon(), reason="Triton before 3.9 has no Gluon loops to compile")
 def test_an_added_barrier_and_a_forced_spill_are_reported_and_specialization_has_no_barrier(tmp_path: Path) -> None:
     from moe_rl.kernels.gemm import triton_kernel

@@ -44,6 +44,7 @@ def test_its_files_and_tests_exist(program) -> None:  # type: ignore[no-untyped-
         assert f"def {name}(" in (program.ROOT / file).read_text(), test
 
 
+@pytest.mark.lengthy
 def test_a_name_that_others_miss_is_put_back(tmp_path: Path) -> None:
     """The hook of `sys.path` gives the enumeration a member that was dropped, and leaves others alone."""
     ask = "from megatron.core.enums import ModelType as M; print(M.encoder_and_decoder == M.encoder_or_decoder)"

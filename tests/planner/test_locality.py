@@ -273,6 +273,7 @@ def test_a_sample_stands_in_the_order_of_its_layout(rng: np.random.Generator) ->
     assert (np.diff(routes.source) >= 0).sum() >= len(routes.source) - 1 - problem.load.num_micro_batches
 
 
+@pytest.mark.lengthy
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**40), topology=topologies())
 def test_residents_are_of_other_nodes_and_bring_no_rank_more_than_the_mean(

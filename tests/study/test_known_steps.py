@@ -72,6 +72,7 @@ def test_plan_takes_a_known_step_and_refuses_what_is_none(tmp_path: Path, trace:
     assert not (tmp_path / "other.npz").exists()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "line",
     [
@@ -112,6 +113,7 @@ def test_two_known_steps_narrow_it_further_and_a_config_says_where_the_other_ran
     assert widths[0] > widths[1] > widths[2]
 
 
+@pytest.mark.lengthy
 def test_a_step_of_rl_is_known_by_its_total_or_by_its_update() -> None:
     before = json.loads(moe_rl("rl-step", *RL, "--json", "-").out)["policies"]["static"]
     total, update = 1.2 * before["step_time_s"], 1.2 * before["parts_s"]["update"]
@@ -140,6 +142,7 @@ def test_tune_takes_a_step_of_a_setting_that_is_named_and_prints_intervals(tmp_p
     assert "80 % interval" in ran.out
 
 
+@pytest.mark.lengthy
 def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied(tmp_path: Path, trace: Path) -> None:
     def steps(*more: object) -> list[float]:
         out = tmp_path / f"sweep{len(more)}.jsonl"

@@ -70,6 +70,7 @@ def test_the_last_slot_that_pays_is_the_last_one_taken(path: Path, name: str) ->
     assert f"with {taken + 1}, the step is " in said
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("room", [0, 1])
 def test_memory_ends_it(path: Path, tmp_path: Path, room: int) -> None:
     """A GPU with room for exactly `room` slots."""
