@@ -64,7 +64,7 @@ def outputs(tmp_path: Path) -> tuple[object, ...]:
     [
         ("gpt-oss-20b", "is not a trace of model 'gpt-oss-20b': the trace has 3 MoE layers, the model has 24"),
         ("layers-2", "is not a trace of model 'mine': the trace has 3 MoE layers, the model has 2"),
-        ("experts-16", "has no expert id above 7, so it is probably not a trace of model 'mine' with its 16 experts"),
+        ("experts-16", "has no expert id above 7, so it is probably not a trace of model 'mine', which has 16 experts"),
         ("experts-4", "has expert id 7, but expert ids must be 0 to 3"),
         ("topk-3", "is not a trace of model 'mine': the trace has 2 experts per token, the model has 3"),
     ],
@@ -174,7 +174,7 @@ def test_expert_parallelism_that_does_not_divide_the_experts_is_refused(tmp_path
 
 def test_an_ep_group_that_does_not_fill_its_nodes_is_refused(tmp_path: Path, trace: Path) -> None:
     sentence = refused(tmp_path, "simulate", trace, *BATCH, "--ranks-per-node", 3, *outputs(tmp_path))
-    assert sentence == ("--ep 4 must fill whole nodes of 3 ranks (--ranks-per-node), or fit into one. --ep 2 does.")
+    assert sentence == ("--ep 4 must fill whole nodes of 3 ranks (--ranks-per-node), or fit into one. Use --ep 2.")
 
 
 def own_cluster(folder: Path, **changes: object) -> Path:
@@ -190,11 +190,10 @@ def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, trace: Path
     batch = ("--ep", 4, "--ranks-per-node", 2, "--micro-batch-tokens", 200, "--num-ep-groups", 2, "--cluster", mine)
     sentence = refused(tmp_path, "simulate", trace, *batch, *outputs(tmp_path))
     assert sentence == (
-        "EP 4 x 2 EP groups x PP 1 are 8 ranks and need 4 nodes of 2 GPUs, but the cluster 'mine' has 3 nodes "
-        "(num_nodes)."
+        "EP 4 x 2 EP groups x PP 1 = 8 ranks need 4 nodes of 2 GPUs, but the cluster 'mine' has 3 nodes (num_nodes)."
     )
     more = refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 7, "--pipeline-model-parallel-size", 2)
-    assert "PP 2 are 16 ranks and need 8 nodes of 2 GPUs, but the cluster 'mine' has 7 nodes" in more
+    assert "PP 2 = 16 ranks need 8 nodes of 2 GPUs, but the cluster 'mine' has 7 nodes" in more
     assert "--num-nodes must be at least 1" in refused(tmp_path, "simulate", trace, *batch, "--num-nodes", 0)
     assert moe_rl("simulate", trace, *batch, "--num-nodes", 4, "--policy", "static").code == 0
 

@@ -79,7 +79,7 @@ def test_a_trace_of_one_micro_batch_needs_no_options(tmp_path: Path) -> None:
         (("--policy", "eplb", "--policy-option", "eplb.hierarchical=7"), "hierarchical must be true or false"),
         (
             ("--pipeline-model-parallel-size", 4),
-            "4 model chunks (pipeline stages x virtual stages) are more than the 3 layers",
+            "4 model chunks (pipeline stages x virtual stages) need at least as many layers",
         ),
         (("--recompute-modules", "moe"), "--recompute-modules needs --recompute-granularity selective"),
         (("--html", "-"), "--html - cannot be standard output"),

@@ -136,11 +136,12 @@ class ExpertKernels(OptionGroup):
         )
         require(
             not self.static_rows or self.are_ours,
-            f"static_rows needs experts='grouped', which reads token counts on the GPU, got experts={self.experts!r}.",
+            f"static_rows needs experts='grouped', got experts={self.experts!r}: only 'grouped' reads token counts "
+            "on the GPU.",
         )
         require(
             self.capacity_risk is None or (self.static_rows and 0.0 <= self.capacity_risk < 1.0),
-            "capacity_risk needs static_rows and must be at least 0 and less than 1, got capacity_risk="
+            "capacity_risk needs static_rows and must lie in [0, 1), got capacity_risk="
             f"{self.capacity_risk} and static_rows={self.static_rows}.",
         )
         require(
@@ -219,8 +220,8 @@ class BalancerConfig(OptionGroup):
         require(
             engine_of(slots.domain_balance) is None or (slots.replica_slots, self.policy) == (0, "moe-rl"),
             f"with domain_balance={slots.domain_balance!r}, the engine makes its own replicas inside a node, and only "
-            "the policy 'moe-rl' takes these replicas into account. Set policy='moe-rl' and replica_slots=0, got "
-            f"policy={self.policy!r} and replica_slots={slots.replica_slots}.",
+            "the policy 'moe-rl' takes these replicas into account. Set policy='moe-rl' and replica_slots=0 "
+            f"(now policy={self.policy!r} and replica_slots={slots.replica_slots}).",
         )
         return self
 

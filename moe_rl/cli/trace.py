@@ -101,7 +101,7 @@ def _steps(text: str) -> list[int]:
     steps = []
     for number in comma_separated(text):
         is_number = number.isascii() and number.isdigit()
-        require(is_number, f"--steps {text!r} must be comma-separated whole numbers.")
+        require(is_number, f"--steps must be comma-separated whole numbers, got {text!r}.")
         steps.append(int(number))
     return steps
 

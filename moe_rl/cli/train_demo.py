@@ -17,8 +17,8 @@ def train_demo(html: Path | None, *, command: str, overrides: Sequence[str] = ()
     """Train, simulate the recorded routes and report, as `examples/countdown/demo.py` does."""
     require(
         (checkout / "examples" / "countdown" / "demo.py").is_file(),
-        "demo --train runs examples/countdown, which is only in a checkout of moe_rl. Get a checkout and run `make "
-        "env` there.",
+        "demo --train runs examples/countdown, which is only in a checkout of moe_rl. Clone the repository and run "
+        "`make env` in it.",
     )
     missing = [name for name in NEEDED if find_spec(name) is None]
     require(

@@ -106,7 +106,7 @@ class StepLoad:
         missing_tokens = tokens - self.tokens
         require(
             not missing_tokens.size or int(missing_tokens.min()) >= 0,
-            "the total number of tokens of a rank is less than the number of tokens in its expert loads.",
+            "a rank has fewer tokens than its expert loads contain.",
         )
         pairs_LE = self.pairs.sum(axis=(0, 1, 3), dtype=np.int64)
         if of_known_sequences:
@@ -130,7 +130,7 @@ class StepLoad:
                 same_shape and same_kind,
                 "these expert loads come from different models or runs: their shapes [EP groups, "
                 f"micro-batches, MoE layers, EP ranks, experts] are {load.pairs.shape} and {head.pairs.shape}. "
-                "Join only loads of one run.",
+                "Join only loads of the same run.",
             )
         routes = [load.routes for load in loads if load.routes is not None]
         joined = None

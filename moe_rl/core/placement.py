@@ -58,8 +58,8 @@ class ExpertPlacement:
         is_map = slots.ndim == 2 and slots.shape[0] == num_layers and slots.shape[1] % self.ep_size == 0
         require(
             is_map,
-            f"physical_to_logical_map must have shape [MoE layers, slots] with {num_layers} MoE layers and a "
-            f"number of slots that is a multiple of ep_size ({self.ep_size}), got {slots.shape}.",
+            f"physical_to_logical_map must have shape [MoE layers, slots] = [{num_layers}, a multiple of ep_size "
+            f"({self.ep_size})], got {slots.shape}.",
         )
         if slots.size and not (int(slots.min()) >= -1 and int(slots.max()) < num_experts):
             raise InvalidInputError(
@@ -255,8 +255,8 @@ class ExpertMigration:
         same_slots = (old.ep_size, old.resident_slots) == (new.ep_size, new.resident_slots)
         require(
             same_experts and same_map and same_slots,
-            "experts cannot be moved between these two placements: they differ in layers, experts, ranks or "
-            "slots per rank.",
+            "experts cannot be moved between these two placements: their numbers of layers, experts, ranks or "
+            "slots per rank differ.",
         )
         old_map, new_map = old.physical_to_logical_map, new.physical_to_logical_map
         per_rank = old.slots_per_rank

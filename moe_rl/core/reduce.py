@@ -116,8 +116,8 @@ def reduce_load(
         got = _shape(part)
         require(
             got == shape,
-            "all parts of a step must have the same numbers (MoE layers, top-k, experts), but two parts have "
-            f"{shape} and {got}.",
+            "all parts of a step must have the same number of MoE layers, top-k and number of experts, but two parts "
+            f"have {shape} and {got}.",
         )
         stop = row + int(part.sequence_lengths.sum())
         if stop > row:
@@ -157,7 +157,7 @@ def _no_pairs(groups: int, micro_batches: int, layers: int, ranks: int, experts:
     )
     require(
         size <= MAX_LOAD_BYTES,
-        f"the expert loads of this step need {size / 1e9:.1f} GB ({axes}, at 4 bytes each), but the limit is "
+        f"the expert loads of this step need {size / 1e9:.1f} GB ({axes} x 4 bytes), but the limit is "
         f"{MAX_LOAD_BYTES / 1e9:.0f} GB. Use a smaller batch, fewer EP groups (--num-ep-groups), or larger "
         "micro-batches.",
     )

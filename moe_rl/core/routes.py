@@ -151,7 +151,8 @@ class RouteSample:
         """Return ([n] cell, [n] source rank, [n] place among the tokens of its DP rank) of every drawn token."""
         require(
             len(lengths) == layout.num_sequences,
-            f"the batch layout has {layout.num_sequences} sequences, but the sampled tokens come from {len(lengths)}.",
+            f"the batch layout has {layout.num_sequences} sequences, but the sampled tokens come from "
+            f"{len(lengths)} sequences.",
         )
         of_sequence = layout.micro_batch.astype(np.int64), layout.dp_rank.astype(np.int64)
         micro_batch, dp_rank = (column[self.sequence] for column in of_sequence)

@@ -297,8 +297,8 @@ class EpBalancer(PassCycle[EpTables]):
         self._require_no_pass("detach()")
         require(
             self.at_home,
-            "some experts are not on the ranks where they were when attach was called: call "
-            "reorder(balancer.own_placement) before detach().",
+            "some experts are no longer on the ranks where attach found them: call reorder(balancer.own_placement) "
+            "before detach().",
         )
         if self._run_layers.recording is not None:
             self._run_layers.recording.close()
@@ -327,4 +327,4 @@ def require_supported(config: BalancerConfig, *also: str) -> None:
     for word, value in config.words().items():
         if value != default.value_of(word) and word not in supported:
             unsupported.append(word)
-    require(not unsupported, f"{', '.join(unsupported)}: supported only with Megatron (moe_rl.megatron).")
+    require(not unsupported, f"only Megatron (moe_rl.megatron) supports {', '.join(unsupported)}.")

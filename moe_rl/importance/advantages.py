@@ -179,7 +179,8 @@ def gae(
     decay = torch.as_tensor(lam, dtype=dtype, device=mask.device)
     require(
         decay.ndim == 0 or decay.shape == (layout.num_sequences,),
-        f"lam must be one number, or have shape [{layout.num_sequences}] (one per sequence), got {tuple(decay.shape)}.",
+        f"lam must be one number or have shape [{layout.num_sequences}] (one number per sequence), got "
+        f"{tuple(decay.shape)}.",
     )
     next_value = padded_values.new_zeros(layout.num_sequences)
     advantage = torch.zeros_like(next_value)

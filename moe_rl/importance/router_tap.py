@@ -348,7 +348,7 @@ class RouterTap:
             lost_routers = [self._places[place] for place in sorted(places) if old.read_by(place)]
             require(
                 not lost_routers,
-                "the old pass read these routers, but the tap did not see them run in this forward pass: "
+                "these routers ran in the old-policy pass, but the tap did not see them run in this forward pass: "
                 f"{', '.join(lost_routers)}. {_COMPILED_BEFORE}",
             )
         elif places:

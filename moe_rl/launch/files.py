@@ -123,7 +123,8 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
         words = best.words + loose
     require(
         _num_settings(words) > 0,
-        f"{script} contains no arguments of a run: no command with --flags or a.b=c, and no arrays of such arguments.",
+        f"{script} contains no arguments of a run: neither a command with --flags or a.b=c nor an array of "
+        "such arguments.",
     )
     run.variables.update({name: value for name, value in best.variables.items() if not value.missing})
     run.add_words(words)

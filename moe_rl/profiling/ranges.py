@@ -36,7 +36,8 @@ class RangeName:
     def __post_init__(self) -> None:
         require_known(self.category, CATEGORIES, f"range category {self.category!r} is unknown.")
         require(
-            self.phase is None or self.phase in PHASES, f"range phase {self.phase!r} is not one of {', '.join(PHASES)}."
+            self.phase is None or self.phase in PHASES,
+            f"the phase of a range must be one of {', '.join(PHASES)}, got {self.phase!r}.",
         )
 
     def __str__(self) -> str:

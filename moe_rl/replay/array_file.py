@@ -97,7 +97,7 @@ def read_header(path: Path) -> dict[str, ArraySpec]:
     for spec in sorted(specs.values(), key=lambda spec: (spec.start, spec.stop)):
         # No array may reach into another, and no byte may belong to none.
         if spec.start != position:
-            raise CorruptFileError("the arrays in it overlap, or leave bytes unused")
+            raise CorruptFileError("its arrays overlap or leave bytes unused")
         position = spec.stop
     if position != size:
         raise CorruptFileError(f"it has {size} bytes, but its header describes {position}")

@@ -230,9 +230,9 @@ class _Survey:
         shared = [count for count in self._heads.values() if count > 1]
         if shared:
             logger.warning(
-                "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. These "
-                "sequences look like samples of %d %s, with the routes of the prompt tokens included. Group them with "
-                "keys group<number> in an .npz file, or with group_id in a record.",
+                "%s: %d of %d sequences share the routes of their first %d tokens with another sequence. They appear "
+                "to be samples of %d %s and to include the routes of the prompt tokens. Put the samples of each prompt "
+                "into one group: set keys group<number> in an .npz file, or group_id in a record.",
                 path,
                 sum(shared),
                 self.num_sequences,
@@ -246,7 +246,7 @@ class _Survey:
         if self._stuck:
             logger.warning(
                 "%s: in %d of %d sequences (the first is sequence %d), at least %d consecutive tokens have the "
-                "same routes in all layers. No router produces such routes: run `moe-rl replay check`.",
+                "same routes in all layers. No router produces such routes: find the cause with `moe-rl replay check`.",
                 path,
                 len(self._stuck),
                 self.num_sequences,
@@ -332,6 +332,6 @@ def select_rows(
             raise InvalidInputError(
                 f"{where}: the rollout engine did not record the routes of {int(holes.sum())} of {int(valid.sum())} "
                 f"tokens (first: token {int(np.argmax(holes))}). Their expert ids are all 0. Exclude these tokens "
-                "(--mask-capture-holes) or record again."
+                "(--mask-capture-holes) or record the rollout again."
             )
     return ids, valid

@@ -26,7 +26,7 @@ def concatenate(parts: Sequence[Trace]) -> Trace:
         return head
     for part in parts:
         for (name, fact), other in zip(_facts(head).items(), _facts(part).values(), strict=True):
-            require(fact == other, f"the parts of a trace must not differ in their {name}.")
+            require(fact == other, f"all parts of a trace must have the same {name}.")
     if isinstance(head, SequenceCounts):
         return replace(head, **_joined_columns(parts, COUNT_FIELDS))
     columns = _joined_columns(parts, (*TOKEN_FIELDS, *SEQUENCE_FIELDS))

@@ -162,7 +162,7 @@ class TraceWriter:
         unused = self._overwrite or not any(self.path.iterdir())
         if not unused:
             self.close()
-            raise InvalidInputError(f"another process has written to {self.path} in the meantime.")
+            raise InvalidInputError(f"another process has written to {self.path} since this writer was created.")
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY)

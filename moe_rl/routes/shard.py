@@ -115,8 +115,8 @@ def read_rows(
             length = len(routes[span.sequence])
             require(
                 span.first + span.rows <= length,
-                f"token {span.first + span.rows - 1} of sequence {span.sequence} was requested, but its routes have "
-                f"only {length} tokens.",
+                f"token {span.first + span.rows - 1} of sequence {span.sequence} was requested, but the routes of "
+                f"this sequence have only {length} tokens.",
             )
             routes[span.sequence].read(slice(span.first, span.first + span.rows), layers, place)
         elif round_robin:

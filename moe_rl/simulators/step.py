@@ -287,5 +287,5 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     for name, plan in plans.items():
         require(
             name in own_loads or plan.layout.same_cells(step.layout),
-            f"policy {name!r} changes the batch layout: pass the expert loads of that layout in `loads`.",
+            f"policy {name!r} changes the batch layout: pass the expert loads of the new layout in `loads`.",
         )

@@ -63,12 +63,12 @@ def read_prediction(path: Path, policy: str) -> PredictedStep:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidInputError(f"--predicted {path} is not a JSON file: {error}.") from None
     is_ours = isinstance(document, dict) and document.get("schema") == SCHEMA
-    require(is_ours, f"--predicted {path} was not written by moe-rl simulate --json ({SCHEMA}).")
+    require(is_ours, f"--predicted {path} was not written by moe-rl simulate --json (schema {SCHEMA}).")
     rows = {**document.get("yardsticks", {}), **document.get("policies", {})}
     require_known(policy, rows, f"{path} has no results for --policy-name {policy!r}.")
     breakdown = rows[policy].get("breakdown_s")
     timed = isinstance(breakdown, dict)
-    require(timed, f"{path} has no times for {policy!r}: simulate with --objective time to compare.")
+    require(timed, f"{path} has no times for {policy!r}: rerun moe-rl simulate with --objective time.")
     return PredictedStep(
         policy=policy,
         breakdown_s={name: float(seconds) for name, seconds in breakdown.items()},

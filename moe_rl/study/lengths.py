@@ -57,7 +57,7 @@ def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:
 def needed(options: LengthOptions, name: str) -> int:
     """Return an option without which there are no lengths; raise where it is absent or below 1."""
     value, flag = options.value_of(name), SHOWN[name].flags[0]
-    require(value is not None, f"{flag} is required without a trace{IN_WORDS.get(name, '')}.")
+    require(value is not None, f"{flag} is required if there is no trace{IN_WORDS.get(name, '')}.")
     require(value >= 1, f"{flag} must be at least 1, got {value}.")
     return int(value)
 
@@ -69,6 +69,7 @@ def lengths_of_row(row: KnownStepOptions) -> NDArray[np.int64]:
         return np.full(samples, row.passes.seq_length, np.int64)
     require(
         row.samples.num_samples is not None and row.samples.mean_length is not None,
-        "its setting must give the batch: `global_batch_size` and `seq_length`, or `num_samples` and `mean_length`.",
+        "its setting must specify the batch by `global_batch_size` and `seq_length`, or by `num_samples` and "
+        "`mean_length`.",
     )
     return drawn_lengths(row)

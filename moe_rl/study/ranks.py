@@ -101,7 +101,7 @@ def check_ep_size(ep_size: int, num_experts: int, per_node: int) -> None:
     require(num_experts % ep_size == 0, f"--ep {ep_size} does not divide the {num_experts} experts; {sizes} does.")
     require(
         ep_size in possible,
-        f"--ep {ep_size} must fill whole nodes of {per_node} ranks (--ranks-per-node), or fit into one. {sizes} does.",
+        f"--ep {ep_size} must fill whole nodes of {per_node} ranks (--ranks-per-node), or fit into one. Use {sizes}.",
     )
 
 
@@ -129,7 +129,7 @@ def _check_nodes(parallel: ParallelOptions, cluster: str, topology: ClusterTopol
     needed = -(-ranks // per_node)
     require(
         available is None or needed <= available,
-        f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} are {ranks} ranks and need "
+        f"EP {topology.ep_size} x {topology.num_ep_groups} EP groups x PP {stages} = {ranks} ranks need "
         f"{needed} nodes of {per_node} GPUs, but the cluster {topology.hardware.name!r} has {available} nodes "
         "(num_nodes).",
     )

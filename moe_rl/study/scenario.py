@@ -184,8 +184,8 @@ def state_scenario(
     layers = model.spec.num_layers
     require(
         chunks <= layers,
-        f"{chunks} model chunks (pipeline stages x virtual stages) are more than the {layers} layers of model "
-        f"{model.spec.name!r}.",
+        f"{chunks} model chunks (pipeline stages x virtual stages) need at least as many layers, but model "
+        f"{model.spec.name!r} has only {layers}.",
     )
     step = source.steps[-1] if options.sequences.step is None else options.sequences.step
     recorded_parts = tuple(source.parts(step))
@@ -412,7 +412,7 @@ def check_policies(planning: PlanningOptions, kernels: KernelOptions) -> None:
         require(
             unmet is None,
             f"the time of --policy {name} with --moe-token-dispatcher-type {kernels.moe_token_dispatcher_type} "
-            f"cannot be predicted: {unmet} (as python -m benchmarks.validate_model shows).",
+            f"cannot be predicted: {unmet} (see python -m benchmarks.validate_model).",
         )
     for option in planning.policy_option:
         planning.parameters_of(option.partition(".")[0])
@@ -451,7 +451,7 @@ def _check_experts_occur(load: StepLoad, model: LoadedModel, source: TraceSource
     require(
         not telling or 2 * (highest + 1) > load.num_experts,
         f"{source.path} has no expert id above {highest}, so it is probably not a trace of model "
-        f"{model.spec.name!r} with its {load.num_experts} experts. If it is, set --num-experts {load.num_experts}.",
+        f"{model.spec.name!r}, which has {load.num_experts} experts. If it is, set --num-experts {load.num_experts}.",
     )
 
 

@@ -60,8 +60,8 @@ def _check_batch(sequences: SequenceOptions) -> None:
     scaled = sequences.batch == SCALED or sequences.tokens_per_rank is not None
     require(
         not scaled and sequences.ep_group_tokens is None,
-        "tune packs sequences into the micro-batches of a data-parallel rank. Set --micro-batch-tokens instead of "
-        "--batch scaled, --tokens-per-rank and --ep-group-tokens.",
+        "tune packs sequences into the micro-batches of a data-parallel rank. Set --micro-batch-tokens and leave "
+        "out `--batch scaled`, --tokens-per-rank and --ep-group-tokens.",
     )
 
 

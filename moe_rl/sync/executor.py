@@ -241,7 +241,7 @@ def in_process(
             sizes = {other: message.numel() for other, message in inboxes[rank].items()}
             if sizes != exchange.expected:
                 raise SyncError(
-                    f"rank {rank}, round {number}: the bytes received by source rank are {sizes}, "
+                    f"rank {rank}, round {number}: received {sizes} bytes per source rank, "
                     f"expected {exchange.expected}."
                 )
             try:

@@ -13,7 +13,7 @@ from moe_rl.planner.base import COPIES, PLACEMENT
 
 
 def test_settings_that_contradict_an_engine_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="replica_slots=0, got policy='moe-rl' and replica_slots=1"):
+    with pytest.raises(InvalidInputError, match=r"replica_slots=0 \(now policy='moe-rl' and replica_slots=1\)"):
         BalancerConfig(domain_balance="engine:moonep")
     with pytest.raises(InvalidInputError, match="engine:moonep"):
         BalancerConfig(domain_balance="engine:moon", replica_slots=0)

@@ -274,7 +274,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(4, 32), fp8_weights(), offsets(0, 2, 4)), "quantize both or neither"),
     (
         lambda: grouped_gemm(quantize(bf16(4, 32), (1, -1)), fp8_weights(), offsets(0, 2, 4)),
-        r"need a in blocks of \(1, 128\), got \(1, -1\)",
+        r"need blocks of \(1, 128\) in operand a, got \(1, -1\)",
     ),
     (
         lambda: grouped_gemm_dgrad(
@@ -287,7 +287,7 @@ MISUSE: list[tuple[Callable[[], object], str]] = [
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(1, 2, 4)), "start at 0"),
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 2, 5)), "ends at 5, but there are 4 rows"),
     (lambda: grouped_gemm(bf16(4, 32), bf16(2, 16, 32), offsets(0, 4)), "has 1 groups, but the weights have 2"),
-    (lambda: grouped_gemm(bf16(32, 32).t(), bf16(2, 16, 32), offsets(0, 2, 4)), "rows of a must be dense"),
+    (lambda: grouped_gemm(bf16(32, 32).t(), bf16(2, 16, 32), offsets(0, 2, 4)), "each row of a must be contiguous"),
     (lambda: grouped_gemm(bf16(4, 40)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4), backend="tritn"), "'triton'"),
     (lambda: grouped_gemm(bf16(4, 33)[:, :32], bf16(2, 16, 32), offsets(0, 2, 4)), "must be a multiple of 16 bytes"),
     (lambda: grouped_gemm(bf16(4, 40)[:, 1:33], bf16(2, 16, 32), offsets(0, 2, 4)), "aligned to 16 bytes"),

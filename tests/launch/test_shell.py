@@ -175,7 +175,7 @@ def test_every_word_keeps_its_line() -> None:
         ("case x in\n a) run", "'esac' is missing."),
         ("run )", "cannot be parsed."),
         ("for ((;;)); do :; done", "loops forever"),
-        ("f() { f; }\nf", "calls itself without end"),
+        ("f() { f; }\nf", "recurses without end"),
         ("A=(1 2", "')' is missing."),
     ],
 )

@@ -122,7 +122,7 @@ def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
     np.testing.assert_array_equal(good, np.arange(6).reshape(2, 3))
     with pytest.raises(InvalidInputError, match="values of its storage"):
         load_torch_file(torch_zip(tmp_path / "short.pt", pickled, **{"0": b"\0" * 20}))
-    with pytest.raises(InvalidInputError, match="the storage '0' of a tensor is missing"):
+    with pytest.raises(InvalidInputError, match="tensor storage '0' is missing"):
         load_torch_file(torch_zip(tmp_path / "none.pt", pickled))
     huge = pickled.replace(b"K\x02K\x03\x86", b"J\xff\xff\xff\x7fK\x03\x86")
     assert huge != pickled

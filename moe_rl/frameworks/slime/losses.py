@@ -241,7 +241,7 @@ def _framework() -> _Framework:
             # Another module that slime itself lacks is an error to show, not a reason to look for miles.
             if error.name is None or error.name.partition(".")[0] != package.partition(".")[0]:
                 raise
-    raise InvalidInputError("neither slime nor miles with its Megatron backend can be imported.")
+    raise InvalidInputError("neither slime nor miles can be imported with its Megatron backend.")
 
 
 def _config(correction: str | Mapping[str, Any]) -> RolloutCorrectionConfig:

@@ -138,7 +138,8 @@ def packing_of(config: Any, *, num_dp_ranks: int, settings: Settings) -> DriverP
     )
     require(
         not actor.get("shuffle", False),
-        "actor.shuffle picks the mini-batches of each rank, so moving sequences would change them.",
+        "actor.shuffle draws mini-batches at random within each rank, so moving sequences would change these "
+        "mini-batches.",
     )
     grouped = actor.get("use_prefix_grouper", False) or config.trainer.get("use_prefix_grouper", False)
     require(not grouped, "use_prefix_grouper keeps the samples of a prompt on one rank.")

@@ -123,7 +123,8 @@ def rollout_corrected(helper: Any) -> Callable[..., Any]:
         other_names = [name for name in named if not name.startswith(PREFIX)]
         require(
             not other_names,
-            f"rollout_correction: {', '.join(other_names)} must begin with {PREFIX}, like the other names.",
+            f"rollout_correction: names with and without the prefix {PREFIX} cannot be mixed. Add it to "
+            f"{', '.join(other_names)}.",
         )
         weights, mask, metrics = rollout_correction(
             *tensors,
@@ -204,7 +205,7 @@ def checked_settings(config: Any, *, router_shift: bool = False) -> None:
     require(
         mode.startswith(PREFIX) or not router_shift,
         f"MOE_RL_ROUTER_SHIFT needs a moe_rl loss, but policy_loss.loss_mode is {mode}. Set a loss mode that "
-        f"begins with {PREFIX}, such as {PREFIX}ppo instead of vanilla.",
+        f"begins with {PREFIX}, e.g. replace vanilla with {PREFIX}ppo.",
     )
     if mode.startswith(PREFIX):
         require(

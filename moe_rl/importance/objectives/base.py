@@ -283,8 +283,9 @@ class Objective:
         of_sequence = self.ratio_level == "sequence" and self.widths == "ratio"  # GMPO clips each token's log-ratio
         require(
             not (of_sequence and _TOKEN_WIDTH <= value < math.inf),
-            f"{option} {value:g} is a clip width for token ratios, but {self.name!r} clips the mean of a sequence, "
-            f"which varies less: use less than {_TOKEN_WIDTH:g} (3e-4 is usual), or infinity to turn the clip off.",
+            f"{option} {value:g} is a clip width for token ratios, but {self.name!r} clips the mean ratio of a "
+            f"sequence, which varies less: use a width below {_TOKEN_WIDTH:g} (3e-4 is usual), or infinity to turn "
+            "clipping off.",
         )
         require(
             of_sequence or not 0.0 < value < _BFLOAT16_STEP,

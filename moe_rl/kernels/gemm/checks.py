@@ -32,8 +32,8 @@ def check_rows(rows: Rows, weights: ExpertWeights, columns: int, name: str) -> t
         wanted = (1, (weights.block_shape or (0, 0))[1])
         require(
             rows.block_shape == wanted,
-            f"grouped_gemm: weights in blocks of {weights.block_shape} need {name} in blocks of {wanted}, "
-            f"got {rows.block_shape}.",
+            f"grouped_gemm: weights in blocks of {weights.block_shape} need blocks of {wanted} in operand "
+            f"{name}, got {rows.block_shape}.",
         )
     else:
         require(data.dtype != FP8_DTYPE, f"grouped_gemm: {name} is {FP8_DTYPE} without scales; use a QuantizedTensor.")
@@ -42,7 +42,7 @@ def check_rows(rows: Rows, weights: ExpertWeights, columns: int, name: str) -> t
 
 
 def _check_layout(data: torch.Tensor, name: str) -> None:
-    require(data.stride(1) == 1, f"grouped_gemm: rows of {name} must be dense, got strides {data.stride()}.")
+    require(data.stride(1) == 1, f"grouped_gemm: each row of {name} must be contiguous, got strides {data.stride()}.")
     require_alignment(data, f"grouped_gemm: {name}")
 
 
@@ -88,8 +88,8 @@ def check_columns(
         return dy_data, None, x_data, None
     require(
         dy_scale.dtype == x_scale.dtype,
-        f"{name}: scales of dy are {dy_scale.dtype}, those of x are {x_scale.dtype}; quantize both in blocks of "
-        "the same shape.",
+        f"{name}: the scales of dy are {dy_scale.dtype}, but those of x are {x_scale.dtype}; quantize both in blocks "
+        "of the same shape.",
     )
     block = MX_BLOCK if dy_scale.dtype == E8M0_DTYPE else BLOCK
     scales = scale_dtype((block, 1))
@@ -99,8 +99,8 @@ def check_columns(
         has_scales = tuple(scale.shape) == scale_shape and scale.dtype == scales and scale.is_contiguous()
         require(
             has_codes and has_scales,
-            f"{name}: quantized columns must have the form that quantize_columns returns, dense {FP8_DTYPE} codes "
-            f"[columns, MP] and {scales} scales {scale_shape}; got {data.dtype} {tuple(data.shape)}, "
+            f"{name}: pass columns as quantize_columns returns them, as contiguous {FP8_DTYPE} codes [columns, MP] and "
+            f"{scales} scales {scale_shape}; got {data.dtype} codes {tuple(data.shape)} and {scale.dtype} scales "
             f"{tuple(scale.shape)}.",
         )
     check_offsets(name, m_offsets, dy_data.device, dy_data.shape[1])

@@ -142,7 +142,7 @@ def proven_on(chip: Chip) -> ProvenTiles:
             "grouped GEMM on %s: %d of %d verified tiles in %s do not match the precompiled machine code",
             chip, len(record.tiles) - len(usable.tiles), len(record.tiles), path,
         )  # fmt: skip
-    logger.info("grouped GEMM on %s: %d verified tiles from %s", chip, len(usable.tiles), path)
+    logger.info("grouped GEMM on %s uses %d verified tiles from %s", chip, len(usable.tiles), path)
     return usable
 
 
@@ -174,9 +174,9 @@ def _fits(name: str, device: torch.device) -> bool:
     max_clusters, wanted = driver.max_clusters(archive, kernel, device), chip.num_sms // kernel.num_ctas
     if max_clusters < wanted:
         logger.warning(
-            "grouped GEMM uses the plain loop, because it needs %d clusters of %s, but the GPU holds only %d at once",
-            wanted,
+            "grouped GEMM uses the plain loop, because tile %s needs %d clusters at once, but the GPU holds only %d",
             name,
+            wanted,
             max_clusters,
         )
     return max_clusters >= wanted

@@ -292,7 +292,7 @@ class Shell(Expansion):
 
     def _call(self, name: str, arguments: list[Text]) -> bool | None:
         if self.depth > MAX_DEPTH:
-            raise InvalidInputError(f"{self.path}: the function {name} calls itself without end.")
+            raise InvalidInputError(f"{self.path}: the function {name} recurses without end.")
         # $1, $2 and $@ are the function's own and come back behind it; all other variables are global.
         before, self.variables["@"] = self.variables.get("@"), arguments
         self.depth += 1

@@ -63,7 +63,7 @@ def glu_spec(config: TransformerConfig) -> GluSpec:
     alphas = {F.silu: 1.0, quick_gelu: 1.702}
     require(
         bool(config.gated_linear_unit) and config.activation_func in alphas,
-        "experts='grouped' needs gated experts (gated_linear_unit=True) with silu or quick_gelu as activation.",
+        "experts='grouped' needs gated experts (gated_linear_unit=True) with silu or quick_gelu as the activation.",
     )
     refusals = {
         "moe_apply_probs_on_input": "GroupedExperts applies probabilities inside the activation",

@@ -60,7 +60,9 @@ class RecordedSequence:
             "the combine weights must have the same shape as the routes.",
         )
         if self.layer_ids is not None:
-            require(len(self.layer_ids) == routes.shape[1], "layer_ids must contain a number for every recorded layer.")
+            require(
+                len(self.layer_ids) == routes.shape[1], "layer_ids must contain one layer number per recorded layer."
+            )
 
     def at(self, path: Path, index: int) -> str:
         """Return where the sequence stands, for messages."""

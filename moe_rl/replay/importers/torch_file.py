@@ -120,7 +120,7 @@ class _Unpickler(pickle._Unpickler):
         match pid:
             case ("storage", str(code), str(key), *_):
                 return _Storage(self._storage(key), code)
-        raise InvalidInputError("the reference of a tensor to its storage has an unknown format.")
+        raise InvalidInputError("a tensor refers to its storage in an unknown format")
 
 
 def load_torch_file(path: Path, *, verify: bool = True) -> Any:
@@ -152,7 +152,7 @@ def _load(file_bytes: NDArray[np.uint8], members: dict[str, zipfile.ZipInfo], ve
     def storage(key: str) -> NDArray[np.uint8]:
         member = members.get(f"{root}data/{key}")
         if member is None:
-            raise InvalidInputError(f"the storage {key!r} of a tensor is missing")
+            raise InvalidInputError(f"tensor storage {key!r} is missing")
         return _stored_bytes(file_bytes, member, verify=verify)
 
     pickled = _stored_bytes(file_bytes, members[f"{root}data.pkl"], verify=True)
@@ -229,7 +229,7 @@ def _view(data: NDArray[np.uint8], code: str, offset: object, size: object, stri
     last_byte = start + sum((extent - 1) * step for extent, step in zip(extents, strides, strict=True))
     require(
         last_byte < len(flat),
-        f"a tensor of shape {list(extents)} needs more than the {len(flat)} values of its storage",
+        f"a tensor of shape {list(extents)} extends past the {len(flat)} values of its storage",
     )
     count = math.prod(extents)
     if strides == tuple(math.prod(extents[axis + 1 :]) for axis in range(len(extents))):
@@ -247,7 +247,7 @@ def _extents(value: object) -> tuple[int, ...]:
 
 
 def _encode(text: object, encoding: object = "latin1", *_: object) -> bytes:
-    require(isinstance(text, str) and encoding == "latin1", "the encoding of some bytes is unknown")
+    require(isinstance(text, str) and encoding == "latin1", "it contains bytes in an unknown encoding")
     return str(text).encode("latin1")
 
 

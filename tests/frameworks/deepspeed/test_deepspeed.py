@@ -142,7 +142,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
         "ep_size": "there is nothing to balance with autoep_size 1",
         "no_layer": "the engine has no AutoEP layer",
         "zero3": "zero_optimization.stage 3 splits",
-        "megatron": "placement_bitwise, experimental: supported only with Megatron",
+        "megatron": "only Megatron (moe_rl.megatron) supports placement_bitwise, experimental",
         "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
         "deepep": "expert_parallel.comm_backend 'deepep'",
         "async": "expert_parallel.async_split_plan sets",

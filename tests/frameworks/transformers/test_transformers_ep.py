@@ -103,7 +103,7 @@ def test_misuse_is_one_sentence(outcome: list[Any]) -> None:
     expected = {
         "implementation": 'DistributedConfig(ep_size=..., ep_implementation="moe_rl")',
         "dense": "Qwen3ForCausalLM has no MoE layer",
-        "megatron": "placement_bitwise, experimental: supported only with Megatron",
+        "megatron": "only Megatron (moe_rl.megatron) supports placement_bitwise, experimental",
         "ranks": "replica_slots must be the same on all ranks, but rank 1 has 2 and rank 0 has 1.",
         "twice": "this model already has a balancer",
         "model": "the routes come from another model: they have 5 layers and top-2, but this model has 3 MoE layers",

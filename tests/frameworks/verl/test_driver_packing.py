@@ -129,7 +129,7 @@ def test_mini_batches_hold_verls_samples_and_ranks_as_many_as_before(config: Any
     ("changes", "sentence"),
     [
         ({"use_dynamic_bsz": False}, "micro-batches hold a fixed number of samples"),
-        ({"shuffle": True}, "actor.shuffle picks the mini-batches of each rank"),
+        ({"shuffle": True}, "actor.shuffle draws mini-batches at random within each rank"),
         ({"use_prefix_grouper": True}, "use_prefix_grouper keeps the samples of a prompt on one rank"),
         ({"megatron": None}, "moe_rl balances only verl's Megatron engine"),
     ],

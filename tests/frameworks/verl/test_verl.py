@@ -227,7 +227,7 @@ def test_losses_and_rollout_correction_are_offered_under_our_names(outcome: list
         assert rank["num_metrics"][0] == rank["num_metrics"][1] > 20
         assert rank["binary_kl"] > 0
         assert rank["bypass"][""] == pytest.approx(rank["bypass"]["moe_rl_"], abs=1e-12)
-        assert "token must begin with moe_rl_, like the other names" in rank["mixed"]
+        assert "names with and without the prefix moe_rl_ cannot be mixed. Add it to token." in rank["mixed"]
         assert rank["loss"].startswith("gspo")
         assert not rank["balanced"], "MOE_RL is not set"
 
