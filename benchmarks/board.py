@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 TRACE = "countdown-grpo"
 SPLITS = (8, 16, 32)
 
-HEAD = ("plan", "EP", "max/mean rank", "max/mean node", "worst cell", "GB moved", "step ms", "broken promises")
+HEAD = ("plan", "EP", "max/mean rank", "max/mean node", "worst cell", "GB moved", "step ms", "broken rule")
 
 
 def scenario_of(ep: int) -> Scenario:

@@ -285,7 +285,7 @@ def verdicts(runs: Sequence[Run]) -> str:
             compared += 1
             gap = Interval.of([run.lift - plain[run.seed] for run in of_arm])
             if abs(gap.mean) > gap.half:
-                apart.append(f"{arm} under {regime} ({gap})")
+                apart.append(f"`{arm}` in regime `{regime}` ({gap})")
     collapsed = [run for run in runs if run.collapsed_at is not None]
     healthy = [run for run in runs if run.is_healthy]
     counts = []
@@ -295,12 +295,12 @@ def verdicts(runs: Sequence[Run]) -> str:
         counts.append((named, sum(1 for run in healthy if firsts[id(run)])))
     (named, false), (named_later, false_later) = counts
     return (
-        f"{len(runs)} runs are complete. In {len(apart)} of {compared} comparisons with plain, the interval excludes 0"
-        f"{': ' if apart else ''}{'; '.join(apart)}. By chance alone, 1 in 20 would.\n\n"
+        f"{len(runs)} runs are complete. In {len(apart)} of {compared} comparisons with `plain`, the interval "
+        f"excludes 0{': ' if apart else ''}{'; '.join(apart)}. By chance alone, 1 in 20 intervals would exclude 0.\n\n"
         f"{len(collapsed)} runs collapsed. Under the protocol's rule, `moe-rl advise` predicted {named} of these "
         f"collapses at least one step ahead and raised an alarm in {false} of {len(healthy)} healthy runs. Under its "
-        f"present rule (two signs of different kinds, after the first step), it predicted {named_later} collapses at "
-        f"least one step ahead and raised an alarm in {false_later} healthy runs. "
+        f"present rule (after the first step, danger rules for two different kinds of metrics must fire), it predicted "
+        f"{named_later} collapses at least one step ahead and raised an alarm in {false_later} healthy runs. "
         f"{len(runs) - len(collapsed) - len(healthy)} runs neither collapsed nor were healthy.\n"
     )
 

@@ -218,7 +218,7 @@ def _slots(
         allowed = problem.cross_node_slots if crosses else problem.replica_slots
         if slot_limits and count > allowed:
             kind = "from other nodes" if crosses else "from its node"
-            yield f"rank {rank} holds {count} copies {kind}, {allowed} are allowed"
+            yield f"rank {rank} has too many copies {kind} ({count} instead of at most {allowed})"
 
 
 def _slots_over_engine(
@@ -236,10 +236,10 @@ def _slots_over_engine(
     inside, across, width = problem.replica_slots, problem.cross_node_slots, problem.topology.ranks_per_domain
     for rank in sorted({rank for rank, _ in foreign}):
         if foreign[rank, False] > inside:
-            yield f"rank {rank} holds {foreign[rank, False]} copies from its node, {inside} are allowed"
+            yield f"rank {rank} has too many copies from its node ({foreign[rank, False]} instead of at most {inside})"
         both = foreign[rank, False] + foreign[rank, True]
         if both > inside + across:
-            yield f"rank {rank} holds {both} copies, {inside + across} are allowed"
+            yield f"rank {rank} has too many copies ({both} instead of at most {inside + across})"
     residents = {(expert, slot // slots_per_rank // width) for _, expert, slot, resident in columns if resident}
     brought = {(expert, rank // width) for expert, rank in hosts if rank // width != home[expert] // width} - residents
     for node in range(problem.topology.num_nodes):

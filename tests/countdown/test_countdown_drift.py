@@ -68,7 +68,7 @@ def test_arms_are_compared_with_plain_on_the_same_seeds(drift: ModuleType) -> No
     row = next(line for line in drift.table(runs).splitlines() if "| R3 |" in line)
     assert "| +0.103 ± 0.014 |" in row
     assert (
-        "In 1 of 1 comparisons with plain, the interval excludes 0: R3 under learning rate (+0.103 ± 0.014)"
+        "In 1 of 1 comparisons with `plain`, the interval excludes 0: `R3` in regime `learning rate` (+0.103 ± 0.014)"
         in drift.verdicts(runs)
     )
     assert drift.picture(runs).count("<circle") == 6

@@ -21,7 +21,7 @@ def test_an_entry_is_scored_like_the_policy_that_made_it_and_a_cheat_is_named(tm
     assert entry == ours | {"plan": "mine"}
     plan.replicas.source_quota[0] += 1_000_000  # more tokens than there are
     assert board.judged(scenario, "mine", plan)["broken"]
-    assert "broken promises" in board.as_text([ours])
+    assert "broken rule" in board.as_text([ours])
 
 
 def test_a_plan_of_another_size_and_no_plan_are_refused(tmp_path: Path) -> None:
