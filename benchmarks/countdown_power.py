@@ -198,16 +198,21 @@ def block(outcomes: Sequence[Outcome]) -> str:
     found = comparisons(outcomes)
     p_values = [p for each in found for p in (each.lift_p, each.collapse_p)]
     rejected = holm(p_values)
-    names = [f"{what} of {each.arm} in regime `{each.regime}`" for each in found for what in ("lift", "collapse rate")]
+    names = [
+        f"the {what} of {each.arm} in the regime `{each.regime}`"
+        for each in found
+        for what in ("lift", "collapse rate")
+    ]
     apart = [name for name, is_apart in zip(names, rejected, strict=True) if is_apart]
     intervals = [sign_flip_interval(each.differences) for each in found]
     widest = max(high - low for low, high in intervals) / 2 / ANSWERS
+    count = f"All {len(SEEDS)}" if len(seeds) == len(SEEDS) else f"{len(seeds)} of the {len(SEEDS)}"
     commits = sorted({outcome.commit for runs in seeds.values() for outcome in runs.values()})
     text = (
-        f"{len(seeds)} of the {len(SEEDS)} seeds are complete ({min(seeds)} .. {max(seeds)}, {len(seeds) * 8} runs, "
-        f"commit {', '.join(commits)}). Holm's rule at 5 % over all {len(p_values)} tests finds {len(apart)} "
+        f"{count} seeds ({min(seeds)} to {max(seeds)}) are complete: {len(seeds) * 8} runs at commit "
+        f"{', '.join(commits)}. Holm's rule at 5 % over all {len(p_values)} tests finds {len(apart)} "
         f"significant difference{'' if len(apart) == 1 else 's'} from `plain`"
-        f"{': ' + '; '.join(apart) if apart else ''}.\n\n"
+        f"{': ' + ', and '.join(apart) if apart else ''}.\n\n"
         f"**What the study can detect.** A sign-flip test on {len(seeds)} pairs cannot give p below "
         f"{2 / 2 ** len(seeds):.1g}. The widest interval of a difference in lift is ± {widest:.3f}; smaller "
         "differences may exist undetected. McNemar's test uses only discordant seeds. With D discordant seeds, "

@@ -126,7 +126,10 @@ def errors_table() -> str:
     """Return what `python -m benchmarks.validate_model` says, as a Markdown table."""
     command = [sys.executable, "-m", "benchmarks.validate_model", "--json"]
     ran = subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    lines = ["| published set | points | mean error | median | largest | fitted on |", "|---" * 6 + "|"]
+    lines = [
+        "| published set | points | mean error | median | largest | constants fitted, and on which data |",
+        "|---" * 6 + "|",
+    ]
     for found in json.loads(ran.stdout)["sets"].values():
         cells = (
             found["title"],

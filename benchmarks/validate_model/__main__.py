@@ -183,7 +183,7 @@ def _print(compared: Sequence[ValidationResult], *, points: bool) -> None:
     table = figures_table("set", "points", "mean error", "median", "largest", "limit")
     table.columns[0].no_wrap = False
     table.add_column("", no_wrap=True)
-    table.add_column("fitted on", max_width=36)
+    table.add_column("constants fitted, and on which data", max_width=36)
     for result in compared:
         limit = "" if result.limit_mean_error is None else f"{result.limit_mean_error:.1%}"
         verdict = {True: "ok", False: "missed", None: ""}[result.passed]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.validate_model.fit import SHIPPED, first_fit, held_out_errors, ratio_errors
+from benchmarks.validate_model.fit import CONSTANTS, SHIPPED, first_fit, held_out_errors, ratio_errors
 from benchmarks.validate_model.gains import layer_gains, policy_gains, recorded_gains
 from benchmarks.validate_model.layer import all_to_all, moe_layer
 from benchmarks.validate_model.result import ValidationPoint, ValidationResult, compared, fit_logs
@@ -102,8 +102,8 @@ def _natural_routing(
         published,
         points,
         name=f"{published['name']}-natural-routing",
-        title=f"{published['title']}: slow-down of natural routing",
-        fitted=f"one imbalance for all {len(points)} points",
+        title=f"{published['title']}: slow-down under natural routing",
+        fitted=f"the routing imbalance (one value for all {len(points)} points), on this set",
         limit_mean_error=None,
         limit_error=published.get("limit_slowdown_error"),
         constants={"imbalance": 1.0 + excess},
@@ -140,7 +140,10 @@ def _whole_runs(
             groups = held_out_errors(runs, first_fit(cluster_named), by).values()
             left_out = [run for some, _ in groups for run in some]
             errors = np.concatenate([some for _, some in groups])
-            named = {"fitted": f"on the runs of the other {by}s", "name": f"{published['name']}-{by}-held-out"}
+            named = {
+                "fitted": f"{len(CONSTANTS)} constants, on the runs of the other {by}s",
+                "name": f"{published['name']}-{by}-held-out",
+            }
             title = f"{published['title']}: {of} held out in turn"
             limit = published["limit_held_out_error"][by]
             results.append(result(left_out, errors, title=title, limit_mean_error=limit, **named))
@@ -148,7 +151,7 @@ def _whole_runs(
                 sound = [run.name not in regressions for run in left_out]
                 kept = [run for run, holds in zip(left_out, sound, strict=True) if holds]
                 without = {**named, "name": f"{named['name']}-without-regressions"}
-                said = f"{title}, without the run that its release page calls a regression"
+                said = f"{title}, without the run that NVIDIA calls a regression"
                 results.append(result(kept, errors[sound], title=said, limit_mean_error=limit, **without))
                 ratios = ratio_errors(left_out, errors).items()
                 points = [
@@ -156,7 +159,7 @@ def _whole_runs(
                     for pair, (is_, forecast) in ratios
                 ]
                 named["name"] = f"{published['name']}-ratios-held-out"
-                title = f"{published['title']}: ratio of two settings of a model on a cluster, held out"
+                title = f"{published['title']}: ratio of two held-out settings (same model, same cluster)"
                 results.append(compared(published, points, title=title, limit_mean_error=None, **named))
     shown = result(runs, SHIPPED.errors(runs), limit_median_error=published.get("limit_median_error"))
     return [*results, shown]
@@ -186,7 +189,9 @@ def _user_runs(
                 points,
                 name=f"{published['name']}-{name}",
                 title=f"{published['title']}, forecast with --software {name}",
-                fitted=published["fitted"] if judged else "nothing on this set; shows the error of a wrong setting",
+                fitted=published["fitted"]
+                if judged
+                else "nothing on this set; shows the error of the wrong --software value",
                 limit_mean_error=published.get("limit_mean_error") if judged else None,
             )
         )

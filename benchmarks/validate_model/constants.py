@@ -24,8 +24,8 @@ from moe_rl.simulators.balanced import BalancedStep
 from moe_rl.simulators.whole_runs import WholeRun
 
 MORE, MOVES = 1.1, 0.002
-VENDOR, FABRIC, SOFTWARE = "fitted on a vendor's runs", "of fabric efa", "of typical software"
-PACKED = "fitted on another run (not one of these 20), with packed sequences of 32,768 tokens"
+VENDOR, FABRIC, SOFTWARE = "fitted on a vendor's runs", "constant of the EFA network", "constant of --software typical"
+PACKED = "fitted on one run outside the 20, with packed sequences of 32,768 tokens"
 # The fabric whose constants other people's runs determine.
 FABRIC_CLUSTER = "h100-efa"
 

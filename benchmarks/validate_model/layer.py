@@ -45,7 +45,7 @@ def moe_layer(
             [point for family in predicted_on for point in predicted(constants, family)],
             name=f"{published['name']}-{'-'.join(predicted_on)}{'-held-out' if held_out else ''}",
             title=f"{published['title']}: {' and '.join(predicted_on)}{' held out' if held_out else ''}",
-            fitted=f"gemm_tflops and the MoE part of the fixed cost, on {' and '.join(fitted_on)}",
+            fitted=f"gemm_tflops and the MoE part of the fixed cost, on the {' and '.join(fitted_on)} points",
             limit_mean_error=published.get("limit_mean_error"),
             constants=dict(zip(("gemm_tflops", "fixed_share"), constants, strict=True)),
         )
@@ -83,7 +83,7 @@ def _moe_layer_memory(published: Mapping[str, Any]) -> ValidationResult:
         points,
         name=f"{published['name']}-memory",
         title=f"{published['title']}: peak memory",
-        fitted="FLAT_COPIES and the temporaries of unfused GELU (whole numbers), on this set",
+        fitted="FLAT_COPIES and the bytes of unfused GELU's temporaries (both integers), on this set",
         limit_mean_error=published.get("limit_memory_error"),
     )
 
